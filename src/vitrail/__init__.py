@@ -1,0 +1,61 @@
+"""Vitrail: a Vision Transformer you can train, see through and ship.
+
+import vitrail as vt
+
+model = vt.create("B/16", classes=10)
+logits = model(images)                                   # (B, 3, 224, 224) -> (B, 10)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Each public name and the module it lives in. They load when first used, so that `import vitrail`
+# is quick and silent, and torch is loaded only by what needs it.
+_HOMES = {
+    "ConfigError": "vitrail.errors",
+    "Encoded": "vitrail.model",
+    "InputError": "vitrail.errors",
+    "ViT": "vitrail.model",
+    "ViTConfig": "vitrail.config",
+    "VitrailError": "vitrail.errors",
+    "create": "vitrail.create",
+    "edit": "vitrail.model",
+    "preset": "vitrail.presets",
+    "record": "vitrail.model",
+}
+
+__all__ = [
+    "ConfigError",
+    "Encoded",
+    "InputError",
+    "ViT",
+    "ViTConfig",
+    "VitrailError",
+    "create",
+    "edit",
+    "preset",
+    "record",
+]
+
+if TYPE_CHECKING:
+    from vitrail.config import ViTConfig
+    from vitrail.create import create
+    from vitrail.errors import ConfigError, InputError, VitrailError
+    from vitrail.model import Encoded, ViT, edit, record
+    from vitrail.presets import preset
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

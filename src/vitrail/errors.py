@@ -1,0 +1,57 @@
+"""Errors a user can act on: what must hold, what came, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class VitrailError(Exception):
+    """An error meant for the user. The command line prints its text and exits with 2.
+
+    Args:
+        must: what must hold, a sentence in the user's words.
+        got: what came instead, without a full stop.
+        do: what to do about it, a sentence.
+    """
+
+    def __init__(self, must: str, got: str, do: str) -> None:
+        super().__init__(must, got, do)  # all three, so that the error survives pickling
+
+    def __str__(self) -> str:
+        must, got, do = self.args
+        return f"{must} Got {got}. {do}"
+
+
+class ConfigError(VitrailError, ValueError):
+    """A model that cannot exist, or a name that means nothing."""
+
+
+class InputError(VitrailError, ValueError):
+    """Something handed over that does not fit: pictures, tap names, paths."""
+
+
+class MissingExtra(VitrailError, ImportError):
+    """An optional package that this feature needs is not installed."""
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Wrap the imports of optional packages: one that is missing becomes a MissingExtra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"This needs the package {error.name}.",
+            "a Python without it",
+            f'Install it with: pip install "vitrail[{extra}]".',
+        ) from error
+
+
+def suggest(name: str, choices: Iterable[str]) -> str:
+    """Say which choice is nearest, if one is near, and then what all of them are."""
+    choices = list(choices)
+    near = difflib.get_close_matches(name, choices, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}There is: {', '.join(choices)}."

@@ -13,6 +13,8 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,24 +79,21 @@ def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> I
         model(images)
     """
 
-    def change_by(function: Callable[[Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-        def change(name: str, activation: Tensor) -> Tensor:
-            changed = function(activation)
-            if not isinstance(changed, Tensor) or changed.shape != activation.shape:
-                shape = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-                raise InputError(
-                    f"An edit of {name} must return a tensor of the shape it was given, {tuple(activation.shape)}.",
-                    str(shape),
-                    "Return a changed copy of what came in.",
-                )
-            return changed
-
-        return change
+    def change(function: Callable[[Tensor], Tensor], name: str, activation: Tensor) -> Tensor:
+        changed = function(activation)
+        shape = changed.shape if isinstance(changed, Tensor) else type(changed).__name__
+        if shape != activation.shape:
+            raise InputError(
+                f"An edit of {name} must return a tensor of the same shape, {tuple(activation.shape)}.",
+                str(shape),
+                "Return a changed copy of what came in.",
+            )
+        return changed
 
     with ExitStack() as stack:
         for pattern, function in edits.items():
             for name, module in find(model, pattern).items():
-                _attach(stack, model, name, module, change_by(function))
+                _attach(stack, model, name, module, partial(change, function))
         yield
 
 
@@ -136,6 +135,6 @@ def _attach(
     handle = module.register_forward_hook(lambda module, given, output: function(name, output))
     stack.callback(handle.remove)
     if isinstance(module, Tap) and module.explicit:
-        parent = model.get_submodule(name.rpartition(".")[0])
+        parent: Any = model.get_submodule(name.rpartition(".")[0])
         parent.explicit += 1  # a count, not a switch: several `with` blocks may want the same one
         stack.callback(lambda: setattr(parent, "explicit", parent.explicit - 1))

@@ -1,0 +1,93 @@
+"""How we time: all candidates in one process, interleaved round by round, medians compared.
+
+A machine that slows down for a second then slows everyone, and ratios hold where seconds do not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def interleave(jobs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every job once per round, each round starting with the next job; seconds by name."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    names = list(jobs)
+    for turn in range(rounds):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            seconds[name].append(jobs[name]())
+    return seconds
+
+
+def clock(step: Callable[[], Any], repeats: int, sync: Callable[[], None]) -> float:
+    """Seconds for one step, over `repeats` of them."""
+    sync()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    sync()
+    return (time.perf_counter() - begin) / repeats
+
+
+def rates(seconds: dict[str, list[float]], images: int) -> dict[str, dict[str, float]]:
+    """Images per second: the median round, and the slowest and fastest."""
+    return {
+        name: {
+            "images_per_s": round(images / statistics.median(times), 2),
+            "slowest": round(images / max(times), 2),
+            "fastest": round(images / min(times), 2),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def environment() -> dict[str, Any]:
+    """What a number depends on: machine, versions, commit, command."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("timm", "transformers", "torchvision", "triton"):
+        try:
+            versions[name] = __import__(name).__version__
+        except Exception as error:  # a peer that does not import is part of the result
+            versions[name] = f"not there: {error}"
+    here = Path(__file__).parent.parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
+    return {
+        "machine": machine(),
+        "versions": versions,
+        "commit": git.stdout.strip() or "unknown",
+        "command": "python "
+        + " ".join([Path(sys.argv[0]).parent.name + "/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        found["cpu"] = models[0] if models else "unknown"
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {path}")

@@ -132,18 +132,13 @@ class ViTConfig(Config):
 
     def _check_heads(self) -> None:
         if self.width % self.heads:
-            divisors = {
-                k
-                for i in range(1, math.isqrt(self.width) + 1)
-                if self.width % i == 0
-                for k in (i, self.width // i)
-            }
-            below = max(k for k in divisors if k < self.heads)
-            above = min((k for k in divisors if k > self.heads), default=below)
+            small = [i for i in range(1, math.isqrt(self.width) + 1) if self.width % i == 0]
+            fitting = sorted({*small, *(self.width // i for i in small)})  # all that divide the width
+            near = [*[k for k in fitting if k < self.heads][-1:], *[k for k in fitting if k > self.heads][:1]]
             raise ConfigError(
                 "width must be a multiple of heads, unless head_width is given.",
                 f"width={self.width}, heads={self.heads}",
-                f"Use heads={below} or heads={above}, or give head_width.",
+                f"Use {' or '.join(f'heads={k}' for k in near)}, or give head_width.",
             )
 
     def _check_remainder(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -81,8 +81,8 @@ def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> I
 
     def change(function: Callable[[Tensor], Tensor], name: str, activation: Tensor) -> Tensor:
         changed = function(activation)
-        shape = changed.shape if isinstance(changed, Tensor) else type(changed).__name__
-        if shape != activation.shape:
+        shape = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        if shape != tuple(activation.shape):
             raise InputError(
                 f"An edit of {name} must return a tensor of the same shape, {tuple(activation.shape)}.",
                 str(shape),
@@ -98,25 +98,26 @@ def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> I
 
 
 def find(model: nn.Module, *patterns: str) -> dict[str, nn.Module]:
-    """The tappable modules whose names match, in the order of the model."""
+    """The tappable modules whose names match any of the patterns, in the order of the model."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(
-                "Taps need the model as it was before torch.compile: compiled code has no places to look.",
-                f"a model with {name or 'itself'} compiled",
-                "Record on the uncompiled model (the one handed to torch.compile); the weights are shared.",
+                "Taps need a model as it was before torch.compile: compiled code has no places to look.",
+                f"a model whose {name} is compiled" if name else "a compiled model",
+                "Record on the uncompiled model, the one handed to torch.compile; it has the same weights.",
             )
     taps = {name: module for name, module in model.named_modules() if not any(module.children())}
-    found = {}
     for pattern in patterns:
-        matching = {name: taps[name] for name in taps if _matches(name, pattern)}
-        if not matching:
-            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in taps))
-            raise InputError(
-                "A tap's name must be one the model has.", repr(pattern), suggest(pattern, kinds)
-            )
-        found.update(matching)
-    return {name: taps[name] for name in taps if name in found}
+        if not any(_matches(name, pattern) for name in taps):
+            raise InputError("A tap must be a name the model has.", repr(pattern), _advice(pattern, taps))
+    return {name: taps[name] for name in taps if any(_matches(name, pattern) for pattern in patterns)}
+
+
+def _advice(pattern: str, taps: Iterable[str]) -> str:
+    """The nearest name and all names, with the block numbers folded into a `*`."""
+    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in taps)
+    blocks = {int(name.split(".")[1]) for name in taps if name.startswith("blocks.")}
+    return f"{suggest(pattern, kinds)} Blocks are 0 to {max(blocks)}."
 
 
 def _matches(name: str, pattern: str) -> bool:

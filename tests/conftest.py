@@ -1,0 +1,38 @@
+"""What all tests share: a fixed seed, and models whose every parameter matters."""
+
+import pytest
+import torch
+
+import vitrail as vt
+from bench.peers import make_torchvision_importable
+
+make_torchvision_importable()  # before anything imports timm or transformers
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+def shake(model):
+    """Move every parameter away from zero and one, so that leaving one out shows.
+
+    A fresh model has a zero head, zero biases and a zero class token; compared like that, two
+    models would agree whatever they do with them.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture
+def tiny():
+    """A small, oddly shaped model: three heads, two channels, a grid of 3 x 2 oblong patches."""
+    config = vt.ViTConfig(width=12, depth=2, heads=3, patch=(4, 6), size=(12, 12), channels=2, classes=5)
+    return shake(vt.ViT(config))
+
+
+@pytest.fixture
+def pictures(tiny):
+    return torch.randn(4, tiny.config.channels, *tiny.config.pixels)

@@ -1,0 +1,83 @@
+"""Importing is quick, silent and light; and imports inside the package go one way."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import vitrail
+
+ROOT = Path(vitrail.__file__).parent
+
+# From the ground up: a room may import from rooms before it, never from one after it.
+ROOMS = ["errors", "config", "presets", "model", "create", "demo", "cli", "__main__"]
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_import_is_silent_and_does_not_load_torch():
+    done = python(
+        "import sys; before = set(sys.modules); import vitrail; vitrail.ViTConfig; vitrail.preset('B/16');"
+        "heavy = {'torch', 'numpy', 'PIL', 'typer', 'rich', 'matplotlib', 'sklearn'} & set(sys.modules) - before;"
+        "assert not heavy, heavy"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_opens_no_socket_and_writes_nothing():
+    done = python(
+        "import sys\n"
+        "def watch(event, args):\n"
+        "    if event.startswith('socket') or (event == 'open' and isinstance(args[1], str) and set(args[1]) & set('wax+')):\n"
+        "        raise SystemExit(f'{event} {args}')\n"
+        "sys.dont_write_bytecode = True\n"
+        "sys.addaudithook(watch)\n"
+        "import vitrail\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_takes_less_than_150_ms():
+    code = "import time; start = time.perf_counter(); import vitrail; print(time.perf_counter() - start)"
+    assert min(float(python(code).stdout) for _ in range(3)) < 0.15
+
+
+def test_help_takes_less_than_500_ms():
+    def seconds():
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+def test_public_names_are_all_there():
+    assert set(vitrail.__all__) == set(vitrail._HOMES) <= set(dir(vitrail))
+    for name in vitrail.__all__:
+        assert getattr(vitrail, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = vitrail.nothing
+
+
+def imports(path):
+    """The rooms of this package that a file imports from, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (name.split(".")[1] for name in names if name.startswith("vitrail."))
+
+
+@pytest.mark.parametrize("path", [*ROOT.rglob("*.py")], ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room != "__init__":
+        allowed = ROOMS[: ROOMS.index(room) + 1]
+        assert set(imports(path)) <= set(allowed)
+        if room == "model":
+            assert set(imports(path)) <= {"model", "config", "errors"}

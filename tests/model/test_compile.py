@@ -1,0 +1,40 @@
+"""The model is one graph: for torch.compile, for torch.export, without breaks and without syncs."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_compiles_without_graph_breaks_and_gives_the_same(tiny, pictures, training):
+    tiny.train(training)
+    compiled = torch.compile(tiny, fullgraph=True, backend="aot_eager")
+    assert (compiled(pictures) - tiny(pictures)).abs().max() < 1e-6
+
+
+def test_another_batch_size_compiles_at_most_once_more(tiny):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(tiny, fullgraph=True, backend=counter)
+    for batch in (4, 4, 7, 3, 12, 5):
+        compiled(torch.randn(batch, tiny.config.channels, *tiny.config.pixels))
+    assert counter.frame_count <= 2
+
+
+def test_exports_with_a_free_batch(tiny, pictures):
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(tiny, (pictures,), dynamic_shapes=({0: batch},))
+    for count in (1, 2, 9):
+        images = torch.randn(count, tiny.config.channels, *tiny.config.pixels)
+        assert (program.module()(images) - tiny(images)).abs().max() < 1e-6
+
+
+def test_dropout_works_in_training_only(tiny, pictures):
+    import vitrail as vt
+
+    model = vt.ViT(
+        vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=12, channels=2, classes=5, dropout=0.5)
+    )
+    torch.nn.init.normal_(model.head.weight)
+    assert not torch.equal(model(pictures), model(pictures))
+    model.eval()
+    assert torch.equal(model(pictures), model(pictures))

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench.measure import clock, environment, interleave, rates, save
-from bench.peers import PEERS, make_torchvision_importable
 from torch import nn
 
+from bench.measure import clock, environment, interleave, rates, save
+from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.presets import preset
 

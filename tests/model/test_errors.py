@@ -20,7 +20,7 @@ CONFIG_ERRORS = [
     (dict(hidden_size=768), r"Got hidden_size=768. There is: width, depth, heads"),
     (
         dict(heads=5),
-        r"width must be a multiple of heads.* Got width=12, heads=5. Use heads=4 or heads=6, or give head_width.",
+        r"width must be a multiple of heads.* Got width=12, heads=5. Use heads=4 or heads=6, or give",
     ),
     (dict(heads=24), r"Got width=12, heads=24. Use heads=12, or give head_width."),
     (
@@ -40,7 +40,7 @@ CONFIG_ERRORS = [
     (dict(mlp_width=0), r"Got mlp_width=0."),
     (
         dict(size=(8, 8, 8)),
-        r"size must be one side in pixels, or \(height, width\). Got size=\(8, 8, 8\). Give one number or two.",
+        r"size must be one side in pixels, or \(height, width\). Got size=\(8, 8, 8\). Give one number",
     ),
     (dict(size=-8), r"size must be a whole number .* Got size=-8."),
     (dict(patch=(4, 0)), r"patch must be a whole number .* Got patch=0."),
@@ -78,7 +78,7 @@ def test_config_errors(fields, message):
     [
         (
             "b/16",
-            r"starts with a known size. Got 'b/16'. .*There is: mu, Ti, S, M, B, L, So400m, H, g, g-opt, G, G-opt, e.",
+            r"starts with a known size. Got 'b/16'. .*There is: mu, Ti, S, M, B, L, So400m, H, g, g-opt",
         ),
         ("So400/14", r"Did you mean 'So400m'\?"),
         ("B", r"A model name is size/patch or size/patch@pixels, such as \"B/16\".* Got 'B'. Sizes: mu, Ti"),

@@ -28,7 +28,7 @@ def gelu(x):
 
 def patches(image, P, Q):
     """x_p: the picture (C, H, W) cut into N flat patches, row by row."""
-    C, H, W = image.shape
+    _, H, W = image.shape
     corners = [(i, j) for i in range(0, H, P) for j in range(0, W, Q)]
     return np.stack([image[:, i : i + P, j : j + Q].reshape(-1) for i, j in corners])
 

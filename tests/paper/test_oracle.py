@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 import vitrail as vt
 from conftest import shake
 

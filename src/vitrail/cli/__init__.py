@@ -1,0 +1,66 @@
+"""The command line: one file per command; heavy imports inside the functions.
+
+Exit codes: 0 done, 1 done with failures that are listed, 2 wrong use or bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from vitrail import __version__
+from vitrail.cli.demo import demo
+from vitrail.errors import VitrailError
+
+app = typer.Typer(
+    name="vitrail",
+    help="A Vision Transformer you can train, see through and ship.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"vitrail {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; whatever goes wrong, the user reads a sentence, not a stack trace."""
+    try:
+        app()
+    except VitrailError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        _fail(
+            f"The system refused{where}: {error.strerror or error}. Check the path, its rights and the disk.",
+            2,
+        )
+    except KeyboardInterrupt:
+        _fail("Stopped.", 130)
+    except Exception as error:
+        if "VITRAIL_DEBUG" in os.environ:
+            raise
+        _fail(f"{type(error).__name__}: {error}. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"vitrail: {message}", file=sys.stderr)
+    sys.exit(code)

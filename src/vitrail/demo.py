@@ -1,0 +1,189 @@
+"""The demo: a small ViT learns scikit-learn's handwritten digits, and we see where it looks.
+
+1,797 real digits of 8 x 8 pixels come inside the scikit-learn package, so nothing is downloaded.
+The model is the paper's, only small; the training loop is the plain one of a textbook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig
+from vitrail.errors import needs
+from vitrail.model import ViT, record
+
+CONFIG = ViTConfig(width=64, depth=3, heads=4, patch=2, size=8, channels=1, classes=10)
+EPOCHS, BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 60, 64, 3e-3, 0.05, 0.1
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Pictures (N, 1, 8, 8) with values from 0 to 1, and what they show."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What the model said of some digits, and how much its class token looked at each patch."""
+
+    digits: Digits
+    predicted: Tensor  # (B,)
+    score: Tensor  # (B,) the probability of what it said
+    attention: Tensor  # (B, h, w), each map sums to 1
+
+    @property
+    def right(self) -> Tensor:
+        return self.predicted == self.digits.labels
+
+    @property
+    def accuracy(self) -> float:
+        return self.right.double().mean().item()
+
+
+def load() -> tuple[Digits, Digits]:
+    """The digits to learn from and the held-out fifth, the same split every time."""
+    with needs("train"):
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    flat, labels = load_digits(return_X_y=True)
+    images = torch.tensor(flat, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(labels)
+    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+    return Digits(images[train], labels[train]), Digits(images[test], labels[test])
+
+
+def build(seed: int) -> ViT:
+    """A fresh model. The paper's first positions, sigma 0.02, are so small beside the patch tokens
+    that 1,400 pictures hardly teach the model where a patch is; here they start at sigma 1."""
+    torch.manual_seed(seed)
+    model = ViT(CONFIG)
+    nn.init.normal_(model.position.table)
+    return model
+
+
+def train(
+    model: ViT, digits: Digits, *, epochs: int = EPOCHS, seed: int = 0
+) -> Iterator[tuple[float, float]]:
+    """Train in place; after each epoch comes (mean loss, accuracy) over its augmented pictures."""
+    chance = torch.Generator().manual_seed(seed)
+    matrices = [p for name, p in model.named_parameters() if name.endswith(".weight") and "norm" not in name]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
+    steps = epochs * (len(digits.labels) // BATCH)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
+    model.train()
+    for _ in range(epochs):
+        losses, right = [], 0
+        batches = torch.randperm(len(digits.labels), generator=chance).split(BATCH)
+        batches = [batch for batch in batches if len(batch) == BATCH]  # the rest comes next time
+        for batch in batches:
+            labels = digits.labels[batch]
+            logits = model(normalise(jiggle(digits.images[batch], chance)))
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            right += int((logits.argmax(1) == labels).sum())
+        yield sum(losses) / len(losses), right / (len(batches) * BATCH)
+    model.eval()
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: a linear warm-up, then half a cosine down to zero."""
+    warm = WARM_UP * steps
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
+
+
+def jiggle(images: Tensor, chance: torch.Generator) -> Tensor:
+    """Turn each picture by up to 12 degrees, zoom by up to 15 %, shift by up to one pixel."""
+
+    def some(most: float) -> Tensor:
+        return (2 * torch.rand(len(images), generator=chance) - 1) * most
+
+    turn, zoom = some(math.radians(12)), torch.exp(some(math.log(1.15)))
+    cos, sin, down, across = zoom * turn.cos(), zoom * turn.sin(), some(2 / 8), some(2 / 8)
+    matrix = torch.stack([cos, -sin, across, sin, cos, down], dim=1).view(-1, 2, 3)
+    places = F.affine_grid(matrix, list(images.shape), align_corners=False)
+    return F.grid_sample(images, places, align_corners=False)
+
+
+def normalise(images: Tensor) -> Tensor:
+    """To mean 0 and deviation 1, over the digits' pixels."""
+    return (images - 0.305) / 0.376
+
+
+@torch.no_grad()
+def look(model: ViT, digits: Digits) -> Looked:
+    """Classify, and follow the class token's attention through all blocks (rollout, Fig. 6)."""
+    with record(model, "blocks.*.attention.weights") as tape:
+        probabilities = model(normalise(digits.images)).softmax(dim=1)
+    rolled = torch.eye(model.config.tokens)
+    for weights in tape.values():  # (B, k, T, T) in the order of the blocks
+        mixed = (weights.mean(dim=1) + torch.eye(model.config.tokens)) / 2  # the residual looks at itself
+        rolled = mixed @ rolled
+    attention = rolled[:, 0, model.config.prefix :].unflatten(1, model.config.grid)
+    attention = attention / attention.sum(dim=(1, 2), keepdim=True)
+    score, predicted = probabilities.max(dim=1)
+    return Looked(digits, predicted, score, attention)
+
+
+def choose(looked: Looked, most: int = 10) -> tuple[list[int], list[int]]:
+    """Which digits to show: a right one of each kind, and the wrong ones, surest first."""
+    right = looked.right
+    firsts = [(right & (looked.digits.labels == kind)).nonzero()[:1].flatten().tolist() for kind in range(10)]
+    wrong = (~right).nonzero().flatten()
+    wrong = wrong[looked.score[wrong].argsort(descending=True)]
+    return [index for first in firsts for index in first][:most], wrong.tolist()[:most]
+
+
+def draw(looked: Looked, path: Path) -> None:
+    """The right and the wrong digits as a PNG, each above the same digit lit by its attention."""
+    with needs("inspect"):
+        from matplotlib.figure import Figure
+    right, wrong = choose(looked)
+    count, total = int(looked.right.sum()), len(looked.right)
+    bands = [
+        (right, f"Right: {count} of {total}"),
+        (wrong, f"Wrong: {total - count} of {total}, the surest first"),
+    ]
+    bands = [(shown, title) for shown, title in bands if shown]
+    figure = Figure(figsize=(10, 0.4 + 2.6 * len(bands)), dpi=120, layout="constrained")
+    figure.suptitle("Each digit, and below it where the class token looked (attention rollout)", fontsize=11)
+    for part, (shown, title) in zip(
+        figure.subfigures(len(bands), 1, squeeze=False)[:, 0], bands, strict=True
+    ):
+        part.suptitle(title, fontsize=10, x=0.01, ha="left")
+        for column, axes in enumerate(part.subplots(2, 10).T):
+            for axis in axes:
+                axis.axis("off")
+            if column < len(shown):
+                index = shown[column]
+                image = looked.digits.images[index, 0]
+                axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
+                axes[0].set_title(caption(looked, index), fontsize=9)
+                axes[1].imshow(image, cmap="gray", vmin=0, vmax=1)
+                edges = (-0.5, 7.5, 7.5, -0.5)  # lay the patch grid over the pixels
+                axes[1].imshow(looked.attention[index], cmap="inferno", vmin=0, alpha=0.65, extent=edges)
+    figure.savefig(path)
+
+
+def caption(looked: Looked, index: int) -> str:
+    """What the model said of one digit, how sure it was, and the truth where it differs."""
+    said, truth = int(looked.predicted[index]), int(looked.digits.labels[index])
+    sure = f"{said} ({looked.score[index]:.0%})"
+    return sure if said == truth else f"{sure}, is {truth}"

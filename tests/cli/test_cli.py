@@ -1,0 +1,157 @@
+"""The command line: what it says, what it writes, and how it fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import vitrail
+
+
+def vitrail_command(*arguments, cwd, **environment):
+    """Run the command as a user would, in a terminal 80 columns wide without colour."""
+    return subprocess.run(
+        [sys.executable, "-m", "vitrail", *arguments],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def short_demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, vitrail_command("demo", "--epochs", "2", cwd=folder)
+
+
+def test_version_and_help(tmp_path):
+    assert vitrail_command("--version", cwd=tmp_path).stdout == f"vitrail {vitrail.__version__}\n"
+    done = vitrail_command("--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "demo" in done.stdout
+    assert "nothing is downloaded" in vitrail_command("demo", "-h", cwd=tmp_path).stdout
+
+
+def test_demo_tells_its_story_and_writes_a_picture(short_demo):
+    folder, done = short_demo
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in (
+        "1,437 digits",
+        "360 held out",
+        "152,202 parameters",
+        "cpu, ",
+        "2/2 epochs",
+        "held-out digits",
+    ):
+        assert word in done.stdout
+    assert "Right: the digit, and where the model looked" in done.stdout
+    assert "Wrong, the surest first" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    picture = folder / "runs" / "demo" / "demo.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert str(picture.relative_to(folder)) in done.stdout
+
+
+def test_demo_is_the_same_every_time(short_demo):
+    folder, first = short_demo
+    again = vitrail_command("demo", "--epochs", "2", cwd=folder)
+    other = vitrail_command("demo", "--epochs", "2", "--seed", "1", cwd=folder)
+
+    def result(done):
+        return [line for line in done.stdout.splitlines() if "result" in line]
+
+    assert result(again) == result(first) != result(other)
+    assert (folder / "runs" / "demo-2" / "demo.png").exists()  # and nothing was overwritten
+    assert (folder / "runs" / "demo-3" / "demo.png").exists()
+
+
+def test_a_folder_with_files_is_refused_before_training(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep me")
+    done = vitrail_command("demo", "--out", ".", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "vitrail: --out must be a new or an empty folder: nothing of yours is overwritten. "
+        "Got ., which has files in it. Name another folder, or leave --out away.\n"
+    )
+    done = vitrail_command("demo", "--out", "mine.txt", cwd=tmp_path)
+    assert (done.returncode, "which is a file" in done.stderr) == (2, True)
+    done = vitrail_command("demo", "--out", "mine.txt/below", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "The system refused mine.txt/below: Not a directory." in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "mine.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dmeo"], "No such command 'dmeo'"),
+        (["demo", "--epochs", "0"], "0 is not in the range"),
+        (["demo", "--epochs", "many"], "'many' is not a valid int"),
+        (["demo", "--sede", "1"], "No such option: --sede"),
+        (["demo", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_use_is_code_2_and_one_message(tmp_path, arguments, message):
+    done = vitrail_command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_in_a_sentence(tmp_path):
+    script = (
+        "ulimit -f 8; exec '%s' -m vitrail demo --epochs 1 --out out" % sys.executable
+    )  # no file may pass 8 blocks, as if the disk had ended there
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "The system refused" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []  # no half-written picture
+
+
+def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitrail", "demo", "--out", "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if "device" in line:
+            break
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_missing_extra_is_named(tmp_path):
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module', name='sklearn')")
+    done = vitrail_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert (
+        'This needs the package sklearn. Got a Python without it. Install it with: pip install "vitrail[train]".'
+        in done.stderr
+    )
+
+
+def test_a_bug_of_ours_is_a_sentence_and_a_trace_on_demand(tmp_path):
+    (tmp_path / "sklearn.py").write_text("raise ValueError('broken')")
+    done = vitrail_command("demo", "--out", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert (
+        done.stderr == "vitrail: ValueError: broken. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.\n"
+    )
+    done = vitrail_command("demo", "--out", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), VITRAIL_DEBUG="1")
+    assert "Traceback" in done.stderr

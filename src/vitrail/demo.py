@@ -110,13 +110,13 @@ def rate(step: int, steps: int) -> float:
 
 
 def jiggle(images: Tensor, chance: torch.Generator) -> Tensor:
-    """Turn each picture by up to 12 degrees, zoom by up to 15 %, shift by up to one pixel."""
+    """Turn each picture by up to 10 degrees, zoom by up to 10 %, shift by up to 0.7 pixels."""
 
     def some(most: float) -> Tensor:
         return (2 * torch.rand(len(images), generator=chance) - 1) * most
 
-    turn, zoom = some(math.radians(12)), torch.exp(some(math.log(1.15)))
-    cos, sin, down, across = zoom * turn.cos(), zoom * turn.sin(), some(2 / 8), some(2 / 8)
+    turn, zoom = some(math.radians(10)), torch.exp(some(math.log(1.1)))
+    cos, sin, down, across = zoom * turn.cos(), zoom * turn.sin(), some(1.4 / 8), some(1.4 / 8)
     matrix = torch.stack([cos, -sin, across, sin, cos, down], dim=1).view(-1, 2, 3)
     places = F.affine_grid(matrix, list(images.shape), align_corners=False)
     return F.grid_sample(images, places, align_corners=False)

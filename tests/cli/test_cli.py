@@ -92,8 +92,8 @@ def test_a_folder_with_files_is_refused_before_training(tmp_path):
     ("arguments", "message"),
     [
         (["dmeo"], "No such command 'dmeo'"),
-        (["demo", "--epochs", "0"], "0 is not in the range"),
-        (["demo", "--epochs", "many"], "'many' is not a valid int"),
+        (["demo", "--epochs", "0"], "should be greater than or equal to 1"),
+        (["demo", "--epochs", "many"], "parse string as an integer"),
         (["demo", "--sede", "1"], "No such option: --sede"),
         (["demo", "extra"], "unexpected extra argument"),
     ],
@@ -107,9 +107,8 @@ def test_wrong_use_is_code_2_and_one_message(tmp_path, arguments, message):
 
 
 def test_a_full_disk_is_said_in_a_sentence(tmp_path):
-    script = (
-        "ulimit -f 8; exec '%s' -m vitrail demo --epochs 1 --out out" % sys.executable
-    )  # no file may pass 8 blocks, as if the disk had ended there
+    # No file may grow past 8 blocks, as if the disk ended there.
+    script = f"ulimit -f 8; exec '{sys.executable}' -m vitrail demo --epochs 1 --out out"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "The system refused" in done.stderr
@@ -131,8 +130,7 @@ def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
     time.sleep(2)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
+    assert (process.returncode, stderr) == (130, "vitrail: Stopped.\n")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -140,10 +138,8 @@ def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module', name='sklearn')")
     done = vitrail_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    assert (
-        'This needs the package sklearn. Got a Python without it. Install it with: pip install "vitrail[train]".'
-        in done.stderr
-    )
+    said = 'the package sklearn. Got a Python without it. Install it with: pip install "vitrail[train]".'
+    assert said in done.stderr
 
 
 def test_a_bug_of_ours_is_a_sentence_and_a_trace_on_demand(tmp_path):

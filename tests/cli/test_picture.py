@@ -1,5 +1,7 @@
 """Pictures in the terminal."""
 
+import io
+
 from rich.console import Console
 from rich.text import Text
 
@@ -33,7 +35,7 @@ def test_heat_runs_from_cold_to_hot_and_stays_inside():
 
 
 def test_a_gallery_shows_what_fits():
-    console = Console(width=24, record=True, file=open("/dev/null", "w"))
+    console = Console(width=24, record=True, file=io.StringIO())
     gallery([[Text("aaaaaaaa"), Text("bbbbbbbb"), Text("cccccccc")]], console)
     shown = console.export_text()
     assert "aaaaaaaa" in shown

@@ -106,7 +106,7 @@ def test_layers_are_the_encoder_cut_short(tiny, pictures):
     [
         (
             "blocks.0.attention.wights",
-            r"name the model has. Got 'blocks.0.attention.wights'. Did you mean 'blocks.\*.attention.weights'",
+            r"the model has. Got 'blocks.0.attention.wights'. Did you mean 'blocks.\*.attention.weights'",
         ),
         (
             "blocks.7.attention.weights",

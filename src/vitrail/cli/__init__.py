@@ -53,8 +53,10 @@ def main() -> None:
             f"The system refused{where}: {error.strerror or error}. Check the path, its rights and the disk.",
             2,
         )
-    except KeyboardInterrupt:
-        _fail("Stopped.", 130)
+    except SystemExit as stop:
+        if stop.code == 130:  # how typer ends an interrupted command
+            _stop()
+        raise
     except Exception as error:
         if "VITRAIL_DEBUG" in os.environ:
             raise
@@ -64,3 +66,12 @@ def main() -> None:
 def _fail(message: str, code: int) -> None:
     print(f"vitrail: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+def _stop() -> None:
+    """End with 130 whatever was interrupted: after an interrupt inside exec() or an import, Python
+    itself would leave by killing itself with the signal instead of returning our code."""
+    print("vitrail: Stopped.", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)

@@ -79,14 +79,11 @@ def line(console: Console, what: str, text: str) -> None:
 def introduce(model: ViT, learn: Digits, held_out: Digits, console: Console) -> None:
     import torch
 
-    c, (h, w) = model.config, model.config.grid
+    c = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape = f"width {c.width}, depth {c.depth}, {c.heads} heads, {h}×{w} patches of 2×2 pixels"
-    line(
-        console,
-        "data",
-        f"{len(learn.labels):,} digits of 8×8 pixels to learn from, {len(held_out.labels)} held out",
-    )
+    shape = f"width {c.width}, depth {c.depth}, {c.heads} heads, {c.patches} patches of 2×2"
+    split = f"{len(learn.labels):,} digits of 8×8 pixels to learn from, {len(held_out.labels)} held out"
+    line(console, "data", split)
     line(console, "model", f"{shape}: {parameters:,} parameters")
     line(console, "device", f"cpu, {torch.get_num_threads()} threads, fp32: too small to gain from a GPU")
 

@@ -40,10 +40,8 @@ def main() -> None:
         for task, batch in TASKS.items():
             for row in measure(preset(size), task, batch, args.rounds):
                 result["rows"].append({"size": size, "task": task, **row})
-                print(
-                    f"{size:6} {task:20} {row['library']:13} {row['images_per_s']:9.2f} {row['to_fastest_peer']:20.3f}",
-                    flush=True,
-                )
+                rate, ratio = row["images_per_s"], row["to_fastest_peer"]
+                print(f"{size:6} {task:20} {row['library']:13} {rate:9.2f} {ratio:20.3f}", flush=True)
     save(result, args.out)
 
 
@@ -60,21 +58,14 @@ def measure(config: ViTConfig, task: str, batch: int, rounds: int) -> list[dict[
     jobs = {name: functools.partial(clock, step, repeats, lambda: None) for name, step in steps.items()}
     seconds = interleave(jobs, rounds)
     found = rates(seconds, batch)
-    # In each round, against whichever peer was fastest overall: what slowed the round slowed both.
     fastest = max((name for name in found if name != "vitrail"), key=lambda name: found[name]["images_per_s"])
-    return [
-        {
-            "library": name,
-            **found[name],
-            "to_fastest_peer": round(
-                statistics.median(
-                    theirs / own for theirs, own in zip(seconds[fastest], seconds[name], strict=True)
-                ),
-                4,
-            ),
-        }
-        for name in found
-    ]
+
+    def ratio(name: str) -> float:
+        """Against the fastest peer, round by round: what slowed a round slowed both."""
+        pairs = zip(seconds[fastest], seconds[name], strict=True)
+        return round(statistics.median(theirs / own for theirs, own in pairs), 4)
+
+    return [{"library": name, **found[name], "to_fastest_peer": ratio(name)} for name in found]
 
 
 def inference(model: nn.Module, images: torch.Tensor) -> Callable[[], object]:

@@ -20,7 +20,7 @@ from vitrail.errors import needs
 from vitrail.model import ViT, record
 
 CONFIG = ViTConfig(width=64, depth=3, heads=4, patch=2, size=8, channels=1, classes=10)
-EPOCHS, BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 60, 64, 3e-3, 0.05, 0.1
+EPOCHS, BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 50, 64, 3e-3, 0.05, 0.1
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,17 @@ def environment() -> dict[str, Any]:
         "machine": machine(),
         "versions": versions,
         "commit": git.stdout.strip() or "unknown",
-        "command": "python "
-        + " ".join([Path(sys.argv[0]).parent.name + "/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *without_out(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def without_out(arguments: list[str]) -> list[str]:
+    """The arguments but for where the result goes: that is nobody else's path."""
+    if "--out" not in arguments:
+        return arguments
+    place = arguments.index("--out")
+    return arguments[:place] + arguments[place + 2 :]
 
 
 def machine() -> dict[str, Any]:

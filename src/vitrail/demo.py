@@ -142,48 +142,51 @@ def look(model: ViT, digits: Digits) -> Looked:
     return Looked(digits, predicted, score, attention)
 
 
-def choose(looked: Looked, most: int = 10) -> tuple[list[int], list[int]]:
-    """Which digits to show: a right one of each kind, and the wrong ones, surest first."""
-    right = looked.right
-    firsts = [(right & (looked.digits.labels == kind)).nonzero()[:1].flatten().tolist() for kind in range(10)]
-    wrong = (~right).nonzero().flatten()
-    wrong = wrong[looked.score[wrong].argsort(descending=True)]
-    return [index for first in firsts for index in first][:most], wrong.tolist()[:most]
+def choose(looked: Looked, most: int = 12) -> tuple[list[int], list[int]]:
+    """Which digits to show: the wrong ones, surest first, and a right one of each kind."""
+    wrong = (~looked.right).nonzero().flatten()
+    wrong = wrong[looked.score[wrong].argsort(descending=True)][: most // 2]
+    right: list[int] = []
+    for kind in range(10):
+        right += (looked.right & (looked.digits.labels == kind)).nonzero()[:1].flatten().tolist()
+    return right[: most - len(wrong)], wrong.tolist()
+
+
+def light(looked: Looked, index: int) -> Tensor:
+    """The attention on one digit as brightness for each of its pixels: (8, 8), at most 1."""
+    down, across = CONFIG.patch_pixels
+    attention = looked.attention[index] / looked.attention[index].max()
+    return attention.repeat_interleave(down, dim=0).repeat_interleave(across, dim=1)
 
 
 def draw(looked: Looked, path: Path) -> None:
-    """The right and the wrong digits as a PNG, each above the same digit lit by its attention."""
+    """A PNG of right and wrong digits, each above the same digit lit by the attention on it."""
     with needs("inspect"):
+        import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    tight = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
+    heat = matplotlib.colormaps["inferno"]
     right, wrong = choose(looked)
+    columns = [*right, None, *wrong] if right and wrong else [*right, *wrong]  # None: a gap
+    figure = Figure(figsize=(len(columns), 2.6), dpi=120, facecolor="#17131f", layout=tight)
     count, total = int(looked.right.sum()), len(looked.right)
-    bands = [
-        (right, f"Right: {count} of {total}"),
-        (wrong, f"Wrong: {total - count} of {total}, the surest first"),
-    ]
-    bands = [(shown, title) for shown, title in bands if shown]
-    figure = Figure(figsize=(10, 0.4 + 2.6 * len(bands)), dpi=120, layout="constrained")
-    figure.suptitle("Each digit, and below it where the class token looked (attention rollout)", fontsize=11)
-    for part, (shown, title) in zip(
-        figure.subfigures(len(bands), 1, squeeze=False)[:, 0], bands, strict=True
-    ):
-        part.suptitle(title, fontsize=10, x=0.01, ha="left")
-        for column, axes in enumerate(part.subplots(2, 10).T):
-            for axis in axes:
-                axis.axis("off")
-            if column < len(shown):
-                index = shown[column]
-                image = looked.digits.images[index, 0]
-                axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
-                axes[0].set_title(caption(looked, index), fontsize=9)
-                axes[1].imshow(image, cmap="gray", vmin=0, vmax=1)
-                edges = (-0.5, 7.5, 7.5, -0.5)  # lay the patch grid over the pixels
-                axes[1].imshow(looked.attention[index], cmap="inferno", vmin=0, alpha=0.65, extent=edges)
+    title = f"{count} of {total} right, {total - count} wrong. Above the digit, below where the model looked"
+    figure.suptitle(title, color="white", fontsize=11)
+    for column, axes in zip(columns, figure.subplots(2, len(columns), squeeze=False).T, strict=True):
+        for axis in axes:
+            axis.axis("off")
+        if column is not None:
+            ink = looked.digits.images[column, 0]
+            lit = torch.tensor(heat(light(looked, column).numpy())[..., :3]) * (0.3 + 0.7 * ink)[..., None]
+            axes[0].imshow(ink, cmap="gray", vmin=0, vmax=1)
+            axes[1].imshow(lit)
+            colour = "white" if column in right else "#ff8a70"
+            axes[0].set_title(caption(looked, column), color=colour, fontsize=9)
     figure.savefig(path)
 
 
 def caption(looked: Looked, index: int) -> str:
-    """What the model said of one digit, how sure it was, and the truth where it differs."""
+    """What the model said of one digit: how sure it was, or what would have been right."""
     said, truth = int(looked.predicted[index]), int(looked.digits.labels[index])
-    sure = f"{said} ({looked.score[index]:.0%})"
-    return sure if said == truth else f"{sure}, is {truth}"
+    return f"{said} ({looked.score[index]:.0%})" if said == truth else f"{said}, is {truth}"

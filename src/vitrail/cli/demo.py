@@ -122,17 +122,13 @@ def show(looked: Looked, console: Console) -> None:
         if not shown:
             console.print(f"\n  [bold]{title.split(',')[0]}[/]: none")
             continue
-        images = looked.digits.images[shown, 0]
-        light = looked.attention[shown].repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
-        light = light / light.amax(dim=(1, 2), keepdim=True)
+        inks = [looked.digits.images[index, 0].tolist() for index in shown]
+        lights = [story.light(looked, index).tolist() for index in shown]
         console.print(f"\n  [bold]{title}[/]: the digit, and where the model looked\n")
         rows = [
-            [picture(image.tolist(), colour=colour) for image in images],
+            [picture(ink, colour=colour) for ink in inks],
             [Text("") for _ in shown],
-            [
-                picture(image.tolist(), lit.tolist(), colour=colour)
-                for image, lit in zip(images, light, strict=True)
-            ],
+            [picture(ink, lit, colour=colour) for ink, lit in zip(inks, lights, strict=True)],
             [Text(story.caption(looked, index)) for index in shown],
         ]
         gallery(rows, console)

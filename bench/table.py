@@ -1,0 +1,78 @@
+"""Write the tables of docs/benchmarks.md from the results: python -m bench.table"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+
+def gpu(result: dict[str, Any]) -> str:
+    env, lines = result["environment"], []
+    lines.append(f"## {result['size']} on one {env['machine']['gpu'].removeprefix('NVIDIA ')}\n")
+    lines.append(
+        "| task | mode | library | images/s | of the product | peak GiB |\n|---|---|---|---:|---:|---:|"
+    )
+    for _, group in groupby(result["rows"], key=lambda row: (row["task"], row["mode"])):
+        rows = list(group)
+        best = max(row["images_per_s"] for row in rows)
+        for row in rows:
+            rate = f"{row['images_per_s']:,.0f}"
+            rate = f"**{rate}**" if row["images_per_s"] == best else rate
+            cells = [
+                row["task"],
+                row["mode"],
+                row["library"],
+                rate,
+                f"{row['of_product']:.1%}",
+                f"{row['peak_gib']:.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    n = f"n = {result['rounds']} rounds of {result['repeats']} steps at batch {result['batch']}"
+    lines.append(f"\n{n}; one 8192³ product: {result['product_tflops']:.0f} TFLOP/s. {made_by(env)}")
+    return "\n".join(lines)
+
+
+def cpu(result: dict[str, Any]) -> str:
+    lines = ["| size | task | library | images/s | to the fastest peer |\n|---|---|---|---:|---:|"]
+    for row in result["rows"]:
+        cells = [
+            row["size"],
+            row["task"],
+            row["library"],
+            f"{row['images_per_s']:.1f}",
+            f"{row['to_fastest_peer']:.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    env = result["environment"]
+    machine = f"{env['machine']['cpu']}, {env['machine']['threads']} threads"
+    lines.append(f"\nn = {result['rounds']} rounds; ratio: the median over rounds. {machine}. {made_by(env)}")
+    return "\n".join(lines)
+
+
+def made_by(env: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{name} {version}" for name, version in env["versions"].items() if "not there" not in version
+    )
+    return f"{versions}; commit {env['commit']}, {env['date']}.\n`{env['command']}`"
+
+
+def main() -> None:
+    tables = {
+        "gpu": "\n\n".join(gpu(json.loads(path.read_text())) for path in sorted(RESULTS.glob("gpu-*.json"))),
+        "cpu": cpu(json.loads((RESULTS / "cpu.json").read_text())),
+    }
+    page = PAGE.read_text()
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        page = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", page, flags=re.DOTALL)  # noqa: B023
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -123,13 +123,19 @@ def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A test run started in the background ignores the signal, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    for line in process.stdout:
-        if "device" in line:
-            break
-    time.sleep(2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    try:
+        for line in process.stdout:
+            if "device" in line:
+                break
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
     assert (process.returncode, stderr) == (130, "vitrail: Stopped.\n")
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -139,7 +139,7 @@ def flops_per_image(config: ViTConfig) -> int:
     """Two for each multiply-add of the matrix products: projection, attention, MLPs, head."""
     T, D, N = config.tokens, config.width, config.patches
     patch = N * D * config.channels * config.patch_pixels[0] * config.patch_pixels[1]
-    block = 4 * T * D * config.heads_width + 2 * T * T * config.heads_width + 2 * T * D * config.mlp_width
+    block = 4 * T * D * config.heads_width + 2 * T * T * config.heads_width + 2 * T * D * config.F
     return 2 * (patch + config.depth * block + D * config.classes)
 
 

@@ -1,93 +1,149 @@
 """What a model is, as plain data: no torch, no files. Every field is checked as it is set.
 
 The letters are the paper's: C channels, H x W pixels, P patch side, h x w patch grid, N patches,
-T tokens, D width, k heads, d = D/k, F MLP width, L depth, K classes.
+T tokens, D width, k heads, d = D/k, F MLP width, L depth, K classes. The defaults are the paper's
+model; every other choice is a word that its field lists.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
-import operator
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
-from vitrail.errors import ConfigError, suggest
+from vitrail.errors import ConfigError
+from vitrail.fields import Config, choice, number, rate, sides, switch, whole
 
 # The largest published ViT has 22 billion parameters. A config far above that is a slip of the
 # hand, or a file that wants our memory: it is refused here, before anything is allocated.
 MOST_PARAMETERS = 100_000_000_000
 MOST_BLOCKS = 10_000
-MOST = 10**12  # for any single field
 
-
-class Config:
-    """Base of all configs: an unknown field is an error that names the nearest known one."""
-
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in given:
-            if name not in known:
-                raise ConfigError(
-                    f"{cls.__name__} takes only the fields it has.",
-                    f"{name}={_show(given[name])}",
-                    suggest(name, known),
-                )
-        return super().__new__(cls)
-
-    def _set(self, name: str, value: Any) -> None:
-        """The one way round `frozen`, for __post_init__ alone."""
-        object.__setattr__(self, name, value)
+STEM_STRIDES = {"conv": 4, "resnet": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Config):
     """A Vision Transformer (Dosovitskiy et al. 2020), from pixels to logits."""
 
-    width: int
-    """D, the length of every token vector."""
-    depth: int
-    """L, how many blocks."""
-    heads: int
-    """k, how many attention heads in each block."""
-    patch: int | tuple[int, int]
-    """P, the side of a patch in pixels, or (height, width)."""
-    size: int | tuple[int, int] = 224
-    """The side of the picture in pixels, or (H, W)."""
-    channels: int = 3
-    """C, how many channels a picture has."""
-    classes: int = 1000
-    """K, how many logits; 0 for no head: the model then returns the pooled vector."""
-    head_width: int | None = None
-    """d, the width of one head; D/k when not given."""
-    mlp_width: int | None = None
-    """F, the hidden width of the MLP; 4D when not given."""
-    dropout: float = 0.0
-    """Rate after the embedding and after every dense layer but q, k, v (paper, B.1)."""
-    attention_dropout: float = 0.0
-    """Rate on the attention weights."""
-    eps: float = 1e-6
-    """Added to the variance in every LayerNorm."""
+    # ---- the shape of the model
+    width: int = whole("D, the length of every token vector")
+    depth: int = whole("L, how many blocks")
+    heads: int = whole("k, how many attention heads in each block")
+    head_width: int | None = whole("d, the width of one head; D/k when not given", default=None)
+    mlp_width: int | None = whole("F, the hidden width of the MLP; 4D when not given", default=None)
+
+    # ---- from pixels to tokens
+    patch: int | tuple[int, int] = sides("P, the side of a patch in pixels, or (height, width)")
+    size: int | tuple[int, int] = sides("The side of the picture in pixels, or (H, W)", 224)
+    channels: int = whole("C, how many channels a picture has", default=3)
+    remainder: Literal["refuse", "cut"] = choice(
+        "What to do with pixels that fill no whole patch: refuse the size, or cut them off",
+        default="refuse",
+    )
+    embedding: Literal["linear", "mlp", "conv", "resnet"] = choice(
+        "How a patch becomes a token: x_p E; two layers with a GELU (note 004, step 2.1); after a "
+        "small stack of convolutions of stride 4; after the paper's R50 stem of stride 16",
+        default="linear",
+    )
+    embedding_norm: Literal["none", "before", "after", "both"] = choice(
+        "A norm on the flat patch, on its token (note 004: linear + layer-normalization), or on both",
+        default="none",
+    )
+    class_token: bool = switch("Whether x_class stands before the patches", default=True)
+    distillation_token: bool = switch("Whether DeiT's second token follows it", default=False)
+    registers: int = whole("How many register tokens follow those", least=0, default=0)
+
+    # ---- where tokens stand
+    position: Literal[
+        "learned",
+        "learned2d",
+        "sincos1d",
+        "sincos2d",
+        "rotary",
+        "rotary-dinov3",
+        "pairwise",
+        "relative",
+        "none",
+    ] = choice(
+        "E_pos learned, as rows and columns apart, or fixed sines; q and k turned by their place; or "
+        "a learned number for each head added to the scores of a pair, or of a distance",
+        default="learned",
+    )
+    rows: Literal["all", "class", "patches"] = choice(
+        "Which tokens have a row in E_pos: all; class token and patches; patches alone", default="all"
+    )
+    position_at: Literal["start", "every"] = choice(
+        "Whether E_pos is added once or before every block (paper, Table 8)", default="start"
+    )
+    norm_pre: bool = switch("A norm after the positions, before the first block (CLIP)", default=False)
+
+    # ---- the block
+    block: Literal["pre-norm", "post-norm", "res-post-norm", "parallel", "no-residual"] = choice(
+        "Where the norms stand: before each branch (Eq. 2, 3), after the sum (Vaswani et al.), on the "
+        "branch before the sum (note 004's post-layernorm), both branches side by side, or no sum",
+        default="pre-norm",
+        aliases={"post-layernorm": "res-post-norm", "pre-layernorm": "pre-norm"},
+    )
+    norm: Literal["layer", "rms", "none"] = choice(
+        "LayerNorm, RMSNorm or no norm, everywhere", default="layer"
+    )
+    eps: float = number(
+        "Added to the variance in every norm", "above 0 and at most 1", lambda e: 0 < e <= 1, 1e-6
+    )
+    scale: Literal["head", "width", "none"] | float = choice(
+        "What scores are multiplied with: 1/sqrt(d) (the paper), 1/sqrt(D) (note 000), 1 (note 004), "
+        "or a number; 0 leaves only the position bias to decide who looks where",
+        default="head",
+        or_number=True,
+    )
+    qkv_bias: Literal["all", "none", "no-k"] = choice("Which of q, k, v have a bias", default="all")
+    qk_norm: bool = switch("A norm on q and k in each head", default=False)
+    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "silu"] = choice(
+        "The MLP's non-linearity; gelu is the exact one", default="gelu"
+    )
+    mlp: Literal["plain", "gated"] = choice(
+        "fc2(activation(fc1 z)), or with half of fc1 as a gate (SwiGLU with silu)", default="plain"
+    )
+    mlp_hidden: int = whole("How many hidden layers the MLP has", default=1)
+    layer_scale: float | None = number(
+        "First value of a learned factor for each channel of a branch; none when not given",
+        "above 0 and at most 10",
+        lambda value: 0 < value <= 10,
+        None,
+    )
+
+    # ---- from tokens to logits
+    pool: Literal["class", "mean", "mean-all", "attention", "flatten"] = choice(
+        "How tokens become one vector: the class token, the mean of the patches or of all tokens, "
+        "attention by a learned query (MAP), or all patches in a row (note 004)",
+        default="class",
+    )
+    pool_norm: Literal["before", "after", "none"] = choice(
+        "Whether the last norm stands before pooling, after it, or nowhere", default="before"
+    )
+    head: Literal["linear", "mlp", "tanh", "distilled"] = choice(
+        "One layer; two with the activation between; two with tanh (the paper's pre-training head); or "
+        "one each for class and distillation token, averaged (DeiT)",
+        default="linear",
+    )
+    head_hidden: int | None = whole("Width between the head's two layers; D when not given", default=None)
+    classes: int = whole("K, how many logits; 0 for no head", least=0, default=1000)
+
+    # ---- only in training
+    dropout: float = rate("Rate after the embedding and after every dense layer but q, k, v (paper, B.1)")
+    attention_dropout: float = rate("Rate on the attention weights")
+    patch_dropout: float = rate("Share of the patches that each training picture goes without")
+    drop_path: float = rate("Rate at which the last block leaves out a branch; the first has 0")
+    init: Literal["paper", "timm", "torchvision"] = choice(
+        "Whose first values the parameters get (model/init.py)", default="paper"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "heads", "channels"):
-            self._set(name, _whole(name, getattr(self, name), least=1))
-        self._set("classes", _whole("classes", self.classes, least=0))
-        self._set("patch", _pair("patch", self.patch))
-        self._set("size", _pair("size", self.size))
-        if self.head_width is None:
-            self._check_heads()
-            self._set("head_width", self.width // self.heads)
-        if self.mlp_width is None:
-            self._set("mlp_width", 4 * self.width)
-        for name in ("head_width", "mlp_width"):
-            self._set(name, _whole(name, getattr(self, name), least=1))
-        for name in ("dropout", "attention_dropout"):
-            rate = _number(name, getattr(self, name), "at least 0 and below 1", lambda p: 0 <= p < 1)
-            self._set(name, rate)
-        self._set("eps", _number("eps", self.eps, "above 0 and at most 1", lambda e: 0 < e <= 1))
+        super().__post_init__()
+        self._check_heads()
         self._check_remainder()
+        self._check_choices()
         self._check_scale()
 
     # ---- what follows from the fields -------------------------------------------------------
@@ -115,23 +171,40 @@ class ViTConfig(Config):
 
     @property
     def prefix(self) -> int:
-        """How many tokens stand before the patches: the class token."""
-        return 1
+        """n, how many tokens stand before the patches: class, distillation, registers."""
+        return self.class_token + self.distillation_token + self.registers
 
     @property
     def tokens(self) -> int:
-        """T = prefix + N."""
+        """T = n + N."""
         return self.prefix + self.patches
+
+    @property
+    def d(self) -> int:
+        """The width of one head."""
+        return self.head_width or self.width // self.heads
 
     @property
     def heads_width(self) -> int:
         """k d, the width of all heads side by side; D unless head_width is given."""
-        return self.heads * cast(int, self.head_width)
+        return self.heads * self.d
+
+    @property
+    def F(self) -> int:
+        """The hidden width of the MLP."""
+        return self.mlp_width or 4 * self.width
+
+    @property
+    def pooled_width(self) -> int:
+        """The length of the pooled vector: D, but for flatten (N D) and the distilled pair (2 D)."""
+        if self.pool == "flatten":
+            return self.patches * self.width
+        return 2 * self.width if self.head == "distilled" else self.width
 
     # ---- checks -----------------------------------------------------------------------------
 
     def _check_heads(self) -> None:
-        if self.width % self.heads:
+        if self.head_width is None and self.width % self.heads:
             small = [i for i in range(1, math.isqrt(self.width) + 1) if self.width % i == 0]
             fitting = sorted({*small, *(self.width // i for i in small)})  # all that divide the width
             near = [*[k for k in fitting if k < self.heads][-1:], *[k for k in fitting if k > self.heads][:1]]
@@ -143,6 +216,8 @@ class ViTConfig(Config):
 
     def _check_remainder(self) -> None:
         (H, W), (down, across) = self.pixels, self.patch_pixels
+        if self.remainder == "cut" and down <= H and across <= W:
+            return
         if H % down or W % across:
             smaller = H - H % down, W - W % across
             larger = H + -H % down, W + -W % across
@@ -150,7 +225,7 @@ class ViTConfig(Config):
             raise ConfigError(
                 "The picture must be a whole number of patches high and wide.",
                 f"size {H}x{W} with patches of {down}x{across}",
-                f"Use size {' or '.join(fitting)}, or another patch.",
+                f'Use size {" or ".join(fitting)}, another patch, or remainder="cut".',
             )
 
     def _check_scale(self) -> None:
@@ -163,7 +238,7 @@ class ViTConfig(Config):
             "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
             "the position table": self.tokens * self.width,
             "attention": 4 * self.depth * self.width * self.heads_width,
-            "the MLPs": 2 * self.depth * self.width * cast(int, self.mlp_width),
+            "the MLPs": 2 * self.depth * self.width * self.F,
             "the head": self.width * self.classes,
         }
         count = sum(parts.values())
@@ -174,48 +249,44 @@ class ViTConfig(Config):
                 f"Most of them are in {max(parts, key=parts.__getitem__)}: make that smaller.",
             )
 
-
-def _show(value: object) -> str:
-    """A repr that is short, and never fails (Python will not print an int of 5,000 digits)."""
-    if isinstance(value, int) and abs(value) > MOST:
-        return "a number beyond a million million"
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _whole(name: str, value: object, least: int) -> int:
-    """A whole number (numpy's too, but not True and not 3.0) from `least` up."""
-    try:
-        number = operator.index(cast(Any, value))
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= MOST:
-        raise ConfigError(
-            f"{name} must be a whole number from {least} to {MOST:,}.",
-            f"{name}={_show(value)}",
-            f"Set {name} to a whole number.",
-        )
-    return number
-
-
-def _pair(name: str, value: object) -> tuple[int, int]:
-    """A side, or (height, width), as a pair."""
-    if not isinstance(value, (tuple, list)):
-        value = (value, value)
-    if len(value) != 2:
-        raise ConfigError(
-            f"{name} must be one side in pixels, or (height, width).",
-            f"{name}={_show(value)}",
-            "Give one number or two.",
-        )
-    return _whole(name, value[0], least=1), _whole(name, value[1], least=1)
-
-
-def _number(name: str, value: object, must: str, holds: Callable[[float], bool]) -> float:
-    """A real number for which `holds` is true (it is false for NaN)."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not holds(float(cast(float, value))):
-        raise ConfigError(
-            f"{name} must be {must}.", f"{name}={_show(value)}", f"Set {name} to such a number."
-        )
-    return float(cast(float, value))
+    def _check_choices(self) -> None:
+        """Fields that do not go together: (it is so, the field, the other field, what it needs)."""
+        stride = STEM_STRIDES.get(self.embedding, 1)
+        added = self.position in ("learned", "learned2d", "sincos1d", "sincos2d")
+        biased = self.position in ("pairwise", "relative")
+        drops = self.patch_dropout > 0
+        distilled = self.head == "distilled"
+        rules = [
+            (self.pool == "class" and not self.class_token, "pool", "class_token", "a class token"),
+            (self.rows == "class" and not self.class_token, "rows", "class_token", "a class token"),
+            (self.distillation_token and not self.class_token, "distillation_token", "class_token", "it too"),
+            (distilled and not self.distillation_token, "head", "distillation_token", "a distillation token"),
+            (distilled and self.pool != "class", "head", "pool", "the class token as pool"),
+            (self.mlp == "gated" and self.mlp_hidden != 1, "mlp", "mlp_hidden", "one hidden layer"),
+            ("sincos" in self.position and self.width % 4, "position", "width", "a width that 4 divides"),
+            (self.position == "learned2d" and self.width % 2, "position", "width", "an even width"),
+            ("rotary" in self.position and self.d % 4, "position", "d", "a head width that 4 divides"),
+            (self.position_at == "every" and not added, "position_at", "position", "added positions"),
+            (self.scale == 0 and not biased, "scale", "position", "pairwise or relative positions"),
+            (
+                drops and not (added or self.position == "none"),
+                "patch_dropout",
+                "position",
+                "added positions",
+            ),
+            (drops and self.position_at == "every", "patch_dropout", "position_at", "positions at the start"),
+            (drops and self.pool == "flatten", "patch_dropout", "pool", "a pool for any count of patches"),
+            (
+                any(side % stride for side in self.patch_pixels),
+                "embedding",
+                "patch",
+                f"multiples of {stride}",
+            ),
+        ]
+        for wrong, name, other, needs in rules:
+            if wrong:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs {needs}.",
+                    f"{other}={getattr(self, other)!r}",
+                    f"Change {name} or {other}.",
+                )

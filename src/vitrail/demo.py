@@ -66,7 +66,7 @@ def build(seed: int) -> ViT:
     that 1,400 pictures hardly teach the model where a patch is; here they start at sigma 1."""
     torch.manual_seed(seed)
     model = ViT(CONFIG)
-    nn.init.normal_(model.position.table)
+    nn.init.normal_(model.get_parameter("position.table"))
     return model
 
 

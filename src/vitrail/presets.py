@@ -60,13 +60,13 @@ def preset(name: str, **fields: Any) -> ViTConfig:
     if letters not in SIZES:
         raise ConfigError("A model name starts with a known size.", repr(name), suggest(letters, SIZES))
     size = SIZES[letters]
-    patch_high, patch_wide, high, wide = (side and int(side) for side in sides)
+    high, wide, H, W = (None if side is None else int(side) for side in sides)
     named = {
         "width": size.width,
         "depth": size.depth,
-        "mlp_width": size.mlp_width,
+        "mlp_width": None if size.mlp_width == 4 * size.width else size.mlp_width,
         "heads": size.heads,
-        "patch": (patch_high, patch_wide or patch_high),
-        "size": (high or size.pixels, wide or high or size.pixels),
+        "patch": (high, high if wide is None else wide),
+        "size": size.pixels if H is None else (H, H if W is None else W),
     }
     return ViTConfig(**{**named, **fields})

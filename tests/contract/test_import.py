@@ -13,7 +13,7 @@ import vitrail
 ROOT = Path(vitrail.__file__).parent
 
 # From the ground up: a room may import from rooms before it, never from one after it.
-ROOMS = ["errors", "config", "presets", "model", "create", "demo", "cli", "__main__"]
+ROOMS = ["errors", "fields", "config", "presets", "model", "create", "demo", "cli", "__main__"]
 
 
 def python(code):

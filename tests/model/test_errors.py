@@ -25,9 +25,9 @@ CONFIG_ERRORS = [
     (dict(heads=24), r"Got width=12, heads=24. Use heads=12, or give head_width."),
     (
         dict(size=10),
-        r"whole number of patches .* Got size 10x10 with patches of 4x4. Use size 8x8 or 12x12, or another",
+        r"whole number of patches .* Got size 10x10 with patches of 4x4. Use size 8x8 or 12x12, another",
     ),
-    (dict(size=(8, 3)), r"Got size 8x3 with patches of 4x4. Use size 8x4, or another patch."),
+    (dict(size=(8, 3)), r"Got size 8x3 with patches of 4x4. Use size 8x4, another patch, or remainder="),
     (dict(patch=(3, 4)), r"Got size 8x8 with patches of 3x4. Use size 6x8 or 9x8"),
     (dict(width=0), r"width must be a whole number from 1 to .* Got width=0. Set width to a whole number."),
     (dict(width=-12), r"Got width=-12."),
@@ -138,7 +138,7 @@ IMAGE_ERRORS = [
     ),
     (
         torch.zeros(1, 2, 8, 12),
-        r"Got \(1, 2, 8, 12\). Resize the pictures, or build the model with size=\(8, 12\).",
+        r"Got \(1, 2, 8, 12\). Resize the pictures, or the model: size=\(8, 12\).",
     ),
     (torch.zeros(8), r"Got \(8,\). Stack the pictures into one batch."),
     (

@@ -7,19 +7,14 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.model.init import initialise
+from bench.peers import PEERS
+from vitrail.model.init import ROWS
 
-ROWS = [
-    [cell.strip() for cell in line.strip().strip("|").split("|")]
-    for line in initialise.__doc__.splitlines()
-    if line.strip().startswith("| ")
-][1:]
-
-
-@pytest.fixture(scope="module")
-def fresh():
-    torch.manual_seed(0)
-    return dict(vt.create("Ti/16", depth=2, classes=10).named_parameters())
+SCHEMES = ("paper", "timm", "torchvision")
+OPTIONS = dict(
+    width=192, depth=2, heads=3, patch=16, size=64, channels=3, classes=10, layer_scale=0.3,
+    embedding="mlp", embedding_norm="both", qk_norm=True, pool="attention", head="tanh", position="relative",
+)  # fmt: skip
 
 
 def close(tensor, sigma):
@@ -29,42 +24,82 @@ def close(tensor, sigma):
     assert abs(tensor.std().item() - sigma) < 5 * error
 
 
-def check(value, tensor):
-    match value.split(":")[0]:
+def check(word, tensor):
+    """Whether a tensor is what the word of the table says."""
+    match word:
         case "0" | "1":
-            assert (tensor == float(value)).all()
-        case "normal, sigma 0.02":
-            close(tensor, 0.02)
-            assert tensor.abs().max() > 0.06  # not cut off
-        case "normal, sigma 1e-6":
-            close(tensor, 1e-6)
-        case "Xavier uniform":
-            fan_out, fan_in = tensor.shape
-            limit = math.sqrt(6 / (fan_in + fan_out))
-            assert limit * 0.99 < tensor.abs().max() <= limit
+            assert (tensor == float(word)).all()
+        case "layer-scale":
+            assert (tensor == 0.3).all()
+        case "normal-0.02" | "normal-1e-6":
+            close(tensor, float(word.removeprefix("normal-")))
+            if tensor.numel() > 5000:
+                assert tensor.abs().max() > 3 * tensor.std()  # not cut off
+        case "xavier" | "torch":
+            fan_out, fan_in = tensor.shape[0], tensor[0].numel()
+            limit = math.sqrt(6 / (fan_in + fan_out)) if word == "xavier" else 1 / math.sqrt(fan_in)
+            assert limit * 0.95 < tensor.abs().max() <= limit
             close(tensor, limit / math.sqrt(3))
-        case "Xavier uniform, for q, k and v each by itself":
+        case "xavier-by-3":
             for matrix in tensor.chunk(3):
-                check("Xavier uniform", matrix)
-        case "LeCun normal":
+                check("xavier", matrix)
+        case "lecun":
             sigma = math.sqrt(1 / tensor[0].numel())
             close(tensor, sigma)
-            assert 2.2 * sigma < tensor.abs().max() < 2.28 * sigma  # cut at 2 sigma of the uncut one
+            assert 2.1 * sigma < tensor.abs().max() < 2.28 * sigma  # cut at 2 sigma of the uncut one
+        case "torch-bias" | "its own":
+            pass
         case _:
-            pytest.fail(f"the table has a value that no check knows: {value}")
+            pytest.fail(f"the table has a word that no check knows: {word}")
 
 
-@pytest.mark.parametrize(("pattern", "value"), ROWS)
-def test_the_table_tells_the_truth(fresh, pattern, value):
-    matching = [parameter for name, parameter in fresh.items() if fnmatchcase(name, pattern)]
-    assert matching
-    for parameter in matching:
-        check(value, parameter.detach())
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "fields", [OPTIONS, {**OPTIONS, "position": "learned", "head": "linear", "embedding": "linear"}]
+)
+def test_the_table_tells_the_truth(scheme, change):
+    model = vt.ViT(vt.ViTConfig(**{**OPTIONS, **change}, init=scheme))
+    for name, parameter in model.named_parameters():
+        row = next(row for row in ROWS if fnmatchcase(name, row[0]))
+        check(row[1 + SCHEMES.index(scheme)], parameter.detach())
 
 
-def test_every_parameter_has_one_row(fresh):
-    for name in fresh:
-        assert sum(fnmatchcase(name, pattern) for pattern, _ in ROWS) == 1, name
+def test_every_row_is_used():
+    """A pattern that matches nothing, or that another hides, is a lie."""
+    models = [OPTIONS, {**OPTIONS, "position": "learned", "head": "linear"}, {**OPTIONS, "embedding": "conv"}]
+    names = [name for fields in models for name, _ in vt.ViT(vt.ViTConfig(**fields)).named_parameters()]
+    used = {next(row[0] for row in ROWS if fnmatchcase(name, row[0])) for name in names}
+    assert used == {row[0] for row in ROWS}
+
+
+PAIRS = {  # ours: timm's, torchvision's
+    "tokens.proj.weight": ("patch_embed.proj.weight", "conv_proj.weight"),
+    "tokens.proj.bias": ("patch_embed.proj.bias", "conv_proj.bias"),
+    "prefix": ("cls_token", "class_token"),
+    "position.table": ("pos_embed", "encoder.pos_embedding"),
+    "blocks.0.attention.qkv.weight": (
+        "blocks.0.attn.qkv.weight",
+        "encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
+    ),
+    "blocks.0.attention.out.weight": (
+        "blocks.0.attn.proj.weight",
+        "encoder.layers.encoder_layer_0.self_attention.out_proj.weight",
+    ),
+    "blocks.0.mlp.fc1.weight": ("blocks.0.mlp.fc1.weight", "encoder.layers.encoder_layer_0.mlp.0.weight"),
+    "blocks.0.mlp.fc1.bias": ("blocks.0.mlp.fc1.bias", "encoder.layers.encoder_layer_0.mlp.0.bias"),
+    "head.weight": ("head.weight", "heads.head.weight"),
+}
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_schemes_are_those_of_the_libraries(library):
+    config = vt.ViTConfig(width=192, depth=1, heads=3, patch=16, size=64, classes=100, init=library)
+    ours = dict(vt.ViT(config).named_parameters())
+    theirs = dict(PEERS[library](config).named_parameters())
+    for name, places in PAIRS.items():
+        mine, other = ours[name].detach(), theirs[places[library == "torchvision"]].detach()
+        assert mine.std().item() == pytest.approx(other.std().item(), rel=0.25, abs=1e-9), name
+        assert (mine.abs().max() == 0) == (other.abs().max() == 0), name
 
 
 def test_the_same_seed_gives_the_same_model():

@@ -19,13 +19,13 @@ def test_every_tap_has_its_shape(tiny, pictures):
     with vt.record(tiny, *TAPS) as tape:
         logits = tiny(pictures)
     c = tiny.config
-    B, T, D, k, d = len(pictures), c.tokens, c.width, c.heads, c.head_width
+    B, T, D, k, d = len(pictures), c.tokens, c.width, c.heads, c.d
     shapes = {name.rpartition(".")[2]: tuple(tensor.shape) for name, tensor in tape.items()}
     assert set(tape) == set(TAPS)
     for head in ("q", "k", "v", "heads"):
         assert shapes[head] == (B, k, T, d)
     assert shapes["scores"] == shapes["weights"] == (B, k, T, T)
-    assert shapes["hidden"] == (B, T, c.mlp_width)
+    assert shapes["hidden"] == (B, T, c.F)
     assert shapes["pooled"] == (B, D)
     for tokens in ("embed", "norm1", "norm2", "out", "encoded"):
         assert shapes[tokens] == (B, T, D)
@@ -37,7 +37,7 @@ def test_recorded_attention_is_the_attention_that_was_used(tiny, pictures):
     with torch.no_grad(), vt.record(tiny, "blocks.0.attention.*") as tape:
         recorded = tiny(pictures)
     attention = {name.rpartition(".")[2]: tensor.double() for name, tensor in tape.items()}
-    scores = attention["q"] @ attention["k"].transpose(-2, -1) / tiny.config.head_width**0.5
+    scores = attention["q"] @ attention["k"].transpose(-2, -1) / tiny.config.d**0.5
     assert (attention["scores"] - scores).abs().max() < 1e-5
     assert (attention["weights"] - scores.softmax(-1)).abs().max() < 1e-5
     assert (attention["heads"] - attention["weights"] @ attention["v"]).abs().max() < 1e-5

@@ -3,72 +3,85 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.config import ViTConfig
 
-def initialise(model: nn.Module) -> None:
-    """Give every parameter its first value, as the paper's own code (vision_transformer) does.
 
-    | parameter                       | first value                                             |
-    |---------------------------------|---------------------------------------------------------|
-    | tokens.proj.weight              | LeCun normal: variance 1/(C P P), cut off at 2 sigma    |
-    | tokens.proj.bias                | 0                                                       |
-    | prefix                          | 0                                                       |
-    | position.table                  | normal, sigma 0.02                                      |
-    | blocks.*.norm?.weight           | 1                                                       |
-    | blocks.*.norm?.bias             | 0                                                       |
-    | blocks.*.attention.qkv.weight   | Xavier uniform, for q, k and v each by itself           |
-    | blocks.*.attention.qkv.bias     | 0                                                       |
-    | blocks.*.attention.out.weight   | Xavier uniform                                          |
-    | blocks.*.attention.out.bias     | 0                                                       |
-    | blocks.*.mlp.fc?.weight         | Xavier uniform                                          |
-    | blocks.*.mlp.fc?.bias           | normal, sigma 1e-6                                      |
-    | norm.weight                     | 1                                                       |
-    | norm.bias                       | 0                                                       |
-    | head.weight                     | 0                                                       |
-    | head.bias                       | 0                                                       |
+def initialise(model: nn.Module, config: ViTConfig) -> None:
+    """Give every parameter its first value, as one of three libraries does (`config.init`).
+
+    | parameter                | paper        | timm        | torchvision  |
+    |--------------------------|--------------|-------------|--------------|
+    | tokens.stem.*            | its own      | its own     | its own      |
+    | tokens.proj.weight       | lecun        | torch       | lecun        |
+    | tokens.proj.bias         | 0            | torch-bias  | 0            |
+    | tokens.fc.weight         | xavier       | normal-0.02 | xavier       |
+    | tokens.fc.bias           | normal-1e-6  | 0           | normal-1e-6  |
+    | prefix                   | 0            | normal-1e-6 | 0            |
+    | position.*               | normal-0.02  | normal-0.02 | normal-0.02  |
+    | *.attention.bias.table   | 0            | 0           | 0            |
+    | *norm*.weight            | 1            | 1           | 1            |
+    | *norm*.bias              | 0            | 0           | 0            |
+    | *attention.qkv.weight    | xavier-by-3  | normal-0.02 | xavier       |
+    | *attention.qkv.bias      | 0            | 0           | 0            |
+    | *attention.out.weight    | xavier       | normal-0.02 | torch        |
+    | *attention.out.bias      | 0            | 0           | 0            |
+    | *mlp.*.weight            | xavier       | normal-0.02 | xavier       |
+    | *mlp.*.bias              | normal-1e-6  | 0           | normal-1e-6  |
+    | blocks.*.scale?.weight   | layer-scale  | layer-scale | layer-scale  |
+    | pool.probe               | xavier       | normal-0.02 | xavier       |
+    | head.fc1.weight          | lecun        | normal-0.02 | lecun        |
+    | head.fc1.bias            | 0            | 0           | 0            |
+    | head*.weight             | 0            | normal-0.02 | 0            |
+    | head*.bias               | 0            | 0           | 0            |
+
+    The first row that matches counts. The words: *lecun*, normal of variance 1/fan-in cut off at 2
+    sigma; *xavier*, uniform up to sqrt(6/(fan-in + fan-out)), *by-3* for q, k and v each by itself;
+    *torch*, uniform up to 1/sqrt(fan-in), as PyTorch's layers begin; *layer-scale*, the config's.
+    Where a library has no such part, its column follows its habit with similar ones.
     """
-    for name, parameter in model.named_parameters():
-        [fill] = [fill for pattern, fill in PAPER.items() if fnmatchcase(name, pattern)]
-        with torch.no_grad():
-            fill(parameter)
+    column = ("paper", "timm", "torchvision").index(config.init) + 1
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            row = next(row for row in ROWS if fnmatchcase(name, row[0]))
+            fill(parameter, row[column], config)
 
 
-def normal(sigma: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: nn.init.normal_(tensor, std=sigma)
+ROWS = [
+    [cell.strip() for cell in line.strip().strip("|").split("|")]
+    for line in (initialise.__doc__ or "").splitlines()
+    if line.strip().startswith("| ")
+][1:]
+
+
+def fill(parameter: Tensor, word: str, config: ViTConfig) -> None:
+    """Fill one parameter with what the table's word says."""
+    match word:
+        case "0" | "1":
+            nn.init.constant_(parameter, float(word))
+        case "normal-0.02" | "normal-1e-6":
+            nn.init.normal_(parameter, std=float(word.removeprefix("normal-")))
+        case "lecun":
+            lecun_normal(parameter)
+        case "xavier":
+            nn.init.xavier_uniform_(parameter)
+        case "xavier-by-3":
+            for matrix in parameter.chunk(3):
+                nn.init.xavier_uniform_(matrix)
+        case "layer-scale":
+            nn.init.constant_(parameter, config.layer_scale or 1.0)
+        case "torch":
+            limit = 1 / math.sqrt(parameter[0].numel())
+            nn.init.uniform_(parameter, -limit, limit)
+        case "torch-bias" | "its own":
+            pass  # what nn.Conv2d and the stem have filled in
 
 
 def lecun_normal(kernel: Tensor) -> Tensor:
     sigma = math.sqrt(1 / kernel[0].numel())
     sigma /= 0.87962566103423978  # cutting off at two sigma takes this much of the deviation away
     return nn.init.trunc_normal_(kernel, std=sigma, a=-2 * sigma, b=2 * sigma)
-
-
-def xavier_uniform_in_three(qkv: Tensor) -> Tensor:
-    for matrix in qkv.chunk(3):
-        nn.init.xavier_uniform_(matrix)
-    return qkv
-
-
-PAPER: dict[str, Callable[[Tensor], Tensor]] = {
-    "tokens.proj.weight": lecun_normal,
-    "tokens.proj.bias": nn.init.zeros_,
-    "prefix": nn.init.zeros_,
-    "position.table": normal(0.02),
-    "blocks.*.norm?.weight": nn.init.ones_,
-    "blocks.*.norm?.bias": nn.init.zeros_,
-    "blocks.*.attention.qkv.weight": xavier_uniform_in_three,
-    "blocks.*.attention.qkv.bias": nn.init.zeros_,
-    "blocks.*.attention.out.weight": nn.init.xavier_uniform_,
-    "blocks.*.attention.out.bias": nn.init.zeros_,
-    "blocks.*.mlp.fc?.weight": nn.init.xavier_uniform_,
-    "blocks.*.mlp.fc?.bias": normal(1e-6),
-    "norm.weight": nn.init.ones_,
-    "norm.bias": nn.init.zeros_,
-    "head.weight": nn.init.zeros_,
-    "head.bias": nn.init.zeros_,
-}

@@ -1,7 +1,8 @@
-"""The MLP of Eq. 3: two dense layers with a GELU between, on each token by itself."""
+"""The MLP of Eq. 3: dense layers with a GELU between, on each token by itself."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
@@ -9,18 +10,69 @@ from vitrail.model.tap import Tap
 
 
 class MLP(nn.Module):
-    """GELU(z W_1 + b_1) W_2 + b_2, with the exact GELU x Phi(x)."""
+    """fc2(GELU(fc1 z)): one hidden layer of width F, or more of the same width."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        assert config.mlp_width is not None  # ViTConfig has filled it in
-        self.fc1 = nn.Linear(config.width, config.mlp_width)
-        self.activation = nn.GELU()
+        hidden = config.F
+        self.fc1 = nn.Linear(config.width, hidden)
+        self.middle = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(config.mlp_hidden - 1))
+        self.activation = build_activation(config)
         self.hidden = Tap()
         self.drop = nn.Dropout(config.dropout)
-        self.fc2 = nn.Linear(config.mlp_width, config.width)
+        self.fc2 = nn.Linear(hidden, config.width)
         self.out = Tap()
 
     def forward(self, z: Tensor) -> Tensor:
-        hidden = self.hidden(self.activation(self.fc1(z)))  # (B, T, F)
+        hidden = self.activation(self.fc1(z))  # (B, T, F)
+        for layer in self.middle:
+            hidden = self.activation(layer(self.drop(hidden)))
+        return self.out(self.fc2(self.drop(self.hidden(hidden))))  # (B, T, D)
+
+
+class GatedMLP(nn.Module):
+    """fc2(activation(a) b) with [a, b] = fc1 z; with silu this is SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        hidden = config.F
+        self.fc1 = nn.Linear(config.width, 2 * hidden)
+        self.activation = build_activation(config)
+        self.hidden = Tap()
+        self.drop = nn.Dropout(config.dropout)
+        self.fc2 = nn.Linear(hidden, config.width)
+        self.out = Tap()
+
+    def forward(self, z: Tensor) -> Tensor:
+        gate, value = self.fc1(z).chunk(2, dim=-1)  # each (B, T, F)
+        hidden = self.hidden(self.activation(gate) * value)
         return self.out(self.fc2(self.drop(hidden)))  # (B, T, D)
+
+
+def build_mlp(config: ViTConfig) -> nn.Module:
+    match config.mlp:
+        case "plain":
+            return MLP(config)
+        case "gated":
+            return GatedMLP(config)
+
+
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), the GELU of OpenAI's CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def build_activation(config: ViTConfig) -> nn.Module:
+    match config.activation:
+        case "gelu":
+            return nn.GELU()  # x Phi(x), exactly
+        case "gelu-tanh":
+            return nn.GELU(approximate="tanh")
+        case "quick-gelu":
+            return QuickGELU()
+        case "relu":
+            return nn.ReLU()
+        case "silu":
+            return nn.SiLU()

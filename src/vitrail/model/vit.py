@@ -3,16 +3,18 @@
     z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos          (1)   ViT.encode
     z'_l = MSA(LN(z_{l-1})) + z_{l-1}         l = 1 ... L    (2)   Block.forward, block.py
     z_l  = MLP(LN(z'_l)) + z'_l               l = 1 ... L    (3)   Block.forward, block.py
-    y    = LN(z_L^0)                                         (4)   ViT.finish
+    y    = LN(z_L^0)                                         (4)   ViT.finish, pool.py
 
 A picture of C x H x W pixels becomes N = h w patches of P x P pixels; with the class token before
 them these are T = N + 1 tokens of width D. Where to find the parts: x_p E in tokens.py, E_pos in
-position.py, MSA in attention.py, MLP in mlp.py, first values in init.py.
+position.py, MSA in attention.py, MLP in mlp.py, LN in norm.py, y in pool.py, logits in head.py, first
+values in init.py. What is written here holds for every config; the parts differ, built by a `match`
+on one field each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,14 +22,19 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
-from vitrail.model.block import Block
+from vitrail.model.block import build_block
+from vitrail.model.head import build_head
 from vitrail.model.init import initialise
-from vitrail.model.position import LearnedPosition
+from vitrail.model.norm import build_norm
+from vitrail.model.pool import build_pool
+from vitrail.model.position import build_position
 from vitrail.model.tap import Tap
-from vitrail.model.tokens import PatchTokens
+from vitrail.model.tokens import PatchDropout, build_tokens
+
+AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its own dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoded:
     """What the encoder made of a batch of pictures, after the last norm."""
 
@@ -35,6 +42,8 @@ class Encoded:
     """All tokens: (B, T, D)."""
     pooled: Tensor
     """One vector for each picture, y of Eq. 4: (B, D)."""
+    prefix_count: int
+    """n, how many tokens stand before the patches."""
     grid: tuple[int, int]
     """(h, w), the patch grid."""
     layers: Mapping[int, Encoded] = field(default_factory=dict)
@@ -43,14 +52,19 @@ class Encoded:
     @property
     def prefix(self) -> Tensor:
         """The tokens before the patches: (B, n, D)."""
-        h, w = self.grid
-        return self.tokens[:, : self.tokens.shape[1] - h * w]
+        return self.tokens[:, : self.prefix_count]
 
     @property
     def patches(self) -> Tensor:
         """The patch tokens where they lie in the picture: (B, h, w, D)."""
-        h, w = self.grid
-        return self.tokens[:, self.tokens.shape[1] - h * w :].unflatten(1, (h, w))
+        patches = self.tokens[:, self.prefix_count :]
+        if patches.shape[1] != self.grid[0] * self.grid[1]:
+            raise InputError(
+                "Patches can be laid out as a grid only while all of them are there.",
+                f"{patches.shape[1]} of {self.grid[0] * self.grid[1]}, after patch dropout",
+                "Use .tokens, or call model.eval() first.",
+            )
+        return patches.unflatten(1, self.grid)
 
 
 class ViT(nn.Module):
@@ -59,21 +73,25 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = PatchTokens(config)  # x_p -> x_p E
-        self.prefix = nn.Parameter(torch.empty(config.prefix, config.width))  # x_class
-        self.position = LearnedPosition(config)  # E_pos
+        self.tokens = build_tokens(config)  # x_p -> x_p E
+        prefix = nn.Parameter(torch.empty(config.prefix, config.width))
+        self.prefix = prefix if config.prefix else None  # x_class and its kin
+        self.position = build_position(config)  # E_pos
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.head = nn.Linear(config.width, config.classes) if config.classes else nn.Identity()
+        self.drop_patches = PatchDropout(config)
+        self.norm_pre = build_norm(config) if config.norm_pre else nn.Identity()
+        self.blocks = nn.ModuleList(build_block(config, index) for index in range(config.depth))
+        self.norm = build_last_norm(config)
+        self.pool = build_pool(config)
+        self.head = build_head(config)
         self.embed, self.encoded, self.pooled, self.logits = Tap(), Tap(), Tap(), Tap()
-        initialise(self)
+        initialise(self, config)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, K); without a head the pooled vector (B, D)."""
         return self.logits(self.head(self.encode(images).pooled))
 
-    def encode(self, images: Tensor, layers: Sequence[int] = ()) -> Encoded:
+    def encode(self, images: Tensor, layers: Sequence[int] | None = None) -> Encoded:
         """Tokens after the last norm, as `.patches`, `.prefix` and `.pooled`.
 
         Args:
@@ -83,23 +101,29 @@ class ViT(nn.Module):
                 the logit lens.
         """
         self._check_images(images)
-        self._check_layers(layers)
+        wanted = self._check_layers(layers)
         z = self.tokens(images)  # x_p E: (B, N, D)
-        x_class = self.prefix.expand(z.shape[0], -1, -1)  # (B, 1, D)
-        z = torch.cat([x_class, z], dim=1)  # (B, T, D)
-        z = self.embed(self.drop(self.position(z)))  # Eq. 1
+        if self.prefix is not None:
+            prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
+            z = torch.cat([prefix, z], dim=1)  # (B, T, D)
+        z = self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z)))))  # Eq. 1
         seen = {}
         for index, block in enumerate(self.blocks):
-            z = block(z)  # Eq. 2 and 3
-            if index in layers:
+            z = z if index == 0 else self.position.again(z)
+            z = block(z, turn=self.position.turn)  # Eq. 2 and 3
+            if index in wanted:
                 seen[index] = self.finish(z)
         return replace(self.finish(z), layers=seen)
 
     def finish(self, z: Tensor) -> Encoded:
-        """The last norm, and the class token for the whole picture."""
-        tokens = self.encoded(self.norm(z))  # (B, T, D)
-        y = self.pooled(tokens[:, 0])  # Eq. 4: (B, D)
-        return Encoded(tokens, y, self.config.grid)
+        """The last norm, and one vector for the whole picture."""
+        if self.config.pool_norm == "after":
+            tokens = self.encoded(z)
+            y = self.pooled(self.norm(self.pool(tokens)))
+        else:
+            tokens = self.encoded(self.norm(z))  # (B, T, D)
+            y = self.pooled(self.pool(tokens))  # Eq. 4: (B, D)
+        return Encoded(tokens, y, self.config.prefix, self.config.grid)
 
     def _check_images(self, images: Tensor) -> None:
         (H, W), C = self.config.pixels, self.config.channels
@@ -113,39 +137,55 @@ class ViT(nn.Module):
             raise InputError(
                 f"Pictures must have the shape (batch, {C}, {H}, {W}) that the model was built for.",
                 str(tuple(images.shape)),
-                _shape_advice(images, C, H, W),
+                _shape_advice(images, self.config),
             )
         dtype, expected = images.dtype, self.tokens.proj.weight.dtype
-        if dtype != expected and not torch.is_autocast_enabled(images.device.type):
+        castable = torch.is_autocast_enabled(images.device.type) and dtype in AUTOCAST
+        if dtype != expected and not castable:
+            scale = "" if dtype.is_floating_point else ", and scale them as the model expects"
             raise InputError(
                 f"Pictures must have the model's dtype, {expected}.",
                 str(dtype),
-                f"Convert them with images.to({expected})"
-                + (
-                    "."
-                    if dtype.is_floating_point
-                    else ", and scale them as the model expects (often to -1 ... 1)."
-                ),
+                f"Convert them with images.to({expected}){scale}.",
             )
 
-    def _check_layers(self, layers: Sequence[int]) -> None:
-        for index in layers:
-            if index not in range(self.config.depth):
+    def _check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
+        wanted = tuple(layers) if isinstance(layers, Iterable) else () if layers is None else (layers,)
+        for index in wanted:
+            if not isinstance(index, int) or index not in range(self.config.depth):
                 raise InputError(
                     f"layers must be block numbers from 0 to {self.config.depth - 1}.",
                     repr(index),
                     "Blocks count from 0.",
                 )
+        return wanted
 
 
-def _shape_advice(images: Tensor, C: int, H: int, W: int) -> str:
+def build_last_norm(config: ViTConfig) -> nn.Module:
+    """LN of Eq. 4, over tokens or over the pooled vector."""
+    match config.pool_norm:
+        case "before":
+            return build_norm(config)
+        case "after":
+            return build_norm(config, config.pooled_width)
+        case "none":
+            return nn.Identity()
+
+
+def _shape_advice(images: Tensor, config: ViTConfig) -> str:
     """What to do about a wrong shape, for the slips that are common."""
-    if images.ndim == 3 and images.shape == (C, H, W):
+    C, shape = config.channels, tuple(images.shape)
+    down, across = config.patch_pixels
+    if len(shape) == 3 and shape[0] == C:
         return "Add a batch axis: images[None]."
-    if images.ndim == 4 and images.shape[1:] == (H, W, C):
+    if len(shape) == 3 and shape[-1] == C:
+        return "Put the channels first and add a batch axis: images.permute(2, 0, 1)[None]."
+    if len(shape) != 4:
+        return "Stack the pictures into one batch."
+    if shape[1] != C and shape[3] == C:
         return "Put the channels first: images.permute(0, 3, 1, 2)."
-    if images.ndim == 4 and images.shape[1] != C:
-        return f"Build the model with channels={images.shape[1]}, or convert the pictures."
-    if images.ndim == 4:
-        return f"Resize the pictures, or build the model with size={tuple(images.shape[2:])}."
-    return "Stack the pictures into one batch."
+    if shape[1] != C:
+        return f"Build the model with channels={shape[1]}, or convert the pictures."
+    if shape[2] % down or shape[3] % across:
+        return "Resize the pictures."
+    return f"Resize the pictures, or the model: size={shape[2:]}."

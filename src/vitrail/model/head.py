@@ -1,0 +1,54 @@
+"""From the pooled vector to logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig
+from vitrail.model.mlp import build_activation
+
+
+class TwoLayerHead(nn.Module):
+    """fc2(activation(fc1 y)); with tanh it is the paper's head in pre-training."""
+
+    def __init__(self, config: ViTConfig, activation: nn.Module) -> None:
+        super().__init__()
+        hidden = config.head_hidden or config.width
+        self.fc1 = nn.Linear(config.pooled_width, hidden)
+        self.activation = activation
+        self.fc2 = nn.Linear(hidden, config.classes)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(pooled)))  # (B, K)
+
+
+class DistilledHead(nn.Module):
+    """One layer for the class token and one for the distillation token, averaged (DeiT)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.classes = nn.Linear(config.width, config.classes)
+        self.distillation = nn.Linear(config.width, config.classes)
+
+    def both(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+        """The two answers apart, for a loss on each: both (B, K)."""
+        of_class, of_distillation = pooled.chunk(2, dim=1)
+        return self.classes(of_class), self.distillation(of_distillation)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        of_class, of_distillation = self.both(pooled)
+        return (of_class + of_distillation) / 2  # (B, K)
+
+
+def build_head(config: ViTConfig) -> nn.Module:
+    if config.classes == 0:
+        return nn.Identity()
+    match config.head:
+        case "linear":
+            return nn.Linear(config.pooled_width, config.classes)
+        case "mlp":
+            return TwoLayerHead(config, build_activation(config))
+        case "tanh":
+            return TwoLayerHead(config, nn.Tanh())
+        case "distilled":
+            return DistilledHead(config)

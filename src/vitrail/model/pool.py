@@ -1,0 +1,73 @@
+"""From tokens to one vector for the picture: y of Eq. 4, and the other ways."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig
+from vitrail.model.attention import Attention
+from vitrail.model.mlp import build_mlp
+from vitrail.model.norm import build_norm
+
+
+class ClassPool(nn.Module):
+    """The class token; with a distilled head, the class and the distillation token side by side."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.count = 2 if config.head == "distilled" else 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens[:, : self.count].flatten(1)  # (B, D) or (B, 2 D)
+
+
+class MeanPool(nn.Module):
+    """The mean of the patches, or of all tokens."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.first = 0 if config.pool == "mean-all" else config.prefix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens[:, self.first :].mean(dim=1)  # (B, D)
+
+
+class AttentionPool(nn.Module):
+    """A learned query looks at all tokens; then a block's MLP (MAP head, Zhai et al. 2022)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(1, config.width))
+        self.attention = Attention(config, scale=config.d**-0.5)
+        self.norm = build_norm(config)
+        self.mlp = build_mlp(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        probe = self.probe.expand(tokens.shape[0], -1, -1)  # (B, 1, D)
+        y = self.attention(probe, context=tokens)
+        y = y + self.mlp(self.norm(y))
+        return y[:, 0]  # (B, D)
+
+
+class FlattenPool(nn.Module):
+    """All patch tokens in a row, as note 004 has it."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.first = config.prefix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens[:, self.first :].flatten(1)  # (B, N D)
+
+
+def build_pool(config: ViTConfig) -> nn.Module:
+    match config.pool:
+        case "class":
+            return ClassPool(config)
+        case "mean" | "mean-all":
+            return MeanPool(config)
+        case "attention":
+            return AttentionPool(config)
+        case "flatten":
+            return FlattenPool(config)

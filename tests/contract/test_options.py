@@ -1,0 +1,161 @@
+"""Every option, paired with every other: shape, gradients, save and load, export, taps.
+
+A covering array is built greedily: a small set of configs in which each two values of two different
+fields meet at least once, wherever the config allows them to.
+"""
+
+import dataclasses
+import itertools
+import random
+from typing import get_type_hints
+
+import pytest
+import safetensors.torch
+import torch
+
+import vitrail as vt
+from conftest import shake
+from vitrail.fields import literal_words
+
+BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
+HINTS = get_type_hints(vt.ViTConfig)
+WORDS = {
+    field.name: literal_words(HINTS[field.name])
+    for field in dataclasses.fields(vt.ViTConfig)
+    if literal_words(HINTS[field.name])
+}
+VALUES = {
+    **WORDS,
+    "scale": [*WORDS["scale"], 0.3, 0.0],
+    "embedding": ["linear", "mlp", "conv"],  # "resnet" has a patch of its own below
+    "class_token": [True, False],
+    "distillation_token": [False, True],
+    "registers": [0, 3],
+    "norm_pre": [False, True],
+    "qk_norm": [False, True],
+    "mlp_hidden": [1, 2],
+    "layer_scale": [None, 0.1],
+    "head_width": [None, 8],
+    "mlp_width": [None, 20],
+    "classes": [5, 0],
+    "dropout": [0.0, 0.1],
+    "attention_dropout": [0.0, 0.1],
+    "patch_dropout": [0.0, 0.4],
+    "drop_path": [0.0, 0.2],
+}
+
+
+def config_of(fields):
+    try:
+        return vt.ViTConfig(**{**BASE, **fields})
+    except vt.ConfigError:
+        return None
+
+
+def covering():
+    """Configs that between them hold every pair of values that can stand together."""
+    chance = random.Random(0)
+    pairs = {
+        ((one, x), (two, y))
+        for one, two in itertools.combinations(VALUES, 2)
+        for x in VALUES[one]
+        for y in VALUES[two]
+        if config_of({**companions(one, x), **companions(two, y), one: x, two: y})
+    }
+    while pairs:
+        (one, x), (two, y) = min(pairs, key=repr)
+        best, gain = None, -1
+        for _ in range(25):
+            fields = {name: chance.choice(values) for name, values in VALUES.items()}
+            fields |= {**companions(one, x), **companions(two, y), one: x, two: y}
+            for name in chance.sample(list(fields), len(fields)):  # what clashes goes back to its default
+                if config_of(fields):
+                    break
+                if name not in (one, two, *companions(one, x), *companions(two, y)):
+                    fields.pop(name)
+            met = {p for p in pairs if all(fields.get(n, default(n)) == v for n, v in p)}
+            if config_of(fields) and len(met) > gain:
+                best, gain, found = fields, len(met), met
+        yield best
+        pairs -= found
+
+
+def companions(name, value):
+    """What a value needs beside it."""
+    return {
+        ("pool", "class"): dict(class_token=True),
+        ("rows", "class"): dict(class_token=True),
+        ("distillation_token", True): dict(class_token=True),
+        ("head", "distilled"): dict(class_token=True, distillation_token=True, pool="class"),
+        ("class_token", False): dict(pool="mean", rows="all"),
+        ("scale", 0.0): dict(position="pairwise"),
+        ("mlp", "gated"): dict(mlp_hidden=1),
+        ("position_at", "every"): dict(position="learned"),
+    }.get((name, value), {})
+
+
+def default(name):
+    return next(field.default for field in dataclasses.fields(vt.ViTConfig) if field.name == name)
+
+
+CASES = [{}, dict(embedding="resnet", patch=16, size=(32, 48)), *covering()]
+
+
+def test_every_value_of_every_field_is_in_a_case():
+    seen = {(name, repr(getattr(config_of(case), name))) for case in CASES for name in VALUES}
+    for name, values in VALUES.items():
+        for value in {*values, *WORDS.get(name, [])}:
+            assert (name, repr(value)) in seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_a_model_with_these_options(case, tmp_path):
+    config = config_of(case)
+    model = shake(vt.ViT(config))
+    images = torch.randn(2, 3, *config.pixels)
+
+    # Forward: shapes, alone and in a batch alike.
+    with torch.no_grad():
+        logits = model(images)
+        enc = model.encode(images, layers=[0])
+    assert logits.shape == (2, config.classes or config.pooled_width)
+    assert enc.patches.shape == (2, *config.grid, config.width)
+    assert enc.prefix.shape == (2, config.prefix, config.width)
+    assert enc.pooled.shape == enc.layers[0].pooled.shape == (2, config.pooled_width)
+    assert logits.isfinite().all()
+    assert (model(images[:1]) - logits[:1]).abs().max() < 1e-4
+
+    # Backward: every parameter is reached, and its gradient is finite.
+    model.train()
+    model(images).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+    model.eval()
+
+    # Save and load: bit-equal.
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    again = vt.ViT(config).eval()
+    again.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        assert torch.equal(again(images), model(images))
+
+    # Taps: all there; looking changes nothing; weights are weights.
+    with torch.no_grad(), vt.record(model, "blocks.*.attention.weights", "embed", "logits") as tape:
+        looked = model(images)
+    assert (looked - logits).abs().max() < 1e-5 * max(1, logits.abs().max().item())
+    weights = tape["blocks.1.attention.weights"]
+    assert weights.shape == (2, config.heads, config.tokens, config.tokens)
+    assert (weights.sum(-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "case", CASES[:: max(1, len(CASES) // 12)], ids=range(len(CASES[:: max(1, len(CASES) // 12)]))
+)
+def test_it_exports_with_a_free_batch(case):
+    model = shake(vt.ViT(config_of(case)))
+    shape = (3, *model.config.pixels)
+    dynamic = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    program = torch.export.export(model, (torch.randn(2, *shape),), dynamic_shapes=dynamic)
+    images = torch.randn(5, *shape)
+    assert (program.module()(images) - model(images)).abs().max() < 1e-4

@@ -39,10 +39,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="steps in one timed round")
     parser.add_argument("--tasks", default="inference,training")
     parser.add_argument("--modes", default="eager,compiled")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu.json"))
+    parser.add_argument("--out", type=Path, help="default: bench/results/gpu-SIZE.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench/gpu.py needs a CUDA device; there is none here. bench/cpu.py runs anywhere.")
+    args.out = args.out or Path(f"bench/results/gpu-{args.size.replace('/', '')}.json")
     make_torchvision_importable()
     config = preset(args.size)
     result: dict[str, Any] = {

@@ -1,7 +1,4 @@
-"""The libraries we compare with, built alike: same sizes, exact GELU, a fresh random model.
-
-A peer that does not import is listed with its reason, never left out silently.
-"""
+"""The libraries we compare with, built alike: same sizes, exact GELU, a fresh random model."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from vitrail.errors import needs
 from vitrail.model import ViT, record
 
 CONFIG = ViTConfig(width=64, depth=3, heads=4, patch=2, size=8, channels=1, classes=10)
-EPOCHS, BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 50, 64, 3e-3, 0.05, 0.1
+BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 64, 3e-3, 0.05, 0.1
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ class Looked:
         return self.right.double().mean().item()
 
 
+def check_extras() -> None:
+    """Say what is missing before anything is trained, not after."""
+    with needs("train"):
+        import sklearn  # noqa: F401
+    with needs("inspect"):
+        import matplotlib  # noqa: F401
+
+
 def load() -> tuple[Digits, Digits]:
     """The digits to learn from and the held-out fifth, the same split every time."""
     with needs("train"):
@@ -70,9 +78,7 @@ def build(seed: int) -> ViT:
     return model
 
 
-def train(
-    model: ViT, digits: Digits, *, epochs: int = EPOCHS, seed: int = 0
-) -> Iterator[tuple[float, float]]:
+def train(model: ViT, digits: Digits, *, epochs: int, seed: int = 0) -> Iterator[tuple[float, float]]:
     """Train in place; after each epoch comes (mean loss, accuracy) over its augmented pictures."""
     chance = torch.Generator().manual_seed(seed)
     matrices = [p for name, p in model.named_parameters() if name.endswith(".weight") and "norm" not in name]
@@ -143,7 +149,7 @@ def look(model: ViT, digits: Digits) -> Looked:
 
 
 def choose(looked: Looked, most: int = 12) -> tuple[list[int], list[int]]:
-    """Which digits to show: the wrong ones, surest first, and a right one of each kind."""
+    """Which digits to show: wrong ones, surest first, and right ones of different kinds, from 0 on."""
     wrong = (~looked.right).nonzero().flatten()
     wrong = wrong[looked.score[wrong].argsort(descending=True)][: most // 2]
     right: list[int] = []
@@ -179,8 +185,8 @@ def draw(looked: Looked, path: Path) -> None:
         if column is not None:
             ink = looked.digits.images[column, 0]
             lit = torch.tensor(heat(light(looked, column).numpy())[..., :3]) * (0.3 + 0.7 * ink)[..., None]
-            axes[0].imshow(ink, cmap="gray", vmin=0, vmax=1)
-            axes[1].imshow(lit)
+            axes[0].imshow(ink.numpy(), cmap="gray", vmin=0, vmax=1)
+            axes[1].imshow(lit.numpy())
             colour = "white" if column in right else "#ff8a70"
             axes[0].set_title(caption(looked, column), color=colour, fontsize=9)
     figure.savefig(path)

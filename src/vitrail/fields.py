@@ -34,6 +34,13 @@ class Config:
                     f"{name}={show(given[name])}",
                     suggest(name, known),
                 )
+        missing = [name for name in known if name not in given and is_required(cls, name)]
+        if given and missing:  # copying and unpickling come here with nothing
+            raise ConfigError(
+                f"{cls.__name__} needs {', '.join(name for name in known if is_required(cls, name))}.",
+                f"no {', '.join(missing)}",
+                "Give them by name, or start from a preset.",
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -46,6 +53,10 @@ class Config:
     def set(self, name: str, value: Any) -> None:
         """The one way round `frozen`, for __post_init__ alone."""
         object.__setattr__(self, name, value)
+
+
+def is_required(cls: type, name: str) -> bool:
+    return cls.__dataclass_fields__[name].default is dataclasses.MISSING  # type: ignore[attr-defined]
 
 
 @cache
@@ -92,8 +103,7 @@ def number(doc: str, must: str, holds: Callable[[float], bool], default: Any) ->
     """A real number for which `holds` is true (it is false for NaN)."""
 
     def check(name: str, value: Any, hint: Any) -> float:
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not real or not holds(float(value)):
+        if not is_real(value) or not holds(float(value)):
             raise ConfigError(
                 f"{name} must be {must}.", f"{name}={show(value)}", f"Set {name} to such a number."
             )
@@ -106,7 +116,7 @@ def choice(doc: str, *, default: str, aliases: Mapping[str, str] = {}, or_number
     """One of the words in the field's Literal type; `aliases` are other words for them."""
 
     def check(name: str, value: Any, hint: Any) -> Any:
-        if or_number and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if or_number and is_real(value):
             return float(value)
         words = literal_words(hint)
         value = aliases.get(value, value) if isinstance(value, str) else value
@@ -152,6 +162,11 @@ def as_whole(name: str, value: Any, least: int) -> int:
             f"Set {name} to a whole number.",
         )
     return found
+
+
+def is_real(value: Any) -> bool:
+    """A number that a float can hold: not True, not NaN, not infinite, not an int of 400 digits."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(abs(value) < MOST)  # type: ignore[operator]
 
 
 def show(value: object) -> str:

@@ -1,5 +1,7 @@
 """Every message about a wrong model or wrong pictures: what must hold, what came, what to do."""
 
+import copy
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -62,6 +64,50 @@ CONFIG_ERRORS = [
     (dict(classes=10**12), r"Most of them are in the head"),
     (dict(size=4 * 10**6), r"Most of them are in the position table"),
     (dict(channels=10**11), r"Most of them are in the patch projection"),
+    (dict(dropout=10**400), r"dropout must be at least 0 and below 1. Got dropout=a number beyond"),
+    (
+        dict(scale=float("nan")),
+        r"scale must be one of its words or a number. Got scale=nan. There is: head, width",
+    ),
+    (dict(scale="heads"), r"Got scale='heads'. Did you mean 'head'\? There is: head, width, none."),
+    (
+        dict(position="sincos"),
+        r"position must be one of its words. Got position='sincos'. Did you mean 'sincos",
+    ),
+    (dict(pool=3), r"Got pool=3. There is: class, mean"),
+    (dict(qk_norm=1), r"qk_norm must be True or False. Got qk_norm=1."),
+    (dict(registers=-1), r"registers must be a whole number from 0"),
+    (dict(layer_scale=0), r"layer_scale must be above 0 and at most 10. Got layer_scale=0."),
+    (
+        dict(class_token=False),
+        r"pool='class' needs a class token. Got class_token=False. Change pool or class_token.",
+    ),
+    (dict(class_token=False, pool="mean", rows="class"), r"rows='class' needs a class token."),
+    (dict(class_token=False, pool="mean", distillation_token=True), r"distillation_token=True needs it too."),
+    (dict(head="distilled"), r"head='distilled' needs a distillation token. Got distillation_token=False."),
+    (
+        dict(head="distilled", distillation_token=True, pool="mean"),
+        r"needs the class token as pool. Got pool='mean'",
+    ),
+    (dict(mlp="gated", mlp_hidden=2), r"mlp='gated' needs one hidden layer. Got mlp_hidden=2."),
+    (dict(width=6, position="sincos2d"), r"position='sincos2d' needs a width that 4 divides. Got width=6."),
+    (dict(width=9, position="learned2d"), r"position='learned2d' needs an even width. Got width=9."),
+    (dict(position="rotary", head_width=6), r"position='rotary' needs a head width that 4 divides. Got d=6."),
+    (
+        dict(position="none", position_at="every"),
+        r"position_at='every' needs added positions. Got position='none'.",
+    ),
+    (dict(scale=0), r"scale=0.0 needs pairwise or relative positions. Got position='learned'."),
+    (
+        dict(patch_dropout=0.5, position="rotary"),
+        r"patch_dropout=0.5 needs added positions. Got position='rotary'.",
+    ),
+    (dict(patch_dropout=0.5, position_at="every"), r"patch_dropout=0.5 needs positions at the start."),
+    (dict(patch_dropout=0.5, pool="flatten"), r"patch_dropout=0.5 needs a pool for any count of patches."),
+    (
+        dict(embedding="resnet"),
+        r"embedding='resnet' needs multiples of 16. Got patch=\(4, 4\). Change embedding or patch.",
+    ),
     (dict(depth=10**5000), r"Got depth=a number beyond a million million."),
     (dict(width="x" * 500), r"Got width='x{76}\.\.\.\."),
 ]
@@ -86,6 +132,10 @@ def test_config_errors(fields, message):
         ("vit_base_patch16_224", r"Got 'vit_base_patch16_224'."),
         (16, r"Got 16."),
         ("B/0", r"patch must be a whole number"),
+        ("B/16x0", r"patch must be a whole number .* Got patch=0."),
+        ("B/16@0", r"size must be a whole number .* Got size=0."),
+        ("B/16@224x0", r"size must be a whole number .* Got size=0."),
+        ("B/16@0x224", r"size must be a whole number .* Got size=0."),
         ("B/16@250", r"Got size 250x250 with patches of 16x16. Use size 240x240 or 256x256"),
         ("B/" + "9" * 5000, r"A model name is size/patch"),
     ],
@@ -140,6 +190,15 @@ IMAGE_ERRORS = [
         torch.zeros(1, 2, 8, 12),
         r"Got \(1, 2, 8, 12\). Resize the pictures, or the model: size=\(8, 12\).",
     ),
+    (torch.zeros(1, 2, 9, 9), r"Got \(1, 2, 9, 9\). Resize the pictures.$"),
+    (
+        torch.zeros(1, 64, 64, 2),
+        r"Got \(1, 64, 64, 2\). Put the channels first: images.permute\(0, 3, 1, 2\).",
+    ),
+    (
+        torch.zeros(9, 9, 2),
+        r"Got \(9, 9, 2\). Put the channels first and add a batch axis: images.permute\(2, 0, 1\)",
+    ),
     (torch.zeros(8), r"Got \(8,\). Stack the pictures into one batch."),
     (
         torch.zeros(1, 2, 8, 8, dtype=torch.uint8),
@@ -177,6 +236,39 @@ def test_autocast_takes_pictures_of_another_dtype():
     model = vt.ViT(vt.ViTConfig(**GOOD))
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         assert model(torch.zeros(1, 2, 8, 8, dtype=torch.float16)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+def test_autocast_does_not_excuse_a_dtype_it_cannot_cast(dtype):
+    model = vt.ViT(vt.ViTConfig(**GOOD))
+    with torch.autocast("cpu", torch.float16), pytest.raises(vt.InputError, match=f"Got {dtype}"):
+        model(torch.zeros(1, 2, 8, 8, dtype=dtype))
+
+
+def test_layers_may_come_as_any_sequence_or_not_at_all():
+    model, images = vt.ViT(vt.ViTConfig(**GOOD)), torch.zeros(1, 2, 8, 8)
+    assert list(model.encode(images, layers=None).layers) == []
+    assert list(model.encode(images, layers=iter([1, 0])).layers) == [0, 1]
+    assert list(model.encode(images, layers=1).layers) == [1]
+
+
+def test_missing_fields_and_missing_configs():
+    with pytest.raises(
+        vt.ConfigError, match=r"ViTConfig needs width, depth, heads, patch. Got no depth, patch."
+    ):
+        vt.ViTConfig(width=4, heads=2)
+    with pytest.raises(
+        vt.InputError, match=r"built from a ViTConfig. Got 'B/16'. By name it is vitrail.create"
+    ):
+        vt.ViT("B/16")
+
+
+def test_what_follows_from_other_fields_follows_them():
+    config = vt.ViTConfig(width=12, depth=1, heads=3, patch=4)
+    wider = dataclasses.replace(config, width=24)
+    assert (config.d, config.F, wider.d, wider.F) == (4, 48, 8, 96)
+    assert copy.deepcopy(pickle.loads(pickle.dumps(wider))) == wider
+    assert vt.preset("B/16", width=384).F == 1536
 
 
 def test_an_empty_batch_gives_no_logits():

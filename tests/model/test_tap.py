@@ -1,5 +1,7 @@
 """Looking at activations and changing them."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
@@ -142,9 +144,18 @@ def test_the_tape_says_what_it_holds(tiny, pictures):
 def test_a_compiled_model_is_refused(tiny):
     compiled = torch.compile(tiny)
     with pytest.raises(
-        vt.InputError, match=r"before torch.compile.* Got a compiled model. Record on the uncompiled"
+        vt.InputError, match=r"not compiled.* Got a compiled model. Keep the uncompiled model"
     ):
         vt.record(compiled, "embed").__enter__()
     tiny.blocks[1].compile()
     with pytest.raises(vt.InputError, match=r"Got a model whose blocks.1 is compiled"):
         vt.record(tiny, "embed").__enter__()
+
+
+def test_other_modules_and_odd_names(tiny):
+    with pytest.raises(vt.InputError, match=r"Got 'embed'. .*There is: module.tokens"):
+        vt.record(torch.nn.Sequential(OrderedDict(module=tiny)), "embed").__enter__()
+    with pytest.raises(vt.InputError, match=r"Got 'embed'. There is: 0, 1.$"):
+        vt.record(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()), "embed").__enter__()
+    with pytest.raises(vt.InputError, match=r"Got \['embed'\]."):
+        vt.record(tiny, ["embed"]).__enter__()

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 done with failures that are listed, 2 wrong use or bad inp
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -43,6 +44,9 @@ def _options(
 
 def main() -> None:
     """Run a command; whatever goes wrong, the user reads a sentence, not a stack trace."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without our letters shows "?", and goes on
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except VitrailError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from vitrail.errors import InputError
 
@@ -31,12 +32,13 @@ def demo(
 
     The 1,797 handwritten digits come with scikit-learn: nothing is downloaded.
     """
-    folder = claim(out)
-
     import torch
     from rich.console import Console
 
     from vitrail import demo as story
+
+    story.check_extras()
+    folder = claim(out)
 
     torch.set_num_threads(1)  # no slower at this size, and the same result on any number of cores
     console = Console(highlight=False)
@@ -55,7 +57,7 @@ def demo(
     line(console, "time", f"{seconds:.0f} s of training, seed {seed}")
     show(looked, console)
     story.draw(looked, folder / "demo.png")
-    line(console, "picture", str(folder / "demo.png"))
+    line(console, "picture", escape(str(folder / "demo.png")))
     console.print()
 
 
@@ -63,8 +65,8 @@ def claim(out: Path | None) -> Path:
     """The folder to write to, made now: a folder that cannot be used is no news for the end."""
     if out is None:
         names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in count(1))
-        out = next(folder for folder in names if not folder.exists())
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        out = next(folder for folder in names if not folder.exists() or is_empty(folder))
+    if out.exists() and not is_empty(out):
         raise InputError(
             "--out must be a new or an empty folder: nothing of yours is overwritten.",
             f"{out}, which {'has files in it' if out.is_dir() else 'is a file'}",
@@ -72,6 +74,10 @@ def claim(out: Path | None) -> Path:
         )
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def line(console: Console, what: str, text: str) -> None:
@@ -117,7 +123,7 @@ def show(looked: Looked, console: Console) -> None:
     from vitrail import demo as story
     from vitrail.cli.picture import gallery, picture
 
-    colour = console.color_system is not None
+    colour = console.color_system is not None and console.encoding.startswith("utf")
     for title, shown in zip(("Right", "Wrong, the surest first"), story.choose(looked), strict=True):
         if not shown:
             console.print(f"\n  [bold]{title.split(',')[0]}[/]: none")

@@ -35,7 +35,8 @@ def picture(pixels: Pixels, light: Pixels | None = None, *, colour: bool = True)
     """
     if not colour:
         rows = light or pixels
-        return Text("\n".join("".join(SHADES[round(value * 9)] * 2 for value in row) for row in rows))
+        shades = [[SHADES[round(min(max(value, 0.0), 1.0) * 9)] * 2 for value in row] for row in rows]
+        return Text("\n".join("".join(row) for row in shades))
     text = Text()
     for top in range(0, len(pixels), 2):
         for column in range(len(pixels[0])):

@@ -2,9 +2,9 @@
 
 A tap is an identity placed where an activation arises; its path in the model is its name, such as
 `blocks.3.attention.weights`. Every other module without children has a name as well, and can be
-tapped the same way: `blocks.3.norm1` is what that norm returns. Untouched, taps cost nothing and
-attention runs in its fused kernel; where its scores or weights are wanted, and only in the blocks
-where they are, it runs step by step.
+tapped the same way: `blocks.3.norm1` is what that norm returns. Untouched, a tap costs a call of an
+identity, nothing when compiled, and attention runs in its fused kernel; where its scores or weights
+are wanted, and only in the blocks where they are, it runs step by step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tap(nn.Identity):
 
 
 class Tape(dict[str, Tensor]):
-    """What `record` saw, by name: the tensors of the latest forward pass."""
+    """What `record` saw, by name: for each name the tensor that came last."""
 
     def __missing__(self, name: str) -> Tensor:
         raise InputError(
@@ -102,9 +102,9 @@ def find(model: nn.Module, *patterns: str) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(
-                "Taps need a model as it was before torch.compile: compiled code has no places to look.",
+                "Taps need a model that is not compiled: compiled code has no places to look.",
                 f"a model whose {name} is compiled" if name else "a compiled model",
-                "Record on the uncompiled model, the one handed to torch.compile; it has the same weights.",
+                "Keep the uncompiled model, or build another and load its state_dict.",
             )
     taps = {name: module for name, module in model.named_modules() if not any(module.children())}
     for pattern in patterns:
@@ -116,12 +116,12 @@ def find(model: nn.Module, *patterns: str) -> dict[str, nn.Module]:
 def _advice(pattern: str, taps: Iterable[str]) -> str:
     """The nearest name and all names, with the block numbers folded into a `*`."""
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in taps)
-    blocks = {int(name.split(".")[1]) for name in taps if name.startswith("blocks.")}
-    return f"{suggest(pattern, kinds)} Blocks are 0 to {max(blocks)}."
+    blocks = [int(name.split(".")[1]) for name in taps if re.match(r"blocks\.\d+\.", name)]
+    return suggest(str(pattern), kinds) + (f" Blocks are 0 to {max(blocks)}." if blocks else "")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
+    parts, wanted = name.split("."), str(pattern).split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 

@@ -72,6 +72,10 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        if not isinstance(config, ViTConfig):
+            raise InputError(
+                "ViT is built from a ViTConfig.", repr(config), 'By name it is vitrail.create("B/16").'
+            )
         self.config = config
         self.tokens = build_tokens(config)  # x_p -> x_p E
         prefix = nn.Parameter(torch.empty(config.prefix, config.width))

@@ -50,6 +50,7 @@ class ViTConfig(Config):
         "A norm on the flat patch, on its token (note 004: linear + layer-normalization), or on both",
         default="none",
     )
+    embedding_bias: bool = switch("Whether the patch projection has a bias (CLIP's has none)", default=True)
     class_token: bool = switch("Whether x_class stands before the patches", default=True)
     distillation_token: bool = switch("Whether DeiT's second token follows it", default=False)
     registers: int = whole("How many register tokens follow those", least=0, default=0)

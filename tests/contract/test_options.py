@@ -32,6 +32,7 @@ VALUES = {
     "distillation_token": [False, True],
     "registers": [0, 3],
     "norm_pre": [False, True],
+    "embedding_bias": [True, False],
     "qk_norm": [False, True],
     "mlp_hidden": [1, 2],
     "layer_scale": [None, 0.1],

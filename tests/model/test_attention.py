@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import vitrail as vt
+from conftest import shake
 from vitrail.model import attend, attend_explicitly
 
 
@@ -41,3 +43,69 @@ def test_dropout_falls_on_the_weights_and_keeps_the_mean(form):
     heads = form(q, k, v, scale=1.0, dropout=0.25)
     assert not torch.equal(heads, v)
     assert heads.mean().item() == pytest.approx(1, abs=0.01)
+
+
+def random_qkv(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(5)
+    return (torch.randn(2, 3, 6, 4, dtype=dtype, generator=generator) for _ in range(3))
+
+
+MASKS = {
+    "causal": torch.ones(6, 6, dtype=torch.bool).tril(),
+    "for each picture": torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4,
+    "one token may look nowhere": torch.ones(6, 6, dtype=torch.bool).index_fill(0, torch.tensor(2), False),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("biased", [False, True])
+def test_masks_and_biases_agree_in_both_forms(mask, biased):
+    q, k, v = random_qkv()
+    bias = torch.randn(3, 6, 6, dtype=torch.float64) if biased else None
+    fused = attend(q, k, v, scale=0.7, mask=mask, bias=bias)
+    explicit = attend_explicitly(q, k, v, scale=0.7, mask=mask, bias=bias)
+    assert (fused - explicit).abs().max() < 1e-12
+    nowhere = ~mask.any(-1).expand(2, 3, 6)
+    assert (fused[nowhere] == 0).all()
+
+
+def test_a_masked_token_has_no_influence():
+    q, k, v = random_qkv()
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[:, 4] = False
+    before = attend(q, k, v, scale=0.5, mask=mask)
+    k[:, :, 4], v[:, :, 4] = 1e6, float("inf")
+    v[:, :, 4] = 1e6
+    assert torch.equal(attend(q, k, v, scale=0.5, mask=mask), before)
+
+
+def test_cross_attention_takes_keys_and_values_from_the_context():
+    attention = (
+        shake(vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, classes=0)))
+        .blocks[0]
+        .attention
+    )
+    z, context = torch.randn(2, 4, 12), torch.randn(2, 9, 12)
+    assert attention(z, context).shape == (2, 4, 12)
+    assert (attention(z, z) - attention(z)).abs().max() < 1e-6  # a context of itself is self-attention
+    assert (attention(z, context) - attention(z, context.flip(1))).abs().max() < 1e-5  # a set, not a row
+    assert (attention(z, context[:, :5]) - attention(z, context)).abs().max() > 1e-3
+
+
+def test_keys_without_a_bias():
+    config = dict(width=12, depth=1, heads=3, patch=4, size=8, classes=0)
+    model = shake(vt.ViT(vt.ViTConfig(**config, qkv_bias="no-k")))
+    plain = vt.ViT(vt.ViTConfig(**config)).eval()
+    state = model.state_dict()
+    state["blocks.0.attention.qkv.bias"][12:24] = 0
+    plain.load_state_dict(state)
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(model(images), plain(images))
+    model(images).sum().backward()
+    assert (model.blocks[0].attention.qkv.bias.grad[12:24] == 0).all()
+
+
+@pytest.mark.parametrize(("scale", "value"), [("head", 0.5), ("width", 12**-0.5), ("none", 1.0), (0.3, 0.3)])
+def test_scales(scale, value):
+    model = vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, classes=0, scale=scale))
+    assert model.blocks[0].attention.scale == pytest.approx(value)

@@ -49,7 +49,7 @@ class PatchTokens(nn.Module):
         after = config.embedding_norm in ("after", "both")
         flat = channels * patch[0] * patch[1]
         self.norm_before = build_norm(config, flat) if before else nn.Identity()
-        self.proj = PatchProjection(channels, config.width, kernel_size=patch, stride=patch)
+        self.proj = PatchProjection(channels, config.width, patch, stride=patch, bias=config.embedding_bias)
         self.norm_after = build_norm(config) if after else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:

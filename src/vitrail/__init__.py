@@ -17,19 +17,26 @@ __version__ = "0.1.0"
 # is quick and silent, and torch is loaded only by what needs it.
 _HOMES = {
     "ConfigError": "vitrail.errors",
+    "Decoder": "vitrail.model",
+    "DecoderConfig": "vitrail.model",
     "Encoded": "vitrail.model",
     "InputError": "vitrail.errors",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
-    "create": "vitrail.create",
+    "create": "vitrail.build",
     "edit": "vitrail.model",
+    "generate": "vitrail.model",
     "preset": "vitrail.presets",
     "record": "vitrail.model",
+    "surgery": "vitrail.model",
+    "walk": "vitrail.walkthrough",
 }
 
 __all__ = [
     "ConfigError",
+    "Decoder",
+    "DecoderConfig",
     "Encoded",
     "InputError",
     "ViT",
@@ -37,16 +44,20 @@ __all__ = [
     "VitrailError",
     "create",
     "edit",
+    "generate",
     "preset",
     "record",
+    "surgery",
+    "walk",
 ]
 
 if TYPE_CHECKING:
+    from vitrail.build import create
     from vitrail.config import ViTConfig
-    from vitrail.create import create
     from vitrail.errors import ConfigError, InputError, VitrailError
-    from vitrail.model import Encoded, ViT, edit, record
+    from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.presets import preset
+    from vitrail.walkthrough import walk
 
 
 def __getattr__(name: str) -> Any:

@@ -25,3 +25,10 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_table_of_fields_is_that_of_the_code():
+    """`python -m docs.fields` writes it anew."""
+    from docs import fields
+
+    assert fields.page() == fields.PAGE.read_text()

@@ -14,6 +14,7 @@ import typer
 
 from vitrail import __version__
 from vitrail.cli.demo import demo
+from vitrail.cli.walk import walk
 from vitrail.errors import VitrailError
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(walk)
 
 
 def _version(asked: bool) -> None:

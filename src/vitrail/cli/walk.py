@@ -1,0 +1,278 @@
+"""`vitrail walk`: one picture through a model, stage by stage."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from vitrail.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from rich.console import Console
+    from torch import Tensor
+
+    from vitrail.config import ViTConfig
+    from vitrail.model import ViT
+    from vitrail.walkthrough import Stage
+
+# No others: some of Pillow's formats start programs.
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
+MOST_PIXELS = 50_000_000
+MOST_TOKENS = 5_000  # every head's scores are written down: T x T numbers each
+MOST_VALUES = 4_096  # larger tensors are in the JSON as a summary alone
+MOST_COLUMNS = 36  # of a map in the terminal, where a value without colour takes two characters
+
+
+def walk(
+    model: Annotated[str, typer.Argument(help='A size such as "mu/4", "S/16" or "B/16@384".')],
+    image: Annotated[Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF.")],
+    block: Annotated[int, typer.Option(help="Which block to show in detail, from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="Which of its heads, from 0.")] = 0,
+    token: Annotated[int, typer.Option(help="Which token to follow, from 0: class token, patches.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="A new file for the stages and their numbers.")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="A new file for the stages with small pictures.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws the weights.")] = 0,
+) -> None:
+    """Take one picture through a model and see every step: equation, shape, meaning, numbers.
+
+    The weights are random for now: what is shown is how a ViT works, not what it has learned.
+    """
+    for option, path in (("--json", json_file), ("--html", html_file)):
+        check_new(option, path)
+    if json_file is not None and json_file == html_file:
+        raise InputError("--json and --html need a file each.", printable(json_file), "Name another file.")
+
+    from rich.console import Console
+
+    from vitrail import walkthrough as steps
+
+    vit, weights = load_model(model, seed)
+    pixels = read_picture(image, vit.config)
+    stages = steps.walk(vit, pixels, block=block, head=head, token=token)
+    facts: dict[str, Any] = {"model": model, "weights": weights, "picture": printable(image)}
+    facts |= {"block": block, "head": head, "token": token, "token_name": steps.token_name(vit.config, token)}
+    show(stages, facts, vit.config, Console(highlight=False))
+    if json_file is not None:
+        write_new(json_file, as_json(stages, facts))
+    if html_file is not None:
+        from vitrail.cli.walk_page import page
+
+        write_new(html_file, page(stages, facts, vit.config))
+
+
+def load_model(name: str, seed: int) -> tuple[ViT, str]:
+    """The model, and a few words on its weights. Files will be loaded here, once there are any."""
+    import torch
+
+    from vitrail.model import ViT
+    from vitrail.presets import preset
+
+    config = preset(name)
+    if config.tokens > MOST_TOKENS:
+        raise InputError(
+            f"A walk shows a score for every pair of tokens, and takes at most {MOST_TOKENS:,} tokens.",
+            f"{name} with {config.tokens:,}",
+            "Use a larger patch or a smaller picture.",
+        )
+    torch.manual_seed(seed)
+    return ViT(config), f"random weights (seed {seed}), nothing learned"
+
+
+# ---- the picture ----------------------------------------------------------------------------
+
+
+def read_picture(path: Path, config: ViTConfig) -> Tensor:
+    """A picture file as the model takes it: (C, H, W), from -1 to 1."""
+    import numpy as np
+    import torch
+    from PIL.Image import Resampling
+
+    if config.channels not in (1, 3):
+        raise InputError(
+            "A picture file has 3 channels, or 1 in grey.",
+            f"a model with {config.channels}",
+            "Use a model with 3 channels, or vitrail.walk with a tensor.",
+        )
+    with open_regular(path) as file:
+        picture = decode(file, printable(path))
+    H, W = config.pixels
+    picture = picture.convert("L" if config.channels == 1 else "RGB").resize((W, H), Resampling.BICUBIC)
+    values = torch.from_numpy(np.array(picture, dtype=np.float32))
+    values = values[None] if config.channels == 1 else values.permute(2, 0, 1)  # (C, H, W)
+    return values / 127.5 - 1
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; a pipe or a device could keep us waiting for ever."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+    raise InputError("IMAGE must be a picture file.", f"{printable(path)}, {kind}", "Name one file.")
+
+
+def decode(file: BinaryIO, name: str) -> Image:
+    """Decode a picture, upright, with 8 bits a channel."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    must = f"IMAGE must be a picture: {', '.join(FORMATS)}."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; we decide
+        try:
+            opened = Image.open(file, formats=FORMATS)
+            pixels = math.prod(opened.size)
+        except Image.DecompressionBombError:
+            pixels = MOST_PIXELS + 1
+        except Exception as error:  # decoders raise all sorts, and their texts are not for users
+            raise InputError(must, f"{name}, which is none of these", "Convert it.") from error
+        if pixels > MOST_PIXELS:  # known from the header, before any memory is taken
+            raise InputError(
+                f"A picture may have at most {MOST_PIXELS // 1_000_000} megapixels.",
+                f"{name}, which says it has more",
+                "Make it smaller.",
+            )
+        try:
+            picture = ImageOps.exif_transpose(opened)
+            if picture.mode.startswith("I;16"):  # convert() would cut off at 255 instead of scaling
+                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+            picture.load()
+        except Exception as error:
+            raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error
+    if picture.mode in ("I", "F"):
+        raise InputError(
+            "A picture must have 8 or 16 bits a channel.", f"{name} with 32", "Convert it to PNG or JPEG."
+        )
+    return picture
+
+
+# ---- the terminal ---------------------------------------------------------------------------
+
+
+def show(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console: Console) -> None:
+    """A table that fits 80 columns, and where the chosen token looks."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(Text(f"\n{facts['picture']} through {facts['model']}, stage by stage", style="bold"))
+    console.print(Text(f"{facts['weights'].capitalize()}: shapes and equations are real, the answer is not."))
+    console.print(Text(f"In detail: block {facts['block']}, head {facts['head']}, {facts['token_name']}.\n"))
+    table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False)
+    table.add_column("stage\nshape", width=27, overflow="fold")
+    table.add_column("equation\nmeaning", overflow="fold")
+    table.add_column("mean, std\nmin, max", width=15, overflow="fold")
+    for stage in stages:
+        shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summary(stage.tensor).values()
+        numbers = [*(short(number) for number in shown), "", "", ""]  # two numbers say more than their mean
+        table.add_row(
+            Text.assemble((stage.name, "bold cyan"), f"\n{' x '.join(map(str, stage.shape))}"),
+            Text.assemble((stage.equation, "bold"), f"\n{stage.meaning}"),
+            Text(f"{numbers[0]:>7} {numbers[1]:>7}\n{numbers[2]:>7} {numbers[3]:>7}"),
+        )
+    console.print(table)
+    console.print()
+    show_row(stages, facts, config, console)
+
+
+def show_row(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console: Console) -> None:
+    """The chosen token's attention where the patches lie, beside the picture itself."""
+    from rich.text import Text
+    from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
+
+    from vitrail.cli.picture import gallery, picture
+    from vitrail.walkthrough import token_name
+
+    named = {stage.name: stage.tensor for stage in stages}
+    row = named[f"blocks.{facts['block']}.attention.row"]
+    h, w = (min(side, MOST_COLUMNS) for side in config.grid)
+    ink = adaptive_avg_pool2d(named["pixels"].mean(0)[None, None], (h, w))[0, 0] / 2 + 0.5
+    light = adaptive_max_pool2d(row[config.prefix :].reshape(1, 1, *config.grid), (h, w))[0, 0]
+    light = light / light.max().clamp_min(1e-12)
+    colour = console.color_system is not None
+    where = f"Where {facts['token_name']} looks: block {facts['block']}, head {facts['head']}"
+    console.print(Text(where, style="bold"))
+    front = [f"{token_name(config, token)} {row[token].item():.3f}" for token in range(config.prefix)]
+    console.print(Text(f"{', '.join([*front, f'all patches {row[config.prefix :].sum().item():.3f}'])}\n"))
+    shown = [picture(ink.clamp(0, 1).tolist(), colour=colour)]
+    shown.append(picture(ink.clamp(0, 1).tolist(), light.tolist(), colour=colour))
+    gallery([shown], console)
+    console.print()
+
+
+def short(number: float | None) -> str:
+    """At most seven characters."""
+    if number is None:
+        return "-"
+    return f"{number:.3g}" if len(f"{number:.3g}") <= 7 else f"{number:.0e}"
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def summary(tensor: Tensor) -> dict[str, float | None]:
+    """Mean, deviation, least and most; None for what is no number."""
+    values = tensor.double()
+    numbers = {
+        "mean": values.mean(),
+        "std": values.std(correction=0),
+        "min": values.min(),
+        "max": values.max(),
+    }
+    return {name: finite(number.item()) for name, number in numbers.items()}
+
+
+def finite(values: Any) -> Any:
+    """The same numbers, None for those that JSON cannot write."""
+    if isinstance(values, list):
+        return [finite(value) for value in values]
+    return values if math.isfinite(values) else None
+
+
+def as_json(stages: list[Stage], facts: dict[str, Any]) -> str:
+    listed = []
+    for stage in stages:
+        entry: dict[str, Any] = {"name": stage.name, "equation": stage.equation, "meaning": stage.meaning}
+        entry |= {"shape": stage.shape, "summary": summary(stage.tensor)}
+        if stage.tensor.numel() <= MOST_VALUES:
+            entry["values"] = finite(stage.tensor.tolist())
+        listed.append(entry)
+    return json.dumps({**facts, "stages": listed}, allow_nan=False)
+
+
+def check_new(option: str, path: Path | None) -> None:
+    if path is not None and os.path.lexists(path):
+        raise InputError(
+            f"{option} must name a new file: nothing of yours is overwritten.",
+            f"{printable(path)}, which is there already",
+            "Name another file.",
+        )
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that was not there; half a file is taken away again."""
+    with open(path, "x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:
+            path.unlink()
+            raise
+
+
+def printable(path: Path) -> str:
+    """A file's name on one line, without what could steer a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(path))

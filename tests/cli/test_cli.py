@@ -140,12 +140,34 @@ def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_a_reader_that_goes_away_gets_no_trace(tmp_path):
+    command = f"'{sys.executable}' -m vitrail demo --epochs 1 --out out | head -3"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "learns to read digits" in done.stdout
+    assert done.stderr == ""
+
+
+def test_folder_names_are_shown_as_they_are_and_old_terminals_do(tmp_path):
+    done = vitrail_command(
+        "demo", "--epochs", "1", "--out", "x[old][/]y", cwd=tmp_path, PYTHONIOENCODING="ascii"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "x[old][/]y/demo.png" in done.stdout
+
+
+def test_an_empty_folder_of_an_earlier_try_is_used_again(tmp_path):
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    assert vitrail_command("demo", "--epochs", "1", cwd=tmp_path).returncode == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
+
+
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module', name='sklearn')")
     done = vitrail_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     said = 'the package sklearn. Got a Python without it. Install it with: pip install "vitrail[train]".'
     assert said in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bug_of_ours_is_a_sentence_and_a_trace_on_demand(tmp_path):

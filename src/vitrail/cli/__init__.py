@@ -53,6 +53,9 @@ def main() -> None:
         app()
     except VitrailError as error:
         _fail(str(error), 2)
+    except BrokenPipeError:  # whoever read our output (`| head`) has gone: nothing to say to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         _fail(

@@ -26,7 +26,7 @@ from vitrail.presets import preset
 
 # task: batch, rounds. A round is one step of each library: short, so that what slows the machine
 # slows neighbours alike, and many, so that the median of their ratios settles.
-TASKS = {"inference, batch 1": (1, 60), "inference, batch 8": (8, 40), "training, batch 8": (8, 40)}
+TASKS = {"inference, batch 1": (1, 80), "inference, batch 8": (8, 30), "training, batch 8": (8, 30)}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import torch
 
 
 def interleave(jobs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every job once per round, each round starting with the next job; seconds by name."""
+    """Run every job once per round, in another order each time (what a job leaves in the caches
+    meets each neighbour equally often); seconds by name."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    names = list(jobs)
-    for turn in range(rounds):
-        start = turn % len(names)
-        for name in names[start:] + names[:start]:
+    order, chance = list(jobs), random.Random(0)
+    for _ in range(rounds):
+        chance.shuffle(order)
+        for name in order:
             seconds[name].append(jobs[name]())
     return seconds
 

@@ -32,6 +32,10 @@ class InputError(VitrailError, ValueError):
     """Something handed over that does not fit: pictures, tap names, paths."""
 
 
+class FileError(VitrailError, ValueError):
+    """A file that is not what it should be, or cannot be read or written. `got` names the file."""
+
+
 class MissingExtra(VitrailError, ImportError):
     """An optional package that this feature needs is not installed."""
 

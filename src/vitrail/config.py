@@ -8,11 +8,12 @@ model; every other choice is a word that its field lists.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from vitrail.errors import ConfigError
-from vitrail.fields import Config, choice, number, rate, sides, switch, whole
+from vitrail.fields import Config, choice, number, per_axis, rate, sides, switch, whole
 
 # The largest published ViT has 22 billion parameters. A config far above that is a slip of the
 # hand, or a file that wants our memory: it is refused here, before anything is allocated.
@@ -20,6 +21,13 @@ MOST_PARAMETERS = 100_000_000_000
 MOST_BLOCKS = 10_000
 
 STEM_STRIDES = {"conv": 4, "resnet": 16}
+
+AXES = {
+    "picture": ("height", "width"),
+    "video": ("frames", "height", "width"),
+    "audio": ("bins", "frames"),
+    "text": ("length",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +42,15 @@ class ViTConfig(Config):
     mlp_width: int | None = whole("F, the hidden width of the MLP; 4D when not given", default=None)
 
     # ---- from pixels to tokens
-    patch: int | tuple[int, int] = sides("P, the side of a patch in pixels, or (height, width)")
-    size: int | tuple[int, int] = sides("The side of the picture in pixels, or (H, W)", 224)
+    patch: int | tuple[int, ...] = sides("P, the side of a patch in pixels, or (height, width)")
+    size: int | tuple[int, ...] = sides("The side of the picture in pixels, or (H, W)", 224)
     channels: int = whole("C, how many channels a picture has", default=3)
+    input: Literal["picture", "video", "audio", "text"] = choice(
+        "What is cut into tokens: a picture; a video, with size and patch as (frames, height, width); "
+        "a sound's spectrogram, with size as (bins, frames); or token numbers, with size as their count",
+        default="picture",
+    )
+    vocabulary: int | None = whole("How many different token numbers a text has", default=None)
     remainder: Literal["refuse", "cut"] = choice(
         "What to do with pixels that fill no whole patch: refuse the size, or cut them off",
         default="refuse",
@@ -142,6 +156,8 @@ class ViTConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("size", "patch"):
+            self.set(name, per_axis(name, getattr(self, name), AXES[self.input]))
         self._check_heads()
         self._check_remainder()
         self._check_choices()
@@ -150,20 +166,31 @@ class ViTConfig(Config):
     # ---- what follows from the fields -------------------------------------------------------
 
     @property
-    def pixels(self) -> tuple[int, int]:
-        """(H, W)."""
-        return cast(tuple[int, int], self.size)
+    def pixels(self) -> tuple[int, ...]:
+        """(H, W); for other inputs the sides along their own axes."""
+        return cast(tuple[int, ...], self.size)
 
     @property
-    def patch_pixels(self) -> tuple[int, int]:
+    def patch_pixels(self) -> tuple[int, ...]:
         """Height and width of one patch."""
-        return cast(tuple[int, int], self.patch)
+        return cast(tuple[int, ...], self.patch)
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input: (C, H, W); (C, frames, H, W), (samples,) or (length,)."""
+        match self.input:
+            case "picture" | "video":
+                return self.channels, *self.pixels
+            case "audio":  # windows of 2 bins samples, each half over the one before
+                bins, frames = self.pixels
+                return (bins * (frames + 1),)
+            case "text":
+                return self.pixels
+
+    @property
+    def grid(self) -> tuple[int, ...]:
         """(h, w), how many patches fit down and across."""
-        (H, W), (down, across) = self.pixels, self.patch_pixels
-        return H // down, W // across
+        return tuple(side // step for side, step in zip(self.pixels, self.patch_pixels, strict=True))
 
     @property
     def patches(self) -> int:
@@ -216,16 +243,16 @@ class ViTConfig(Config):
             )
 
     def _check_remainder(self) -> None:
-        (H, W), (down, across) = self.pixels, self.patch_pixels
-        if self.remainder == "cut" and down <= H and across <= W:
+        both = list(zip(self.pixels, self.patch_pixels, strict=True))
+        if self.remainder == "cut" and all(step <= side for side, step in both):
             return
-        if H % down or W % across:
-            smaller = H - H % down, W - W % across
-            larger = H + -H % down, W + -W % across
-            fitting = [f"{h}x{w}" for h, w in (smaller, larger) if h and w]
+        if any(side % step for side, step in both):
+            smaller = [side - side % step for side, step in both]
+            larger = [side + -side % step for side, step in both]
+            fitting = [by(sides) for sides in (smaller, larger) if all(sides)]
             raise ConfigError(
-                "The picture must be a whole number of patches high and wide.",
-                f"size {H}x{W} with patches of {down}x{across}",
+                f"The {self.input} must be a whole number of patches along every side.",
+                f"size {by(self.pixels)} with patches of {by(self.patch_pixels)}",
                 f'Use size {" or ".join(fitting)}, another patch, or remainder="cut".',
             )
 
@@ -241,6 +268,7 @@ class ViTConfig(Config):
             "attention": 4 * self.depth * self.width * self.heads_width,
             "the MLPs": 2 * self.depth * self.width * self.F,
             "the head": self.width * self.classes,
+            "the vocabulary": self.width * (self.vocabulary or 0),
         }
         count = sum(parts.values())
         if count > MOST_PARAMETERS:
@@ -257,7 +285,17 @@ class ViTConfig(Config):
         biased = self.position in ("pairwise", "relative")
         drops = self.patch_dropout > 0
         distilled = self.head == "distilled"
+        flat = self.position in ("learned2d", "sincos2d", "rotary", "rotary-dinov3", "relative")
+        text, audio, video = (self.input == word for word in ("text", "audio", "video"))
         rules = [
+            (text and self.vocabulary is None, "input", "vocabulary", "a vocabulary"),
+            (self.vocabulary is not None and not text, "vocabulary", "input", 'the input "text"'),
+            (text and self.patch != (1,), "input", "patch", "a patch of 1"),
+            (text and self.embedding_norm in ("before", "both"), "input", "embedding_norm", "a norm after"),
+            (audio and self.channels != 1, "input", "channels", "one channel"),
+            ((text or audio) and self.embedding != "linear", "input", "embedding", "a linear embedding"),
+            (video and self.embedding in STEM_STRIDES, "input", "embedding", "a linear or mlp embedding"),
+            (flat and len(self.grid) != 2, "position", "input", "rows and columns"),
             (self.pool == "class" and not self.class_token, "pool", "class_token", "a class token"),
             (self.rows == "class" and not self.class_token, "rows", "class_token", "a class token"),
             (self.distillation_token and not self.class_token, "distillation_token", "class_token", "it too"),
@@ -291,3 +329,8 @@ class ViTConfig(Config):
                     f"{other}={getattr(self, other)!r}",
                     f"Change {name} or {other}.",
                 )
+
+
+def by(sides: Iterable[int]) -> str:
+    """Sides as people write them: 224x224."""
+    return "x".join(map(str, sides))

@@ -79,19 +79,26 @@ def whole(doc: str, *, least: int = 1, default: Any = dataclasses.MISSING) -> An
 
 
 def sides(doc: str, default: Any = dataclasses.MISSING) -> Any:
-    """A side, or (height, width)."""
+    """A side, or one for each axis; how many axes there are is for the config to say."""
 
-    def check(name: str, value: Any, hint: Any) -> tuple[int, int]:
-        pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-        if len(pair) != 2:
-            raise ConfigError(
-                f"{name} must be one side in pixels, or (height, width).",
-                f"{name}={show(value)}",
-                "Give one number or two.",
-            )
-        return as_whole(name, pair[0], 1), as_whole(name, pair[1], 1)
+    def check(name: str, value: Any, hint: Any) -> int | tuple[int, ...]:
+        if not isinstance(value, (tuple, list)):
+            return as_whole(name, value, 1)
+        return tuple(as_whole(name, side, 1) for side in value)
 
     return declare(doc, check, default)
+
+
+def per_axis(name: str, value: int | tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Sides for exactly these axes, such as ("height", "width"); one number stands for all."""
+    found = (value,) * len(axes) if isinstance(value, int) else value
+    if len(found) != len(axes):
+        raise ConfigError(
+            f"{name} must be one number, or ({', '.join(axes)}).",
+            f"{name}={show(value)}",
+            f"Give one number or {len(axes)}.",
+        )
+    return found
 
 
 def rate(doc: str) -> Any:

@@ -24,7 +24,7 @@ from vitrail.config import ViTConfig
 from vitrail.errors import InputError
 from vitrail.model import ViT, record
 from vitrail.model.position import AddedPosition
-from vitrail.model.tokens import StemTokens, cut
+from vitrail.model.tokens import PatchTokens, StemTokens, cut
 
 NORMS = {"layer": "LN", "rms": "RMS", "none": ""}
 ACTIVATIONS = {
@@ -148,6 +148,7 @@ class _Steps:
         if isinstance(tokens, StemTokens):
             maps = tokens.stem(images)
             x = self.add("tokens.stem", "m = Stem(x)", "What the convolutions make of the picture.", maps[0])
+        assert isinstance(tokens, PatchTokens)
         (h, w), (high, wide) = c.grid, tokens.patch
         meaning = f"{h} x {w} patches of {high} x {wide}, row by row, each laid out as one vector."
         x = self.add("tokens.cut", f"x_p = cut({x})", meaning, cut(maps, tokens.patch)[0])

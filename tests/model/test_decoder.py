@@ -548,7 +548,7 @@ CONTEXT_ERRORS = [
     (
         8,
         torch.zeros(1, 2, 8, dtype=torch.float64),
-        r"model's dtype, torch.float32. Got torch.float64. Convert it with context.to\(torch.float32\).$",
+        r"model's dtype, torch.float32. Got torch.float64. Convert them with .to\(torch.float32\).$",
     ),
 ]
 

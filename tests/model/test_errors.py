@@ -42,7 +42,7 @@ CONFIG_ERRORS = [
     (dict(mlp_width=0), r"Got mlp_width=0."),
     (
         dict(size=(8, 8, 8)),
-        r"size must be one side in pixels, or \(height, width\). Got size=\(8, 8, 8\). Give one number",
+        r"size must be one number, or \(height, width\). Got size=\(8, 8, 8\). Give one number or 2",
     ),
     (dict(size=-8), r"size must be a whole number .* Got size=-8."),
     (dict(patch=(4, 0)), r"patch must be a whole number .* Got patch=0."),
@@ -206,7 +206,7 @@ IMAGE_ERRORS = [
     ),
     (
         torch.zeros(1, 2, 8, 8, dtype=torch.float64),
-        r"Got torch.float64. Convert them with images.to\(torch.float32\).$",
+        r"Got torch.float64. Convert them with .to\(torch.float32\).$",
     ),
     (
         np.zeros((1, 2, 8, 8), np.float32),

@@ -28,10 +28,10 @@ from vitrail.errors import ConfigError, InputError
 from vitrail.fields import Config, as_whole, choice, number, rate, switch, whole
 from vitrail.model.attention import Attention, unchanged
 from vitrail.model.block import Block, Turn, build_block
+from vitrail.model.inputs import check_dtype, check_numbers
 from vitrail.model.norm import build_norm
 from vitrail.model.position import LearnedPosition
 from vitrail.model.tap import Tap
-from vitrail.model.vit import AUTOCAST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +78,13 @@ class DecoderConfig(Config):
 
     @property
     def encoder_like(self) -> ViTConfig:
-        """The ViT with the same blocks, whose picture is one row of `length` pixels, each a patch."""
+        """The ViT that takes the same tokens and has the same blocks."""
         return ViTConfig(
             **{name: getattr(self, name) for name in SHARED},
+            input="text",
+            vocabulary=self.vocabulary,
             patch=1,
-            size=(1, self.length),
+            size=self.length,
             class_token=False,
             pool="mean",
             classes=self.vocabulary,
@@ -154,7 +156,7 @@ class Decoder(nn.Module):
                 would make every step wait for the device.
             context: (B, S, context_width), an encoder's tokens, where the decoder looks at one.
         """
-        self.check_tokens(tokens)
+        check_numbers(tokens, self.config.vocabulary)
         self._check_length(tokens)
         self._check_context(tokens, context)
         z = self.embed(self.drop(self.position(self.tokens(tokens))))  # (B, T, D)
@@ -164,34 +166,6 @@ class Decoder(nn.Module):
             z = block(z, mask, **seen)
         z = self.encoded(self.norm(z))
         return self.logits(F.linear(z, self.tokens.weight) if self.head is None else self.head(z))
-
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Whether these are token numbers of this vocabulary, however long the sequence."""
-        V = self.config.vocabulary
-        if not isinstance(tokens, Tensor):
-            raise InputError(
-                "Tokens must come as a torch tensor.", type(tokens).__name__, "Convert with torch.tensor."
-            )
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise InputError(
-                "Tokens must be whole numbers, torch.int64 or torch.int32.",
-                str(tokens.dtype),
-                "Convert them with tokens.long().",
-            )
-        if tokens.ndim != 2 or tokens.shape[1] == 0:
-            raise InputError(
-                "Tokens must have the shape (batch, T), T from 1 up.",
-                str(tuple(tokens.shape)),
-                "Add a batch axis: tokens[None]." if tokens.ndim == 1 else "Put one sequence in each row.",
-            )
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            low, high = (int(end) for end in tokens.aminmax())
-            if low < 0 or high >= V:
-                raise InputError(
-                    f"Tokens must be numbers from 0 to {V - 1}, below the vocabulary.",
-                    str(low if low < 0 else high),
-                    f"Use the model's own vocabulary, or build the model with more than {V}.",
-                )
 
     def _check_length(self, tokens: Tensor) -> None:
         given, longest = tokens.shape[1], self.config.length
@@ -221,13 +195,7 @@ class Decoder(nn.Module):
                 str(tuple(context.shape)) if isinstance(context, Tensor) else type(context).__name__,
                 "Give the encoder's tokens as they are: vit.encode(images).tokens.",
             )
-        dtype, expected = context.dtype, self.tokens.weight.dtype
-        if dtype != expected and not (torch.is_autocast_enabled(context.device.type) and dtype in AUTOCAST):
-            raise InputError(
-                f"The context must have the model's dtype, {expected}.",
-                str(dtype),
-                f"Convert it with context.to({expected}).",
-            )
+        check_dtype(context, self.tokens.weight.dtype, "The context's tokens")
 
 
 def initialise_decoder(model: Decoder) -> None:
@@ -276,7 +244,7 @@ def generate(
             f"temperature={temperature!r}",
             "Set temperature to such a number.",
         )
-    model.check_tokens(tokens)
+    check_numbers(tokens, model.config.vocabulary)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

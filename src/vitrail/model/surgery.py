@@ -29,6 +29,12 @@ def resize(model: ViT, size: int | tuple[int, int], **how: Any) -> ViT:
     Args:
         how: method, antialias, corners, offset, as `resample.resize_grid` takes them.
     """
+    if model.config.input in ("video", "text"):
+        raise InputError(
+            "resize needs a picture or a spectrogram: positions are resized along rows and columns.",
+            f"input={model.config.input!r}",
+            "Build a new model with this size.",
+        )
     new = replace(model.config, size=size)
     return rebuild(model, new, lambda state: move_positions(state, model.config, new, how))
 
@@ -40,16 +46,17 @@ def repatch(model: ViT, patch: int | tuple[int, int], **how: Any) -> ViT:
     the keywords changes the picture too.
     """
     size = how.pop("size", model.config.size)
-    if model.config.embedding in ("conv", "resnet"):
+    if model.config.embedding in ("conv", "resnet") or model.config.input in ("video", "text"):
         raise InputError(
             "repatch needs patches that are cut from the picture.",
-            f"embedding={model.config.embedding!r}",
+            f"embedding={model.config.embedding!r} of a {model.config.input}",
             "Build a new model with another patch.",
         )
     new = replace(model.config, patch=patch, size=size)
+    down, across = new.patch_pixels
 
     def change(state: State) -> None:
-        state["tokens.proj.weight"] = resize_kernel(state["tokens.proj.weight"], new.patch_pixels)
+        state["tokens.proj.weight"] = resize_kernel(state["tokens.proj.weight"], (down, across))
         move_positions(state, model.config, new, how)
 
     return rebuild(model, new, change)
@@ -76,10 +83,10 @@ def rechannel(model: ViT, channels: int) -> ViT:
     channels. For others they are repeated in turn, and scaled so that equal channels give the same.
     """
     name = "tokens.proj.weight"
-    if model.config.embedding in ("conv", "resnet"):
+    if model.config.embedding in ("conv", "resnet") or model.config.input != "picture":
         raise InputError(
             "rechannel needs patches that are cut from the picture.",
-            f"embedding={model.config.embedding!r}",
+            f"embedding={model.config.embedding!r} of a {model.config.input}",
             "Build a new model with these channels.",
         )
 
@@ -159,7 +166,7 @@ def move_positions(state: State, old: ViTConfig, new: ViTConfig, how: dict[str, 
         case "learned":
             rows = state["position.table"]
             first = rows.shape[0] - old.patches  # rows of the prefix stay as they are
-            patches = resize_grid(rows[first:], old.grid, new.grid, **how)
+            patches = resize_grid(rows[first:], (h, w), (h2, w2), **how)
             state["position.table"] = torch.cat([rows[:first], patches])
         case "learned2d":
             state["position.down"] = resize_grid(state["position.down"], (h, 1), (h2, 1), **how)

@@ -3,9 +3,15 @@
 A convolution whose kernel and stride are the patch computes the same numbers from the same
 parameters: `proj.weight` (D, C, P, P) is its kernel, and `proj.weight.flatten(1)` is E transposed.
 Here it is one matrix product, which is the faster of the two (docs/patches.md).
+
+Whatever can be cut can be encoded (note 003: "just patch it"). A video is cut into tubelets, small
+boxes of pixels; a sound becomes the picture of its spectrogram; a text comes in pieces already.
 """
 
 from __future__ import annotations
+
+import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +22,31 @@ from vitrail.model.norm import build_norm
 from vitrail.model.stem import ConvStem, ResNetStem, initialise_stem
 
 
-def cut(images: Tensor, patch: tuple[int, int]) -> Tensor:
+def cut(images: Tensor, patch: tuple[int, ...]) -> Tensor:
     """Cut pictures into flattened patches x_p, row by row: (B, C, H, W) -> (B, N, C P P).
 
-    Pixels at the right and bottom that fill no whole patch are left out.
+    Pixels at the right and bottom that fill no whole patch are left out. A video is cut alike, with
+    one axis more: (B, C, frames, H, W).
     """
-    high, wide = patch
-    h, w = images.shape[2] // high, images.shape[3] // wide
-    x = images[:, :, : h * high, : w * wide]
-    x = x.unflatten(3, (w, wide)).unflatten(2, (h, high))  # (B, C, h, P, w, P)
-    x = x.permute(0, 2, 4, 1, 3, 5)  # (B, h, w, C, P, P)
-    return x.flatten(3).flatten(1, 2)  # (B, N, C P P)
+    x, axes = images, len(patch)
+    for axis in range(axes + 1, 1, -1):  # from the last, so that those before keep their number
+        side = patch[axis - 2]
+        count = images.shape[axis] // side
+        x = x.narrow(axis, 0, count * side).unflatten(axis, (count, side))
+    places, pixels = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)  # x: (B, C, h, P, w, P)
+    x = x.permute(0, *places, 1, *pixels)  # (B, h, w, C, P, P)
+    return x.flatten(1 + axes).flatten(1, axes)  # (B, N, C P P)
 
 
 class PatchProjection(nn.Conv2d):
     """x_p E + b, with the parameters of the convolution that computes the same."""
+
+    def forward(self, flat: Tensor) -> Tensor:
+        return F.linear(flat, self.weight.flatten(1), self.bias)  # (B, N, D)
+
+
+class TubeletProjection(nn.Conv3d):
+    """The same for a video."""
 
     def forward(self, flat: Tensor) -> Tensor:
         return F.linear(flat, self.weight.flatten(1), self.bias)  # (B, N, D)
@@ -43,13 +59,14 @@ class PatchTokens(nn.Module):
         super().__init__()
         self.build(config, config.channels, config.patch_pixels)
 
-    def build(self, config: ViTConfig, channels: int, patch: tuple[int, int]) -> None:
+    def build(self, config: ViTConfig, channels: int, patch: tuple[int, ...]) -> None:
         self.patch = patch
         before = config.embedding_norm in ("before", "both")
         after = config.embedding_norm in ("after", "both")
-        flat = channels * patch[0] * patch[1]
+        flat = channels * math.prod(patch)
+        projection = TubeletProjection if config.input == "video" else PatchProjection
         self.norm_before = build_norm(config, flat) if before else nn.Identity()
-        self.proj = PatchProjection(channels, config.width, patch, stride=patch, bias=config.embedding_bias)
+        self.proj = projection(channels, config.width, patch, stride=patch, bias=config.embedding_bias)  # type: ignore[arg-type]
         self.norm_after = build_norm(config) if after else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -91,14 +108,54 @@ def build_stem(config: ViTConfig) -> ConvStem | ResNetStem:
     return ResNetStem(config.channels)
 
 
-def build_tokens(config: ViTConfig) -> PatchTokens:
-    match config.embedding:
-        case "linear":
-            return PatchTokens(config)
-        case "mlp":
+class SpectrogramTokens(PatchTokens):
+    """A sound (B, samples) as the picture of its spectrogram: frequencies down, time across."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.bins = config.pixels[0]
+        self.register_buffer("window", torch.hann_window(2 * self.bins), persistent=False)
+
+    def spectrogram(self, sounds: Tensor) -> Tensor:
+        """The logarithm of the power in each bin of each frame, as a whole of mean 0 and variance 1.
+
+        A frame is 2 `bins` samples, half of them shared with the frame before; bin i holds i + 1
+        waves of that length. The highest frequency is at the bottom.
+        """
+        frames = sounds.unfold(1, 2 * self.bins, self.bins) * cast(Tensor, self.window)
+        waves = torch.fft.rfft(frames, norm="ortho")[..., 1:]  # (B, frames, bins), without the mean
+        power = waves.real.square() + waves.imag.square()
+        x = (power + 1e-6).log().transpose(1, 2)  # (B, bins, frames)
+        return F.layer_norm(x, x.shape[1:])[:, None]  # (B, 1, bins, frames)
+
+    def forward(self, sounds: Tensor) -> Tensor:
+        return super().forward(self.spectrogram(sounds))
+
+
+class TextTokens(nn.Module):
+    """Token numbers (B, length) to their rows of E: x E for one-hot x, without the product."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.proj = nn.Embedding(config.vocabulary or 0, config.width)
+        self.norm_after = build_norm(config) if config.embedding_norm == "after" else nn.Identity()
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.norm_after(self.proj(numbers))  # (B, N, D)
+
+
+def build_tokens(config: ViTConfig) -> PatchTokens | TextTokens:
+    match config.input, config.embedding:
+        case "text", _:
+            return TextTokens(config)
+        case "audio", _:
+            return SpectrogramTokens(config)
+        case _, "mlp":
             return MLPTokens(config)
-        case "conv" | "resnet":
+        case _, "conv" | "resnet":
             return StemTokens(config)
+        case _:
+            return PatchTokens(config)
 
 
 class PatchDropout(nn.Module):

@@ -14,6 +14,7 @@ on one field each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,13 +26,12 @@ from vitrail.errors import InputError
 from vitrail.model.block import build_block
 from vitrail.model.head import build_head
 from vitrail.model.init import initialise
+from vitrail.model.inputs import check_input
 from vitrail.model.norm import build_norm
 from vitrail.model.pool import build_pool
 from vitrail.model.position import build_position
 from vitrail.model.tap import Tap
 from vitrail.model.tokens import PatchDropout, build_tokens
-
-AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its own dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,8 @@ class Encoded:
     """One vector for each picture, y of Eq. 4: (B, D)."""
     prefix_count: int
     """n, how many tokens stand before the patches."""
-    grid: tuple[int, int]
-    """(h, w), the patch grid."""
+    grid: tuple[int, ...]
+    """(h, w), the patch grid; of other inputs, the grid along their own axes."""
     layers: Mapping[int, Encoded] = field(default_factory=dict)
     """The same view after each block that was asked for."""
 
@@ -57,18 +57,22 @@ class Encoded:
     @property
     def patches(self) -> Tensor:
         """The patch tokens where they lie in the picture: (B, h, w, D)."""
-        patches = self.tokens[:, self.prefix_count :]
-        if patches.shape[1] != self.grid[0] * self.grid[1]:
+        patches, count = self.tokens[:, self.prefix_count :], math.prod(self.grid)
+        if patches.shape[1] != count:
             raise InputError(
                 "Patches can be laid out as a grid only while all of them are there.",
-                f"{patches.shape[1]} of {self.grid[0] * self.grid[1]}, after patch dropout",
+                f"{patches.shape[1]} of {count}, after patch dropout",
                 "Use .tokens, or call model.eval() first.",
             )
         return patches.unflatten(1, self.grid)
 
 
 class ViT(nn.Module):
-    """A Vision Transformer: pictures (B, C, H, W) to logits (B, K)."""
+    """A Vision Transformer: pictures (B, C, H, W) to logits (B, K).
+
+    With another `input` in its config it takes videos (B, C, frames, H, W), sounds (B, samples) or
+    rows of token numbers (B, length); only the token maker differs.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -104,7 +108,7 @@ class ViT(nn.Module):
                 would return if block i were its last, so `model.head(enc.layers[i].pooled)` is
                 the logit lens.
         """
-        self._check_images(images)
+        check_input(images, self.config, self.tokens.proj.weight.dtype)
         wanted = self._check_layers(layers)
         z = self.tokens(images)  # x_p E: (B, N, D)
         if self.prefix is not None:
@@ -129,30 +133,6 @@ class ViT(nn.Module):
             y = self.pooled(self.pool(tokens))  # Eq. 4: (B, D)
         return Encoded(tokens, y, self.config.prefix, self.config.grid)
 
-    def _check_images(self, images: Tensor) -> None:
-        (H, W), C = self.config.pixels, self.config.channels
-        if not isinstance(images, Tensor):
-            raise InputError(
-                "Pictures must come as a torch tensor.",
-                type(images).__name__,
-                "Convert them with torch.as_tensor.",
-            )
-        if images.ndim != 4 or images.shape[1:] != (C, H, W):
-            raise InputError(
-                f"Pictures must have the shape (batch, {C}, {H}, {W}) that the model was built for.",
-                str(tuple(images.shape)),
-                _shape_advice(images, self.config),
-            )
-        dtype, expected = images.dtype, self.tokens.proj.weight.dtype
-        castable = torch.is_autocast_enabled(images.device.type) and dtype in AUTOCAST
-        if dtype != expected and not castable:
-            scale = "" if dtype.is_floating_point else ", and scale them as the model expects"
-            raise InputError(
-                f"Pictures must have the model's dtype, {expected}.",
-                str(dtype),
-                f"Convert them with images.to({expected}){scale}.",
-            )
-
     def _check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         wanted = tuple(layers) if isinstance(layers, Iterable) else () if layers is None else (layers,)
         for index in wanted:
@@ -174,22 +154,3 @@ def build_last_norm(config: ViTConfig) -> nn.Module:
             return build_norm(config, config.pooled_width)
         case "none":
             return nn.Identity()
-
-
-def _shape_advice(images: Tensor, config: ViTConfig) -> str:
-    """What to do about a wrong shape, for the slips that are common."""
-    C, shape = config.channels, tuple(images.shape)
-    down, across = config.patch_pixels
-    if len(shape) == 3 and shape[0] == C:
-        return "Add a batch axis: images[None]."
-    if len(shape) == 3 and shape[-1] == C:
-        return "Put the channels first and add a batch axis: images.permute(2, 0, 1)[None]."
-    if len(shape) != 4:
-        return "Stack the pictures into one batch."
-    if shape[1] != C and shape[3] == C:
-        return "Put the channels first: images.permute(0, 3, 1, 2)."
-    if shape[1] != C:
-        return f"Build the model with channels={shape[1]}, or convert the pictures."
-    if shape[2] % down or shape[3] % across:
-        return "Resize the pictures."
-    return f"Resize the pictures, or the model: size={shape[2:]}."

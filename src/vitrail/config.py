@@ -129,9 +129,10 @@ class ViTConfig(Config):
     )
 
     # ---- from tokens to logits
-    pool: Literal["class", "mean", "mean-all", "attention", "flatten"] = choice(
-        "How tokens become one vector: the class token, the mean of the patches or of all tokens, "
-        "attention by a learned query (MAP), or all patches in a row (note 004)",
+    pool: Literal["class", "mean", "mean-all", "class-mean", "attention", "flatten"] = choice(
+        "How tokens become one vector: the class token, the mean of the patches or of all tokens, class "
+        "token and mean side by side, attention to the patches by a learned query (MAP), or all patches "
+        "in a row (note 004)",
         default="class",
     )
     pool_norm: Literal["before", "after", "none"] = choice(
@@ -142,6 +143,7 @@ class ViTConfig(Config):
         "one each for class and distillation token, averaged (DeiT)",
         default="linear",
     )
+    head_bias: bool = switch("Whether a linear head has a bias (CLIP's projection has none)", default=True)
     head_hidden: int | None = whole("Width between the head's two layers; D when not given", default=None)
     classes: int = whole("K, how many logits; 0 for no head", least=0, default=1000)
 
@@ -224,10 +226,10 @@ class ViTConfig(Config):
 
     @property
     def pooled_width(self) -> int:
-        """The length of the pooled vector: D, but for flatten (N D) and the distilled pair (2 D)."""
+        """The length of the pooled vector: D, but N D for flatten and 2 D where two tokens are pooled."""
         if self.pool == "flatten":
             return self.patches * self.width
-        return 2 * self.width if self.head == "distilled" else self.width
+        return 2 * self.width if self.head == "distilled" or self.pool == "class-mean" else self.width
 
     # ---- checks -----------------------------------------------------------------------------
 
@@ -296,11 +298,15 @@ class ViTConfig(Config):
             ((text or audio) and self.embedding != "linear", "input", "embedding", "a linear embedding"),
             (video and self.embedding in STEM_STRIDES, "input", "embedding", "a linear or mlp embedding"),
             (flat and len(self.grid) != 2, "position", "input", "rows and columns"),
-            (self.pool == "class" and not self.class_token, "pool", "class_token", "a class token"),
+            (
+                self.pool in ("class", "class-mean") and not self.class_token,
+                *("pool", "class_token", "a class token"),
+            ),
             (self.rows == "class" and not self.class_token, "rows", "class_token", "a class token"),
             (self.distillation_token and not self.class_token, "distillation_token", "class_token", "it too"),
             (distilled and not self.distillation_token, "head", "distillation_token", "a distillation token"),
             (distilled and self.pool != "class", "head", "pool", "the class token as pool"),
+            (not self.head_bias and self.head != "linear", "head_bias", "head", "a linear head"),
             (self.mlp == "gated" and self.mlp_hidden != 1, "mlp", "mlp_hidden", "one hidden layer"),
             ("sincos" in self.position and self.width % 4, "position", "width", "a width that 4 divides"),
             (self.position == "learned2d" and self.width % 2, "position", "width", "an even width"),

@@ -13,7 +13,10 @@ import vitrail
 ROOT = Path(vitrail.__file__).parent
 
 # From the ground up: a room may import from rooms before it, never from one after it.
-ROOMS = ["errors", "fields", "config", "presets", "model", "build", "walkthrough", "demo", "cli", "__main__"]
+ROOMS = [
+    *("errors", "fields", "config", "preprocess", "presets", "model", "build", "weights", "walkthrough"),
+    *("demo", "cli", "__main__"),
+]
 
 
 def python(code):

@@ -36,6 +36,7 @@ VALUES = {
     "qk_norm": [False, True],
     "mlp_hidden": [1, 2],
     "layer_scale": [None, 0.1],
+    "head_bias": [True, False],
     "head_width": [None, 8],
     "mlp_width": [None, 20],
     "classes": [5, 0],
@@ -90,6 +91,8 @@ def companions(name, value):
     """What a value needs beside it."""
     return {
         ("pool", "class"): dict(class_token=True),
+        ("pool", "class-mean"): dict(class_token=True),
+        ("head_bias", False): dict(head="linear"),
         ("rows", "class"): dict(class_token=True),
         ("distillation_token", True): dict(class_token=True),
         ("head", "distilled"): dict(class_token=True, distillation_token=True, pool="class"),

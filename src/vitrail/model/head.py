@@ -45,7 +45,7 @@ def build_head(config: ViTConfig) -> nn.Module:
         return nn.Identity()
     match config.head:
         case "linear":
-            return nn.Linear(config.pooled_width, config.classes)
+            return nn.Linear(config.pooled_width, config.classes, bias=config.head_bias)
         case "mlp":
             return TwoLayerHead(config, build_activation(config))
         case "tanh":

@@ -33,11 +33,23 @@ class MeanPool(nn.Module):
         return tokens[:, self.first :].mean(dim=1)  # (B, D)
 
 
-class AttentionPool(nn.Module):
-    """A learned query looks at all tokens; then a block's MLP (MAP head, Zhai et al. 2022)."""
+class ClassMeanPool(nn.Module):
+    """The class token and the mean of the patches side by side (DINOv2's linear classifiers)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        self.first = config.prefix
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[:, 0], tokens[:, self.first :].mean(dim=1)], dim=1)  # (B, 2 D)
+
+
+class AttentionPool(nn.Module):
+    """A learned query looks at the patches; then a block's MLP (MAP head, Zhai et al. 2022)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.first = config.prefix
         self.probe = nn.Parameter(torch.empty(1, config.width))
         self.attention = Attention(config, scale=config.d**-0.5)
         self.norm = build_norm(config)
@@ -45,7 +57,7 @@ class AttentionPool(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         probe = self.probe.expand(tokens.shape[0], -1, -1)  # (B, 1, D)
-        y = self.attention(probe, context=tokens)
+        y = self.attention(probe, context=tokens[:, self.first :])
         y = y + self.mlp(self.norm(y))
         return y[:, 0]  # (B, D)
 
@@ -67,6 +79,8 @@ def build_pool(config: ViTConfig) -> nn.Module:
             return ClassPool(config)
         case "mean" | "mean-all":
             return MeanPool(config)
+        case "class-mean":
+            return ClassMeanPool(config)
         case "attention":
             return AttentionPool(config)
         case "flatten":

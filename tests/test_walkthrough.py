@@ -1,16 +1,17 @@
 """The walk: every equation it shows is read as it stands, worked out from the tensors shown before it
 and the model's parameters, in fp64, and compared with the tensor shown beside it.
+
+test_walkthrough_decoder.py does the same for decoders; equations.py has the reader.
 """
 
 import random
-import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import vitrail as vt
 from conftest import shake
+from equations import check
 from vitrail.walkthrough import Stage, token_name, walk
 
 # T = 6 + prefix and D = 12 are never equal, nor is T a head width: a product that fits in two ways
@@ -36,416 +37,48 @@ CONFIGS = {
     "no norm": dict(norm="none", block="post-norm"),
     "attention pool": dict(pool="attention", registers=1),
     "attention pool, norm after": dict(pool="attention", pool_norm="after", norm="rms"),
+    "attention pool, no class token": dict(pool="attention", class_token=False),
+    "class and mean": dict(pool="class-mean", registers=2, head_bias=False),
     "flatten": dict(pool="flatten", qkv_bias="no-k"),
     "mean of all, norm after": dict(pool="mean-all", pool_norm="after", qkv_bias="none"),
     "distilled": dict(distillation_token=True, head="distilled", head_width=8),
     "embedding mlp, norms": dict(embedding="mlp", embedding_norm="both", head="mlp"),
     "stem": dict(embedding="conv", head="tanh", activation="quick-gelu"),
     "four heads, no head": dict(heads=4, classes=0, activation="gelu-tanh"),
+    "no bias on the patches": dict(embedding_bias=False),
     "pixels cut off": dict(size=(14, 19), remainder="cut", dropout=0.3, drop_path=0.2, activation="relu"),
+}
+
+VIDEO = dict(input="video", size=(4, 8, 20), patch=(2, 4, 4))  # a grid of 2 x 2 x 5
+AUDIO = dict(input="audio", size=(8, 12), patch=(4, 3), channels=1)  # a grid of 2 x 4
+TEXT = dict(input="text", size=6, patch=1, vocabulary=11)
+OTHER_INPUTS = {
+    "video": VIDEO,
+    "video, embedding mlp, norms": dict(VIDEO, embedding="mlp", embedding_norm="both", pool="mean"),
+    "video, pixels cut off": dict(VIDEO, size=(5, 10, 23), remainder="cut", position="pairwise"),
+    "audio": AUDIO,
+    "audio, rotary": dict(AUDIO, position="rotary", pool="flatten", embedding_norm="before"),
+    "text": TEXT,
+    "text, norm after": dict(TEXT, embedding_norm="after", registers=2, rows="class", pool="mean"),
+    "text, attention pool": dict(TEXT, pool="attention", class_token=False, position="sincos1d"),
 }
 
 
 # ---- reading an equation --------------------------------------------------------------------
 
 
-class Reader:
-    """Works out the right side of an equation, given what its letters are.
-
-    sum = term {(+ | -) term};  term = product {(/ | *) product};  product = factor factor ...
-    factor = (number | letter | function(sum, ...) | (sum) | [sum; ...]) {^ (T | t | number)}
-    """
-
-    TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e-\d+)?|[A-Za-z_][\w']*|[-+*/^()\[\];,])")
-
-    def __init__(self, text, letters, functions, join):
-        self.letters, self.functions, self.join = letters, functions, join
-        for number, name in enumerate(sorted((n for n in letters if "(" in n), key=len, reverse=True)):
-            text = text.replace(name, f"known_{number}")  # LN(z_0), once shown, is a letter itself
-            self.letters = {**self.letters, f"known_{number}": letters[name]}
-        text = re.sub(r"(\w+)\^(\d+)([,;]) \.\.\.[,;] \1\^(\d+)", r"rows(\1, \2, \4, '\3')", text)
-        text = re.sub(r"rows\((\w+), (\d+), (\d+), '.'\)", self.keep_rows, text)
-        self.tokens = self.TOKEN.findall(text)
-        assert "".join(self.tokens) == text.replace(" ", ""), text
-
-    def keep_rows(self, found):
-        name = f"rows_{found[2]}_{found[3]}"
-        self.letters = {**self.letters, name: self.letters[found[1]][int(found[2]) : int(found[3]) + 1]}
-        return name
-
-    def read(self):
-        value = self.sum()
-        assert not self.tokens, self.tokens
-        return value
-
-    def take(self, *wanted):
-        return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None
-
-    def sum(self):
-        value = self.term()
-        while sign := self.take("+", "-"):
-            value = value + self.term() if sign == "+" else value - self.term()
-        return value
-
-    def term(self):
-        value = self.product()
-        while sign := self.take("/", "*"):
-            value = value / self.product() if sign == "/" else value * self.product()
-        return value
-
-    def product(self):
-        value = self.factor()
-        while self.tokens and re.match(r"[\w(\[]", self.tokens[0]):
-            other = self.factor()
-            matrix = isinstance(value, torch.Tensor) and other.ndim == 2 and value.shape[-1] == len(other)
-            value = value @ other if matrix else value * other
-        return value
-
-    def listed(self, end, between):
-        values = [self.sum()]
-        while self.take(between):
-            values.append(self.sum())
-        assert self.take(end)
-        return values
-
-    def factor(self):
-        token = self.tokens.pop(0)
-        if token == "(":
-            (value,) = self.listed(")", ",")
-        elif token == "[":
-            value = self.join(self.listed("]", ";"))
-        elif token in self.functions and self.take("("):
-            value = self.functions[token](*self.listed(")", ","))
-        else:
-            value = float(token) if token[0].isdigit() else self.letters[token]
-        while self.take("^"):
-            which = self.tokens.pop(0)
-            if which == "T":
-                value = value.T
-            elif which == "2" and not isinstance(value, dict):
-                value = value**2
-            else:
-                value = value[self.letters["t"] if which == "t" else int(which)]
-        return value
-
-
-# ---- what letters and functions are, told apart from the model's own code ------------------
-
-
-def standard(z, eps, rms):
-    if not rms:
-        z = z - z.mean(-1, keepdim=True)
-    return z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def normed(z, module, config):
-    if config.norm == "none":
-        return z
-    return standard(z, config.eps, config.norm == "rms") * module.weight + getattr(module, "bias", 0)
-
-
-def turned(model, x):
-    """A pair (i, i + d/2) of a patch's numbers as a complex number, times exp(i angle)."""
-    config = model.config
-    (h, w), n, half = config.grid, config.prefix, config.d // 2
-    rates = 100.0 ** (-torch.arange(half // 2) / (half // 2))
-    out = x.clone()
-    for patch in range(config.patches):
-        row, column = divmod(patch, w)
-        if config.position == "rotary-dinov3":
-            row, column = (2 * torch.pi * (2 * (at + 0.5) / all_ - 1) for at, all_ in ((row, h), (column, w)))
-        exact = torch.exp(1j * torch.cat([row * rates, column * rates]))
-        # The model keeps its sines in fp32: right to that, and then taken as they are.
-        turn = torch.complex(model.position.cos[patch, :half], model.position.sin[patch, :half])
-        assert (turn - exact).abs().max() < 1e-5
-        z = torch.complex(x[n + patch, :half], x[n + patch, half:]) * turn
-        out[n + patch] = torch.cat([z.real, z.imag])
-    return out
-
-
-def pieces(attention, config, head):
-    """U and b of q, k and v for one head, from the fused matrix."""
-    made = {}
-    for index, letter in enumerate("qkv"):
-        rows = slice((index * config.heads + head) * config.d, (index * config.heads + head + 1) * config.d)
-        made[f"U_{letter}"] = attention.qkv.weight[rows].T
-        bare = config.qkv_bias == "none" or (config.qkv_bias == "no-k" and letter == "k")
-        made[f"b_{letter}"] = torch.zeros(config.d) if bare else attention.qkv.bias[rows]
-    return made
-
-
-def pair_bias(attention, config, head):
-    """The number added to the score of each pair, looked up pair by pair."""
-    table = attention.bias.table[head]
-    if config.position == "pairwise":
-        return table
-    (h, w), n, T = config.grid, config.prefix, config.tokens
-    out = torch.zeros(T, T)
-    for i in range(T):
-        for j in range(T):
-            if i >= n and j >= n:
-                (a, b), (c, d) = divmod(i - n, w), divmod(j - n, w)
-                out[i, j] = table[(a - c + h - 1) * (2 * w - 1) + b - d + w - 1]
-            else:
-                out[i, j] = table[-1] if i < n and j < n else table[-3] if i < n else table[-2]
-    return out
-
-
-def one_head(attention, config, head, asks, told, *, scale, place=lambda x: x, bias=0.0):
-    """Weights and output of one head, by the formulas of the paper's Appendix A."""
-    p = pieces(attention, config, head)
-    q, k, v = asks @ p["U_q"] + p["b_q"], told @ p["U_k"] + p["b_k"], told @ p["U_v"] + p["b_v"]
-    if config.qk_norm:
-        q, k = normed(q, attention.q_norm, config), normed(k, attention.k_norm, config)
-    weights = (scale * place(q) @ place(k).T + bias).softmax(-1)
-    return weights, weights @ v
-
-
-def scale_of(config):
-    numbers = {"head": config.d**-0.5, "width": config.width**-0.5, "none": 1.0}
-    return numbers.get(config.scale, config.scale)
-
-
-ACTIVATIONS = {
-    "GELU": F.gelu,
-    "GELU_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "QuickGELU": lambda x: x * torch.sigmoid(1.702 * x),
-    "ReLU": F.relu,
-    "SiLU": F.silu,
-    "tanh": torch.tanh,
-}
-
-
-def own_mlp(mlp, config, x):
-    act = {
-        "gelu": "GELU",
-        "gelu-tanh": "GELU_tanh",
-        "quick-gelu": "QuickGELU",
-        "relu": "ReLU",
-        "silu": "SiLU",
-    }
-    act = ACTIVATIONS[act[config.activation]]
-    hidden = x @ mlp.fc1.weight.T + mlp.fc1.bias
-    if config.mlp == "gated":
-        hidden = act(hidden[..., : config.F]) * hidden[..., config.F :]
-    else:
-        hidden = act(hidden)
-        for layer in mlp.middle:
-            hidden = act(hidden @ layer.weight.T + layer.bias)
-    return hidden @ mlp.fc2.weight.T + mlp.fc2.bias
-
-
-def position_rows(model):
-    """E_pos, zeros where a token has no row."""
-    c, position = model.config, model.position
-    if not hasattr(position, "all_rows"):
-        return None
-    front = {"all": c.prefix, "class": 1, "patches": 0}[c.rows]
-    if c.position == "learned":
-        rows, patches = position.table[:front], position.table[front:]
-    elif c.position == "learned2d":
-        rows = position.front if front else torch.zeros(0, c.width)
-        places = [divmod(patch, c.grid[1]) for patch in range(c.patches)]
-        patches = torch.stack([torch.cat([position.down[r], position.across[s]]) for r, s in places])
-    else:
-        rows, patches = position.fixed[:front], position.fixed[front:]
-    return torch.cat([rows, torch.zeros(c.prefix - front, c.width), patches])
-
-
-def layer(module, number=""):
-    mark = f"_{number}" if number else ""
-    return {f"W{mark}": module.weight.T, f"b{mark}": module.bias}
-
-
-def parameters(model, stage, shown, at):
-    """What the parameters in a stage's equation are: of the part that the stage is named after."""
-    c, name = model.config, stage.name
-    part = name.rpartition(".")[2]
-    block = model.blocks[at["block"]] if name.startswith("blocks.") else None
-    if name == "tokens.proj":
-        return {"E": model.tokens.proj.weight.flatten(1).T, "b": model.tokens.proj.bias}
-    if name == "tokens.fc":
-        return layer(model.tokens.fc)
-    if re.match(r"(LN|RMS)\([^()]+\) = g", stage.equation):
-        module = model.get_submodule("norm" if name == "encoded" else name)
-        z = shown[stage.equation.split("(")[1].split(")")[0]]
-        mean, square = z.mean(-1, keepdim=True), z.square().mean(-1, keepdim=True)
-        spread = (z - mean).square().mean(-1, keepdim=True)
-        return {
-            "g": module.weight,
-            "b": getattr(module, "bias", None),
-            "mu": mean,
-            "var": spread,
-            "ms": square,
-        }
-    if part == "qkv":
-        attention = block.attention
-        bias = attention.qkv.bias
-        if c.qkv_bias == "no-k":
-            bias = torch.cat([b if i != 1 else 0 * b for i, b in enumerate(bias.chunk(3))])
-        return {"U_qkv": attention.qkv.weight.T, "b_qkv": bias}
-    if part in "qkv":
-        return pieces(block.attention, c, at["head"])
-    if name.endswith("attention.bias"):
-        return {"P_head": pair_bias(block.attention, c, at["head"])}
-    if name.endswith("attention.out") and block:
-        return {"U_msa": block.attention.out.weight.T, "b_msa": block.attention.out.bias}
-    if name.endswith(("mlp.hidden", "mlp.out")):
-        if c.mlp == "gated":
-            (W_a, W_b), (b_a, b_b) = block.mlp.fc1.weight.chunk(2), block.mlp.fc1.bias.chunk(2)
-            return {"W_a": W_a.T, "W_b": W_b.T, "b_a": b_a, "b_b": b_b, **layer(block.mlp.fc2, 2)}
-        layers = [block.mlp.fc1, *block.mlp.middle, block.mlp.fc2]
-        return {k: v for number, one in enumerate(layers, 1) for k, v in layer(one, number).items()}
-    if part in ("scale1", "scale2"):
-        return {"lambda": getattr(block, part).weight}
-    if name == "logits" and c.head == "distilled":
-        (W_c, b_c), (W_d, b_d) = ((h.weight.T, h.bias) for h in (model.head.classes, model.head.distillation))
-        halves = dict(zip(("y_class", "y_dist"), shown["y"].chunk(2), strict=True))
-        return {"W_c": W_c, "b_c": b_c, "W_d": W_d, "b_d": b_d, **halves}
-    if name == "logits" and c.head != "linear":
-        return {**layer(model.head.fc1, 1), **layer(model.head.fc2, 2)}
-    return layer(model.head) if name == "logits" else {}
-
-
-def functions(model, stage, at):
-    """What the functions in a stage's equation are."""
-    c, name = model.config, stage.name
-    module = {"q": "q_norm", "k": "k_norm"}.get(name.rpartition(".")[2])
-    if module:
-        module = getattr(model.blocks[at["block"]].attention, module)
-    elif name in ("pool", "pooled"):
-        after = stage.equation in ("y = LN(p)", "y = RMS(p)")
-        module = model.norm if after else getattr(model.pool, "norm", None)
-
-    def probing(what):
-        def looked(probe, tokens):
-            both = [
-                one_head(model.pool.attention, c, head, probe, tokens, scale=c.d**-0.5)
-                for head in range(c.heads)
-            ]
-            if what == "weights":
-                return torch.cat([weights for weights, _ in both])
-            out = model.pool.attention.out
-            return (torch.cat([head for _, head in both], dim=-1) @ out.weight.T + out.bias)[0]
-
-        return looked
-
-    def block(number):
-        return lambda z: model.blocks[number](z[None], turn=model.position.turn)[0]
-
-    return {
-        **ACTIVATIONS,
-        **{f"Block_{number + 1}": block(number) for number in range(c.depth)},
-        "LN": lambda x: normed(x, module, c),
-        "RMS": lambda x: normed(x, module, c),
-        "MLP": lambda x: own_mlp(model.pool.mlp, c, x),
-        "MSA": probing("heads"),
-        "weights": probing("weights"),
-        "R": lambda x: turned(model, x),
-        "sqrt": lambda x: torch.as_tensor(x, dtype=torch.float64).sqrt(),
-        "mean": lambda x: x.mean(0),
-        "softmax": lambda x: (x - x.logsumexp(-1, keepdim=True)).exp(),
-        "cut": lambda x: cut_by_hand(x, model),
-        "Stem": lambda x: model.tokens.stem(x[None])[0],
-    }
-
-
-def cut_by_hand(x, model):
-    (h, w), (high, wide) = model.config.grid, model.tokens.patch
-    return torch.stack(
-        [
-            x[:, high * r : high * (r + 1), wide * s : wide * (s + 1)].reshape(-1)
-            for r in range(h)
-            for s in range(w)
-        ]
-    )
-
-
-def join(stage):
-    """[a; b]: tokens under each other, heads and single vectors side by side."""
-
-    def joined(values):
-        if stage.name == "prefix":
-            return torch.cat([value if value.ndim == 2 else value[None] for value in values])
-        if stage.name.startswith("pool"):
-            values = [value.flatten() for value in values]
-        return torch.cat(values, dim=-1)
-
-    return joined
-
-
-def start(model, **at):
-    """The letters that are known before the first stage."""
-    c = model.config
-    known = {"t": at["token"], "d": c.d, "D": c.width, "eps": c.eps, "E_pos": position_rows(model)}
-    if c.pool == "attention":
-        known["probe"] = model.pool.probe
-    names = ["x_class"] * c.class_token + ["x_dist"] * c.distillation_token
-    known |= {name: model.prefix[row] for row, name in enumerate(names)}
-    known["x_reg"] = {number + 1: model.prefix[len(names) + number] for number in range(c.registers)}
-    return known
-
-
-def other_heads(model, z, shown, at):
-    """SA_i of the heads that are not shown, for [SA_1; ...; SA_k]."""
-    c, attention = model.config, model.blocks[at["block"]].attention
-    place = (lambda x: turned(model, x)) if "rotary" in c.position else (lambda x: x)
-    made = {}
-    for head in range(c.heads):
-        bias = 0.0 if attention.bias is None else pair_bias(attention, c, head)
-        out = one_head(attention, c, head, z, z, scale=scale_of(c), place=place, bias=bias)[1]
-        made[f"SA_{head + 1}"] = shown.get(f"SA_{head + 1}", out)
-    return made
-
-
-def check(model, image, stages, **at):
-    """Each stage from those before it."""
-    shown = start(model, **at)
-    with torch.no_grad():
-        for stage in stages:
-            assert stage.tensor.dtype == torch.float64
-            assert not stage.tensor.requires_grad
-            if stage.name == "pixels":
-                assert torch.equal(stage.tensor, image)
-                assert stage.equation == f"x in R^({' x '.join(map(str, image.shape))})"
-                shown["x"] = stage.tensor
-                continue
-            given = {**shown, **parameters(model, stage, shown, at)}
-            made, left = [], []
-            parts = stage.equation.split(", var") if ", var" in stage.equation else [stage.equation]
-            for part in [parts[0], *("var" + part for part in parts[1:])]:
-                name, _, right = part.partition(" = ")
-                if right.startswith("[SA_1; ...; SA_"):
-                    names = [f"SA_{number}" for number in range(1, int(right[15:-1]) + 1)]
-                    right = f"[{'; '.join(names)}]"
-                if name == "H":
-                    given |= other_heads(model, shown["input of q, k, v"], shown, at)
-                made.append(Reader(right, given, functions(model, stage, at), join(stage)).read())
-                given[name] = made[-1]
-                left.append(name)
-            if stage.name.endswith(("norm1.before", "norm1.after")):
-                value = torch.stack(made)
-            else:
-                (value,) = made
-            assert value.shape == stage.shape, stage
-            error = (value - stage.tensor).abs().max().item()
-            assert error < 1e-8, (stage.name, stage.equation, error)
-            if left[0] == "[q, k, v]":
-                source = stage.equation.partition(" = ")[2].partition(" U_qkv")[0]
-                shown["input of q, k, v"] = shown[source]
-            for name, part in zip(left, made, strict=True):
-                shown[name] = stage.tensor if len(made) == 1 else part
-    last = model(image[None])[0]
-    assert torch.allclose(stages[-1].tensor, last.softmax(-1) if model.config.classes else last, atol=1e-12)
-
-
 def build(fields):
     config = vt.ViTConfig(**{**BASE, **fields})
     model = shake(vt.ViT(config)).double()
-    return model, torch.randn(config.channels, *config.pixels, dtype=torch.float64)
+    if config.input == "text":
+        return model, torch.randint(config.vocabulary, config.input_shape)
+    return model, torch.randn(config.input_shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
+EVERY = {**CONFIGS, **OTHER_INPUTS}
+
+
+@pytest.mark.parametrize("fields", EVERY.values(), ids=EVERY.keys())
 def test_every_equation_gives_the_tensor_beside_it(fields):
     model, image = build(fields)
     T, k = model.config.tokens, model.config.heads
@@ -467,15 +100,17 @@ CHOICES = {
     "norm_pre": [False, True],
     "embedding": ["linear", "mlp", "conv"],
     "embedding_norm": ["none", "before", "after", "both"],
+    "embedding_bias": [True, False],
     "qkv_bias": ["all", "none", "no-k"],
     "qk_norm": [False, True],
     "mlp": ["plain", "gated"],
     "activation": ["gelu", "gelu-tanh", "quick-gelu", "relu", "silu"],
     "mlp_hidden": [1, 2],
     "layer_scale": [None, 0.5],
-    "pool": ["class", "mean", "mean-all", "attention", "flatten"],
+    "pool": ["class", "mean", "mean-all", "class-mean", "attention", "flatten"],
     "pool_norm": ["before", "after", "none"],
     "head": ["linear", "mlp", "tanh"],
+    "head_bias": [True, False],
     "head_width": [None, 8],
     "patch_dropout": [0.0, 0.4],
 }
@@ -577,6 +212,13 @@ def test_its_slips_are_not_ours(article):
         (dict(registers=2), "prefix", "u = [x_class; x_reg^1; x_reg^2; e]"),
         (dict(norm="none"), "blocks.0.mlp.hidden", "h = GELU(z'_1 W_1 + b_1)"),
         (dict(norm="none", pool="attention"), "pooled", "y = MLP(c) + c"),
+        (
+            dict(pool="attention", registers=1),
+            "pool.attention.out",
+            "c = MSA(probe, [LN(z_2)^2; ...; LN(z_2)^7])",
+        ),
+        (dict(pool="class-mean"), "pooled", "y = [LN(z_2)^0; mean(LN(z_2)^1, ..., LN(z_2)^6)]"),
+        (dict(head_bias=False), "logits", "o = y W"),
         (dict(pool="mean"), "pooled", "y = mean(LN(z_2)^1, ..., LN(z_2)^6)"),
         ({}, "pooled", "y = LN(z_2)^0"),
     ],
@@ -607,6 +249,48 @@ def test_tokens_have_names():
         "patch 0 (row 0, column 0)",
         "patch 1 (row 0, column 1)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "token", "name"),
+    [
+        (VIDEO, 1 + 18, "tubelet 18 (frame 1, row 1, column 3)"),
+        (AUDIO, 1 + 6, "patch 6 (frequency row 1, time column 2)"),
+        (TEXT, 1 + 5, "token 5"),
+        (TEXT, 0, "the class token"),
+    ],
+)
+def test_tokens_of_other_inputs_have_names_too(fields, token, name):
+    model, x = build(fields)
+    assert token_name(model.config, token) == name
+    stages = {stage.name: stage for stage in walk(model, x, token=token)}
+    assert stages["blocks.0.attention.row"].meaning == f"Where {name} (t = {token}) looks."
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "meanings"),
+    [
+        (
+            VIDEO,
+            "frames",
+            {"tokens.cut": "2 x 2 x 5 tubelets of 2 x 4 x 4, frame by frame, row by row, each"},
+        ),
+        (AUDIO, "samples", {"tokens.spectrogram": "frequency", "tokens.cut": "2 x 4 patches of 4 x 3, row"}),
+        (
+            TEXT,
+            "numbers",
+            {"tokens.proj": "row of E", "pooled": "The class token speaks for the whole text."},
+        ),
+    ],
+)
+def test_the_stages_speak_of_what_came(fields, first, meanings):
+    model, x = build(fields)
+    stages = {stage.name: stage for stage in walk(model, x[None])}
+    assert next(iter(stages)) == first
+    assert torch.equal(stages[first].tensor, x)
+    for name, words in meanings.items():
+        assert words in stages[name].meaning
+    assert not [stage for stage in stages.values() if "picture" in stage.meaning or "pixels" in stage.name]
 
 
 # ---- what it does to the model, and what it refuses -----------------------------------------
@@ -679,3 +363,23 @@ def test_a_wrong_picture_is_refused(shape, advice):
     assert str(caught.value) == f"{must} Got {shape}. {advice}"
     with pytest.raises(vt.InputError, match="must be a torch tensor"):
         walk(model, [[0.0]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "shape", "message"),
+    [
+        (VIDEO, (3, 2, 4, 8, 20), "one video of the shape (2, 4, 8, 20)|Pick one of the batch: videos[0]."),
+        (VIDEO, (4, 2, 8, 20), "one video|Put the channels first: video.transpose(0, 1)."),
+        (VIDEO, (2, 6, 8, 20), "one video|Take as many frames as the model was built for, and resize them."),
+        (AUDIO, (2, 104), "one sound of the shape (104,)|Pick one of the batch: sounds[0]."),
+        (AUDIO, (90,), "one sound|Cut or pad the sound to that many samples, with one channel."),
+        (TEXT, (2, 6), "one text of the shape (6,)|Pick one of the batch: tokens[0]."),
+        (TEXT, (7,), "one text|Cut or pad the tokens to that length."),
+        (TEXT, (6,), "Tokens must be whole numbers, torch.int64 or torch.int32. Got torch.float64."),
+    ],
+)
+def test_so_is_another_input_that_does_not_fit(fields, shape, message):
+    model, _ = build(fields)
+    with pytest.raises(vt.InputError) as caught:
+        walk(model, torch.zeros(shape, dtype=torch.float64))
+    assert all(part in str(caught.value) for part in message.split("|"))

@@ -155,11 +155,20 @@ def test_a_picture_is_turned_upright(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
-def test_every_mode_of_8_bits(tmp_path, mode):
+def test_every_mode_of_8_bits(tmp_path, mode, capsys):
     painted(24, 16).convert(mode).save(tmp_path / "a.tiff")
     pixels = read_picture(tmp_path / "a.tiff", CONFIG)
     assert pixels.shape == (3, 16, 24)
     assert pixels.min() < pixels.max()
+    told = f"vitrail: {tmp_path / 'a.tiff'}: transparency is ignored.\n" if "A" in mode else ""
+    assert capsys.readouterr() == ("", told)
+
+
+def test_a_transparent_colour_is_told_of_as_well(tmp_path, capsys):
+    picture = painted(24, 16).convert("P")
+    picture.save(tmp_path / "a.gif", transparency=picture.getpixel((5, 5)))
+    read_picture(tmp_path / "a.gif", CONFIG)
+    assert capsys.readouterr().err == f"vitrail: {tmp_path / 'a.gif'}: transparency is ignored.\n"
 
 
 def test_16_bits_are_scaled_and_32_refused(tmp_path):
@@ -236,12 +245,14 @@ def test_what_is_no_picture_is_refused(bad, monkeypatch, name, message):
         (["mu/8", "good.png", "--html", "text.png"], "--html must name a new file: nothing of yours"),
         (["mu/8", "good.png", "--json", "a", "--html", "a"], "--json and --html need a file each."),
         (["mu/8", "good.png", "--json", "no/where.json"], "The system refused no/where.json: No such file"),
+        (["mu/8", "good.png", "--json", "a", "--html", "good.png/b"], "The system refused good.png/b: Not a"),
     ],
 )
 def test_wrong_use_is_code_2_and_one_line(bad, arguments, message):
     before = sorted(path.name for path in bad.iterdir())
     done = vitrail_command("walk", *arguments, cwd=bad)
     assert done.returncode == 2
+    assert done.stdout == ""  # noticed before anything was shown
     assert done.stderr.startswith("vitrail: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

@@ -33,7 +33,9 @@ MOST_COLUMNS = 36  # of a map in the terminal, where a value without colour take
 
 def walk(
     model: Annotated[str, typer.Argument(help='A size such as "mu/4", "S/16" or "B/16@384".')],
-    image: Annotated[Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF.")],
+    image: Annotated[
+        Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF. Transparency is ignored.")
+    ],
     block: Annotated[int, typer.Option(help="Which block to show in detail, from 0.")] = 0,
     head: Annotated[int, typer.Option(help="Which of its heads, from 0.")] = 0,
     token: Annotated[int, typer.Option(help="Which token to follow, from 0: class token, patches.")] = 0,
@@ -50,7 +52,8 @@ def walk(
     The weights are random for now: what is shown is how a ViT works, not what it has learned.
     """
     for option, path in (("--json", json_file), ("--html", html_file)):
-        check_new(option, path)
+        if path is not None:
+            check_new(option, path)
     if json_file is not None and json_file == html_file:
         raise InputError("--json and --html need a file each.", printable(json_file), "Name another file.")
 
@@ -107,6 +110,8 @@ def read_picture(path: Path, config: ViTConfig) -> Tensor:
         )
     with open_regular(path) as file:
         picture = decode(file, printable(path))
+    if picture.has_transparency_data:
+        typer.echo(f"vitrail: {printable(path)}: transparency is ignored.", err=True)
     H, W = config.pixels
     picture = picture.convert("L" if config.channels == 1 else "RGB").resize((W, H), Resampling.BICUBIC)
     values = torch.from_numpy(np.array(picture, dtype=np.float32))
@@ -253,13 +258,16 @@ def as_json(stages: list[Stage], facts: dict[str, Any]) -> str:
     return json.dumps({**facts, "stages": listed}, allow_nan=False)
 
 
-def check_new(option: str, path: Path | None) -> None:
-    if path is not None and os.path.lexists(path):
+def check_new(option: str, path: Path) -> None:
+    """Refuse a file that is there, or that cannot be made, before anything is computed."""
+    if os.path.lexists(path):
         raise InputError(
             f"{option} must name a new file: nothing of yours is overwritten.",
             f"{printable(path)}, which is there already",
             "Name another file.",
         )
+    write_new(path, "")  # what the rights of a folder say is not all that the system may refuse
+    path.unlink()
 
 
 def write_new(path: Path, text: str) -> None:

@@ -1,0 +1,172 @@
+"""Others' preprocessing: what weights were published with, and the settings of timm and transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.errors import ConfigError, suggest
+from vitrail.fields import is_real, show
+from vitrail.preprocess import HALF, WORDS, Preprocess
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+# What is resized, how, the share of each side that the crop keeps, and mean and std.
+PUBLISHED: dict[str, tuple[Any, Any, float, tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "google": ("squash", "bilinear", 1, (HALF, HALF)),  # google/vit-base-patch16-224 in transformers
+    "augreg": ("shortest", "bicubic", 0.9, (HALF, HALF)),  # timm, vision_transformer.py, _cfg
+    "imagenet": ("shortest", "bicubic", 0.875, IMAGENET),  # timm, data/config.py, unless a model says more
+    "deit": ("shortest", "bicubic", 0.9, IMAGENET),  # timm, deit.py, _cfg
+    "clip": ("shortest", "bicubic", 1, CLIP),  # openai/CLIP, clip.py, _transform
+    "siglip": ("squash", "bicubic", 1, (HALF, HALF)),  # google/siglip-base-patch16-224 in transformers
+    "torchvision": ("shortest", "bilinear", 0.875, IMAGENET),  # ViT_B_16_Weights.IMAGENET1K_V1
+    "dinov2": ("shortest", "bicubic", 0.875, IMAGENET),  # facebookresearch/dinov2, data/transforms.py
+}
+
+
+def published(name: str, size: int = 224) -> Preprocess:
+    """The settings that weights were published with, for pictures of this size."""
+    if name not in PUBLISHED:
+        must, do = "The name must be one of published settings.", suggest(str(name), PUBLISHED)
+        raise ConfigError(must, repr(name), do)
+    resize, how, share, (mean, std) = PUBLISHED[name]
+    before = math.floor(size / share)
+    return Preprocess(size=size, resize=resize, resize_to=before, interpolation=how, mean=mean, std=std)
+
+
+# Whether a single number as `size` is the short side to transformers, by how the processor's type begins.
+HF_SHORT = {"CLIP": True, "ChineseCLIP": True, "Bit": True, "ViT": False, "DeiT": False, "Beit": False}
+# The keys that are read, and then those that change no pixel. Any other key is refused if it is set.
+HF_KEYS = (
+    "do_resize size resample do_center_crop crop_size do_rescale rescale_factor do_normalize image_mean "
+    "image_std image_processor_type feature_extractor_type "
+    "do_convert_rgb processor_class model_input_names data_format input_data_format return_tensors device "
+    "disable_grouping default_to_square do_reduce_labels image_seq_length auto_map"
+)
+
+
+def from_hf(settings: Mapping[str, Any]) -> Preprocess:
+    """From a preprocessor_config.json; a type that ends in Fast resizes in torch, others in Pillow."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    for key, value in given.items():
+        refuse(key, value, when=bool(value) and key not in HF_KEYS.split())
+    kind = str(given.get("image_processor_type", given.get("feature_extractor_type", "")))
+    resizes, crops = given.get("do_resize", True), given.get("do_center_crop", False)
+    size, short = hf_size(given, "size", kind if crops else "ViT")
+    refuse("size", given["size"], when=short and not (resizes and crops))  # pictures would keep their shapes
+    refuse("do_center_crop", crops, when=crops and not resizes)
+    fields: dict[str, Any] = {"size": size, "resize": "none"}
+    if resizes:
+        fields["resize"] = "shortest" if short else "squash"
+    if resizes or "resample" in given:
+        refuse("resample", given.get("resample"), when=given.get("resample") not in range(len(WORDS)))
+        fields["interpolation"] = WORDS[given["resample"]]
+    if crops:
+        fields |= {"size": hf_size(given, "crop_size", "ViT")[0], "resize_to": size, "crop_rounding": "down"}
+    if given.get("do_normalize", True):
+        mean, std = given.get("image_mean"), given.get("image_std")
+        refuse("image_mean", mean, when=not isinstance(mean, (tuple, list)) or len(mean) not in (1, 3))
+        refuse("image_std", std, when=std is None)
+    else:
+        mean, std = (0, 0, 0), (1, 1, 1)
+    scale = given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 1
+    backend = "torch" if kind.endswith("Fast") else "pillow"
+    return Preprocess(backend=backend, scale=scale, mean=mean, std=std, **fields)  # type: ignore[arg-type]
+
+
+def hf_size(given: Mapping[str, Any], key: str, kind: str) -> tuple[Any, bool]:
+    """A size as transformers writes it, and whether it is the short side alone."""
+    value = given.get(key)
+    sized = {name: side for name, side in value.items() if side} if isinstance(value, dict) else {}
+    if sized.keys() == {"height", "width"}:
+        return (sized["height"], sized["width"]), False
+    if sized.keys() == {"shortest_edge"}:
+        return sized["shortest_edge"], True
+    short = [short for begin, short in HF_SHORT.items() if kind.startswith(begin)]
+    refuse(key, value, when=not isinstance(value, int) or not short)
+    return value, short[0]
+
+
+def to_hf(spec: Preprocess) -> dict[str, Any]:
+    """As a preprocessor_config.json, for transformers and for from_hf."""
+    only("transformers", spec, channels=(1, 3), crop_rounding=("down" if spec.crops else "even",))
+    (H, W), (h, w) = spec.target, spec.before_crop
+    fast = "Fast" if spec.backend == "torch" else ""
+    settings = {
+        "image_processor_type": ("CLIP" if spec.crops else "ViT") + "ImageProcessor" + fast,
+        "do_convert_rgb": spec.channels == 3,
+        "do_resize": spec.resize != "none",
+        "size": {"shortest_edge": h} if spec.resize == "shortest" else {"height": h, "width": w},
+        "resample": WORDS.index(spec.interpolation),
+        "do_center_crop": spec.crops,
+        "do_rescale": True,
+        "rescale_factor": spec.scale,
+        "do_normalize": True,
+        "image_mean": list(spec.mean),
+        "image_std": list(spec.std),
+    }
+    return settings | ({"crop_size": {"height": H, "width": W}} if spec.crops else {})
+
+
+def from_timm(settings: Mapping[str, Any]) -> Preprocess:
+    """From a pretrained_cfg or data_config; what it leaves out is as in timm's resolve_data_config."""
+    given = {key: value for key, value in settings.items() if value}
+    shape, share = given.get("input_size", (3, 224, 224)), given.get("crop_pct", 0.875)
+    mode, mean = given.get("crop_mode", "center"), given.get("mean", IMAGENET[0])
+    refuse("crop_border_pixels", given.get("crop_border_pixels"), when="crop_border_pixels" in given)
+    refuse("crop_mode", mode, when=mode not in ("center", "squash"))
+    refuse("crop_pct", share, when=not is_real(share))
+    refuse("input_size", shape, when=not isinstance(shape, (tuple, list)) or len(shape) != 3)
+    # For an oblong centre timm rounds in another way, and resizes bilinear whatever it is told.
+    refuse("input_size", shape, when=mode == "center" and shape[1] != shape[2])
+    refuse("mean", mean, when=not isinstance(mean, (tuple, list)) or len(mean) != shape[0])
+    return Preprocess(
+        size=(shape[1], shape[2]),
+        resize="squash" if mode == "squash" else "shortest",
+        resize_to=(math.floor(shape[1] / share), math.floor(shape[2] / share)),
+        interpolation=given.get("interpolation", "bicubic"),
+        mean=mean,
+        std=given.get("std", IMAGENET[1]),
+    )
+
+
+def to_timm(spec: Preprocess) -> dict[str, Any]:
+    """As a data_config, for timm.data.create_transform and for from_timm."""
+    (H, W), before = spec.target, spec.before_crop
+    resizes = ("squash", "shortest") if H == W else ("squash",)
+    only("timm", spec, channels=(1, 3), resize=resizes, backend=("pillow",), crop_rounding=("even",))
+    only("timm", spec, scale=(1 / 255,))
+    # timm rounds H / crop_pct down: half a pixel more keeps it off the edge, where H / h is on it.
+    shares = [share for extra in (0, 0.5) for share in (H / (before[0] + extra), W / (before[1] + extra))]
+    fitting = [share for share in shares if (math.floor(H / share), math.floor(W / share)) == before]
+    if not fitting:
+        must, do = "For timm, one crop_pct must fit both sides.", "Use a resize_to of the same shape as size."
+        raise ConfigError(must, f"size={spec.size}, resize_to={spec.resize_to}", do)
+    return {
+        "input_size": (spec.channels, H, W),
+        "interpolation": spec.interpolation,
+        "crop_pct": fitting[0],
+        "crop_mode": "squash" if spec.resize == "squash" else "center",
+        "mean": spec.mean,
+        "std": spec.std,
+    }
+
+
+def refuse(key: str, value: Any, *, when: bool) -> None:
+    """A setting that one side has no word for is never bent into one that it has."""
+    if when:
+        must, do = f"{key} must be something that Preprocess has too.", "Set its fields by hand instead."
+        raise ConfigError(must, f"{key}={show(value)}", do)
+
+
+def only(peer: str, spec: Preprocess, **allowed: tuple[Any, ...]) -> None:
+    """Refuse to write what the peer would read as something else."""
+    for name, values in allowed.items():
+        if getattr(spec, name) not in values:
+            raise ConfigError(
+                f"For {peer}, {name} must be {' or '.join(map(repr, values))}.",
+                f"{name}={show(getattr(spec, name))}",
+                "Change it with dataclasses.replace, if pixels may differ a little.",
+            )

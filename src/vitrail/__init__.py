@@ -16,17 +16,23 @@ __version__ = "0.1.0"
 # Each public name and the module it lives in. They load when first used, so that `import vitrail`
 # is quick and silent, and torch is loaded only by what needs it.
 _HOMES = {
+    "Bundle": "vitrail.weights.bundle",
+    "Card": "vitrail.weights.bundle",
     "ConfigError": "vitrail.errors",
     "Decoder": "vitrail.model",
     "DecoderConfig": "vitrail.model",
     "Encoded": "vitrail.model",
+    "FileError": "vitrail.errors",
     "InputError": "vitrail.errors",
+    "Preprocess": "vitrail.preprocess",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
+    "convert": "vitrail.weights.convert",
     "create": "vitrail.build",
     "edit": "vitrail.model",
     "generate": "vitrail.model",
+    "load": "vitrail.weights.load",
     "preset": "vitrail.presets",
     "record": "vitrail.model",
     "surgery": "vitrail.model",
@@ -34,17 +40,23 @@ _HOMES = {
 }
 
 __all__ = [
+    "Bundle",
+    "Card",
     "ConfigError",
     "Decoder",
     "DecoderConfig",
     "Encoded",
+    "FileError",
     "InputError",
+    "Preprocess",
     "ViT",
     "ViTConfig",
     "VitrailError",
+    "convert",
     "create",
     "edit",
     "generate",
+    "load",
     "preset",
     "record",
     "surgery",
@@ -54,10 +66,14 @@ __all__ = [
 if TYPE_CHECKING:
     from vitrail.build import create
     from vitrail.config import ViTConfig
-    from vitrail.errors import ConfigError, InputError, VitrailError
+    from vitrail.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
+    from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
     from vitrail.walkthrough import walk
+    from vitrail.weights.bundle import Bundle, Card
+    from vitrail.weights.convert import convert
+    from vitrail.weights.load import load
 
 
 def __getattr__(name: str) -> Any:

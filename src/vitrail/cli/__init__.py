@@ -13,7 +13,10 @@ from typing import Annotated
 import typer
 
 from vitrail import __version__
+from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
+from vitrail.cli.info import info
+from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
 from vitrail.errors import VitrailError
 
@@ -25,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(walk)
+for command in (demo, walk, info, convert, verify):
+    app.command()(command)
 
 
 def _version(asked: bool) -> None:

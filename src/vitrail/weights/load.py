@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import by
-from vitrail.errors import FileError
-from vitrail.fields import per_axis
+from vitrail.errors import ConfigError, FileError
+from vitrail.fields import per_axis, show
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import Description, Keys, describe, fitted, listed
 from vitrail.weights.files import printable
@@ -50,13 +50,29 @@ def load(
 
     What was taken on trust and what was changed is in `.notes`, a sentence each.
     """
+    place = as_device(device)
     wanted = {"size": size, "channels": channels, "patch": patch}
     with open_model(path) as stored:
         what = describe(stored, family=family, keys=keys, **wanted, **facts)
         bundle = build(stored, what, dtype)
     fit(bundle, what, {"classes": classes, **wanted})
-    bundle.model.to(device)
+    bundle.model.to(place)
     return bundle
+
+
+def as_device(device: str | torch.device | None) -> torch.device:
+    """Where the model goes; a device that is not there is found out before a file is read."""
+    import torch
+
+    try:
+        place = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=place)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            "device must be one that torch has here.", show(device), f'Use "cpu". torch: {reason}'
+        ) from error
+    return place
 
 
 def build(stored: Stored, what: Description, dtype: torch.dtype | None) -> Bundle:

@@ -59,3 +59,16 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, choices, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}There is: {', '.join(choices)}."
+
+
+def printable(text: object, most: int = 200) -> str:
+    """Text from a file or a path, made fit for a terminal.
+
+    Control characters and marks that turn the writing direction become \\x1b or \\u202e; what is
+    longer than `most` loses its middle.
+    """
+    found = str(text)
+    found = found if len(found) <= 2 * most else found[:most] + found[-most:]  # escapes make it longer
+    found = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+    tail = most // 3
+    return found if len(found) <= most else found[: most - tail - 3] + "..." + found[-tail:]

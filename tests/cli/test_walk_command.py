@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from conftest import shake
 from vitrail.cli.walk import as_json, read_picture, short
 from vitrail.walkthrough import Stage, walk
 
@@ -39,6 +40,12 @@ def painted(width=60, height=40):
 
 
 NAME = "<b>[red]cat & 'dog'.png"  # markup for a page and for rich
+
+
+def squash(config):
+    """How a picture is brought to a size: as `vitrail walk` does for models without a file."""
+    half = (0.5,) * config.channels
+    return vt.Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +83,10 @@ def test_the_json_holds_the_stages_of_the_walk(walked):
 
     told = json.loads((folder / "w.json").read_text(), parse_constant=refuse)
     assert told["picture"] == NAME
-    assert "random" in told["weights"]
+    assert "Random" in told["weights"]
     torch.manual_seed(0)
     model = vt.create("mu/8")
-    stages = walk(model, read_picture(folder / NAME, model.config), token=3, head=1)
+    stages = walk(model, read_picture(folder / NAME, squash(model.config)), token=3, head=1)
     assert [entry["name"] for entry in told["stages"]] == [stage.name for stage in stages]
     for entry, stage in zip(told["stages"], stages, strict=True):
         assert entry["equation"] == stage.equation
@@ -133,17 +140,21 @@ def test_seeds_draw_other_weights(walked):
 # ---- pictures -------------------------------------------------------------------------------
 
 CONFIG = vt.preset("mu/8", size=(16, 24))
+SQUASH = squash(CONFIG)
 
 
 def test_a_picture_as_the_model_takes_it(tmp_path):
     painted(24, 16).save(tmp_path / "a.png")
-    pixels = read_picture(tmp_path / "a.png", CONFIG)
+    pixels = read_picture(tmp_path / "a.png", SQUASH)
     assert pixels.shape == (3, 16, 24)
     expected = torch.from_numpy(np.array(painted(24, 16))).permute(2, 0, 1) / 127.5 - 1
     assert torch.allclose(pixels, expected.float(), atol=1e-6)
-    assert read_picture(tmp_path / "a.png", vt.preset("mu/8", channels=1)).shape == (1, 32, 32)
-    with pytest.raises(vt.InputError, match="a model with 4"):
-        read_picture(tmp_path / "a.png", vt.preset("mu/8", channels=4))
+    assert read_picture(tmp_path / "a.png", squash(vt.preset("mu/8", channels=1))).shape == (1, 32, 32)
+    assert read_picture(tmp_path / "a.png", squash(vt.preset("mu/8", channels=4))).shape == (4, 32, 32)
+    with pytest.raises(vt.InputError, match="A picture file has 1, 3 or 4 channels"):
+        read_picture(tmp_path / "a.png", squash(vt.preset("mu/8", channels=5)))
+    with pytest.raises(vt.InputError, match="a model for other things"):
+        read_picture(tmp_path / "a.png", None)
 
 
 def test_a_picture_is_turned_upright(tmp_path):
@@ -151,35 +162,31 @@ def test_a_picture_is_turned_upright(tmp_path):
     exif[0x0112] = 6  # the camera was held upright: turn by 90 degrees to the right
     painted(16, 24).save(tmp_path / "a.png", exif=exif)
     painted(16, 24).rotate(-90, expand=True).save(tmp_path / "b.png")
-    assert torch.equal(read_picture(tmp_path / "a.png", CONFIG), read_picture(tmp_path / "b.png", CONFIG))
+    assert torch.equal(read_picture(tmp_path / "a.png", SQUASH), read_picture(tmp_path / "b.png", SQUASH))
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
-def test_every_mode_of_8_bits(tmp_path, mode, capsys):
+def test_every_mode_of_8_bits(tmp_path, mode):
     painted(24, 16).convert(mode).save(tmp_path / "a.tiff")
-    pixels = read_picture(tmp_path / "a.tiff", CONFIG)
+    pixels = read_picture(tmp_path / "a.tiff", SQUASH)
     assert pixels.shape == (3, 16, 24)
     assert pixels.min() < pixels.max()
-    told = f"vitrail: {tmp_path / 'a.tiff'}: transparency is ignored.\n" if "A" in mode else ""
-    assert capsys.readouterr() == ("", told)
 
 
-def test_a_transparent_colour_is_told_of_as_well(tmp_path, capsys):
-    picture = painted(24, 16).convert("P")
-    picture.save(tmp_path / "a.gif", transparency=picture.getpixel((5, 5)))
-    read_picture(tmp_path / "a.gif", CONFIG)
-    assert capsys.readouterr().err == f"vitrail: {tmp_path / 'a.gif'}: transparency is ignored.\n"
+def test_what_is_transparent_is_white(tmp_path):
+    Image.new("LA", (24, 16), (0, 0)).save(tmp_path / "a.png")
+    assert (read_picture(tmp_path / "a.png", SQUASH) == 1).all()
 
 
 def test_16_bits_are_scaled_and_32_refused(tmp_path):
     ramp = np.linspace(0, 65535, 16 * 24).reshape(16, 24)
     Image.fromarray(ramp.astype(np.uint16)).save(tmp_path / "deep.png")
-    pixels = read_picture(tmp_path / "deep.png", CONFIG)
+    pixels = read_picture(tmp_path / "deep.png", SQUASH)
     assert pixels.mean().abs() < 0.02
     assert (pixels.min(), pixels.max()) == (-1, 1)
     Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "float.tiff")
-    with pytest.raises(vt.InputError, match=r"float\.tiff with 32"):
-        read_picture(tmp_path / "float.tiff", CONFIG)
+    with pytest.raises(vt.InputError, match=r"levels from 0 to 1. Got levels from 0 to 65535"):
+        read_picture(tmp_path / "float.tiff", SQUASH)
 
 
 # ---- refusals -------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def bad(tmp_path):
         ("text.png", "Got text.png, which is none of these."),
         ("empty.png", "Got empty.png, which is none of these."),
         ("script.jpg", "Got script.jpg, which is none of these."),
-        ("folder", "IMAGE must be a picture file. Got folder, a folder. Name one file."),
+        ("folder", "A picture must be a file. Got folder, a folder. Name one file."),
         ("pipe.png", "Got pipe.png, a pipe or a device."),
         ("huge.png", "A picture may have at most 50 megapixels. Got huge.png, which says it has more."),
         ("large.png", "A picture may have at most 50 megapixels. Got large.png, which says it has more."),
@@ -227,7 +234,7 @@ def bad(tmp_path):
 def test_what_is_no_picture_is_refused(bad, monkeypatch, name, message):
     monkeypatch.chdir(bad)
     with pytest.raises(vt.InputError) as caught:
-        read_picture(Path(name), CONFIG)
+        read_picture(Path(name), SQUASH)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -258,3 +265,19 @@ def test_wrong_use_is_code_2_and_one_line(bad, arguments, message):
     assert done.stderr.count("\n") == 1
     assert sorted(path.name for path in bad.iterdir()) == before
     assert (bad / "text.png").read_text() == "I am no picture"
+
+
+def test_a_weight_file_is_walked_with_its_own_preprocessing(tmp_path):
+    painted().save(tmp_path / "a.png")
+    spec = vt.Preprocess(size=32, resize="shortest", resize_to=40, mean=(0.1,) * 3, std=(0.2,) * 3)
+    bundle = vt.Bundle(model=shake(vt.create("mu/8", classes=4)), preprocess=spec)
+    bundle.save(tmp_path / "m.safetensors")
+    done = vitrail_command("walk", "m.safetensors", "a.png", "--json", "w.json", cwd=tmp_path)
+    assert "The weights of m.safetensors." in done.stdout, done.stderr
+    told = json.loads((tmp_path / "w.json").read_text())
+    logits = next(entry["values"] for entry in told["stages"] if entry["name"] == "logits")
+    expected = bundle.model(spec(Image.open(tmp_path / "a.png"))[None])[0]
+    assert torch.allclose(torch.tensor(logits), expected, atol=1e-4)
+    done = vitrail_command("walk", "missing.safetensors", "a.png", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "missing.safetensors" in done.stderr

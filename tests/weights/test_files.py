@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from hostile import archive, hostile_files, info, npy, npz, sayings, state, tensor, text
 from hostile import safetensors as safetensors_bytes
-from vitrail.errors import FileError
-from vitrail.weights.files import Entry, open_weights, printable, write_npz, write_safetensors
+from vitrail.errors import FileError, printable
+from vitrail.weights.files import Entry, open_weights, write_npz, write_safetensors
 
 PLAIN = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 UNSIGNED = ["uint16", "uint32", "uint64"]

@@ -11,7 +11,9 @@ from vitrail.cli import facts as options
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A weight file, or a folder with one.")],
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A weight file, a folder with one, or hf:owner/name.")
+    ],
     out: Annotated[
         Path,
         typer.Argument(help="A new .safetensors or .npz file; any other name is a folder with settings."),
@@ -24,6 +26,7 @@ def convert(
     ] = None,
     size: options.Size = None,
     channels: Annotated[int | None, typer.Option(min=1, help="For pictures with so many channels.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Take hf:owner/name from the cache.")] = False,
     family: options.Family = None,
     keys: options.Keys = None,
     given: options.Set = None,
@@ -32,7 +35,7 @@ def convert(
     from vitrail.weights.convert import convert as run
 
     how = options.facts(family, keys, given, size, classes=classes, channels=channels)
-    report = run(source, out, to=to, **how)
+    report = run(source, out, to=to, offline=offline, **how)
     lines = {
         "from": report.source,
         "to": f"{report.target}, {out}",
@@ -43,7 +46,7 @@ def convert(
         "largest logit difference": "not known" if report.difference is None else f"{report.difference:.2g}",
         "compared with": report.checked_by,
     }
-    from vitrail.weights.files import printable
+    from vitrail.errors import printable
 
     for word, value in lines.items():
         print(f"{word:<25} {printable(value)}")

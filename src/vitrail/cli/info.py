@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 
 def info(
-    file: Annotated[Path, typer.Argument(help="A weight file, or a folder with one and its settings.")],
+    file: Annotated[
+        str, typer.Argument(help="A weight file, a folder with one and its settings, or hf:owner/name.")
+    ],
     check: Annotated[
         bool, typer.Option("--check", help="Look at every number for NaN and infinity.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Take hf:owner/name from the cache.")] = False,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -35,9 +38,12 @@ def info(
     """
     from vitrail.weights.describe import describe
     from vitrail.weights.folder import open_model
+    from vitrail.weights.hub import fetch_model
 
-    with open_model(file) as stored:
+    path, origin = fetch_model(file, offline=offline)
+    with open_model(path) as stored:
         what = describe(stored, **options.facts(family, keys, given, size))
+        what = replace(what, card=replace(what.card, **origin))
         found = facts_of(stored, what)
         bad = scan(stored) if check else None
     if bad is not None:
@@ -52,7 +58,7 @@ def info(
 
 def facts_of(stored: Stored, what: Description) -> dict[str, Any]:
     """Everything that is known, under the words it is shown with."""
-    from vitrail.weights.files import printable
+    from vitrail.errors import printable
 
     config, entries = what.config, stored.entries
     own = what.found is None
@@ -111,7 +117,7 @@ def scan(stored: Stored) -> list[str]:
     """The tensors with a NaN or an infinity, read in pieces."""
     import numpy as np
 
-    from vitrail.weights.files import printable
+    from vitrail.errors import printable
 
     return [
         printable(name)

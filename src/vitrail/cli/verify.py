@@ -13,13 +13,14 @@ def verify(file: Annotated[Path, typer.Argument(help="A vitrail file.")]) -> Non
 
     The exit code is 0 where the logits agree, and 1 where they do not.
     """
-    import torch
-
     from vitrail import __version__
-    from vitrail.weights.files import printable
+    from vitrail.errors import printable
     from vitrail.weights.verify import verify as check
 
-    verdict = check(file)
+    verdict = check(file)  # torch is loaded only once the file is known to be one of ours
+
+    import torch
+
     then = ", ".join(f"{printable(n)} {printable(v)}" for n, v in verdict.written_by.items())
     print(f"written by   {then or 'unknown versions'}")
     print(f"read by      vitrail {__version__}, torch {torch.__version__}")

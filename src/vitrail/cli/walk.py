@@ -5,36 +5,33 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.errors import InputError
+from vitrail.cli.facts import Set, settings
+from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from rich.console import Console
     from torch import Tensor
 
     from vitrail.config import ViTConfig
     from vitrail.model import ViT
+    from vitrail.preprocess import Preprocess
     from vitrail.walkthrough import Stage
 
-# No others: some of Pillow's formats start programs.
-FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
-MOST_PIXELS = 50_000_000
+WEIGHTS = (".safetensors", ".npz", ".pt", ".pth", ".bin")
 MOST_TOKENS = 5_000  # every head's scores are written down: T x T numbers each
 MOST_VALUES = 4_096  # larger tensors are in the JSON as a summary alone
 MOST_COLUMNS = 36  # of a map in the terminal, where a value without colour takes two characters
 
 
 def walk(
-    model: Annotated[str, typer.Argument(help='A size such as "mu/4", "S/16" or "B/16@384".')],
+    model: Annotated[str, typer.Argument(help='A weight file, or a size such as "mu/4" or "B/16@384".')],
     image: Annotated[
-        Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF. Transparency is ignored.")
+        Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF. Alpha is laid over white.")
     ],
     block: Annotated[int, typer.Option(help="Which block to show in detail, from 0.")] = 0,
     head: Annotated[int, typer.Option(help="Which of its heads, from 0.")] = 0,
@@ -45,11 +42,13 @@ def walk(
     html_file: Annotated[
         Path | None, typer.Option("--html", help="A new file for the stages with small pictures.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws the weights of a size.")] = 0,
+    given: Set = None,
 ) -> None:
     """Take one picture through a model and see every step: equation, shape, meaning, numbers.
 
-    The weights are random for now: what is shown is how a ViT works, not what it has learned.
+    A weight file is shown with its own preprocessing. A size has random weights: what is shown is
+    then how a ViT works, not what it has learned.
     """
     for option, path in (("--json", json_file), ("--html", html_file)):
         if path is not None:
@@ -61,8 +60,8 @@ def walk(
 
     from vitrail import walkthrough as steps
 
-    vit, weights = load_model(model, seed)
-    pixels = read_picture(image, vit.config)
+    vit, preprocess, weights = load_model(model, seed, settings(given or []))
+    pixels = read_picture(image, preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token)
     facts: dict[str, Any] = {"model": model, "weights": weights, "picture": printable(image)}
     facts |= {"block": block, "head": head, "token": token, "token_name": steps.token_name(vit.config, token)}
@@ -75,94 +74,49 @@ def walk(
         write_new(html_file, page(stages, facts, vit.config))
 
 
-def load_model(name: str, seed: int) -> tuple[ViT, str]:
-    """The model, and a few words on its weights. Files will be loaded here, once there are any."""
+def load_model(name: str, seed: int, facts: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
+    """The model, its preprocessing, and a sentence on its weights."""
     import torch
 
     from vitrail.model import ViT
+    from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
 
-    config = preset(name)
+    if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in WEIGHTS:
+        from vitrail.weights.load import load
+
+        bundle = load(name, **facts)
+        check_tokens(name, bundle.model.config)
+        return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
+    config = preset(name, **facts)
+    check_tokens(name, config)
+    torch.manual_seed(seed)
+    half = (0.5,) * config.channels
+    squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
+    words = "nothing learned: shapes and equations are real, the answer is not."
+    return ViT(config), squash, f"Random weights (seed {seed}), {words}"
+
+
+def check_tokens(name: str, config: ViTConfig) -> None:
     if config.tokens > MOST_TOKENS:
         raise InputError(
             f"A walk shows a score for every pair of tokens, and takes at most {MOST_TOKENS:,} tokens.",
-            f"{name} with {config.tokens:,}",
+            f"{printable(name)} with {config.tokens:,}",
             "Use a larger patch or a smaller picture.",
         )
-    torch.manual_seed(seed)
-    return ViT(config), f"random weights (seed {seed}), nothing learned"
 
 
-# ---- the picture ----------------------------------------------------------------------------
+def read_picture(path: Path, preprocess: Preprocess | None) -> Tensor:
+    """A picture file as the model takes it: (C, H, W)."""
+    from vitrail.data.decode import open_picture
 
-
-def read_picture(path: Path, config: ViTConfig) -> Tensor:
-    """A picture file as the model takes it: (C, H, W), from -1 to 1."""
-    import numpy as np
-    import torch
-    from PIL.Image import Resampling
-
-    if config.channels not in (1, 3):
+    if preprocess is None or preprocess.channels not in (1, 3, 4):
         raise InputError(
-            "A picture file has 3 channels, or 1 in grey.",
-            f"a model with {config.channels}",
-            "Use a model with 3 channels, or vitrail.walk with a tensor.",
+            "A picture file has 1, 3 or 4 channels.",
+            "a model for other things",
+            "Use a model for pictures, or vitrail.walk with a tensor.",
         )
-    with open_regular(path) as file:
-        picture = decode(file, printable(path))
-    if picture.has_transparency_data:
-        typer.echo(f"vitrail: {printable(path)}: transparency is ignored.", err=True)
-    H, W = config.pixels
-    picture = picture.convert("L" if config.channels == 1 else "RGB").resize((W, H), Resampling.BICUBIC)
-    values = torch.from_numpy(np.array(picture, dtype=np.float32))
-    values = values[None] if config.channels == 1 else values.permute(2, 0, 1)  # (C, H, W)
-    return values / 127.5 - 1
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read; a pipe or a device could keep us waiting for ever."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-    raise InputError("IMAGE must be a picture file.", f"{printable(path)}, {kind}", "Name one file.")
-
-
-def decode(file: BinaryIO, name: str) -> Image:
-    """Decode a picture, upright, with 8 bits a channel."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    must = f"IMAGE must be a picture: {', '.join(FORMATS)}."
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; we decide
-        try:
-            opened = Image.open(file, formats=FORMATS)
-            pixels = math.prod(opened.size)
-        except Image.DecompressionBombError:
-            pixels = MOST_PIXELS + 1
-        except Exception as error:  # decoders raise all sorts, and their texts are not for users
-            raise InputError(must, f"{name}, which is none of these", "Convert it.") from error
-        if pixels > MOST_PIXELS:  # known from the header, before any memory is taken
-            raise InputError(
-                f"A picture may have at most {MOST_PIXELS // 1_000_000} megapixels.",
-                f"{name}, which says it has more",
-                "Make it smaller.",
-            )
-        try:
-            picture = ImageOps.exif_transpose(opened)
-            if picture.mode.startswith("I;16"):  # convert() would cut off at 255 instead of scaling
-                return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-            picture.load()
-        except Exception as error:
-            raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error
-    if picture.mode in ("I", "F"):
-        raise InputError(
-            "A picture must have 8 or 16 bits a channel.", f"{name} with 32", "Convert it to PNG or JPEG."
-        )
-    return picture
+    return preprocess(open_picture(path))
 
 
 # ---- the terminal ---------------------------------------------------------------------------
@@ -174,7 +128,7 @@ def show(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console:
     from rich.text import Text
 
     console.print(Text(f"\n{facts['picture']} through {facts['model']}, stage by stage", style="bold"))
-    console.print(Text(f"{facts['weights'].capitalize()}: shapes and equations are real, the answer is not."))
+    console.print(Text(facts["weights"]))
     console.print(Text(f"In detail: block {facts['block']}, head {facts['head']}, {facts['token_name']}.\n"))
     table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False)
     table.add_column("stage\nshape", width=27, overflow="fold")
@@ -279,8 +233,3 @@ def write_new(path: Path, text: str) -> None:
         except BaseException:
             path.unlink()
             raise
-
-
-def printable(path: Path) -> str:
-    """A file's name on one line, without what could steer a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(path))

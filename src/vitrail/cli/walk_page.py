@@ -44,7 +44,7 @@ img { display: block; max-width: 100%; image-rendering: pixelated; border: 1px s
 def page(stages: list[Stage], facts: dict[str, Any], config: ViTConfig) -> str:
     """The whole page."""
     title = html.escape(f"{facts['picture']} through {facts['model']}")
-    what = f"{facts['weights'].capitalize()}: shapes and equations are real, the answer is not."
+    what = facts["weights"]
     where = f"In detail: block {facts['block']}, head {facts['head']}, {facts['token_name']}."
     body = "\n".join(section(stage, config) for stage in stages)
     return f"""<!DOCTYPE html>

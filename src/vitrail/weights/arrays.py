@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from vitrail.errors import printable
+
 HEADER_MOST = 3 << 19  # bytes of a header or pickle: several times what the largest ViT needs
 PIECE = 1 << 20  # bytes read at a time, and of a zip's list of members: some 8,000 tensors
 
@@ -72,19 +74,6 @@ class Span:
 def swap_of(dtype: str, order: str) -> int:
     """Span.swap, for numbers of a dtype in an order: "little" or "big"."""
     return 1 if order == sys.byteorder else 4 if dtype == "complex64" else SIZES[dtype]
-
-
-def printable(text: object, most: int = 200) -> str:
-    """Text from a file or a path, made fit for a terminal.
-
-    Control characters and marks that turn the writing direction become \\x1b or \\u202e; what is
-    longer than `most` loses its middle.
-    """
-    found = str(text)
-    found = found if len(found) <= 2 * most else found[:most] + found[-most:]  # escapes make it longer
-    found = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
-    tail = most // 3
-    return found if len(found) <= most else found[: most - tail - 3] + "..." + found[-tail:]
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, InputError
+from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import show
 from vitrail.preprocess import Preprocess
-from vitrail.weights.files import printable, write_safetensors
+from vitrail.weights.files import write_safetensors
 from vitrail.weights.folder import Stored, unique
 
 if TYPE_CHECKING:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, VitrailError, suggest
+from vitrail.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.fields import show
+from vitrail.preprocess import Preprocess
+from vitrail.published import from_hf
 from vitrail.weights.bundle import Bundle, Source, as_they_were, exactly, golden_inputs
 from vitrail.weights.describe import listed, own_rows, with_rows
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.files import Entry, printable, write_npz, write_safetensors
+from vitrail.weights.files import Entry, write_npz, write_safetensors
 from vitrail.weights.layout import Sizes
 from vitrail.weights.load import load
 from vitrail.weights.table import Family, Found, Use, look, plan, write
@@ -59,10 +61,11 @@ def convert(path: str | Path, out: str | Path, to: str, **how: Any) -> Report:
     """Write a model as a file of another family.
 
     Args:
+        path: what `vitrail.load` takes: a file, a folder, or a name such as "hf:owner/name".
         out: a file that ends in .safetensors or .npz, for the tensors alone; any other name is a
             folder, which also gets the family's settings. It must not be there yet.
         to: a family that is written, "vitrail", or the one the file came from.
-        how: what `vitrail.load` takes: classes, size, heads, eps...
+        how: what `vitrail.load` takes: classes, size, heads, eps, offline...
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
@@ -121,10 +124,17 @@ def cannot(family: Family, config: ViTConfig) -> list[str]:
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         allowed = words.get(one.name, (one.default,))
+        if one.name == "remainder" and fits_whole(config):
+            continue
         if one.name not in FREE and allowed is not ... and value not in allowed:
             only = " or ".join(show(word) for word in allowed)
             reasons.append(f"{one.name} is {only} there, and {show(value)} here")
     return reasons + family.also(config)
+
+
+def fits_whole(config: ViTConfig) -> bool:
+    """Whether no pixel is left over beside the patches: then it does not matter what becomes of them."""
+    return all(side % step == 0 for side, step in zip(config.pixels, config.patch_pixels, strict=True))
 
 
 def their_tensors(bundle: Bundle, family: Family) -> tuple[list[Use], dict[str, Tensor]]:
@@ -138,7 +148,11 @@ def their_tensors(bundle: Bundle, family: Family) -> tuple[list[Use], dict[str, 
             raise CannotExpress(
                 f"{family.name} must have a place for every tensor.", listed(left), "Write another family."
             )
-        return uses, write(family, uses, as_they_were(state, bundle.source), config)
+        theirs = write(family, uses, as_they_were(state, bundle.source), config)
+        some = next(iter(theirs.values()))
+        for name, shape in family.blanks.items():
+            theirs[name.format(w="", p=family.prefixes[0])] = some.new_zeros(shape(config))
+        return uses, theirs
     found = seen_again(family, source, config)
     known = {one.ours for one in found.uses} | unchanged(state, family.fixed(config))
     fresh, _ = plan(family, [name for name in state if name not in known], config, found.spelled)
@@ -209,6 +223,7 @@ def store(out: Path, family: Family, tensors: dict[str, Tensor], bundle: Bundle)
         )
     else:
         settings = family.settings(bundle.model.config, bundle.preprocess, bundle.labels)
+        bundle.notes += moved(bundle.preprocess, settings)
         parent = out.absolute().parent
         try:
             half = Path(tempfile.mkdtemp(prefix=".", suffix=".part", dir=parent))
@@ -227,6 +242,18 @@ def store(out: Path, family: Family, tensors: dict[str, Tensor], bundle: Bundle)
         except BaseException:
             shutil.rmtree(half, ignore_errors=True)
             raise
+
+
+def moved(preprocess: Preprocess, settings: Mapping[str, Any]) -> list[str]:
+    """A sentence for each field of the preprocessing that transformers has another value for."""
+    if "preprocessor_config.json" not in settings:
+        return []
+    written = dataclasses.asdict(from_hf(settings["preprocessor_config.json"]))
+    return [
+        f"The preprocessing has {name} {show(written[name])} there, as transformers has no {show(value)}."
+        for name, value in dataclasses.asdict(preprocess).items()
+        if written[name] != value
+    ]
 
 
 def as_numpy(name: str, tensor: Tensor) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.fields import per_axis
+from vitrail.fields import as_whole, per_axis
 from vitrail.weights.layout import Shape
 from vitrail.weights.table import Found
 
+# The width of a head is 64 but in So400m, H, g, G and e, which have 16 heads.
+HEAD_WIDTHS = {1152: 72, 1280: 80, 1408: 88, 1664: 104, 1792: 112}
 STYLES = ("all", "class", "patches")  # which tokens have a row in the position table
 
 
@@ -45,7 +47,8 @@ def deduce(found: Found, settings: Mapping[str, Any], given: Mapping[str, Any]) 
     heads, note = heads_of(found, fields)
     fields.update(heads)
     notes += [note] * bool(note)
-    fields.update(grid_of(shapes.get("position.table"), fields, found))
+    sizes = [one["size"] for one in (settings, given, fields) if one.get("size") is not None]
+    fields.update(grid_of(shapes.get("position.table"), fields, found, sizes))
     return Deduced(ViTConfig(**fields), notes)
 
 
@@ -114,10 +117,14 @@ def heads_of(found: Found, fields: Mapping[str, Any]) -> tuple[dict[str, Any], s
     """How many heads, and how wide; with a sentence where it is a default."""
     width = fields["width"]
     inner = found.shapes.get("blocks.0.attention.qkv.weight", (3 * width,))[0] // 3
-    known = {name: fields.get(name) for name in ("heads", "head_width")}
+    known = {
+        name: None if fields.get(name) is None else as_whole(name, fields[name], 1)
+        for name in ("heads", "head_width")
+    }
     d, note = known["head_width"], ""
     if known["heads"] is None:
-        d = d or found.family.head_width
+        usual = HEAD_WIDTHS.get(width, 64) if inner == width else 64
+        d = d or found.family.head_width or usual
         if inner % d:
             raise ConfigError(
                 "How many heads there are must be told: the shapes of a file do not show it.",
@@ -134,15 +141,17 @@ def heads_of(found: Found, fields: Mapping[str, Any]) -> tuple[dict[str, Any], s
     return {"heads": heads, "head_width": None if inner == width else inner // heads}, note
 
 
-def grid_of(table: Shape | None, fields: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """The picture's size, and which tokens have a row, from how many rows the positions have."""
+def grid_of(table: Shape | None, fields: Mapping[str, Any], found: Found, sizes: list[Any]) -> dict[str, Any]:
+    """The picture's size, and which tokens have a row, from how many rows the positions have.
+
+    Of the `sizes` the first that fits is the model's own; if none does, its grid is a square.
+    """
     patch = per_axis("patch", fields["patch"], ("height", "width"))
-    size = fields.get("size")
     if table is None or fields["position"] != "learned":
         return {}
     counts = {"all": sum(found.prefix.values()), "class": int(fields["class_token"]), "patches": 0}
     styles = [fields["rows"]] if "rows" in fields else list(dict.fromkeys(["all", *STYLES]))
-    if size is not None:
+    for size in sizes:
         h, w = (side // step for side, step in zip(per_axis("size", size, ("H", "W")), patch, strict=True))
         for style in styles:
             if counts[style] + h * w == table[0]:

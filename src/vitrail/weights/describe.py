@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, VitrailError, suggest
+from vitrail.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.fields import per_axis, show
 from vitrail.preprocess import Preprocess
 from vitrail.published import from_hf, from_timm, published
 from vitrail.weights.bundle import Card, Source, parse, read_header
 from vitrail.weights.deduce import deduce
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.files import printable
 from vitrail.weights.folder import Stored
 from vitrail.weights.layout import WORDS, Sizes
 from vitrail.weights.table import Family, Found, Row, look
@@ -63,8 +62,9 @@ def describe(
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise FileError(
             f"A file of the family {found.family.name} must hold a whole model.",
-            f"{printable(str(stored.path))}, where {printable(str(error))} is missing or odd",
-            "Give the family, if it is another.",
+            f"{printable(str(stored.path))}, where {printable(str(error))} is missing or odd"
+            + (f", and {listed(found.unknown)} has no place" if found.unknown else ""),
+            "Give the family or a table of keys, if these belong to another model.",
         ) from error
     check_whole(stored, found, deduced.config)
     known = {name: (entry.dtype, entry.shape) for name, entry in stored.entries.items()}
@@ -92,7 +92,8 @@ def recognise(stored: Stored, family: str | None, own: tuple[Row, ...], given: M
         )
     patch = per_axis("patch", given.get("patch", 1), ("height", "width"))
     sizes = Sizes(channels=given.get("channels", 3), patch=patch)
-    for one in FAMILIES:
+    kind = stored.settings.get("config.json", {}).get("model_type")
+    for one in sorted(FAMILIES, key=lambda one: kind not in one.model_types):
         if family in (None, one.name, one.group):
             if own:
                 one = with_rows(one, own)
@@ -130,11 +131,11 @@ def own_rows(keys: Keys | None) -> tuple[Row, ...]:
 
 
 def with_rows(family: Family, rows: tuple[Row, ...]) -> Family:
-    """The family with a user's rows before its own; its patch projection may be one of them."""
-    anchors = [row.theirs[0] for row in rows if row.ours == "tokens.proj.weight"]
-    return replace(
-        family, rows=(*rows, *family.rows), anchors=tuple(anchors[:1]) or family.anchors, without=()
-    )
+    """The family with a user's rows before its own; anchors that they name anew are named so too."""
+    ours = {row.theirs[0].replace("{i}", "0"): row.ours for row in family.rows}
+    named = {row.ours: row.theirs[0] for row in reversed(rows)}
+    anchors = tuple(named.get(ours.get(name.replace("{i}", "0"), ""), name) for name in family.anchors)
+    return replace(family, rows=(*rows, *family.rows), anchors=anchors, without=())
 
 
 def check_whole(stored: Stored, found: Found, config: ViTConfig) -> None:
@@ -192,12 +193,13 @@ def fitted(preprocess: Preprocess, config: ViTConfig) -> Preprocess:
 
 
 def labels_of(settings: Mapping[str, Any], config: ViTConfig) -> list[str] | None:
-    """transformers' id2label, where it names every class."""
+    """transformers' id2label, where it names every class; LABEL_0 and so on are no names."""
     names = settings.get("id2label")
     if not isinstance(names, dict):
         return None
     found = [name for number in range(config.classes) if isinstance(name := names.get(str(number)), str)]
-    return found if found and len(found) == config.classes else None
+    named = found != [f"LABEL_{number}" for number in range(len(found))]
+    return found if named and len(found) == config.classes else None
 
 
 def resize_of(source: Source | None) -> Mapping[str, Any]:

@@ -17,14 +17,14 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from vitrail.errors import FileError
+from vitrail.errors import FileError, printable
 from vitrail.weights import arrays, pickles
-from vitrail.weights.arrays import HEADER_MOST, Bad, Entry, Span, check_shape, printable
+from vitrail.weights.arrays import HEADER_MOST, Bad, Entry, Span, check_shape
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "WeightFile", "open_weights", "printable", "write_npz", "write_safetensors"]
+__all__ = ["Entry", "WeightFile", "open_weights", "write_npz", "write_safetensors"]
 
 StrPath = str | os.PathLike[str]
 PARTS_MOST = 200_000  # values in a safetensors header; a tensor takes about ten

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from vitrail.errors import FileError
-from vitrail.weights.files import Entry, WeightFile, open_weights, printable
+from vitrail.errors import FileError, printable
+from vitrail.weights.files import Entry, WeightFile, open_weights
 
 if TYPE_CHECKING:
     import numpy as np

@@ -47,7 +47,10 @@ def lead(count: int) -> Layout:
     def write(ours: Tensor, sizes: Sizes) -> Tensor:
         return ours.reshape((1,) * count + tuple(ours.shape))
 
-    return Layout("lead", lambda t, s: t.reshape(t.shape[count:]), write, lambda shape, s: shape[count:])
+    def shape(theirs: Shape, sizes: Sizes) -> Shape:
+        return theirs[count:] if set(theirs[:count]) <= {1} else theirs  # which then fits nothing
+
+    return Layout("lead", lambda t, s: t.reshape(t.shape[count:]), write, shape)
 
 
 def tokens(axes: int) -> Layout:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import by
-from vitrail.errors import ConfigError, FileError
+from vitrail.errors import ConfigError, FileError, printable
 from vitrail.fields import per_axis, show
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import Description, Keys, describe, fitted, listed
-from vitrail.weights.files import printable
 from vitrail.weights.folder import Stored, open_model
+from vitrail.weights.hub import fetch_model
 from vitrail.weights.layout import Sizes
 from vitrail.weights.table import read
 
@@ -33,11 +34,14 @@ def load(
     dtype: torch.dtype | None = None,
     family: str | None = None,
     keys: Keys | None = None,
+    offline: bool = False,
     **facts: Any,
 ) -> Bundle:
     """Load a model from a file or a folder, whoever wrote it: the family is recognised by its keys.
 
     Args:
+        path: or the name of one on the Hugging Face hub, which is fetched into its cache:
+            "hf:owner/name", "hf:owner/name@revision", "hf:owner/name/path/file.npz".
         classes: for another number of classes, the head is replaced by a fresh one; 0 takes it off.
         size: (H, W) or a side. A size that the stored positions fit is the model's own; for another
             they are resized from the model's own grid.
@@ -46,14 +50,17 @@ def load(
         family: read the file as one of this family, instead of by its keys.
         keys: rows of a table of your own, (their name or names, ours[, layout]), tried before the
             family's; "{i}" is the block. Layouts: vitrail.weights.layout.WORDS.
+        offline: fetch nothing; a name on the hub must be in the cache.
         facts: fields of ViTConfig that shapes cannot tell: heads, head_width, activation, eps, block...
 
     What was taken on trust and what was changed is in `.notes`, a sentence each.
     """
-    place = as_device(device)
     wanted = {"size": size, "channels": channels, "patch": patch}
+    path, origin = fetch_model(path, offline=offline)
     with open_model(path) as stored:
         what = describe(stored, family=family, keys=keys, **wanted, **facts)
+        what = replace(what, card=replace(what.card, **origin))
+        place = as_device(device)
         bundle = build(stored, what, dtype)
     fit(bundle, what, {"classes": classes, **wanted})
     bundle.model.to(place)
@@ -61,7 +68,7 @@ def load(
 
 
 def as_device(device: str | torch.device | None) -> torch.device:
-    """Where the model goes; a device that is not there is found out before a file is read."""
+    """Where the model goes; a device that is not there is found out before tensors are read."""
     import torch
 
     try:

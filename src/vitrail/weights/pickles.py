@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
+from vitrail.errors import printable
 from vitrail.weights import arrays
-from vitrail.weights.arrays import SIZES, Bad, Entry, Span, printable
+from vitrail.weights.arrays import SIZES, Bad, Entry, Span
 
 STEPS_MOST = 200_000  # of a pickle; a tensor takes about 30
 NESTED_MOST = 1_000  # marks open at once; Python's own pickler does not get there

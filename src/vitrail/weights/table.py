@@ -13,7 +13,7 @@ there is read, and the first of all is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import count
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vitrail.preprocess import Preprocess
 
 MOST_BLOCKS = 10_000
+MOST_SPLITS, MOST_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
+ANY = "*"
 ROLES = ("class", "distillation", "registers")  # of the prefix tokens, in our order
 
 
@@ -74,10 +76,11 @@ class Family:
     title: str
     """Whose models these are, in words."""
     anchors: tuple[str, ...]
-    """Names that must all be there; the first, which is the patch projection, says what {w} and {p} are."""
+    """Names that must all be there; the first says what {w} and {p} are."""
     without: tuple[str, ...] = ()
     """Patterns of names that belong to a relative of the family."""
     prefixes: tuple[str, ...] = ("",)
+    """What {p} may be; `ANY` is whatever goes with the most names of the table."""
     rows: tuple[Row, ...]
     extras: tuple[str, ...] = ()
     """Patterns of tensors that classifying and encoding do not need; they are kept and written back."""
@@ -85,6 +88,8 @@ class Family:
     """Other spellings of one name to one."""
     wrapper: str = ""
     """The key of the pickle under which the family keeps its tensors, where that tells it from others."""
+    model_types: tuple[str, ...] = ()
+    """What transformers calls such a model in config.json: with those settings, this family goes first."""
     stacked: str = ""
     """A pattern of names whose tensors hold all blocks, along their first axis."""
 
@@ -93,7 +98,8 @@ class Family:
     """Fields of the config, for every model of the family."""
     choose: Callable[[Found], Mapping[str, Any]] = lambda found: {}
     """Fields of the config that follow from which tensors there are."""
-    head_width: int = 64
+    head_width: int | None = None
+    """d where heads are not told; None is the one that published models of that width have."""
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized: what `resample.resize_grid` takes."""
     preprocess: str = "imagenet"
@@ -115,23 +121,43 @@ class Family:
     """The JSON files of a folder, by name."""
     read_settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
     """Fields of the config from a folder's config.json."""
+    blanks: Mapping[str, Callable[[ViTConfig], Shape]] = field(default_factory=dict)
+    """Tensors that the library's loader insists on and no picture needs: zeros, where we have none."""
     peer: Callable[[ViTConfig, dict[str, Tensor]], Callable[[Tensor], Tensor]] | None = None
     """The library's own model with these tensors, strictly loaded: pictures to logits."""
 
     def locate(self, names: Iterable[str]) -> dict[str, str] | None:
         """What stands for {w} and {p} in a file with these names, if it is of this family."""
         known = set(names)
-        suffixes = {self.anchors[0].format(w="", p=p): p for p in sorted(self.prefixes, key=len)}
-        for suffix, p in reversed(suffixes.items()):  # the longest first
-            for name in sorted((n for n in known if n.endswith(suffix)), key=len):
-                w = name.removesuffix(suffix)
-                if w and w[-1] not in "./":
+        fitting = [spelled for spelled in self.splits(known) if self.is_there(spelled, known)]
+        return max(fitting, key=lambda spelled: self.count(spelled, known), default=None)
+
+    def splits(self, known: Collection[str]) -> Iterator[dict[str, str]]:
+        """Every {w} and {p} that may stand before the first anchor; the longest {p} first."""
+        for p in sorted(self.prefixes, key=len)[::-1]:
+            suffix = self.anchors[0].format(w="", p="" if p == ANY else p, i=0)
+            ending = sorted((n for n in known if n.endswith(suffix)), key=lambda n: (len(n), n))
+            for name in ending[:MOST_SPLITS]:
+                before = name.removesuffix(suffix)
+                if before and before[-1] not in "./":
                     continue
-                there = all(anchor.format(w=w, p=p, i=0) in known for anchor in self.anchors)
-                others = [pattern.format(w=w, p=p) for pattern in self.without]
-                if there and not any(fnmatchcase(n, other) for other in others for n in known):
-                    return {"w": w, "p": p}
-        return None
+                if p != ANY:
+                    yield {"w": before, "p": p}
+                    continue
+                *parts, _ = re.split(r"(?<=\.)", before)
+                for cut in range(max(len(parts) - MOST_NESTED, 0), len(parts) + 1):
+                    yield {"w": "".join(parts[:cut]), "p": "".join(parts[cut:])}
+
+    def is_there(self, spelled: Mapping[str, str], known: Collection[str]) -> bool:
+        others = [pattern.format(**spelled) for pattern in self.without]
+        return all(anchor.format(**spelled, i=0) in known for anchor in self.anchors) and not any(
+            fnmatchcase(name, other) for other in others for name in known
+        )
+
+    def count(self, spelled: Mapping[str, str], known: Collection[str]) -> int:
+        """How many names of the table are there, outside the blocks and in the first."""
+        names = {name.format(**spelled, i=0) for row in self.rows for name in row.theirs}
+        return sum(name in known for name in names)
 
 
 @dataclass(frozen=True)
@@ -208,6 +234,8 @@ def spread(family: Family, entries: Mapping[str, Entry]) -> tuple[dict[str, Plac
     places, shapes = {}, {}
     for original, entry in entries.items():
         name = family.respell(original)
+        if name in places:  # in two spellings: the second has no place
+            name = f"{original} again"
         if family.stacked and (stack := re.fullmatch(family.stacked, name)) and entry.shape:
             for index in range(min(entry.shape[0], MOST_BLOCKS)):
                 slice_name = f"{stack[1]}_{index}{stack[2]}"
@@ -235,7 +263,7 @@ def use(found: Found, rows: Iterable[Row], shapes: Mapping[str, Shape], sizes: S
 def fit(found: Found, one: Row, block: int | None, shapes: Mapping[str, Shape], sizes: Sizes) -> None:
     """Fill in a row, if its tensors are there and ours has not come from another."""
     names = tuple(name.format(**found.spelled, i=block) for name in one.theirs)
-    there = tuple(name for name in names if name in shapes)
+    there = tuple(name for name in names if 0 not in shapes.get(name, (0,)))  # an empty one is none
     ours, beside = one.ours.format(i=block), one.beside.format(**found.spelled, i=block)
     if ours in found.shapes or not there or (one.parts != "prefix" and there != names):
         return
@@ -247,7 +275,7 @@ def fit(found: Found, one: Row, block: int | None, shapes: Mapping[str, Shape], 
         return
     if one.parts == "prefix":
         for role, name in zip(ROLES, names, strict=False):
-            if name in shapes:
+            if name in there:
                 found.prefix[role] = pieces[there.index(name)][0]
     found.shapes[ours] = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if pieces[0] else ()
     found.uses.append(Use(one, there, ours))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.errors import FileError
+from vitrail.errors import FileError, printable
 from vitrail.weights.describe import describe
-from vitrail.weights.files import printable
 from vitrail.weights.folder import open_model
 from vitrail.weights.layout import Shape
 from vitrail.weights.load import build

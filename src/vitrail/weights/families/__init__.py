@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from vitrail.weights.families import big_vision, google, timm
+from vitrail.weights.families import (
+    big_vision,
+    clip,
+    google,
+    hf,
+    hf_clip,
+    lucidrains,
+    timm,
+    torch_encoder,
+    torchvision,
+)
 from vitrail.weights.table import Family
 
-FAMILIES: tuple[Family, ...] = (*google.FAMILIES, *big_vision.FAMILIES, *timm.FAMILIES)
+FAMILIES: tuple[Family, ...] = (
+    *google.FAMILIES,
+    *big_vision.FAMILIES,
+    *hf.FAMILIES,
+    *hf_clip.FAMILIES,
+    *clip.FAMILIES,
+    *timm.FAMILIES,
+    *torchvision.FAMILIES,
+    *lucidrains.FAMILIES,
+    *torch_encoder.FAMILIES,  # the last: its names are PyTorch's own, and may be part of anything
+)

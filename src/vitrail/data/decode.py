@@ -1,0 +1,64 @@
+"""The one way a picture file is opened: content decides, the header is looked at before any memory is
+taken, and nothing but a picture decoder ever runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vitrail.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# No others: some of Pillow's formats start programs.
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
+MOST_PIXELS = 50_000_000
+
+
+def open_picture(path: str | Path) -> Image:
+    """A picture file, decoded; what becomes of its orientation, depth and alpha is Preprocess's affair."""
+    with open_regular(path) as file:
+        return decode(file, printable(path))
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file to read; a pipe or a device could keep us waiting for ever."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+    raise InputError("A picture must be a file.", f"{printable(path)}, {kind}", "Name one file.")
+
+
+def decode(file: BinaryIO, name: str) -> Image:
+    """Decode the first frame of a picture."""
+    from PIL import Image
+
+    must = f"A picture must be one of {', '.join(FORMATS)}."
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; we decide
+        try:
+            opened = Image.open(file, formats=FORMATS)
+            pixels = math.prod(opened.size)
+        except Image.DecompressionBombError:
+            pixels = MOST_PIXELS + 1
+        except Exception as error:  # decoders raise all sorts, and their texts are not for users
+            raise InputError(must, f"{name}, which is none of these", "Convert it.") from error
+        if pixels > MOST_PIXELS:
+            raise InputError(
+                f"A picture may have at most {MOST_PIXELS // 1_000_000} megapixels.",
+                f"{name}, which says it has more",
+                "Make it smaller.",
+            )
+        try:
+            opened.load()
+        except Exception as error:
+            raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error
+    return opened

@@ -1,0 +1,442 @@
+"""transformers' ViT and its kin: DeiT, DINOv2 with and without registers, the encoder of ViT-MAE.
+
+The files on the hub and those `save_pretrained` writes have one spelling, `model.state_dict()` of
+transformers 5 has another. The tables have the hub's, which every version reads; `respell` brings the
+other to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vitrail.config import ViTConfig
+from vitrail.errors import ConfigError
+from vitrail.fields import as_whole, show
+from vitrail.weights.layout import lead, tokens
+from vitrail.weights.table import Family, Found, Row, both, row
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitrail.preprocess import Preprocess
+
+E, L, OURS = "{w}{p}embeddings.", "{w}{p}encoder.layer.{i}.", "blocks.{i}."
+QKV = tuple(f"{L}attention.attention.{name}" for name in ("query", "key", "value"))
+PREFIX = (E + "cls_token", E + "distillation_token", E + "register_tokens")
+PROJECTION = E + "patch_embeddings.projection"
+
+
+def rows(*own: tuple[Row, ...], norms: tuple[str, str]) -> tuple[Row, ...]:
+    """What all of them have, and their own."""
+    return (
+        *both(PROJECTION, "tokens.proj"),
+        row(PREFIX, "prefix", tokens(3), parts="prefix"),
+        row(E + "position_embeddings", "position.table", lead(1)),
+        *both(L + norms[0], OURS + "norm1"),
+        *both(QKV, OURS + "attention.qkv"),
+        *both(L + "attention.output.dense", OURS + "attention.out"),
+        *both(L + norms[1], OURS + "norm2"),
+        *(one for group in own for one in group),
+        *both("{w}{p}layernorm", "norm"),
+    )
+
+
+VIT_ROWS = rows(
+    both(L + "intermediate.dense", OURS + "mlp.fc1"),
+    both(L + "output.dense", OURS + "mlp.fc2"),
+    norms=("layernorm_before", "layernorm_after"),
+)
+HEAD = both("{w}classifier", "head")
+DINO_ROWS = rows(
+    (row(L + "layer_scale1.lambda1", OURS + "scale1.weight"),),
+    both(L + "mlp.fc1", OURS + "mlp.fc1", when=("mlp", "plain")),
+    both(L + "mlp.fc2", OURS + "mlp.fc2", when=("mlp", "plain")),
+    both(L + "mlp.weights_in", OURS + "mlp.fc1"),
+    both((L + "mlp.gate_proj", L + "mlp.up_proj"), OURS + "mlp.fc1"),
+    both(L + "mlp.weights_out", OURS + "mlp.fc2"),
+    (row(L + "layer_scale2.lambda1", OURS + "scale2.weight"),),
+    HEAD,
+    norms=("norm1", "norm2"),
+)
+
+ATTENTION = {
+    ".attention.q_proj.": ".attention.attention.query.",
+    ".attention.k_proj.": ".attention.attention.key.",
+    ".attention.v_proj.": ".attention.attention.value.",
+    ".attention.o_proj.": ".attention.output.dense.",
+}
+VIT_NAMES = {**ATTENTION, ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".output.dense."}
+DINO_NAMES = {**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}
+
+
+def respell(name: str, names: Mapping[str, str]) -> str:
+    """A name of transformers 5 as the hub has it."""
+    name = re.sub(r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2.", name)
+    for new, old in names.items():
+        name = name.replace(new, old)
+    return name
+
+
+# ---- config.json ----------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_new": "gelu-tanh",
+    "quick_gelu": "quick-gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+# Where a config.json leaves one out, it is what transformers' own config has. All kinds have these.
+DEFAULTS = {"num_attention_heads": 12, "num_hidden_layers": 12, "image_size": 224}
+
+
+def read_settings(settings: Mapping[str, Any], kinds: Mapping[str, float]) -> dict[str, Any]:
+    """What shapes do not tell, from a config.json of one of these kinds; each with its default eps."""
+    if not check_kind(settings, tuple(kinds)):
+        return {}
+    return read_facts(settings, {"layer_norm_eps": kinds[settings["model_type"]], "hidden_act": "gelu"})
+
+
+def check_kind(settings: Mapping[str, Any], kinds: tuple[str, ...]) -> bool:
+    """Whether the settings are transformers' and so say something; those of another kind are refused."""
+    kind = settings.get("model_type")
+    if kind is not None and kind not in kinds:
+        raise ConfigError(
+            f"The model_type of such weights must be {' or '.join(kinds)}.",
+            f"model_type={show(kind)}",
+            "Name the weight file instead of its folder, to read it without its settings.",
+        )
+    return kind is not None
+
+
+def read_facts(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of our config from the keys of transformers'."""
+    known = {**DEFAULTS, **defaults, **settings}
+    word, size = known["hidden_act"], known["image_size"]
+    if not isinstance(word, str) or word not in ACTIVATIONS:
+        raise ConfigError(
+            f"hidden_act must be one of {', '.join(ACTIVATIONS)}.",
+            f"hidden_act={show(word)}",
+            "Name the weight file instead of its folder, and give activation.",
+        )
+    sides = [as_whole("image_size", side, 1) for side in (size if isinstance(size, list) else [size])]
+    return {
+        "heads": as_whole("num_attention_heads", known["num_attention_heads"], 1),
+        "depth": as_whole("num_hidden_layers", known["num_hidden_layers"], 1),
+        "size": tuple(sides) if isinstance(size, list) else sides[0],
+        "eps": known["layer_norm_eps"],
+        "activation": ACTIVATIONS[word],
+    }
+
+
+def common(config: ViTConfig) -> dict[str, Any]:
+    """Our config in transformers' words, as far as all kinds share them."""
+    (H, W), (P, Q) = config.pixels, config.patch_pixels
+    words = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}  # the first of two words
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "hidden_act": words[config.activation],
+        "layer_norm_eps": config.eps,
+        "image_size": H if H == W else [H, W],
+        "patch_size": P if P == Q else [P, Q],
+        "num_channels": config.channels,
+    }
+
+
+def with_labels(config: ViTConfig, labels: list[str] | None) -> dict[str, Any]:
+    """The classes by name; LABEL_0 and so on are what transformers calls those without."""
+    names = labels or [f"LABEL_{number}" for number in range(config.classes)]
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def vit_words(config: ViTConfig) -> dict[str, Any]:
+    """config.json of a ViT or DeiT, all but the labels. Without classes, the logits are the class token."""
+    kind, model = "vit", "ViTForImageClassification"
+    if config.distillation_token:
+        teacher = "WithTeacher" if config.head == "distilled" else ""
+        kind, model = "deit", f"DeiTForImageClassification{teacher}"
+    more = {} if config.heads_width == config.width else {"head_dim": config.d}
+    return {
+        "architectures": [model],
+        "model_type": kind,
+        **common(config),
+        "intermediate_size": config.F,
+        "qkv_bias": config.qkv_bias == "all",
+        **more,
+    }
+
+
+def dino_words(config: ViTConfig) -> dict[str, Any]:
+    """config.json of a DINOv2, all but the labels."""
+    kind, model = (
+        ("dinov2_with_registers", "Dinov2WithRegisters") if config.registers else ("dinov2", "Dinov2")
+    )
+    more = {} if config.heads_width == config.width else {"head_dim": config.d}
+    return {
+        "architectures": [
+            f"{model}ForImageClassification" if config.pool == "class-mean" else f"{model}Model"
+        ],
+        "model_type": kind,
+        **common(config),
+        "mlp_ratio": ratio_of(config),
+        "use_swiglu_ffn": config.mlp == "gated",
+        "qkv_bias": config.qkv_bias == "all",
+        "layerscale_value": config.layer_scale,
+        **({"num_register_tokens": config.registers} if config.registers else {}),
+        **more,
+    }
+
+
+def ratio_of(config: ViTConfig) -> int | None:
+    """The mlp_ratio, a whole number, that gives DINOv2's MLP its width; None where there is none."""
+
+    def width(ratio: int) -> int:
+        plain = config.width * ratio
+        return (plain * 2 // 3 + 7) // 8 * 8 if config.mlp == "gated" else plain
+
+    near = round(config.F / config.width * (1.5 if config.mlp == "gated" else 1))
+    return next(
+        (ratio for ratio in (near, near - 1, near + 1) if ratio > 0 and width(ratio) == config.F), None
+    )
+
+
+def folder(
+    config: ViTConfig,
+    preprocess: Preprocess,
+    labels: list[str] | None,
+    words: Callable[[ViTConfig], dict[str, Any]],
+) -> dict[str, Any]:
+    """The JSON files beside the weights. transformers cuts a centre from the lower pixel on, always."""
+    from vitrail.published import to_hf
+
+    preprocess = replace(preprocess, crop_rounding="down" if preprocess.crops else "even")
+    return {
+        "config.json": {**words(config), **with_labels(config, labels)},
+        "preprocessor_config.json": to_hf(preprocess),
+    }
+
+
+# ---- their own models -----------------------------------------------------------------------
+
+
+def build(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """transformers' own model, loaded its own way, with these tensors and no others."""
+    import torch
+    import transformers
+
+    model = getattr(transformers, settings["architectures"][0])
+    config = transformers.AutoConfig.for_model(**settings)
+    with quietly():
+        made, report = model.from_pretrained(
+            None, config=config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
+        )
+    wrong = {key: sorted(map(str, names)) for key, names in report.items() if names}
+    if wrong:
+        raise RuntimeError(f"its loader reports {wrong}")
+    return made.eval()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without transformers' bars of progress."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def unwrapped(state: Mapping[str, Tensor], anchor: str, base: str) -> dict[str, Tensor]:
+    """The tensors without what others put before all names; transformers' own prefix stays."""
+    first = next(name for name in state if name.endswith(anchor))
+    outer = first.removesuffix(anchor).removesuffix(base)
+    return {name.removeprefix(outer): tensor for name, tensor in state.items()}
+
+
+def vit_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    words = {**vit_words(config), **with_labels(config, None)}
+    base = f"{words['model_type']}."
+    model = build(words, unwrapped(state, "embeddings.cls_token", base))
+    return lambda pictures: model(pictures).logits
+
+
+def mae_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    """The encoder without masks. It shuffles the patches; the class token does not depend on that."""
+    words = {
+        **vit_words(config),
+        "architectures": ["ViTMAEModel"],
+        "model_type": "vit_mae",
+        "mask_ratio": 0.0,
+    }
+    model = build(words, unwrapped(state, "embeddings.cls_token", "vit."))
+    return lambda pictures: model(pictures).last_hidden_state[:, 0]
+
+
+def dino_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    words = {**dino_words(config), **with_labels(config, None)}
+    base = f"{words['model_type']}."
+    state = unwrapped(state, "embeddings.cls_token", base)
+    place = next(name for name in state if name.endswith("embeddings.cls_token"))
+    blank = state[place].new_zeros(1, config.width)
+    state.setdefault(place.replace("cls_token", "mask_token"), blank)  # no picture is masked
+    model = build(words, state)
+    if config.pool == "class":
+        return lambda pictures: model(pictures).pooler_output
+    return lambda pictures: model(pictures).logits
+
+
+# ---- the families ---------------------------------------------------------------------------
+
+
+def vit_also(config: ViTConfig) -> list[str]:
+    return ["there is no layer scale"] * (config.layer_scale is not None)
+
+
+def dino_also(config: ViTConfig) -> list[str]:
+    """What transformers' DINOv2 has no setting for."""
+    reasons = []
+    if config.layer_scale is None:
+        reasons.append("every block has a layer scale")
+    if config.pool == "class" and config.classes:
+        reasons.append("classes are read from the class token and the mean of the patches side by side")
+    if config.pixels[0] != config.pixels[1]:
+        reasons.append("positions of an oblong picture are taken for those of a square one")
+    if ratio_of(config) is None:
+        reasons.append(f"the MLP's width follows from a whole mlp_ratio, and {config.F} does not")
+    if config.mlp == "gated" and config.activation != "silu":
+        reasons.append("a gated MLP has silu")
+    return reasons
+
+
+def dino_choose(found: Found) -> Mapping[str, Any]:
+    gated = found.has(L + "mlp.weights_in.weight") or found.has(L + "mlp.gate_proj.weight")
+    return {"activation": "silu"} if gated else {}
+
+
+def dino_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """As of a ViT; but a SwiGLU has silu whatever hidden_act says, and a classifier its own pool."""
+    fields = read_settings(settings, {kind: 1e-6})
+    if fields and settings.get("use_swiglu_ffn") is True:
+        fields["activation"] = "silu"
+    names = settings.get("architectures")
+    if fields and isinstance(names, list) and any("ForImageClassification" in str(name) for name in names):
+        fields["pool"] = "class-mean"
+    return fields
+
+
+FREELY = {"eps": ..., "head_width": ..., "qkv_bias": ("all", "none"), "remainder": ("refuse", "cut")}
+CHOICES = {**FREELY, "activation": tuple(dict.fromkeys(ACTIVATIONS.values()))}
+DINO_CHOICES = {**CHOICES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
+
+VIT = Family(
+    name="hf-vit",
+    group="hf",
+    title="transformers' ViT",
+    anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.layernorm_before.weight"),
+    prefixes=("vit.", ""),
+    without=(E + "distillation_token", "*decoder.decoder_*"),
+    rows=(*VIT_ROWS, *HEAD),
+    extras=("{w}{p}pooler.*", E + "mask_token", "{w}decoder.0.*"),
+    respell=partial(respell, names=VIT_NAMES),
+    model_types=("vit", "vit_msn"),
+    fields={"eps": 1e-12, "activation": "gelu", "remainder": "cut"},
+    resize={"method": "bicubic", "antialias": False},
+    preprocess="google",
+    follows="transformers: exact GELU, eps 1e-12, positions resized by bicubic without antialias.",
+    read_settings=partial(read_settings, kinds={"vit": 1e-12, "vit_msn": 1e-6}),
+    expresses={**CHOICES, "rows": ("all", "class")},
+    also=vit_also,
+    settings=partial(folder, words=vit_words),
+    peer=vit_peer,
+)
+
+DEIT = replace(
+    VIT,
+    name="hf-deit",
+    title="transformers' DeiT with its distillation token",
+    anchors=(*VIT.anchors, E + "distillation_token"),
+    prefixes=("deit.", ""),
+    without=(),
+    rows=(
+        *VIT_ROWS,
+        *both("{w}cls_classifier", "head.classes"),
+        *both("{w}distillation_classifier", "head.distillation"),
+        *HEAD,
+    ),
+    model_types=("deit",),
+    preprocess="imagenet",
+    read_settings=partial(read_settings, kinds={"deit": 1e-12}),
+    expresses={**CHOICES, "distillation_token": (True,), "head": ("linear", "distilled")},
+)
+
+MAE = replace(
+    VIT,
+    name="hf-mae",
+    title="transformers' ViT-MAE, its encoder",
+    without=(E + "distillation_token",),
+    rows=VIT_ROWS,
+    extras=("{w}decoder.*",),
+    model_types=("vit_mae",),
+    preprocess="imagenet",
+    read_settings=partial(read_settings, kinds={"vit_mae": 1e-12}),
+    expresses=None,
+    settings=None,
+    peer=mae_peer,
+)
+
+DINOV2 = replace(
+    VIT,
+    name="hf-dinov2",
+    title="transformers' DINOv2",
+    anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.norm1.weight"),
+    prefixes=("dinov2.", ""),
+    without=(E + "register_tokens",),
+    rows=DINO_ROWS,
+    extras=(E + "mask_token",),
+    blanks={E + "mask_token": lambda config: (1, config.width)},
+    respell=partial(respell, names=DINO_NAMES),
+    model_types=("dinov2",),
+    fields={"eps": 1e-6, "activation": "gelu", "remainder": "cut"},
+    choose=dino_choose,
+    preprocess="dinov2",
+    follows="transformers: positions resized by bicubic without antialias and the original's offset.",
+    read_settings=partial(dino_settings, kind="dinov2"),
+    expresses={**DINO_CHOICES, "rows": ("all", "class")},
+    also=dino_also,
+    settings=partial(folder, words=dino_words),
+    peer=dino_peer,
+)
+
+REGISTERS = replace(
+    DINOV2,
+    name="hf-dinov2-registers",
+    title="transformers' DINOv2 with registers",
+    anchors=(*DINOV2.anchors, E + "register_tokens"),
+    prefixes=("dinov2_with_registers.", ""),
+    without=(),
+    model_types=("dinov2_with_registers",),
+    fields={**DINOV2.fields, "rows": "class"},
+    resize={"method": "bicubic", "antialias": True},
+    follows="transformers: positions resized by bicubic with antialias.",
+    read_settings=partial(dino_settings, kind="dinov2_with_registers"),
+    expresses={**DINO_CHOICES, "rows": ("class",), "registers": ...},
+    also=lambda config: dino_also(config) + ["there is at least one register"] * (config.registers == 0),
+)
+
+FAMILIES = (DEIT, REGISTERS, DINOV2, VIT, MAE)

@@ -153,6 +153,11 @@ def test_a_model_with_these_options(case, tmp_path):
     with torch.no_grad(), vt.record(model, "blocks.*.attention.weights", "embed", "logits") as tape:
         looked = model(images)
     assert differ(looked, logits) < 1e-5
+    if config.pool == "attention":
+        with torch.no_grad(), vt.record(model, "pool.attention.weights") as pooled:
+            model(images)
+        assert pooled["pool.attention.weights"].shape == (2, config.heads, 1, config.patches)
+        assert (pooled["pool.attention.weights"].sum(-1) - 1).abs().max() < 1e-5
     weights = tape["blocks.1.attention.weights"]
     assert weights.shape == (2, config.heads, config.tokens, config.tokens)
     assert (weights.sum(-1) - 1).abs().max() < 1e-5

@@ -8,11 +8,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-
 from tests.paper.oracle import gelu as exact_gelu
 from tests.paper.oracle import layer_norm, softmax
 
-__all__ = ["Flax", "bfloat16", "exact_gelu", "r50", "same_file", "widened"]
+__all__ = ["Flax", "bfloat16", "drawn", "exact_gelu", "same_file", "stem_shapes", "widened"]
 
 
 def tanh_gelu(x):
@@ -92,11 +91,7 @@ class Flax:
         return shapes
 
     def arrays(self, seed=0):
-        draw = np.random.default_rng(seed).normal
-        return {
-            self.prefix + name: (name.endswith("scale") + draw(0, 0.2, shape)).astype(np.float32)
-            for name, shape in self.shapes().items()
-        }
+        return {self.prefix + name: array for name, array in drawn(self.shapes(), seed).items()}
 
     def logits(self, arrays, pictures, gelu=tanh_gelu):
         """(B, H, W, C) to (B, K); without a head to (B, D)."""
@@ -163,9 +158,18 @@ class Flax:
         return np.array(table)
 
 
-def r50(units=(3, 4, 9), channels=3, four_axes=True, seed=0):
-    """The stem of a hybrid. Older files have scales of four axes."""
-    draw, shapes = np.random.default_rng(seed).normal, {}
+def drawn(shapes, seed=0):
+    """Random arrays of these shapes; what scales is near 1."""
+    draw = np.random.default_rng(seed).normal
+    return {
+        name: (name.endswith("scale") + draw(0, 0.2, shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def stem_shapes(units=(3, 4, 9), channels=3, four_axes=True):
+    """Of a hybrid's ResNet. Older files have scales of four axes."""
+    shapes = {}
 
     def layer(conv, norm, side, into, out):
         shapes[f"{conv}/kernel"] = (side, side, into, out)
@@ -184,10 +188,7 @@ def r50(units=(3, 4, 9), channels=3, four_axes=True, seed=0):
             layer(f"{at}/conv2", f"{at}/gn2", 3, width, width)
             layer(f"{at}/conv3", f"{at}/gn3", 1, width, 4 * width)
             into = 4 * width
-    return {
-        name: (name.endswith("scale") + draw(0, 0.2, shape)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    return shapes
 
 
 def bfloat16(arrays):

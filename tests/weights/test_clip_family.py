@@ -1,5 +1,4 @@
-"""CLIP's visual tower as OpenAI and OpenCLIP spell it, against a forward pass written from the paper's code
-layout alone: PyTorch's own MultiheadAttention and functions, none of our modules."""
+"""CLIP's visual tower as OpenAI and OpenCLIP spell it, against a forward pass of PyTorch's own parts."""
 
 import re
 
@@ -123,7 +122,9 @@ def test_same_vectors(tmp_path_factory, side, patch, depth, heads, out, channels
     state = tower(
         patch=patch, grid=(side, side), depth=depth, out=out, channels=channels, pre=pre, scaled=scaled
     )
-    names = whole(state, at) if at.endswith("visual.") else {at + name: tensor for name, tensor in state.items()}
+    names = (
+        whole(state, at) if at.endswith("visual.") else {at + name: tensor for name, tensor in state.items()}
+    )
     path = tmp_path_factory.mktemp("clip") / "model.pt"
     torch.save(names, path)
     bundle = load(path, heads=heads, **(dict(activation="gelu") if gelu else {}))
@@ -141,7 +142,12 @@ def test_what_shapes_do_not_tell(tmp_path):
     bundle = load(path)
     config = bundle.model.config
     assert (config.eps, config.activation, config.heads, config.pool_norm) == (1e-5, "quick-gelu", 2, "after")
-    assert (config.norm_pre, config.embedding_bias, config.head_bias, config.classes) == (True, False, False, 6)
+    assert (config.norm_pre, config.embedding_bias, config.head_bias, config.classes) == (
+        True,
+        False,
+        False,
+        6,
+    )
     assert bundle.preprocess.mean == (0.48145466, 0.4578275, 0.40821073)
     assert sorted(bundle.extras) == sorted([*TEXT, "input_resolution"])
 
@@ -204,7 +210,10 @@ def test_a_tensor_too_many_and_one_too_few(tmp_path):
 def test_a_tower_of_convolutions_is_another_model(tmp_path):
     state = whole(tower())
     state = {name: tensor for name, tensor in state.items() if not name.startswith("visual.")}
-    state |= {"visual.conv1.weight": torch.randn(8, 3, 3, 3), "visual.attnpool.positional_embedding": torch.randn(5, 8)}
+    state |= {
+        "visual.conv1.weight": torch.randn(8, 3, 3, 3),
+        "visual.attnpool.positional_embedding": torch.randn(5, 8),
+    }
     with pytest.raises(FileError, match="must be those of a family that is read"):
         load(saved(state, tmp_path / "resnet.safetensors"))
 

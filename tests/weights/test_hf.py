@@ -1,5 +1,6 @@
 """transformers' ViT, DeiT, DINOv2 and ViT-MAE: read to the same logits, written back to the last bit."""
 
+import copy
 import json
 
 import pytest
@@ -93,7 +94,7 @@ MODELS = {
 
 def made(name):
     kind, config, read, *_ = MODELS[name]
-    model = shake(kind(config))
+    model = shake(kind(copy.deepcopy(config)))
     encoder = model if read else model.vit  # what is drawn from the tokens is no concern of ours
     return model, lambda pictures: (read or class_token)(encoder(pictures))
 
@@ -116,7 +117,7 @@ def same_file(one, other):
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+        assert torch.equal(*(one[name].flatten().view(torch.uint8) for one in (a, b))), name
     return True
 
 
@@ -158,13 +159,17 @@ def test_folder(name, tmp_path):
     assert same_file(file, tmp_path / "later.safetensors")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("outer", ["", "module."])
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [(name, "") for name in MODELS if name != "mae"]  # which is a ViT where nothing says otherwise
+    + [
+        (name, "module.")
+        for name in ("vit", "vit bare", "deit with teacher", "registers", "mae with decoder")
+    ],
+)
 def test_state_dict(name, outer, tmp_path):
     """The spelling of transformers 5 in memory, in a pickle without settings."""
     model, theirs = made(name)
-    if name == "mae":  # alone it is a ViT
-        return
     state = {outer + key: tensor for key, tensor in model.state_dict().items()}
     assert not any("attention.attention.query" in key for key in state)
     torch.save(state, tmp_path / "in.pt")
@@ -189,7 +194,7 @@ def test_half_precision_comes_back(name, dtype, tmp_path):
     agree(theirs, vt.load(tmp_path / "in"))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     st.sampled_from([(24, 3), (32, 2)]),
     st.integers(1, 3),
@@ -219,7 +224,7 @@ def test_any_vit(tmp_path_factory, widths, depth, sides, channels, bias, eps, ac
     agree(lambda pictures: loaded(auto, folder / "out")(pictures).logits, bundle)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     st.sampled_from([(24, 3), (32, 2)]),
     st.integers(1, 2),
@@ -297,7 +302,7 @@ def test_what_a_config_leaves_out_is_what_transformers_has(tmp_path):
     config = hf.ViTConfig(**SMALL | dict(hidden_size=24, num_attention_heads=12, num_hidden_layers=12))
     model = shake(hf.ViTForImageClassification(config))
     written(model, tmp_path)
-    left_out = "num_attention_heads num_hidden_layers layer_norm_eps hidden_act image_size".split()
+    left_out = ["num_attention_heads", "num_hidden_layers", "layer_norm_eps", "hidden_act", "image_size"]
     changed(tmp_path, **dict.fromkeys(left_out, ...))
     bundle = vt.load(tmp_path)
     assert bundle.model.config.heads == 12  # 64, the usual width of a head, does not divide 24
@@ -472,7 +477,15 @@ WRITTEN = {
     ],
     "hf-dinov2-registers": [
         DINO | dict(registers=3, rows="class"),
-        dict(layer_scale=0.5, classes=0, registers=1, rows="class", mlp="gated", mlp_width=88, activation="silu"),
+        dict(
+            layer_scale=0.5,
+            classes=0,
+            registers=1,
+            rows="class",
+            mlp="gated",
+            mlp_width=88,
+            activation="silu",
+        ),
     ],
 }
 
@@ -532,7 +545,8 @@ def test_a_new_head_goes_back_with_the_rest(tmp_path):
     report = vt.convert(tmp_path / "in", tmp_path / "out.safetensors", to="hf", classes=7)
     state = safetensors.torch.load_file(tmp_path / "out.safetensors")
     assert state["classifier.weight"].shape == (7, 32)
-    assert "pooler.dense.weight" in state and report.difference < 1e-5
+    assert "pooler.dense.weight" in state
+    assert report.difference < 1e-5
 
 
 def test_mae_is_not_written_from_others(tmp_path):

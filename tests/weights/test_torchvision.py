@@ -59,7 +59,9 @@ def same_file(one, other):
     hidden=st.integers(8, 70), classes=st.integers(1, 7), representation=st.sampled_from([None, 8, 32]),
     first=st.booleans(), wrapper=st.sampled_from(["", "module.", "net.model."]),
 )  # fmt: skip
-def test_same_logits(tmp_path_factory, grid, patch, depth, heads, hidden, classes, representation, first, wrapper):
+def test_same_logits(
+    tmp_path_factory, grid, patch, depth, heads, hidden, classes, representation, first, wrapper
+):
     model = theirs(
         image_size=grid * patch, patch_size=patch, num_layers=depth, num_heads=heads, mlp_dim=hidden,
         num_classes=classes, representation_size=representation,
@@ -75,7 +77,12 @@ def test_same_logits(tmp_path_factory, grid, patch, depth, heads, hidden, classe
 def test_what_shapes_do_not_tell(tmp_path):
     bundle = load(saved(theirs().state_dict(), tmp_path / "model.safetensors"), heads=2)
     config = bundle.model.config
-    assert (config.eps, config.activation, config.head, config.pool_norm) == (1e-6, "gelu", "linear", "before")
+    assert (config.eps, config.activation, config.head, config.pool_norm) == (
+        1e-6,
+        "gelu",
+        "linear",
+        "before",
+    )
     assert (bundle.preprocess.interpolation, bundle.preprocess.resize) == ("bilinear", "shortest")
     assert bundle.preprocess.mean == (0.485, 0.456, 0.406)
 
@@ -86,7 +93,9 @@ def test_a_head_that_was_taken_off(tmp_path):
     bundle = load(saved(model.state_dict(), tmp_path / "model.safetensors"), heads=2)
     assert bundle.model.config.classes == 0
     agree(bundle.model, model)
-    report = convert(tmp_path / "model.safetensors", tmp_path / "again.safetensors", to="torchvision", heads=2)
+    report = convert(
+        tmp_path / "model.safetensors", tmp_path / "again.safetensors", to="torchvision", heads=2
+    )
     assert report.difference < 1e-5
 
 
@@ -121,7 +130,9 @@ def test_written_back_to_the_last_bit(tmp_path, dtype, first, representation):
 
 @pytest.mark.parametrize("head", [{}, dict(head="tanh"), dict(head="tanh", head_hidden=20), dict(classes=0)])
 def test_a_model_of_ours_is_written_for_torchvision(tmp_path, head):
-    config = vt.ViTConfig(**dict(width=32, depth=2, heads=4, patch=8, size=32, classes=5, mlp_width=40) | head)
+    config = vt.ViTConfig(
+        **dict(width=32, depth=2, heads=4, patch=8, size=32, classes=5, mlp_width=40) | head
+    )
     model = shake(vt.ViT(config))
     Bundle(model=model).save(tmp_path / "ours.safetensors")
     report = convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", to="torchvision")
@@ -178,7 +189,9 @@ def test_torchvision_has_no_folders(tmp_path):
 
 def test_a_tensor_too_many_and_one_too_few(tmp_path):
     state = theirs().state_dict()
-    more = saved(state | {"encoder.layers.encoder_layer_0.ln_3.weight": torch.ones(32)}, tmp_path / "more.safetensors")
+    more = saved(
+        state | {"encoder.layers.encoder_layer_0.ln_3.weight": torch.ones(32)}, tmp_path / "more.safetensors"
+    )
     with pytest.raises(FileError, match=r"encoder_layer_0\.ln_3\.weight"):
         load(more, heads=2)
     del state["encoder.layers.encoder_layer_1.ln_2.bias"]
@@ -205,6 +218,8 @@ def test_the_huge_model_has_sixteen_heads(tmp_path):
 def test_a_convolutional_stem_is_no_torchvision_file(tmp_path):
     from torchvision.models.vision_transformer import ConvStemConfig
 
-    model = theirs(conv_stem_configs=[ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)])
+    model = theirs(
+        conv_stem_configs=[ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2), ConvStemConfig(16, 3, 2)]
+    )
     with pytest.raises(FileError, match="must be those of a family that is read"):
         load(saved(model.state_dict(), tmp_path / "model.safetensors"), heads=2)

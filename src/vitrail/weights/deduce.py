@@ -41,7 +41,10 @@ def deduce(found: Found, settings: Mapping[str, Any], given: Mapping[str, Any]) 
     """
     chosen = found.family.choose(found)
     check_heads(chosen, given)
-    told = {**found.family.fields, **chosen, **settings, **given}
+    # Channels and patch are in the shapes: those of flat patches have been read with the user's. Where
+    # they differ, they are what to change the model to.
+    facts = {name: value for name, value in given.items() if name not in ("channels", "patch")}
+    told = {**found.family.fields, **chosen, **settings, **facts}
     shapes, notes = found.shapes, list(found.notes)
     fields = {**shape_fields(found), **told}
     heads, note = heads_of(found, fields)

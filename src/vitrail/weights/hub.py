@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ NAME = re.compile(
 )
 CLOSED = ("The model must be open to you.", "{name}, which asks for a licence or a login first",
           "Accept the licence on the model's page, and log in with `hf auth login`.")  # fmt: skip
-CACHE = ("The cache must have room for the model and let itself be written.", "{name}, and {kind} for {file}",
+CACHE = ("The cache must have room and let itself be written.", "{name}, and {kind} for {file}",
          "Make room, check its rights, or let HF_HOME name another folder.")  # fmt: skip
 REASONS = {  # by an error's name, its errno or its HTTP status: the first that is true
     "offline": ("Offline, a model must be in the cache.", "{name}, whose {file} is not in it",
@@ -40,8 +41,7 @@ REASONS = {  # by an error's name, its errno or its HTTP status: the first that 
     "HTTP": ("The hub must give what is asked for.", "{name}, and {kind} for {file}", "Try again later."),
     "list of files": ("The hub must be in reach.", "{name}, and no connection ({kind})",
                       "Check the network, or use the cache alone with offline=True (--offline)."),
-    "": ("A file must come whole.", "{name}, where {file} broke off ({kind})",
-         "Load it again; half a file is never used."),
+    "": ("A file must come whole.", "{name}, and a part of {file} ({kind})", "Load again; no half is used."),
 }  # fmt: skip
 
 
@@ -55,21 +55,18 @@ def parse(text: str) -> Name:
 
 
 def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path, dict[str, Any]]:
-    """Where a model lies on this disk, and what its card gains by that. Of a path, the path and nothing.
-
-    With `offline`, or HF_HUB_OFFLINE in the environment, only the cache is used.
-    """
+    """Where a model lies on this disk, and what its card gains by that; a path stays as it is."""
     text = path.as_posix() if isinstance(path, PurePath) else str(path)
     if not text.startswith("hf:"):
         return path, {}
     name = parse(text)
     with needs("hub"):
         from huggingface_hub import constants
-    offline = offline or constants.HF_HUB_OFFLINE
+    offline = offline or constants.HF_HUB_OFFLINE  # from the environment
     there = fetch_names(name, offline)
     weights = name["file"] or next((one for one in USUAL if one in there), "")
     if weights not in there:
-        raise without(name, there, offline)
+        raise reason(KeyError(), name, weights or WEIGHTS[0], offline) if offline else without(name, there)
     wanted = (CARD, weights) if name["file"] else (CARD, *SETTINGS, weights)
     first, *rest = [one for one in wanted if one in there]
     # The first by its revision, which the cache then knows when it is alone; the others by the same commit.
@@ -98,15 +95,15 @@ def fetch_names(name: Name, offline: bool) -> list[str]:
 
 def fetch_file(name: Name, file: str, revision: str | None, offline: bool) -> Path:
     """A file in the cache: models--owner--name/snapshots/commit/file."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    # Offline not with local_files_only=True, which still asks the hub for a list of coding agents.
+    get = try_to_load_from_cache if offline else hf_hub_download
     with explained(name, file, offline):
-        return Path(hf_hub_download(name["repo"], file, revision=revision, local_files_only=offline))
+        return Path(get(name["repo"], file, revision=revision))  # type: ignore[arg-type]  # or it is explained
 
 
-def without(name: Name, there: list[str], offline: bool) -> FileError:
-    if offline:
-        return reason(FileNotFoundError(), name, name["file"] or "weights", offline)
+def without(name: Name, there: list[str]) -> FileError:
     files = [one for one in there if NAME.fullmatch(f"hf:{name['repo']}/{one}")]
     return FileError(
         f"A model on the hub must hold {name['file'] or ' or '.join(WEIGHTS)}.",
@@ -128,7 +125,8 @@ def licence_of(card: Path) -> dict[str, str]:
 @contextmanager
 def explained(name: Name, file: str, offline: bool) -> Iterator[None]:
     """Whatever goes wrong in there is one sentence; the hub's own log and warnings are not shown."""
-    level = (log := logging.getLogger("huggingface_hub")).level
+    log = logging.getLogger("huggingface_hub")
+    level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -142,10 +140,11 @@ def explained(name: Name, file: str, offline: bool) -> Iterator[None]:
 def reason(error: BaseException, name: Name, file: str, offline: bool) -> FileError:
     """What went wrong, in our words alone."""
     chain = [error, *filter(None, [error.__cause__])]  # the hub says "not found" because of a network error
-    kinds = {kind.__name__ for one in chain for kind in type(one).__mro__} | {file, ""}
-    kinds |= {"offline"} if offline else {errno.errorcode.get(getattr(error, "errno", None) or 0, "")}
+    number = getattr(error, "errno", None)
     answers = [answer for one in chain if (answer := getattr(one, "response", None)) is not None]
-    kind = getattr(error, "strerror", None) or type(error).__name__
+    kind = os.strerror(number) if number else type(error).__name__
     kind = f"HTTP {answers[0].status_code}" if answers else kind
-    must, got, do = next(REASONS[one] for one in REASONS if one in kinds | {kind, kind[:4]})
+    kinds = {one.__name__ for each in chain for one in type(each).__mro__} | {file, kind, kind[:4]}
+    kinds |= {"offline" if offline else "", errno.errorcode.get(number or 0, "")}
+    must, got, do = next(REASONS[one] for one in REASONS if one in kinds)
     return FileError(must, got.format(name=name[0], file=printable(file), kind=kind), do)

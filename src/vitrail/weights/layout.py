@@ -42,15 +42,15 @@ class Layout:
 
 
 def lead(count: int) -> Layout:
-    """`count` axes of length 1 before ours, such as pos_embed (1, N, D)."""
+    """`count` axes of length 1 before ours, such as pos_embed (1, N, D); or none of them."""
 
     def write(ours: Tensor, sizes: Sizes) -> Tensor:
         return ours.reshape((1,) * count + tuple(ours.shape))
 
     def shape(theirs: Shape, sizes: Sizes) -> Shape:
-        return theirs[count:] if set(theirs[:count]) <= {1} else theirs  # which then fits nothing
+        return theirs[count:] if set(theirs[:count]) <= {1} else theirs
 
-    return Layout("lead", lambda t, s: t.reshape(t.shape[count:]), write, shape)
+    return Layout("lead", lambda t, s: t.reshape(shape(tuple(t.shape), s)), write, shape)
 
 
 def tokens(axes: int) -> Layout:

@@ -76,8 +76,10 @@ BIG_VISION = Family(
         *HEAD,
     ),
     # The text tower, temperature and bias of an image-text model; what training kept beside "params".
-    extras=tuple("{w}" + root + name for root in ("params/", "") for name in ("txt/*", "t", "b"))
-    + ("{w}opt/*", "{w}extra/*"),
+    extras=(
+        *("{w}params/txt/*", "{w}params/t", "{w}params/b", "{w}txt/*", "{w}t", "{w}b"),
+        *("{w}opt/*", "{w}extra/*"),
+    ),
     stacked=r"(.*Transformer/encoderblock)(/.+)",
     fields={**FIELDS, "rows": "patches"},
     choose=choose,

@@ -45,11 +45,11 @@ CLIP = Family(
     prefixes=("visual.",),
     rows=ROWS,
     extras=tuple(f"{{w}}{name}" for name in TEXT),
-    fields={"eps": 1e-5, "activation": "quick-gelu", "pool_norm": "after"},
+    fields={"eps": 1e-5, "activation": "gelu", "pool_norm": "after"},
     resize={"method": "bicubic", "antialias": True},
     preprocess="clip",
     follows=(
-        'OpenAI: QuickGELU. OpenCLIP\'s models have the same tensors, and most of them need activation="gelu". '
+        'OpenAI: QuickGELU. Most models of OpenCLIP have the same tensors and need activation="gelu". '
         "Positions are resized as OpenCLIP does it, by bicubic with antialias."
     ),
 )

@@ -18,6 +18,7 @@ from vitrail.weights.families.hf import (
     folder,
     read_facts,
     unwrapped,
+    vit_also,
     with_labels,
 )
 from vitrail.weights.layout import lead, tokens
@@ -43,7 +44,7 @@ LAST = both("{w}{p}post_layernorm", "norm")
 PROJECTION = (row("{w}visual_projection.weight", "head.weight"),)
 CLASSIFIER = both("{w}classifier", "head")
 POOL = (  # SigLIP's, a block with a learned query
-    row("{w}{p}head.probe", "pool.probe", lead(2)),
+    row("{w}{p}head.probe", "pool.probe", lead(1)),
     row("{w}{p}head.attention.in_proj_weight", "pool.attention.qkv.weight"),
     row("{w}{p}head.attention.in_proj_bias", "pool.attention.qkv.bias"),
     *both("{w}{p}head.attention.out_proj", "pool.attention.out"),
@@ -126,18 +127,18 @@ def tower(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return unwrapped(state, "embeddings.patch_embedding.weight", "vision_model.")
 
 
-def square(config: ViTConfig) -> list[str]:
-    sides = (config.pixels, config.patch_pixels)
-    return ["pictures and patches are square"] * any(high != wide for high, wide in sides)
+def also(config: ViTConfig) -> list[str]:
+    oblong = any(high != wide for high, wide in (config.pixels, config.patch_pixels))
+    return ["pictures and patches are square"] * oblong + vit_also(config)
 
 
 def clip_also(config: ViTConfig) -> list[str]:
     biased = config.classes > 0 and config.head_bias
-    return square(config) + ["the projection has no bias"] * biased
+    return also(config) + ["the projection has no bias"] * biased
 
 
 def siglip_also(config: ViTConfig) -> list[str]:
-    return square(config) + ["the vision tower has no classes"] * (config.classes > 0)
+    return also(config) + ["the vision tower has no classes"] * (config.classes > 0)
 
 
 TOWER = {key: value for key, value in CHOICES.items() if key not in ("qkv_bias", "head_width")}
@@ -223,7 +224,7 @@ SIGLIP_CLASSIFIER = replace(
     extras=(*SIGLIP.extras, "{w}{p}head.*"),
     fields={**SIGLIP.fields, "pool": "mean"},
     expresses={**TOWER, "class_token": (False,), "rows": ("all", "patches"), "pool": ("mean",)},
-    also=square,
+    also=also,
     settings=partial(
         folder, words=partial(classifier_words, kind="siglip", model="SiglipForImageClassification")
     ),

@@ -1,0 +1,186 @@
+"""Batches in a fixed order: which pictures a step sees depends on the seed and the step, on nothing else.
+
+A global batch is one row of indices. Ranks take consecutive parts of it, and accumulation cuts these
+again, so that the pictures of a step are the same however many processes work on them. Files are
+decoded by threads (Pillow lets go of the interpreter while it decodes), a few batches ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.data.chance import shuffle, uniform
+from vitrail.data.decode import open_picture
+from vitrail.data.sources import Split
+from vitrail.errors import InputError, printable
+from vitrail.preprocess import Preprocess, levels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vitrail.data.augment import Augment
+
+AHEAD = 3  # batches that are decoded before they are asked for
+
+Policy = Literal["error", "skip", "warn"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pictures of one step, or of a part of one."""
+
+    indices: Tensor
+    """(b,) their places in the split."""
+    images: Tensor
+    """(b, C, S, S) levels, uint8."""
+    kept: Tensor
+    """(b,) 1 where the picture could be read; a corrupt one is grey and counts for nothing."""
+
+
+@dataclass
+class Corrupt:
+    """Files that could not be read, each named once, and what to do about them."""
+
+    policy: Policy = "error"
+    names: dict[str, str] = field(default_factory=dict)
+    """Why, by name."""
+
+
+def epoch_order(split: Split, *, seed: int, epoch: int, balanced: bool = False) -> Tensor:
+    """The order in which an epoch sees the pictures.
+
+    Balanced, every class comes equally often: rare ones again and again, frequent ones not all.
+    """
+    order = shuffle([seed, epoch], len(split))
+    if not balanced:
+        return order
+    labels = torch.from_numpy(split.labels)[order]
+    turns = torch.zeros_like(order)
+    for label in labels.unique():
+        turns[labels == label] = torch.arange(int((labels == label).sum()))
+    counts = labels.bincount()
+    most = int(counts.max())
+    pool = [order[labels == label] for label in range(len(counts)) if counts[label]]
+    wide = torch.stack([one[torch.arange(most) % len(one)] for one in pool])  # (classes, most)
+    return wide.T.flatten()[: len(order)]
+
+
+def steps_in_epoch(count: int, batch: int) -> int:
+    """Whole batches; what is left over comes in another epoch."""
+    return max(1, count // batch)
+
+
+def batch_indices(order: Tensor, step: int, batch: int) -> Tensor:
+    """The global batch of a step of the epoch. A set smaller than a batch comes round again."""
+    places = torch.arange(step * batch, (step + 1) * batch) % len(order)
+    return order[places]
+
+
+class Reader:
+    """Reads pictures of a split as levels, all of one size.
+
+    Args:
+        size: (H, W) of what is read. Arrays keep the size they have.
+        augment: where it has a random crop and the pictures are files, the crop is cut while
+            decoding, from the picture's full resolution.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        preprocess: Preprocess,
+        *,
+        augment: Augment | None = None,
+        seed: int = 0,
+        workers: int = 0,
+        corrupt: Corrupt | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.split, self.preprocess, self.augment, self.seed = split, preprocess, augment, seed
+        self.corrupt = Corrupt() if corrupt is None else corrupt
+        self.pool = ThreadPoolExecutor(workers) if workers and split.paths is not None else None
+        self.stored = None
+        if split.images is not None:  # small sets stay on the device
+            self.stored = torch.from_numpy(split.images).permute(0, 3, 1, 2).to(device)
+
+    def batches(self, wanted: Iterator[tuple[int, Tensor]]) -> Iterator[Batch]:
+        """A batch for each (epoch, indices), in their order, some decoded ahead."""
+        if self.stored is not None:
+            for _, indices in wanted:
+                there = indices.to(self.stored.device)
+                yield Batch(indices, self.stored[there], torch.ones(len(indices)))
+            return
+        waiting: deque[tuple[Tensor, list[Future[NDArray[np.uint8] | None]]]] = deque()
+        for epoch, indices in wanted:
+            waiting.append((indices, [self.submit(epoch, int(i)) for i in indices]))
+            if len(waiting) > AHEAD:
+                yield self.collect(*waiting.popleft())
+        while waiting:
+            yield self.collect(*waiting.popleft())
+
+    def submit(self, epoch: int, index: int) -> Future[NDArray[np.uint8] | None]:
+        if self.pool is not None:
+            return self.pool.submit(self.read, epoch, index)
+        done: Future[NDArray[np.uint8] | None] = Future()
+        try:
+            done.set_result(self.read(epoch, index))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def read(self, epoch: int, index: int) -> NDArray[np.uint8] | None:
+        """One picture (H, W, C); None for one that cannot be read, if the policy allows it."""
+        assert self.split.paths is not None
+        try:
+            image = open_picture(self.split.paths[index], near=self.preprocess.target)
+            if self.augment is None or self.augment.crop is None:
+                return self.preprocess.pixels(image)
+            return cut_at_random(levels(image, self.preprocess.channels), self.preprocess, self.augment, [self.seed, epoch, index])
+        except (InputError, OSError) as error:
+            if self.corrupt.policy == "error":
+                raise
+            name = printable(self.split.names[index])
+            self.corrupt.names.setdefault(name, printable(error))
+            return None
+
+    def collect(self, indices: Tensor, futures: list[Future[NDArray[np.uint8] | None]]) -> Batch:
+        arrays = [future.result() for future in futures]
+        H, W = self.preprocess.target
+        grey = np.full((H, W, self.preprocess.channels), 128, dtype=np.uint8)
+        images = np.stack([grey if array is None else array for array in arrays])
+        kept = torch.tensor([0.0 if array is None else 1.0 for array in arrays])
+        return Batch(indices, torch.from_numpy(images).permute(0, 3, 1, 2), kept)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def cut_at_random(
+    array: NDArray[np.uint8], preprocess: Preprocess, augment: Augment, keys: list[int]
+) -> NDArray[np.uint8]:
+    """A random part of the picture, of random area and shape, resized (Szegedy et al. 2014)."""
+    from PIL import Image
+
+    assert augment.crop is not None
+    high, wide = array.shape[:2]
+    area, shape, down, across = uniform([*keys, 1], 4).tolist()
+    share = augment.crop + (1 - augment.crop) * area
+    ratio = augment.crop_ratio ** (2 * shape - 1)  # as likely to be wide as to be high
+    w = min(wide, (high * wide * share * ratio) ** 0.5)
+    h = min(high, (high * wide * share / ratio) ** 0.5)
+    top, left = down * (high - h), across * (wide - w)
+    H, W = preprocess.target
+    box = (left, top, left + w, top + h)
+    how = Image.Resampling[preprocess.interpolation.upper()]
+    bands = [array] if array.shape[2] == 3 else [array[..., c] for c in range(array.shape[2])]
+    done = [np.asarray(Image.fromarray(band).resize((W, H), how, box=box)) for band in bands]
+    return done[0] if array.shape[2] == 3 else np.stack(done, axis=-1)

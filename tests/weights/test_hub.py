@@ -1,0 +1,507 @@
+"""Names on the hub: what is asked for, what is kept, and what is said when it does not work.
+
+The hub is a server in a thread. Its client reads its settings when it is imported, so each question is
+asked by a process of its own.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import vitrail as vt
+from conftest import shake
+from vitrail.errors import FileError, MissingExtra
+from vitrail.weights.hub import fetch_model, licence_of
+
+TOKEN = "hf_ThisTokenIsNotForAnyonesEyes"
+CARD = "---\nlanguage: en\nlicense: apache-2.0\n---\n# Tiny\nlicense: of the text, not of the model\n"
+
+ASK = """
+import json, sys, time
+from vitrail.errors import VitrailError
+from vitrail.weights.hub import fetch_model
+
+time.sleep = lambda seconds: None  # between one try of the client and the next
+answers = []
+for name, offline in json.loads(sys.argv[1]):
+    try:
+        path, card = fetch_model(name, offline=offline)
+        answers.append([str(path), card])
+    except VitrailError as error:
+        answers.append(f"{type(error).__name__}: {error}")
+assert "torch" not in sys.modules
+print(json.dumps(answers))
+"""
+
+LOAD = """
+import json, sys, torch, vitrail as vt
+
+bundle = vt.load(sys.argv[1])
+with torch.no_grad():
+    logits = bundle.model(torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
+vt.convert(sys.argv[1], sys.argv[2], to="vitrail", offline=True)
+print(json.dumps([logits.tolist(), bundle.card.licence, bundle.card.source]))
+"""
+
+COMMAND = """
+import sys
+from vitrail.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """What the client asks of the hub: the files of a model, and each file."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.repos = {}  # repository, revision, file
+        self.closed, self.log, self.tokens = {}, [], set()
+        self.cut = ""  # a file in whose middle the connection ends
+
+    def add(self, repo, files, revision="main"):
+        """Returns the commit."""
+        self.repos.setdefault(repo, {})[revision] = files
+        commit = hashlib.sha1(f"{repo} {revision} {sorted(files)}".encode()).hexdigest()
+        self.repos[repo][commit] = files
+        return commit
+
+    def commit(self, repo, files):
+        return next(name for name, one in self.repos[repo].items() if one is files and len(name) == 40)
+
+    def asked(self, method="GET"):
+        """Files asked for, without what the client asks about the repository."""
+        return [path.split("/", 5)[5] for verb, path in self.log if verb == method and "/resolve/" in path]
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        hub.log.append((self.command, path))
+        hub.tokens.add(token := self.headers.get("Authorization", ""))
+        if path == "/api/agent-harnesses":  # which the client asks for on its own account
+            return self.give(b"{}", {"Content-Type": "application/json"})
+        parts = path.strip("/").split("/")
+        listing = parts[:2] == ["api", "models"]
+        repo = "/".join(parts[2:4] if listing else parts[:2])
+        revision = (parts[5:] or ["main"])[0] if listing else parts[3]
+        status, code = hub.closed.get(repo, (200, ""))
+        if repo not in hub.repos:
+            return self.refuse(404, "RepoNotFound", token)
+        if revision not in hub.repos[repo]:
+            return self.refuse(404, "RevisionNotFound", token)
+        files = hub.repos[repo][revision]
+        if listing:
+            told = {"id": repo, "siblings": [{"rfilename": name} for name in files]}
+            return self.give(json.dumps(told).encode(), {"Content-Type": "application/json"})
+        if status != 200:
+            return self.refuse(status, code, token)
+        name = "/".join(parts[4:])
+        if name not in files:
+            return self.refuse(404, "EntryNotFound", token)
+        tag = hashlib.sha1(files[name]).hexdigest()
+        self.give(files[name], {"ETag": f'"{tag}"', "X-Repo-Commit": hub.commit(repo, files)}, name)
+
+    do_HEAD = do_GET
+
+    def give(self, content, headers, name=""):
+        start = int(self.headers.get("Range", "bytes=0-")[6:-1])  # where a broken download goes on
+        self.send_response(206 if start else 200)
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        for key, value in {**headers, "Content-Length": len(content) - start}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            cut = name and name == self.server.cut
+            self.wfile.write(content[start : len(content) // 2 if cut else None])
+
+    def refuse(self, status, code, token):
+        """With the token in its words, as a careless server would have it."""
+        self.send_response(status)
+        for key, value in {
+            "X-Error-Code": code,
+            "X-Error-Message": f"No {token}",
+            "Content-Length": 0,
+        }.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def run(hub, tmp_path):
+    """Run Python against the stand-in, with a cache of its own. Nothing may be on stderr but our words."""
+
+    def go(code, *arguments, fails=False, **more):
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if "HF_" not in name and not name.lower().endswith(("_proxy", "s_offline"))
+        }
+        env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", **more}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == (2 if fails else 0), done.stderr
+        assert fails or done.stderr == ""
+        assert TOKEN not in done.stdout + done.stderr
+        return done.stderr if fails else done.stdout
+
+    return go
+
+
+@pytest.fixture
+def ask(run):
+    """Names and whether to stay offline; a path and a card for each, or the words of an error."""
+
+    def go(*names, offline=False, **more):
+        return json.loads(run(ASK, json.dumps([(name, offline) for name in names]), **more))
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
+    return shake(transformers.ViTForImageClassification(config))
+
+
+@pytest.fixture(scope="module")
+def files(model, tmp_path_factory):
+    """A repository as there are many, with code that nobody asked for."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "modeling_evil.EvilModel"}
+    return {
+        "README.md": CARD.encode(),
+        "modeling_evil.py": b"raise SystemExit('run')",
+        "config.json": json.dumps(config).encode(),
+        "preprocessor_config.json": (folder / "preprocessor_config.json").read_bytes(),
+        "model.safetensors": (folder / "model.safetensors").read_bytes(),
+        "pytorch_model.bin": b"not asked for",
+        "tf_model.h5": b"not asked for",
+    }
+
+
+NEEDED = ["README.md", "config.json", "preprocessor_config.json", "model.safetensors"]
+
+
+# ---- it works -----------------------------------------------------------------------------------
+
+
+def test_a_model_is_fetched_once(hub, run, ask, model, files, tmp_path):
+    commit = hub.add("owner/tiny", files)
+    logits, licence, source = json.loads(run(LOAD, "hf:owner/tiny", str(tmp_path / "own.safetensors")))
+    assert hub.asked() == NEEDED  # and neither the code nor the pickle
+    with torch.no_grad():
+        theirs = model(torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)).logits
+    torch.testing.assert_close(torch.tensor(logits), theirs, atol=1e-5, rtol=1e-5)
+    assert (licence, source) == ("apache-2.0", f"hf:owner/tiny@{commit}")
+    card = vt.load(tmp_path / "own.safetensors").card
+    assert (card.licence, card.source) == (licence, source)
+
+    hub.log.clear()
+    [(folder, _)] = ask("hf:owner/tiny")
+    assert Path(folder, "model.safetensors").read_bytes() == files["model.safetensors"]
+    assert hub.asked() == []
+    assert hub.asked("HEAD") == ["README.md"]  # whether the model is still the same
+
+
+def test_offline_only_the_cache_is_used(hub, ask, files):
+    commit = hub.add("owner/tiny", files)
+    [missing] = ask("hf:owner/tiny", offline=True)
+    assert missing == (
+        "FileError: Offline, a model must be in the cache. Got hf:owner/tiny, whose model.safetensors is not in it. "
+        "Load it once without offline=True, --offline or HF_HUB_OFFLINE."
+    )
+    assert hub.log == []
+
+    names = ["hf:owner/tiny", f"hf:owner/tiny@{commit}"]
+    fetched = ask(*names)
+    hub.log.clear()
+    for how in ({"offline": True}, {"HF_HUB_OFFLINE": "1"}):
+        *cached, missing = ask(*names, "hf:owner/tiny@v1", **how)
+        assert cached == fetched
+        assert "Offline, a model must be in the cache. Got hf:owner/tiny@v1" in missing
+    assert hub.log == []
+
+
+def test_a_revision(hub, ask, files):
+    now = hub.add("owner/tiny", files)
+    then = hub.add("owner/tiny", {**files, "README.md": b"---\nlicense: mit\n---\n"}, "v1")
+    assert now != then
+    answers = ask("hf:owner/tiny", "hf:owner/tiny@v1", f"hf:owner/tiny@{then}", "hf:owner/tiny@v2")
+    assert [card["source"] for _, card in answers[:3]] == [
+        f"hf:owner/tiny@{one}" for one in (now, then, then)
+    ]
+    assert [card["licence"] for _, card in answers[:3]] == ["apache-2.0", "mit", "mit"]
+    assert answers[3] == (
+        "FileError: A revision must be a branch, a tag or a commit. Got hf:owner/tiny@v2, which has no such. "
+        "Look at the files on the model's page."
+    )
+
+
+def test_a_pickle_only_where_there_is_nothing_else(hub, ask, model, files, tmp_path):
+    torch.save(model.state_dict(), tmp_path / "w.bin")
+    old = {"config.json": files["config.json"], "pytorch_model.bin": (tmp_path / "w.bin").read_bytes()}
+    hub.add("owner/old", {**old, "x.safetensors": b"of something else"})
+    [(folder, card)] = ask("hf:owner/old")
+    assert hub.asked() == ["config.json", "pytorch_model.bin"]
+    assert "licence" not in card  # as there is no README.md
+    assert vt.load(folder).model.config.classes == 5
+
+
+def test_one_file_of_another_name(hub, ask, run, model, tmp_path):
+    np.savez(tmp_path / "w.npz", **{name: value.numpy() for name, value in model.state_dict().items()})
+    commit = hub.add(
+        "owner/many", {"deep/er/w-1.0.npz": (tmp_path / "w.npz").read_bytes(), "b.py": b"", "b.pt": b""}
+    )
+    unnamed, wrong, (path, card) = ask(
+        "hf:owner/many", "hf:owner/many/a.npz", "hf:owner/many/deep/er/w-1.0.npz"
+    )
+    assert unnamed == (
+        "FileError: A model on the hub must hold model.safetensors or pytorch_model.bin. Got hf:owner/many with "
+        "deep/er/w-1.0.npz, b.pt. Name a file of it, such as hf:owner/many/deep/er/w-1.0.npz."
+    )
+    assert "must hold a.npz. Got hf:owner/many/a.npz with deep/er/w-1.0.npz" in wrong
+    assert hub.asked() == ["deep/er/w-1.0.npz"]
+    assert card == {"source": f"hf:owner/many@{commit}/deep/er/w-1.0.npz"}
+    assert ask(card["source"], offline=True) == [[path, card]]  # a source is a name too
+    facts = json.loads(
+        run(COMMAND, "info", "--json", "--set", "heads=4", card["source"]).removesuffix("False\n")
+    )
+    assert (facts["source"], facts["classes"]) == (card["source"], 5)
+
+
+def test_shards(hub, run, ask, model, files):
+    state = list(model.state_dict().items())
+    halves = {"a.safetensors": dict(state[::2]), "b.safetensors": dict(state[1::2])}
+    index = {"weight_map": {name: file for file, half in halves.items() for name in half}}
+    shards = {name: safetensors.torch.save(half) for name, half in halves.items()}
+    hub.add(
+        "owner/two",
+        {
+            "config.json": files["config.json"],
+            "model.safetensors.index.json": json.dumps(index).encode(),
+            **shards,
+        },
+    )
+    [(folder, _)] = ask("hf:owner/two")
+    assert hub.asked() == ["config.json", "model.safetensors.index.json", "a.safetensors", "b.safetensors"]
+    hub.log.clear()
+    out = run(COMMAND, "info", "--offline", "hf:owner/two")
+    assert "hf-vit" in out
+    assert out.endswith("False\n")  # torch was not loaded
+    Path(folder, "b.safetensors").unlink()
+    [answer] = ask("hf:owner/two", offline=True)
+    assert "whose b.safetensors is not in it" in answer
+    assert hub.log == []
+
+
+def test_commands(hub, run, files, tmp_path):
+    commit = hub.add("owner/tiny", files)
+    out = run(COMMAND, "info", "hf:owner/tiny")
+    assert out.endswith("False\n")  # torch was not loaded
+    assert f"hf:owner/tiny@{commit}" in out.replace("\n", "")
+    assert "apache-2.0" in out
+    out = str(tmp_path / "out")
+    said = run(COMMAND, "convert", "hf:owner/other", out, fails=True)
+    assert said == (
+        "vitrail: A model must be on the hub. Got hf:owner/other, which is not there, or private. "
+        "Check the name; for a private one log in with `hf auth login`.\n"
+    )
+    said = run(COMMAND, "convert", "hf:owner/other", out, "--offline", fails=True)
+    assert "Offline, a model must be in the cache. Got hf:owner/other, " in said
+
+
+# ---- it does not --------------------------------------------------------------------------------
+
+
+def test_refusals_and_a_token(hub, ask, files):
+    hub.closed = {
+        "owner/a": (401, "GatedRepo"),
+        "owner/b": (403, "GatedRepo"),
+        "owner/c": (401, ""),
+        "owner/d": (403, ""),
+    }
+    hub.closed["owner/broken"] = 503, ""
+    for name in hub.closed:
+        hub.add(name, files)
+    *closed, broken, none = ask(*(f"hf:{name}" for name in hub.closed), "hf:owner/none", HF_TOKEN=TOKEN)
+    words = (
+        "FileError: The model must be open to you. Got hf:owner/{}, which asks for a licence or a login first. "
+        "Accept the licence on the model's page, and log in with `hf auth login`."
+    )
+    assert closed == [words.format(name) for name in "abcd"]
+    assert "Got hf:owner/broken, and HTTP 503 for README.md. Try again later." in broken
+    assert "A model must be on the hub. Got hf:owner/none, which is not there, or private." in none
+    assert f"Bearer {TOKEN}" in hub.tokens  # so there was one to tell; `run` looks for it in what is said
+
+
+def test_no_network(hub, ask):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    [answer] = ask("hf:owner/tiny", HF_ENDPOINT=f"http://127.0.0.1:{port}")
+    assert answer.startswith(
+        "FileError: The hub must be in reach. Got hf:owner/tiny, and no connection (Connect"
+    )
+    assert answer.endswith("Check the network, or use the cache alone with offline=True (--offline).")
+
+
+def test_a_connection_that_ends_in_the_middle(hub, ask, files, tmp_path):
+    hub.add("owner/tiny", files)
+    hub.cut = "model.safetensors"
+    [answer] = ask("hf:owner/tiny")
+    assert answer.startswith(
+        "FileError: A file must come whole. Got hf:owner/tiny, and a part of model.safetensors ("
+    )
+    assert answer.endswith("). Load again; no half is used.")
+    assert not list(tmp_path.rglob("model.safetensors"))
+    [answer] = ask("hf:owner/tiny", offline=True)
+    assert "whose model.safetensors is not in it" in answer
+    hub.cut = ""
+    [(folder, _)] = ask("hf:owner/tiny")
+    assert Path(folder, "model.safetensors").read_bytes() == files["model.safetensors"]
+
+
+def test_no_space(hub, run, files):
+    hub.add("owner/tiny", files)
+    full = (
+        "import errno, os, huggingface_hub\n"
+        "def download(*args, **more):\n"
+        "    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+        "huggingface_hub.hf_hub_download = download\n"
+    )
+    [answer] = json.loads(run(full + ASK, json.dumps([("hf:owner/tiny", False)])))
+    assert "Got hf:owner/tiny, and No space left on device for README.md. Make room" in answer
+
+
+def test_an_index_that_names_other_things(hub, ask, run, files):
+    def index(name):
+        return json.dumps({"weight_map": {"one": name}}).encode()
+
+    for number, name in enumerate(["../evil", "/etc/passwd", "a/b.safetensors", "..\\evil", ""]):
+        hub.add(f"owner/evil{number}", {"model.safetensors.index.json": index(name), name: b"evil"})
+    answers = ask(*(f"hf:owner/evil{number}" for number in range(5)))
+    assert all("An index must name weight files of its own folder" in answer for answer in answers)
+    hub.add("owner/code", {"model.safetensors.index.json": index("evil.py"), "evil.py": b"evil"})
+    assert "evil.py: No such file" in run(COMMAND, "info", "hf:owner/code", fails=True)
+    assert set(hub.asked() + hub.asked("HEAD")) == {"model.safetensors.index.json"}
+
+
+NO_NAMES = [
+    *(
+        "hf:",
+        "hf:a",
+        "hf:../x",
+        "hf:a/..",
+        "hf:./x",
+        "hf:a/b/c d",
+        "hf:a/b/c",
+        "hf:a/b/c.py",
+        "hf:/a/b",
+        "hf://a/b",
+    ),
+    *("hf:a/b@", "hf:a/b@..", "hf:a/b@../x", "hf:a/b@-x", "hf:a/b@x y", "hf:a/b@x/../y", "hf:a/b/../c.npz"),
+    *(
+        "hf:a/b//c.npz",
+        "hf:a/b/c.npz\n",
+        "hf:a/b\n",
+        "hf:a/b?x",
+        "hf:a/b#x",
+        "hf:a/b%2e",
+        "hf:a\\b",
+        "hf:a/b/.npz",
+    ),
+    *(
+        "hf:a/ü",
+        "hf:a--b/c",
+        "hf:a/b..c",
+        "hf:a/b.git",
+        "hf:-a/b",
+        "hf:a/b.",
+        "hf:a/" + "b" * 96,
+        "hf:a/b@" + "c" * 999,
+    ),
+]
+
+
+def test_names_that_are_refused_before_anything_is_asked(hub, ask):
+    answers = ask(*NO_NAMES)
+    assert all(
+        answer.startswith(
+            "FileError: A model on the hub is hf:owner/name, with @revision or /path/file.npz behind it"
+        )
+        for answer in answers
+    )
+    assert "Got hf:a/b/c d. Copy the name from the model's page." in answers[5]
+    assert hub.log == []
+
+
+def test_other_paths_are_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for path in ("x.safetensors", Path("folder"), "./hf:a/b"):
+        assert fetch_model(path) == (path, {})
+    with pytest.raises(FileError, match=r"Got hf:a\."):
+        fetch_model(Path("hf:a"))
+    with pytest.raises(MissingExtra, match=r'Install it with: pip install "vitrail\[hub\]"'):
+        fetch_model(Path("hf:a/b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "licence"),
+    [
+        (CARD, "apache-2.0"),
+        ("\ufeff---\r\nlicense: 'cc-by-nc-4.0'  # why\r\n---\r\n", "cc-by-nc-4.0"),
+        ("---\nlicense: other\nlicense_name: dinov3-license\n---\n", "dinov3-license"),
+        ('---\nlicense_name: "x"\nlicense: mit\n---\n', "mit"),
+        ("---\nlicense: other\n---\n", "other"),
+        ("---\nother:\n  license: mit\n---\n", None),
+        ("---\nlicense:\n---\n", None),
+        ("---\nlicense: mit\n", None),
+        ("license: mit\n", None),
+        ("", None),
+    ],
+)
+def test_licence(tmp_path, text, licence):
+    (tmp_path / "README.md").write_bytes(text.encode())
+    assert licence_of(tmp_path / "README.md").get("licence") == licence
+
+
+def test_licence_of_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "README.md").write_bytes(b"---\n\xff\xfe\nlicense: mit\n---\n")
+    assert licence_of(tmp_path / "README.md") == {"licence": "mit"}
+    assert licence_of(tmp_path / "none") == {}

@@ -1,0 +1,282 @@
+"""A ViT of one's own round nn.TransformerEncoder, as tutorials build it; and a table of keys for any other."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchvision.models import VisionTransformer
+
+from conftest import shake
+from vitrail.errors import ConfigError, FileError
+from vitrail.weights.convert import convert
+from vitrail.weights.load import load
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+class Patches(nn.Module):
+    """x_p E with a matrix: the numbers of a patch channel by channel, or pixel by pixel."""
+
+    def __init__(self, channels, width, patch, pixelwise=False):
+        super().__init__()
+        self.proj, self.patch, self.pixelwise = nn.Linear(channels * patch**2, width), patch, pixelwise
+
+    def forward(self, pictures):
+        P = self.patch
+        x = pictures.unfold(2, P, P).unfold(3, P, P)  # (B, C, h, w, P, P)
+        x = x.permute(0, 2, 3, 4, 5, 1) if self.pixelwise else x.permute(0, 2, 3, 1, 4, 5)
+        return self.proj(x.flatten(3).flatten(1, 2))
+
+
+class Conv(nn.Conv2d):
+    def forward(self, pictures):
+        return super().forward(pictures).flatten(2).mT
+
+
+class Net(nn.Module):
+    """What a tutorial ends with; every option is one that people choose."""
+
+    def __init__(
+        self, linear=False, norm_first=False, last="encoder", tokens="cls_token", activation="relu", encoder="encoder",
+        head="head", positions="pos_embed", pixelwise=False, width=32, depth=2, heads=2, patch=8, grid=(4, 4), channels=3,
+    ):  # fmt: skip
+        super().__init__()
+        self.names = tokens, positions, encoder, head
+        self.patch_embed = (
+            Patches(channels, width, patch, pixelwise) if linear else Conv(channels, width, patch, patch)
+        )
+        if tokens:
+            setattr(self, tokens, nn.Parameter(torch.randn(1, 1, width)))
+        setattr(self, positions, nn.Parameter(torch.randn(1, grid[0] * grid[1] + bool(tokens), width)))
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 48, 0.1, activation, batch_first=True, norm_first=norm_first
+        )
+        norm = nn.LayerNorm(width) if last == "encoder" else None
+        setattr(self, encoder, nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False))
+        self.norm = nn.LayerNorm(width) if last == "outside" else nn.Identity()
+        setattr(self, head, nn.Linear(width, 5))
+        if last == "head":
+            setattr(self, head, nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 5)))
+
+    def forward(self, pictures):
+        tokens, positions, encoder, head = (getattr(self, name, None) for name in self.names)
+        x = self.patch_embed(pictures)
+        if tokens is not None:
+            x = torch.cat([tokens.expand(len(x), -1, -1), x], dim=1)
+        x = self.norm(encoder(x + positions))
+        return head(x[:, 0] if tokens is not None else x.mean(dim=1))
+
+
+def net(**options):
+    return shake(Net(**options))
+
+
+def facts(norm_first=False, activation="relu", heads=2, channels=3, **_):
+    told = dict(heads=heads, channels=channels)
+    told |= dict(block="pre-norm") if norm_first else {}
+    return told | (dict(activation=activation) if activation != "relu" else {})
+
+
+def saved(tensors, path):
+    safetensors.torch.save_file(dict(tensors), path)
+    return path
+
+
+def agree(model, other):
+    pictures = torch.randn(2, *model.config.input_shape)
+    with torch.no_grad():
+        ours, expected = model(pictures), other(pictures)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def same_file(one, other):
+    one, other = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape), name
+        assert torch.equal(one[name], other[name]), name
+
+
+OPTIONS = st.fixed_dictionaries(
+    dict(
+        linear=st.booleans(), norm_first=st.booleans(), last=st.sampled_from(["encoder", "outside", "head", "nowhere"]),
+        tokens=st.sampled_from(["", "cls_token", "class_token"]), activation=st.sampled_from(["relu", "gelu"]),
+        encoder=st.sampled_from(["encoder", "transformer_encoder", "my_layers"]), depth=st.integers(1, 3),
+        head=st.sampled_from(["head", "classifier", "mlp_head"]), heads=st.sampled_from([1, 2, 4]),
+        positions=st.sampled_from(["pos_embed", "pos_embedding", "position_embedding"]),
+        grid=st.sampled_from([(4, 4), (3, 5)]), channels=st.sampled_from([1, 3]),
+    )
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(options=OPTIONS, wrapper=st.sampled_from(["", "module.", "a.b."]))
+def test_same_logits(tmp_path_factory, options, wrapper):
+    model = net(**options)
+    path = tmp_path_factory.mktemp("torch") / "model.pth"
+    torch.save({wrapper + name: tensor for name, tensor in model.state_dict().items()}, path)
+    h, w = options["grid"]
+    bundle = load(path, size=(8 * h, 8 * w), **facts(**options))
+    assert bundle.source.family == "torch"
+    agree(bundle.model, model)
+
+
+def test_what_shapes_do_not_tell(tmp_path):
+    bundle = load(saved(net().state_dict(), tmp_path / "model.safetensors"), heads=2)
+    config = bundle.model.config
+    assert (config.block, config.activation, config.eps) == ("post-norm", "relu", 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("last", ["encoder", "head", "nowhere"])
+def test_written_back_to_the_last_bit(tmp_path, dtype, linear, last):
+    model = net(linear=linear, last=last).to(dtype)
+    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    report = convert(path, tmp_path / "again.safetensors", to="torch", heads=2)
+    same_file(path, tmp_path / "again.safetensors")
+    assert report.difference is None
+
+    bundle, pictures = load(path, heads=2), torch.randn(2, 3, 32, 32)
+    bundle.save(tmp_path / "ours.safetensors")
+    assert torch.equal(load(tmp_path / "ours.safetensors").model(pictures), bundle.model(pictures))
+    convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="torch")
+    same_file(path, tmp_path / "back.safetensors")
+
+
+def test_it_is_not_written_from_others(tmp_path):
+    model = VisionTransformer(32, 8, 1, 2, 32, 48, num_classes=5)
+    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    assert load(path, heads=2).source.family == "torchvision"
+    with pytest.raises(ConfigError, match="TO must be a family that is written"):
+        convert(path, tmp_path / "out.safetensors", to="torch", heads=2)
+
+
+def test_a_tensor_too_many_and_one_too_few(tmp_path):
+    state = net().state_dict()
+    more = saved(state | {"neck.weight": torch.ones(32)}, tmp_path / "more.safetensors")
+    with pytest.raises(FileError, match=r"neck\.weight"):
+        load(more, heads=2)
+    del state["encoder.layers.1.linear2.bias"]
+    with pytest.raises(FileError, match=r"without blocks\.1\.mlp\.fc2\.bias"):
+        load(saved(state, tmp_path / "less.safetensors"), heads=2)
+
+
+# ---- a table of one's own
+
+
+def renamed(state, names):
+    return {names.get(name, name): tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("pixelwise", "names"),
+    [
+        (False, {"patch_embed.proj": "embedding", "pos_embed": "pos_embedding.weight", "head": "fc"}),
+        (False, {"patch_embed.proj": "patch_embedding.projection", "cls_token": "patch_embedding.cls_token"}),
+        (False, {"pos_embed": "embedding.position_embeddings", "encoder.norm": "ln_f"}),
+        (True, {"patch_embed.proj": "to_patch_embedding.1", "encoder.": ""}),
+        (True, {"patch_embed.proj": "patch_embedding.1", "encoder.": "model.deep.encoder."}),
+    ],
+)
+def test_other_usual_names(tmp_path, pixelwise, names):
+    model = net(linear=True, pixelwise=pixelwise)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        old = next((start for start in names if name.startswith(start)), "")
+        new = names[old] + name.removeprefix(old) if old else name
+        state[new] = tensor[0] if new.endswith("pos_embedding.weight") else tensor  # as nn.Embedding has it
+    path = saved(state, tmp_path / "model.safetensors")
+    agree(load(path, heads=2).model, model)
+    convert(path, tmp_path / "again.safetensors", to="torch", heads=2)
+    same_file(path, tmp_path / "again.safetensors")
+
+
+def test_names_of_one_s_own(tmp_path):
+    model = net()
+    names = {"patch_embed.weight": "stem.w", "patch_embed.bias": "stem.b", "cls_token": "first"}
+    path = saved(renamed(model.state_dict(), names), tmp_path / "model.safetensors")
+    with pytest.raises(
+        FileError, match=r"'tokens\.proj\.weight' is missing or odd, and first, stem\.b, stem\.w"
+    ):
+        load(path, heads=2)
+    keys = [("stem.w", "tokens.proj.weight"), ("stem.b", "tokens.proj.bias"), ("first", "prefix", "tokens")]
+    bundle = load(path, heads=2, keys=keys, family="torch")
+    agree(bundle.model, model)
+    bundle.save(tmp_path / "ours.safetensors")
+    convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="torch")
+    same_file(path, tmp_path / "back.safetensors")
+
+
+def test_patches_pixel_by_pixel(tmp_path):
+    """Which number of a flat patch is which cannot be seen; a row of keys says it."""
+    model = net(linear=True, pixelwise=True)
+    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    keys = [("patch_embed.proj.weight", "tokens.proj.weight", "patch_rows")]
+    agree(load(path, heads=2, keys=keys).model, model)
+    with pytest.raises(AssertionError, match="not close"):
+        agree(load(path, heads=2).model, model)
+    convert(path, tmp_path / "again.safetensors", to="torch", heads=2, keys=keys)
+    same_file(path, tmp_path / "again.safetensors")
+
+
+@pytest.mark.skipif(not (DATA / "weights").exists(), reason="the weights are not part of the repository")
+class TestTrainedBySomebodyElse:
+    """A one-block ViT on MNIST, in names of its author's own: post-norm, no class token, mean of the patches."""
+
+    path = DATA / "weights" / "mnist_vit_agentzz1.pth"
+    keys = (
+        ("patch_embed.proj.weight", "tokens.proj.weight", "patch_planes"),
+        ("patch_embed.proj.bias", "tokens.proj.bias"),
+        ("encoder.{i}.attn.in_proj_weight", "blocks.{i}.attention.qkv.weight"),
+        ("encoder.{i}.attn.in_proj_bias", "blocks.{i}.attention.qkv.bias"),
+        ("encoder.{i}.attn.out_proj.weight", "blocks.{i}.attention.out.weight"),
+        ("encoder.{i}.attn.out_proj.bias", "blocks.{i}.attention.out.bias"),
+        ("encoder.{i}.ffn.fc1.weight", "blocks.{i}.mlp.fc1.weight"),
+        ("encoder.{i}.ffn.fc1.bias", "blocks.{i}.mlp.fc1.bias"),
+        ("encoder.{i}.ffn.fc2.weight", "blocks.{i}.mlp.fc2.weight"),
+        ("encoder.{i}.ffn.fc2.bias", "blocks.{i}.mlp.fc2.bias"),
+        *((f"encoder.{{i}}.{n}.{kind}", f"blocks.{{i}}.{n}.{kind}") for n in ("norm1", "norm2") for kind in ("weight", "bias")),
+    )  # fmt: skip
+
+    def load(self, **facts):
+        return load(self.path, family="torch", keys=self.keys, channels=1, heads=1, **facts)
+
+    def right(self, **facts):
+        def read(name, header):
+            with gzip.open(DATA / "mnist" / f"t10k-{name}-ubyte.gz") as file:
+                return np.frombuffer(file.read(), np.uint8, offset=header)
+
+        levels = torch.from_numpy(read("images-idx3", 16).reshape(-1, 1, 28, 28) / np.float32(255))
+        labels = torch.from_numpy(read("labels-idx1", 8).astype(np.int64))
+        model = self.load(**facts).model
+        with torch.no_grad():
+            guesses = torch.cat([model(some).argmax(1) for some in ((levels - 0.1307) / 0.3081).split(1000)])
+        return (guesses == labels).sum()
+
+    def test_its_score(self):
+        """83.97 %; PyTorch's own activation, and the last norm behind the pool, are not what it was trained with."""
+        assert self.right(activation="gelu") == 8397
+        assert self.right() == 8339
+        assert self.right(activation="gelu", pool_norm="after") == 8368
+
+    def test_without_the_table_it_is_not_known(self):
+        with pytest.raises(FileError, match="The file must be of the family torch"):
+            load(self.path, family="torch", channels=1, heads=1)
+
+    def test_written_back_to_the_last_bit(self, tmp_path):
+        self.load().save(tmp_path / "ours.safetensors")  # the table goes with it
+        convert(tmp_path / "ours.safetensors", tmp_path / "out.safetensors", to="torch")
+        before, after = (
+            torch.load(self.path, "cpu"),
+            safetensors.torch.load_file(tmp_path / "out.safetensors"),
+        )
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)

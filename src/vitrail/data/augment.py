@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ NAMES = (
     *("erase", "erase_area", "erase_ratio", "erase_left", "erase_top"),
 )
 OPS = (
-    *("identity", "shear-x", "shear-y", "shift-x", "shift-y", "turn", "brightness", "colour", "contrast"),
+    *("identity", "shear-x", "shear-y", "shift-x", "shift-y", "turn", "brightness", "saturation", "contrast"),
     *("sharpness", "posterize", "solarize", "autocontrast", "equalize"),
 )
 LAST = 30  # strengths go from 0 to here
@@ -167,7 +168,7 @@ def augment(
     steps = draw_steps(chance[:, len(NAMES) :], settings, size)
     x = move(x, draws, steps, settings, size)
     if steps:
-        x = sharpen(map_levels(x, steps), math.prod(1 + step.amount("sharpness") for step in steps))
+        x = sharpen(map_levels(x, steps), reduce(torch.mul, [1 + step.amount("sharpness") for step in steps]))
     if steps or settings.colours:
         x = recolour(x, draws, steps, settings)
     return erase(x, draws, settings) if settings.erase else x
@@ -218,7 +219,7 @@ def move(x: Tensor, draws: Draws, steps: list[Step], settings: Augment, size: tu
     """Everything about place. Samples that stay where they are, or are only mirrored, keep their bits."""
     H, W = x.shape[-2:]
     matrix = places(draws, steps, settings, (H, W), size)
-    exact = (H, W) == tuple(size) and not settings.moves  # some samples, if not all, need no sampling
+    exact = tuple(size) == (H, W) and not settings.moves  # some samples, if not all, need no sampling
     kept = torch.where(beside(matrix[:, 0, 0] < 0, x, 3), x.flip(-1), x) if exact and settings.flip else x
     if exact and not steps:
         return kept
@@ -304,7 +305,7 @@ def map_levels(x: Tensor, steps: list[Step]) -> Tensor:
 
     All are those of torchvision on 8-bit pictures, but for solarize of strength 0, which does nothing.
     """
-    levels = (x * 255).round().clamp(0, 255).long().flatten(2)  # (B, C, HW)
+    levels = (x * 255).round_().clamp_(0, 255).long().flatten(2)  # (B, C, HW)
     ramp = torch.arange(256, device=x.device)
     table = ramp.expand(*x.shape[:2], 256)
     counts = torch.zeros_like(table).scatter_add_(2, levels, levels.new_ones(()).expand_as(levels))
@@ -340,10 +341,10 @@ def sharpen(x: Tensor, factor: Tensor) -> Tensor:
         return x
     inner = x[..., 1:-1, 1:-1]
     three = x[..., :-2, :] + x[..., 1:-1, :] + x[..., 2:, :]
-    blurred = (three[..., :-2] + three[..., 1:-1] + three[..., 2:] + 4 * inner) / 13
+    blurred = (three[..., :-2] + three[..., 1:-1]).add_(three[..., 2:]).add_(4 * inner).div_(13)
     out = x.clone()
-    out[..., 1:-1, 1:-1] += beside(1 - factor, x, 3) * (blurred - inner)
-    return out.clamp(0, 1)
+    out[..., 1:-1, 1:-1] += blurred.sub_(inner).mul_(beside(1 - factor, x, 3))
+    return out.clamp_(0, 1)
 
 
 def recolour(x: Tensor, draws: Draws, steps: list[Step], settings: Augment) -> Tensor:
@@ -351,15 +352,13 @@ def recolour(x: Tensor, draws: Draws, steps: list[Step], settings: Augment) -> T
 
     Brightness and contrast are gain * x + lift * the picture's mean grey.
     """
-    gain, lift, strength = torch.ones_like(draws["hue"]), torch.zeros_like(draws["hue"]), 1.0
-    jitter = [
-        1 + even(draws[name], getattr(settings, name)) for name in ("brightness", "contrast", "saturation")
-    ]
-    for brightness, contrast, colour in [
-        *([1 + step.amount(name) for name in ("brightness", "contrast", "colour")] for step in steps),
-        jitter,
-    ]:
-        gain, lift, strength = gain * brightness, lift * brightness, strength * colour
+    names = ("brightness", "contrast", "saturation")
+    factors = [[1 + step.amount(name) for name in names] for step in steps]
+    factors += [[1 + even(draws[name], getattr(settings, name)) for name in names]]
+    gain = strength = torch.ones_like(draws["hue"])
+    lift = torch.zeros_like(gain)
+    for brightness, contrast, saturation in factors:
+        gain, lift, strength = gain * brightness, lift * brightness, strength * saturation
         gain, lift = gain * contrast, lift + (1 - contrast) * gain
     if x.shape[1] == 3:
         strength = torch.where(draws["grey"] < settings.grey, 0.0, strength)[:, None, None]
@@ -368,20 +367,21 @@ def recolour(x: Tensor, draws: Draws, steps: list[Step], settings: Augment) -> T
         chroma = torch.eye(3, device=turn.device) - grey
         matrix = grey + strength * (turn.cos() * chroma + turn.sin() * twist)
         red, green, blue = beside(matrix * gain[:, None, None], x, 2).unbind(2)  # (B, 3, 1, 1)
-        out = x[:, :1] * red + x[:, 1:2] * green + x[:, 2:] * blue
+        out = (x[:, :1] * red).add_(x[:, 1:2] * green).add_(x[:, 2:] * blue)
     else:
         out = x * beside(gain, x, 3)
     if steps or settings.contrast:
-        out = out + beside(lift, x, 3) * mean_grey(x)
-    return out.clamp(0, 1)
+        out += beside(lift, x, 3) * mean_grey(x)
+    return out.clamp_(0, 1)
 
 
 def mean_grey(x: Tensor) -> Tensor:
     """(B, 1, 1, 1), from sums in whole numbers: those do not depend on their order."""
-    sums = (x * 65536).round().sum((2, 3), dtype=torch.int64)  # (B, C)
+    scale = 2**24 // x.shape[3]  # so that a row's sum is exact in float32
+    sums = (x * scale).round_().sum(3).long().sum(2)  # (B, C)
     weights = GREY if x.shape[1] == 3 else [1 / x.shape[1]] * x.shape[1]
     channels = [weight * one for weight, one in zip(weights, sums.to(x.dtype).unbind(1), strict=True)]
-    return sum(channels[1:], channels[0])[:, None, None, None] / (65536 * x[0, 0].numel())
+    return sum(channels[1:], channels[0])[:, None, None, None] / (scale * x.shape[2] * x.shape[3])
 
 
 # ---- erasing ------------------------------------------------------------------------------------

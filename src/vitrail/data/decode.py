@@ -20,10 +20,15 @@ FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
 MOST_PIXELS = 50_000_000
 
 
-def open_picture(path: str | Path) -> Image:
-    """A picture file, decoded; what becomes of its orientation, depth and alpha is Preprocess's affair."""
+def open_picture(path: str | Path, near: tuple[int, int] | None = None) -> Image:
+    """A picture file, decoded; what becomes of its orientation, depth and alpha is Preprocess's affair.
+
+    Args:
+        near: a JPEG may be decoded at half, a quarter or an eighth of its size, as long as it stays
+            this large, (H, W): much faster, and not the same pixels. For training alone.
+    """
     with open_regular(path) as file:
-        return decode(file, printable(path))
+        return decode(file, printable(path), near)
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -37,7 +42,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     raise InputError("A picture must be a file.", f"{printable(path)}, {kind}", "Name one file.")
 
 
-def decode(file: BinaryIO, name: str) -> Image:
+def decode(file: BinaryIO, name: str, near: tuple[int, int] | None = None) -> Image:
     """Decode the first frame of a picture."""
     from PIL import Image
 
@@ -58,6 +63,8 @@ def decode(file: BinaryIO, name: str) -> Image:
                 "Make it smaller.",
             )
         try:
+            if near is not None:
+                opened.draft(opened.mode, near[::-1])
             opened.load()
         except Exception as error:
             raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error

@@ -63,9 +63,6 @@ def epoch_order(split: Split, *, seed: int, epoch: int, balanced: bool = False) 
     if not balanced:
         return order
     labels = torch.from_numpy(split.labels)[order]
-    turns = torch.zeros_like(order)
-    for label in labels.unique():
-        turns[labels == label] = torch.arange(int((labels == label).sum()))
     counts = labels.bincount()
     most = int(counts.max())
     pool = [order[labels == label] for label in range(len(counts)) if counts[label]]
@@ -105,6 +102,8 @@ class Reader:
         device: torch.device | str = "cpu",
     ) -> None:
         self.split, self.preprocess, self.augment, self.seed = split, preprocess, augment, seed
+        # A crop of a JPEG decoded at half its size is still as large as the model's picture.
+        self.near = None if augment is None else tuple(2 * side for side in preprocess.target)
         self.corrupt = Corrupt() if corrupt is None else corrupt
         self.pool = ThreadPoolExecutor(workers) if workers and split.paths is not None else None
         self.stored = None
@@ -140,10 +139,11 @@ class Reader:
         """One picture (H, W, C); None for one that cannot be read, if the policy allows it."""
         assert self.split.paths is not None
         try:
-            image = open_picture(self.split.paths[index], near=self.preprocess.target)
+            image = open_picture(self.split.paths[index], self.near)  # type: ignore[arg-type]
             if self.augment is None or self.augment.crop is None:
                 return self.preprocess.pixels(image)
-            return cut_at_random(levels(image, self.preprocess.channels), self.preprocess, self.augment, [self.seed, epoch, index])
+            array = levels(image, self.preprocess.channels)
+            return cut_at_random(array, self.preprocess, self.augment, [self.seed, epoch, index])
         except (InputError, OSError) as error:
             if self.corrupt.policy == "error":
                 raise

@@ -1,0 +1,164 @@
+"""Checkpoints that are whole or not there: written aside, synced, checked, renamed.
+
+A checkpoint is a folder, checkpoints/step-00000042, with tensors in safetensors files, state.json, and
+manifest.json, which lists every other file with its size and hash. One that does not fit its manifest
+is passed over for the one before it, with a sentence that says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vitrail.errors import FileError, printable
+from vitrail.weights.files import write_safetensors
+
+NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run needs to go on as if nothing had happened."""
+
+    step: int
+    """How many steps have been taken."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file: model, optimizer, ema, sums."""
+    state: Mapping[str, Any]
+    """Plain numbers and words."""
+
+
+def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write a checkpoint, then remove the oldest of those this run has written beyond `keep`."""
+    place = folder / f"step-{checkpoint.step:08d}"
+    aside = folder / f".{place.name}.part"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for name, tensors in checkpoint.tensors.items():
+            write_safetensors(aside / f"{name}.safetensors", tensors)
+        write_text(aside / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
+        write_text(aside / "manifest.json", json.dumps(manifest(aside)))
+        sync(aside)
+        if place.exists():  # the same step again, after a resume
+            shutil.rmtree(place)
+        aside.rename(place)
+        sync(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise failed(place, error.strerror or str(error)) from error
+    except FileError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise failed(place, error.args[1]) from error
+    for old in complete(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def failed(place: Path, reason: str) -> FileError:
+    return FileError(
+        "A checkpoint must be written whole; the one before it is as it was.",
+        f"{printable(place)}: {printable(reason)}",
+        "Free some space or check the rights, then go on with --resume.",
+    )
+
+
+def complete(folder: Path) -> list[Path]:
+    """Folders of finished checkpoints, the newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir()), reverse=True)
+
+
+def load_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is whole, and a sentence on each newer one that is not."""
+    warnings = []
+    for place in complete(folder):
+        reason = damage(place)
+        if reason is None:
+            return read(place), warnings
+        warnings.append(f"{printable(place.name)} is not whole ({reason}); the one before it is used.")
+    return None, warnings
+
+
+def read(place: Path) -> Checkpoint:
+    state = json.loads((place / "state.json").read_text())
+    tensors = {file.stem: load_file(file) for file in sorted(place.glob("*.safetensors"))}
+    return Checkpoint(state.pop("step"), tensors, state)
+
+
+def damage(place: Path) -> str | None:
+    """Why a checkpoint is not whole; None if it is."""
+    try:
+        listed = json.loads((place / "manifest.json").read_text())
+        found = manifest(place)
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+    if not isinstance(listed, dict) or set(listed) != set(found):
+        return "its files are not those of its manifest"
+    wrong = [name for name in found if listed[name] != found[name]]
+    return f"{wrong[0]} has changed" if wrong else None
+
+
+def manifest(place: Path) -> dict[str, list[Any]]:
+    """Size and hash of every file but the manifest itself."""
+    files = sorted(p for p in place.iterdir() if p.name != "manifest.json")
+    return {file.name: [file.stat().st_size, hash_of(file)] for file in files}
+
+
+def hash_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file and wait until it is on the disk."""
+    with file.open("w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- optimizers by name ---------------------------------------------------------------------
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """An optimizer's state by the parameters' names: exp_avg/blocks.0..., step/blocks.0..."""
+    return {
+        f"{kind}/{names[parameter]}": value
+        for parameter, state in optimizer.state.items()
+        for kind, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]
+) -> None:
+    """Give an optimizer the state it had."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        parameter = by_name[name]
+        optimizer.state[parameter][kind] = value.to(parameter.device)

@@ -1,0 +1,68 @@
+"""Several processes as one: what torchrun has started, and the few things they tell each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes and prints."""
+        return self.rank == 0
+
+    def part(self, batch: Tensor) -> Tensor:
+        """This process's consecutive part of a global batch."""
+        size = len(batch) // self.count
+        return batch[self.rank * size : (self.rank + 1) * size]
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, here: bool, device: torch.device) -> bool:
+        """Whether it is so in any process: all act alike, or they would wait for each other for ever."""
+        if self.count == 1:
+            return here
+        flag = torch.tensor(float(here), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def wait(self) -> None:
+        if self.count > 1:
+            dist.barrier()
+
+
+def join() -> Ranks:
+    """The processes that torchrun started; one alone where it did not."""
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def shared(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """The model with gradients averaged over processes. Sharding would be applied here too."""
+    if ranks.count == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def leave() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""Everything a run is, besides its data: plain data that checks itself and travels with the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from vitrail.config import ViTConfig
+from vitrail.data.augment import Augment
+from vitrail.data.mixing import Mixing
+from vitrail.errors import ConfigError
+from vitrail.fields import Config, choice, declare, number, rate, show, switch, whole
+
+
+def part(kind: type[Any], doc: str) -> Any:
+    """A config inside a config; a mapping of its fields will do."""
+
+    def check(name: str, value: Any, hint: Any) -> Any:
+        if isinstance(value, dict):
+            return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{name} must be {kind.__name__}.", f"{name}={show(value)}", f"Give {kind.__name__}(...)."
+            )
+        return value
+
+    return field(default_factory=kind, metadata={"doc": doc, "check": check})
+
+
+def betas(doc: str) -> Any:
+    def check(name: str, value: Any, hint: Any) -> tuple[float, ...]:
+        good = isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)
+        if not good:
+            raise ConfigError(
+                f"{name} must be two numbers from 0 to 1.", f"{name}={show(value)}", "Such as 0.9, 0.95."
+            )
+        return tuple(float(beta) for beta in value)
+
+    return declare(doc, check, (0.9, 0.999))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """A run: how long, how fast, how regularised, and what is done to the pictures."""
+
+    # ---- how long
+    epochs: int = whole("How many times every picture is seen", default=50)
+    batch: int = whole("Pictures in one step, over all processes", default=64)
+    accumulate: int = whole("Parts that a step is computed in, one after the other", default=1)
+
+    # ---- the optimizer
+    optimizer: Literal["adamw", "sgd"] = choice("AdamW, or SGD with momentum", default="adamw")
+    lr: float = number("The highest learning rate", "above 0 and at most 100", lambda x: 0 < x <= 100, 1e-3)
+    betas: tuple[float, ...] = betas("How long AdamW's two means remember")
+    momentum: float = rate("SGD's momentum")
+    weight_decay: float = number(
+        "Decay of matrices; norms, biases, positions and prefix have none",
+        "from 0 to 10",
+        lambda x: 0 <= x <= 10,
+        0.05,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = choice(
+        "How the rate falls after the warm-up", default="cosine"
+    )
+    warmup: float = number(
+        "Share of the steps over which the rate rises", "from 0 to 1", lambda x: 0 <= x <= 1, 0.1
+    )
+    last_lr: float = number(
+        "The last rate, as a share of the highest", "from 0 to 1", lambda x: 0 <= x <= 1, 0.0
+    )
+    clip: float | None = number(
+        "The longest that a gradient may be; no clipping when not given", "above 0", lambda x: x > 0, 1.0
+    )
+    ema: float | None = number(
+        "How much of itself the mean of the weights keeps at each step; no mean when not given",
+        "above 0 and below 1",
+        lambda x: 0 < x < 1,
+        None,
+    )
+
+    # ---- what is learned
+    tune: Literal["full", "llrd", "head", "bias"] = choice(
+        "What learns: everything; everything, earlier blocks more slowly; the head; biases and head",
+        default="full",
+    )
+    layer_decay: float = number(
+        "With llrd, each block's rate as a share of the next one's",
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        0.75,
+    )
+    loss: Literal["cross-entropy", "bce"] = choice(
+        "One class or several at a time (bce)", default="cross-entropy"
+    )
+    smoothing: float = rate("Share of the target that is spread over all classes")
+    class_weights: Literal["none", "balanced"] = choice(
+        "Whether rare classes count more in the loss", default="none"
+    )
+    sampling: Literal["shuffle", "balanced"] = choice(
+        "Whether every class is seen equally often", default="shuffle"
+    )
+
+    # ---- the pictures
+    augment: Augment = part(Augment, "How pictures are changed at random")
+    mixing: Mixing = part(Mixing, "How pictures are mixed with each other")
+    calm: float = rate("Share of the last steps without mixing")
+    corrupt: Literal["error", "skip", "warn"] = choice(
+        "What to do about a file that cannot be read", default="error"
+    )
+
+    # ---- the machine
+    seed: int = whole("Where all chance comes from", least=0, default=0)
+    workers: int = whole("Threads that decode files", least=0, default=2)
+    precision: Literal["auto", "fp32", "bf16"] = choice(
+        "bf16 on a GPU that has it, fp32 elsewhere, or as said", default="auto"
+    )
+    compile: bool = switch("Whether torch.compile makes the model faster first", default=False)
+
+    # ---- the run
+    keep: int = whole("Checkpoints that stay", default=2)
+    save_every: int = whole("Epochs between checkpoints", default=1)
+    evaluate_every: int = whole("Epochs between evaluations", default=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch % (2 * self.accumulate) and (self.mixing.mixup or self.mixing.cutmix):
+            raise ConfigError(
+                "Mixing needs parts of a batch that hold pairs: batch / accumulate must be even.",
+                f"batch={self.batch}, accumulate={self.accumulate}",
+                "Change batch or accumulate.",
+            )
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                "accumulate must divide batch.", f"{self.accumulate} and {self.batch}", "Change one."
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What config.json of a run holds: the model, the training, the data."""
+
+    model: ViTConfig
+    train: TrainConfig
+    data: str
+    start: str | None = None
+    """The checkpoint that the run starts from."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

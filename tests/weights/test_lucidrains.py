@@ -214,7 +214,7 @@ def test_one_head_as_wide_as_the_tokens(tmp_path):
 
 def test_a_simple_vit_is_another_model(tmp_path):
     path = saved(SimpleViT(**SIZES).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(FileError, match="must have a last layer"):
+    with pytest.raises(FileError, match=r"must be of its ViT\. Got a SimpleViT"):
         load(path, heads=2)
 
 

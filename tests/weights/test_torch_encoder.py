@@ -1,6 +1,7 @@
 """A ViT of one's own round nn.TransformerEncoder, as tutorials build it; and a table of keys for any other."""
 
 import gzip
+import re
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,12 @@ def test_same_logits(tmp_path_factory, options, wrapper):
     agree(bundle.model, model)
 
 
+@pytest.mark.parametrize("last", ["encoder", "outside", "head", "nowhere"])
+def test_where_the_last_norm_stands(tmp_path, last):
+    model = net(last=last, tokens="")  # of a mean it makes a difference
+    agree(load(saved(model.state_dict(), tmp_path / "model.safetensors"), heads=2).model, model)
+
+
 def test_what_shapes_do_not_tell(tmp_path):
     bundle = load(saved(net().state_dict(), tmp_path / "model.safetensors"), heads=2)
     config = bundle.model.config
@@ -208,11 +215,28 @@ def test_names_of_one_s_own(tmp_path):
     ):
         load(path, heads=2)
     keys = [("stem.w", "tokens.proj.weight"), ("stem.b", "tokens.proj.bias"), ("first", "prefix", "tokens")]
-    bundle = load(path, heads=2, keys=keys, family="torch")
+    bundle = load(path, heads=2, keys=iter(keys), family="torch")
     agree(bundle.model, model)
     bundle.save(tmp_path / "ours.safetensors")
     convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="torch")
     same_file(path, tmp_path / "back.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (("stem.w",), "A row of keys is"),
+        (("stem.w", 3), "A row of keys is"),
+        ((3, "tokens.proj.weight"), "may hold {i}"),
+        (("{w:>999999999}stem.w", "tokens.proj.weight"), "no other braces"),
+        (("stem.w", "tokens.{0}"), "no other braces"),
+        (("stem.w", "tokens.proj.weight", "sideways"), "A layout must be known"),
+    ],
+)
+def test_a_row_that_is_none(tmp_path, row, words):
+    path = saved(net().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(path, heads=2, keys=[row])
 
 
 def test_patches_pixel_by_pixel(tmp_path):

@@ -84,7 +84,7 @@ def complete(folder: Path) -> list[Path]:
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and a sentence on each newer one that is not."""
-    warnings = []
+    warnings: list[str] = []
     for place in complete(folder):
         reason = damage(place)
         if reason is None:

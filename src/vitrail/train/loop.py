@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ class Trainer:
             for v in (self.preprocess.mean, self.preprocess.std)
         ]
         crop_in_decode = self.data.train.paths is not None
-        self.augment = s.augment if not crop_in_decode else replace_crop(s.augment)
+        self.augment = replace(s.augment, crop=None) if crop_in_decode else s.augment
         self.per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.per_epoch * s.epochs
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, seen, steps left out
@@ -229,8 +229,8 @@ class Trainer:
         assert self.ema is not None
         decay = min(self.settings.ema or 0.0, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
-            ours, theirs = list(self.ema.parameters()), list(self.model.parameters())
-            torch._foreach_lerp_(ours, theirs, 1 - decay)
+            ours: list[Tensor] = list(self.ema.parameters())
+            torch._foreach_lerp_(ours, [p.detach() for p in self.model.parameters()], 1 - decay)
 
     # ---- looking ----------------------------------------------------------------------------
 
@@ -308,10 +308,3 @@ class Trainer:
         share = 1.0 if self.ranks.first else 0.0  # sums are over all processes; one of them carries them on
         self.sums = saved.tensors["sums"]["sums"].to(device) * share
         self.in_a_row, self.worst = (saved.tensors["sums"][name].to(device) for name in ("in_a_row", "worst"))
-
-
-def replace_crop(settings: Any) -> Any:
-    """The same changes without the crop, which was cut while decoding."""
-    from dataclasses import replace
-
-    return replace(settings, crop=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from vitrail.config import ViTConfig
@@ -24,7 +24,7 @@ def part(kind: type[Any], doc: str) -> Any:
             )
         return value
 
-    return field(default_factory=kind, metadata={"doc": doc, "check": check})
+    return declare(doc, check, kind())
 
 
 def betas(doc: str) -> Any:
@@ -101,8 +101,8 @@ class TrainConfig(Config):
     )
 
     # ---- the pictures
-    augment: Augment = part(Augment, "How pictures are changed at random")
-    mixing: Mixing = part(Mixing, "How pictures are mixed with each other")
+    augment: Augment = part(Augment, "How pictures are changed at random")  # noqa: RUF009
+    mixing: Mixing = part(Mixing, "How pictures are mixed with each other")  # noqa: RUF009
     calm: float = rate("Share of the last steps without mixing")
     corrupt: Literal["error", "skip", "warn"] = choice(
         "What to do about a file that cannot be read", default="error"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,6 +54,7 @@ def describe(
             )
         parts = parse(stored, header)
         return Description("vitrail", "a vitrail file", resize=resize_of(parts["source"]), **parts)
+    keys = list(keys or ())
     found = recognise(stored, family, own_rows(keys), given)
     settings = stored.settings.get("config.json", {})
     try:
@@ -78,7 +80,7 @@ def describe(
         deduced.notes,
         found.family.follows,
         found,
-        Source(family=found.family.name, spelled=found.spelled, tensors=known, keys=list(keys or ())),
+        Source(family=found.family.name, spelled=found.spelled, tensors=known, keys=keys),
         found.family.resize,
     )
 
@@ -121,12 +123,19 @@ def own_rows(keys: Keys | None) -> tuple[Row, ...]:
                 show(one),
                 'Such as ("encoder.{i}.attn.in_proj_weight", "blocks.{i}.attention.qkv.weight").',
             )
-        theirs = [parts[0]] if isinstance(parts[0], str) else list(parts[0])
-        word = parts[2] if len(parts) == 3 else "same"
+        theirs: list[Any] = list(parts[0]) if isinstance(parts[0], (tuple, list)) else [parts[0]]
+        for name in (*theirs, parts[1]):  # a vitrail file may hold such names: they must not format anything
+            if not isinstance(name, str) or not re.fullmatch(r"([^{}]|\{[wpi]\})*", name):
+                raise ConfigError(
+                    "A name in a row of keys may hold {i}, the number of the block, and no other braces.",
+                    show(name),
+                    'Such as "encoder.{i}.attn.in_proj_weight".',
+                )
+        word = str(parts[2]) if len(parts) == 3 else "same"
         if word not in WORDS:
-            raise ConfigError("A layout must be known.", show(word), suggest(str(word), WORDS))
+            raise ConfigError("A layout must be known.", show(word), suggest(word, WORDS))
         one_token = parts[1] == "prefix"
-        rows.append(Row(tuple(map(str, theirs)), parts[1], WORDS[word], "prefix" if one_token else ()))
+        rows.append(Row(tuple(theirs), parts[1], WORDS[word], "prefix" if one_token else ()))
     return tuple(rows)
 
 

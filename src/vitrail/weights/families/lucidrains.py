@@ -54,6 +54,12 @@ ROWS = (
 
 def choose(found: Found) -> Mapping[str, Any]:
     """Where the last norm stands: in the transformer, or behind the pool."""
+    if found.has("{w}{p}linear_head.weight"):
+        raise FileError(
+            "A file of vit-pytorch must be of its ViT.",
+            "a SimpleViT, which has fixed positions in an order of its own",
+            "Such a model cannot be read.",
+        )
     if found.depth and "blocks.0.attention.out.weight" not in found.shapes:
         raise FileError(
             "Attention must have a last layer.",

@@ -36,6 +36,7 @@ _HOMES = {
     "preset": "vitrail.presets",
     "record": "vitrail.model",
     "surgery": "vitrail.model",
+    "train": "vitrail.train.run",
     "walk": "vitrail.walkthrough",
 }
 

@@ -352,6 +352,16 @@ def test_for_other_classes_the_whole_pre_training_head_goes(tmp_path):
         assert file["head/kernel"].shape == (32, 7)
 
 
+def test_channels_and_patch_are_what_to_change_the_model_to(tmp_path):
+    path = saved(Flax().arrays(), tmp_path / "in.npz")
+    grey = pictures(Flax(channels=1))
+    expected = answers(vt.load(path).model, grey.repeat(3, axis=-1))
+    agree(answers(vt.load(path, channels=1).model, grey), expected)
+    bundle = vt.load(path, patch=16, size=64)
+    assert (bundle.model.config.patch, bundle.model.config.grid) == ((16, 16), (4, 4))
+    assert any("resized from 8x8 to 16x16 pixels" in note for note in bundle.notes)
+
+
 @pytest.mark.parametrize("facts", [dict(heads=4), dict(head_width=8), dict(heads=4, head_width=8)], ids=str)
 def test_heads_are_what_the_file_shows(facts, tmp_path):
     path = saved(Flax().arrays(), tmp_path / "in.npz")

@@ -92,7 +92,9 @@ class Bundle:
         tensors = {**as_they_were(state, self.source), **{f"extras/{n}": t for n, t in self.extras.items()}}
         inputs = golden_inputs(self.model.config)
         tensors |= {"golden/inputs": inputs, "golden/logits": self.golden_logits(inputs)}
-        write_safetensors(path, tensors, {"format": "pt", "vitrail": json.dumps(self.describe())})
+        # One entry alone: of several, safetensors writes now this one first, now that, and files that
+        # hold the same would not be the same.
+        write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, as JSON has it."""

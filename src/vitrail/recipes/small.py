@@ -1,0 +1,101 @@
+"""Recipes for data and machines that are small: a ViT from scratch, in minutes on two cores."""
+
+from __future__ import annotations
+
+from vitrail.config import ViTConfig
+from vitrail.data.augment import Augment
+from vitrail.data.mixing import Mixing
+from vitrail.data.sources import Dataset
+from vitrail.preprocess import Preprocess
+from vitrail.recipes import Recipe
+from vitrail.train.settings import TrainConfig
+
+PICTURES_SEEN = 60_000  # of a run by `small`, about: fewer pictures are seen more often
+SIDE = 128  # of pictures that come as files
+
+
+def small(data: Dataset) -> Recipe:
+    """The default: some hundred to some ten thousand pictures of a user's own, from scratch.
+
+    Fixed positions and a mean pool, as in Simple ViT (Beyer et al. 2022): with little data, learned
+    positions hardly get anywhere from their small first values.
+    """
+    size = data.train.images.shape[1:3] if data.train.images is not None else (SIDE, SIDE)
+    channels = data.channels or 3
+    model = ViTConfig(
+        width=192,
+        depth=6,
+        heads=3,
+        patch=tuple(patch_for(side) for side in size),
+        size=size,
+        channels=channels,
+        classes=len(data.classes),
+        position="sincos2d",
+        class_token=False,
+        pool="mean",
+        drop_path=0.1,
+    )
+    files = data.train.paths is not None
+    train = TrainConfig(
+        epochs=min(200, max(10, round(PICTURES_SEEN / len(data.train)))),
+        batch=64,
+        lr=1e-3,
+        weight_decay=0.05,
+        smoothing=0.1,
+        ema=0.995,
+        loss="bce" if data.several else "cross-entropy",
+        augment=Augment(
+            crop=0.3, flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3 if channels == 3 else 0.0
+        )
+        if files
+        else Augment(turn=10, zoom=1.1, shift=0.1),
+        mixing=Mixing(mixup=0.2, share=0.5) if files else Mixing(),
+    )
+    return Recipe(model, preprocess_for(data, model), train)
+
+
+def digits(data: Dataset) -> Recipe:
+    """scikit-learn's digits, 8 x 8 pixels."""
+    model = ViTConfig(
+        width=64,
+        depth=3,
+        heads=4,
+        patch=2,
+        size=8,
+        channels=1,
+        classes=len(data.classes),
+        position="sincos2d",
+    )
+    train = TrainConfig(
+        epochs=50,
+        batch=64,
+        lr=3e-3,
+        betas=(0.9, 0.98),
+        weight_decay=0.05,
+        smoothing=0.1,
+        ema=0.98,
+        augment=Augment(turn=10, zoom=1.1, shift=0.0875),
+    )
+    return Recipe(model, preprocess_for(data, model), train)
+
+
+def patch_for(side: int) -> int:
+    """The largest patch that leaves seven or more of them along a side."""
+    fitting = [patch for patch in range(1, side + 1) if side % patch == 0 and side // patch >= 7]
+    return max(fitting, default=1)
+
+
+def preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
+    """Files: short side a little larger than the model's picture, then its centre; arrays: as they are."""
+    half = (0.5,) * model.channels
+    H, W = model.pixels
+    if data.train.images is not None:
+        return Preprocess(size=(H, W), mean=half, std=half)
+    return Preprocess(
+        size=(H, W),
+        resize="shortest",
+        resize_to=round(max(H, W) * 8 / 7),
+        interpolation="bicubic",
+        mean=half,
+        std=half,
+    )

@@ -144,8 +144,9 @@ def test_a_policy_leaves_alone_what_it_does_not_move():
 
 
 def test_strength_0_of_randaugment_does_nothing_but_stretch_levels(photos):
+    photos = photos[..., ::4, ::4]
     for name in OPS[:-2]:
-        steps = [step(name, 0)]
+        steps = [step(name, 0, size=(30, 30))]
         x = photos / 255
         assert torch.allclose(moved(x, steps=steps), x, atol=2e-5)
         x = sharpen(map_levels(x, steps), 1 + steps[0].amount("sharpness"))
@@ -374,6 +375,7 @@ def test_levels_are_those_of_torchvision(photos):
         assert torch.equal(levels(images, step("equalize", 9)), tv.equalize(images))
         stretched = levels(images, step("autocontrast", 9)).int() - tv.autocontrast(images).int()
         assert stretched.abs().max() <= 1  # theirs rounds 254.9999 down
+        images = images[..., ::4, ::4]
         for strength in range(1, LAST + 1):
             solar = levels(images, step("solarize", strength))
             assert torch.equal(solar, tv.solarize(images, 255 * (LAST - strength) / LAST))

@@ -161,6 +161,10 @@ def test_an_empty_batch_and_half_precision():
     mixed, shares = run(images.bfloat16(), targets, indices, Mixing(mixup=1.0))
     assert mixed.dtype == torch.bfloat16
     assert shares.dtype == torch.float32
+    wide = torch.zeros(40, 1, 1, 1000, dtype=torch.bfloat16)  # which has no 999
+    wide[1::2] = 1
+    pasted = run(wide, wide[:, 0, 0, :1].float(), torch.arange(40), Mixing(cutmix=1.0))
+    assert torch.allclose(pasted[0][0::2].float().mean((1, 2, 3)), pasted[1][0::2, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize(

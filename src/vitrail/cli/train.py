@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    data: Annotated[
-        str, typer.Argument(help="A folder of pictures, a .csv, .jsonl or .npz file, or: digits.")
-    ],
+    data: Annotated[str, typer.Argument(help="A folder of pictures, a table, an array file, or: digits.")],
     out: Annotated[Path, typer.Option(help="The run's folder, new or empty.")] = Path("runs/new"),
     recipe: Annotated[str, typer.Option(help="Where the settings come from.")] = "small",
     start: Annotated[str | None, typer.Option("--from", help="A weight file to start from.")] = None,
@@ -48,9 +46,9 @@ def train(
     for text in given or []:
         put(changes, text)
 
+    from vitrail.train.listen import Silent
     from vitrail.train.loop import Stopped
     from vitrail.train.parallel import join, leave
-    from vitrail.train.run import Silent
     from vitrail.train.run import train as run
 
     first = join().first
@@ -67,10 +65,8 @@ def train(
             listener.close()
         leave()
     if first:
-        last = done.metrics[-1] if done.metrics else {}
-        print(
-            f"Right: {last.get('val_accuracy', float('nan')):.2%} of {last.get('val_seen', 0):,} held-out pictures."
-        )
+        last = done.metrics[-1]
+        print(f"Right: {last['val_accuracy']:.2%} of {last['val_seen']:,} held-out pictures.")
         print(f"Written: {printable(done.out)}, with best.safetensors and last.safetensors.")
 
 
@@ -119,7 +115,7 @@ class Teller:
                 TextColumn("epoch {task.fields[epoch]}"),
                 BarColumn(bar_width=None),
                 TextColumn(
-                    "loss {task.fields[loss]:.3f}  {task.fields[right]:.1%}  {task.fields[speed]:,.0f}/s"
+                    "loss {task.fields[loss]:.3f} {task.fields[right]:.1%} {task.fields[speed]:,.0f}/s"
                 ),
                 TimeRemainingColumn(),
                 console=self.console,
@@ -140,8 +136,8 @@ class Teller:
         judged = ""
         if "val_accuracy" in metrics:
             judged = f"   held out: loss {metrics['val_loss']:.3f}, right {metrics['val_accuracy']:.2%}"
-        line = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, right {metrics['accuracy']:.2%}{judged}"
-        self.console.print(line, markup=False)
+        learned = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, right {metrics['accuracy']:.2%}"
+        self.console.print(learned + judged, markup=False)
 
     def close(self) -> None:
         if self.bar is not None:

@@ -5,8 +5,9 @@ out whatever the workers, ranks, accumulation and restarts. Always in this order
 
 1. place: cropped, mirrored, sheared, turned, zoomed, shifted, then moved by the policy. All of it is
    one matrix and one bilinear sampling. A policy works in pixels of the output, and beyond a crop's
-   edge it finds the rest of the picture. Outside the picture its border is repeated: a level of its
-   own, whatever the data. Shrunk by more than 2, points are taken closer together and averaged.
+   edge it finds the rest of the picture. Outside the picture its border is repeated, which suits
+   data of any kind. Shrunk by up to 2, a picture is sampled as it is; by more, at points closer
+   together, which are then averaged.
 2. level: posterize, solarize, autocontrast and equalize of a policy, as one table of 8-bit levels
    for each channel; then its sharpness, where several draws multiply.
 3. colour: the policy's, then brightness, contrast, saturation, hue and grey: one matrix and one
@@ -218,11 +219,13 @@ def beside(parameter: Tensor, x: Tensor, dims: int = 0) -> Tensor:
 def move(x: Tensor, draws: Draws, steps: list[Step], settings: Augment, size: tuple[int, int]) -> Tensor:
     """Everything about place. Samples that stay where they are, or are only mirrored, keep their bits."""
     H, W = x.shape[-2:]
-    matrix = places(draws, steps, settings, (H, W), size)
     exact = tuple(size) == (H, W) and not settings.moves  # some samples, if not all, need no sampling
-    kept = torch.where(beside(matrix[:, 0, 0] < 0, x, 3), x.flip(-1), x) if exact and settings.flip else x
+    kept = x
+    if exact and settings.flip:
+        kept = torch.where(beside(draws["flip"] < settings.flip, x, 3), x.flip(-1), x)
     if exact and not steps:
         return kept
+    matrix = places(draws, steps, settings, (H, W), size)
     moved = resample(x, matrix, size, math.ceil(max(H / size[0], W / size[1]) * settings.zoom / 2))
     still = (matrix.abs() == torch.eye(3, device=matrix.device)).all(2).all(1)
     return torch.where(beside(still, x, 3), kept, moved) if exact else moved
@@ -236,28 +239,29 @@ def places(
     wide, high = crop_sides(draws, settings, (W / H) / (w / h))
     left, top = (draws["left"] - 0.5) * (1 - wide) * W, (draws["top"] - 0.5) * (1 - high) * H
     mirror = torch.where(draws["flip"] < settings.flip, -1.0, 1.0)
-    turn, skew_x, skew_y = (
-        even(draws[name], math.radians(most))
-        for name, most in (("turn", settings.turn), ("shear_x", settings.shear), ("shear_y", settings.shear))
+    skew_x, skew_y = (
+        even(draws[name], math.radians(settings.shear)).tan() for name in ("shear_x", "shear_y")
     )
-    skew_x, skew_y, zoom = skew_x.tan(), skew_y.tan(), even(draws["zoom"], math.log(settings.zoom)).exp()
+    turn, zoom = (
+        even(draws["turn"], math.radians(settings.turn)),
+        even(draws["zoom"], math.log(settings.zoom)),
+    )
+    cos, sin = turn.cos() / zoom.exp(), turn.sin() / zoom.exp()
     across, down = even(draws["across"], settings.shift * w), even(draws["down"], settings.shift * h)
-
-    matrix = rows(wide * W / w, 0, left, 0, high * H / h, top)
-    matrix = chain(matrix, rows(mirror, 0, 0, 0, 1, 0))
-    matrix = chain(matrix, rows(1 + skew_x * skew_y, skew_x, 0, skew_y, 1, 0))
-    matrix = chain(
-        matrix, rows(turn.cos() / zoom, -turn.sin() / zoom, 0, turn.sin() / zoom, turn.cos() / zoom, 0)
-    )
-    matrix = chain(matrix, rows(1, 0, -across, 0, 1, -down))
+    matrices = [
+        rows(wide * W / w, 0, left, 0, high * H / h, top),
+        rows(mirror, 0, 0, 0, 1, 0),
+        rows(1 + skew_x * skew_y, skew_x, 0, skew_y, 1, 0),
+        rows(cos, -sin, 0, sin, cos, 0),
+        rows(1, 0, -across, 0, 1, -down),
+    ]
     for step in steps:  # of what follows at most one is not 0
         turn, skew_x, skew_y = step.amount("turn").deg2rad(), step.amount("shear-x"), step.amount("shear-y")
         across = skew_x * h / 2 - step.amount("shift-x").trunc()  # sheared about the upper left corner
         down = skew_y * w / 2 - step.amount("shift-y").trunc()
-        matrix = chain(
-            matrix, rows(turn.cos(), skew_x - turn.sin(), across, skew_y + turn.sin(), turn.cos(), down)
-        )
-    return matrix
+        cos, sin = turn.cos(), turn.sin()
+        matrices.append(rows(cos, skew_x + sin, across, skew_y - sin, cos, down))
+    return reduce(chain, matrices)
 
 
 def crop_sides(draws: Draws, settings: Augment, aspect: float) -> tuple[Tensor, Tensor]:
@@ -393,15 +397,23 @@ def erase(x: Tensor, draws: Draws, settings: Augment) -> Tensor:
     area = LEAST_ERASED + draws["erase_area"] * (settings.erase_area - LEAST_ERASED)
     widest = (-area.log()).clamp(max=math.log(WIDEST_ERASED))  # wider than that it would not fit
     shape = even(draws["erase_ratio"], widest).exp()
-    down = stretch(draws["erase_top"], (area / shape).sqrt(), H, x)
-    across = stretch(draws["erase_left"], (area * shape).sqrt(), W, x)
-    hit = beside(draws["erase"] < settings.erase, x, 3)
-    return torch.where(hit & down[:, None, :, None] & across[:, None, None, :], MID_GREY, x)
+    boxed = []
+    for side, share, name in (
+        (H, (area / shape).sqrt(), "erase_top"),
+        (W, (area * shape).sqrt(), "erase_left"),
+    ):
+        length = (share * side).round().clamp(1, side)
+        first = (draws[name] * (side - length + 1)).floor()
+        boxed.append(inside(first, first + length, side, x))
+    hit = (
+        boxed[0][:, None, :, None]
+        & boxed[1][:, None, None, :]
+        & beside(draws["erase"] < settings.erase, x, 3)
+    )
+    return torch.where(hit, MID_GREY, x)
 
 
-def stretch(draw: Tensor, share: Tensor, side: int, x: Tensor) -> Tensor:
-    """Which pixels of a side lie in a stretch of about that share, at least one long, (B, side)."""
-    length = (share * side).round().clamp(1, side)
-    first = (draw * (side - length + 1)).floor()
+def inside(first: Tensor, end: Tensor, side: int, x: Tensor) -> Tensor:
+    """Which pixels of a side lie from `first` up to, not including, `end`, (B, side)."""
     pixels = torch.arange(side, device=x.device)
-    return (pixels >= beside(first, x, 1)) & (pixels < beside(first + length, x, 1))
+    return (pixels >= beside(first.long(), x, 1)) & (pixels < beside(end.long(), x, 1))

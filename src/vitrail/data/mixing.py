@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.data.augment import beside, inside
 from vitrail.data.chance import uniform
 from vitrail.errors import InputError
 from vitrail.fields import Config, number
@@ -60,8 +61,8 @@ def mix(
 
     rows, columns = inside(top, bottom, height, images), inside(left, right, width, images)
     pasted = (rows[:, :, None] & columns[:, None, :])[:, None, None]  # (P, 1, 1, H, W)
-    weight = torch.where(pasted, 1.0, beside(1 - own, images)[:, None, None, None, None])
-    return blend(images, weight), blend(targets, beside(theirs, targets)[:, None, None])
+    weight = torch.where(pasted, 1.0, beside(1 - own, images, 4))
+    return blend(images, weight), blend(targets, beside(theirs, targets, 2))
 
 
 def check(images: Tensor, targets: Tensor, indices: Tensor) -> None:
@@ -131,17 +132,6 @@ def table(alpha: float, device: torch.device) -> tuple[Tensor, Tensor]:
     density = x ** (alpha - p) * (1 - x) ** (alpha - 1)
     shares = torch.cat([x[:1], (density[1:] + density[:-1]).cumsum(0)])
     return x.to(device), (shares / (2 * shares[-1])).to(device)
-
-
-def inside(first: Tensor, end: Tensor, side: int, images: Tensor) -> Tensor:
-    """Which pixels of a side lie in the box, (P, side)."""
-    pixels = torch.arange(side, device=images.device)
-    return (pixels >= beside(first, images)[:, None]) & (pixels < beside(end, images)[:, None])
-
-
-def beside(parameter: Tensor, x: Tensor) -> Tensor:
-    """To x's device and precision, without waiting for it."""
-    return parameter.to(x.device, x.dtype, non_blocking=True)
 
 
 def blend(x: Tensor, weight: Tensor) -> Tensor:

@@ -76,6 +76,8 @@ class Trainer:
     signal: int | None = None
     """Set from outside, by a signal handler: save and stop."""
     step: int = 0
+    pending: bool = False
+    """Whether an epoch is over and has not been judged yet."""
     history: list[dict[str, Any]] = field(default_factory=list)
     corrupt: Corrupt = field(default_factory=Corrupt)
 
@@ -130,6 +132,8 @@ class Trainer:
         )
         start, first = time.perf_counter(), self.step
         try:
+            if self.pending:  # stopped while the epoch was judged
+                after_epoch(self.step // self.per_epoch)
             parts = reader.batches(self.wanted())
             while self.step < self.steps:
                 self.take_step(parts)
@@ -278,6 +282,7 @@ class Trainer:
             }
         )
         self.sums.zero_()
+        self.pending = True
         after_epoch(epoch)
 
     # ---- saving and going on ----------------------------------------------------------------
@@ -290,7 +295,7 @@ class Trainer:
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
-        return files.Checkpoint(self.step, tensors, {"history": self.history})
+        return files.Checkpoint(self.step, tensors, {"history": self.history, "pending": self.pending})
 
     def save(self) -> None:
         self.ranks.wait()
@@ -300,6 +305,7 @@ class Trainer:
 
     def restore(self, saved: files.Checkpoint) -> None:
         self.step, self.history = saved.step, list(saved.state["history"])
+        self.pending = bool(saved.state["pending"])
         self.model.load_state_dict(dict(saved.tensors["model"]))
         files.restore_optimizer(self.optimizer, saved.tensors["optimizer"], self.names)
         if self.ema is not None:

@@ -1,61 +1,36 @@
-"""A run from beginning to end: its folder, its plan, its evaluations, its checkpoints, its end."""
+"""A run from beginning to end."""
 
 from __future__ import annotations
 
 import json
-import platform
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from vitrail import __version__
-from vitrail.data.loader import Corrupt
-from vitrail.data.sources import Dataset, Split, open_data
-from vitrail.errors import ConfigError, FileError, printable, suggest
-from vitrail.evaluate.forward import outputs_of
+from vitrail.config import by
+from vitrail.data.sources import Dataset, open_data
+from vitrail.errors import ConfigError, VitrailError, suggest
 from vitrail.fields import show
 from vitrail.model import ViT
-from vitrail.recipes import Recipe, recipe
-from vitrail.train import checkpoint as files
-from vitrail.train.loop import Progress, Stopped, Trainer
-from vitrail.train.parallel import Ranks, join
+from vitrail.recipes import Recipe
+from vitrail.recipes import recipe as recipe_for
+from vitrail.train.keeper import Keeper
+from vitrail.train.listen import Listener, Silent
+from vitrail.train.loop import Stopped, Trainer
+from vitrail.train.parallel import join
+from vitrail.train.place import prepare
 from vitrail.train.precision import choose_machine
 from vitrail.train.settings import TrainConfig
-from vitrail.weights.bundle import Bundle, Card
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.describe import fitted
 from vitrail.weights.load import load
-
-
-class Listener(Protocol):
-    """Whoever is told how a run is going."""
-
-    def note(self, text: str) -> None: ...
-    def plan(self, facts: Mapping[str, Any]) -> None: ...
-    def progress(self, progress: Progress) -> None: ...
-    def epoch(self, metrics: Mapping[str, Any]) -> None: ...
-
-
-class Silent:
-    """Nobody."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def plan(self, facts: Mapping[str, Any]) -> None:
-        pass
-
-    def progress(self, progress: Progress) -> None:
-        pass
-
-    def epoch(self, metrics: Mapping[str, Any]) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -112,13 +87,15 @@ def train(
             trainer.save()
             say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
             raise
+        except torch.OutOfMemoryError as error:
+            raise too_large(trainer) from error
     keeper.finish()
     return Run(place, keeper.judged_best(), trainer.history)
 
 
 def settle(name: str, data: Dataset, start: str | Path | None, changes: Mapping[str, Any]) -> Recipe:
     """The recipe with the user's changes."""
-    chosen = recipe(name, data)
+    chosen = recipe_for(name, data)
     fields = dict(changes)
     model = dict(fields.pop("model", None) or {})
     nested = {part: fields.pop(part) for part in ("augment", "mixing") if part in fields}
@@ -138,8 +115,6 @@ def settle(name: str, data: Dataset, start: str | Path | None, changes: Mapping[
         bundle = load(start, classes=config.classes, **({"size": model["size"]} if "size" in model else {}))
         config, preprocess = bundle.model.config, bundle.preprocess or preprocess
     elif config.pixels != preprocess.target or config.channels != preprocess.channels:
-        from vitrail.weights.describe import fitted
-
         preprocess = fitted(preprocess, config)
     return Recipe(config, preprocess, settings)
 
@@ -155,55 +130,14 @@ def first_model(chosen: Recipe, start: str | Path | None, data: Dataset, say: Li
     return bundle.model
 
 
-def prepare(out: Path, resume: bool, chosen: Recipe, ranks: Ranks, say: Listener) -> bool:
-    """Make the run's folder, or check that it is this run's; True where the run is finished already."""
-    described = {
-        "model": asdict(chosen.model),
-        "train": asdict(chosen.train),
-        "preprocess": asdict(chosen.preprocess),
-    }
-    described = json.loads(json.dumps(described))
-    file = out / "config.json"
-    if resume and file.exists():
-        known = json.loads(file.read_text())
-        for part, fields in described.items():
-            for name, value in fields.items():
-                if known.get(part, {}).get(name) != value and name not in ("workers", "keep"):
-                    raise ConfigError(
-                        "A run is gone on with by the settings it began with.",
-                        f"{part}.{name}={show(value)}, and {show(known.get(part, {}).get(name))} in the run",
-                        "Give the same settings, or another --out.",
-                    )
-        return (out / "best.safetensors").exists() and (out / "last.safetensors").exists()
-    if resume:
-        say.note("There is no run to go on with: it starts at step 0.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not resume:
-        raise FileError(
-            "--out must be a new or empty folder.", printable(out), "Name another, or go on with --resume."
-        )
-    if ranks.first:
-        out.mkdir(parents=True, exist_ok=True)
-        files.write_text(out / "environment.json", json.dumps(environment(), indent=2))
-        files.write_text(file, json.dumps(described, indent=2))
-    ranks.wait()
-    return False
-
-
-def environment() -> dict[str, Any]:
-    return {
-        "vitrail": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "threads": torch.get_num_threads(),
-        "command": sys.argv,
-    }
-
-
-def finished(out: Path) -> Run:
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return Run(out, load(out / "best.safetensors"), rows)
+def too_large(trainer: Trainer) -> VitrailError:
+    """What to do when the device's memory does not hold a step."""
+    s, size = trainer.settings, by(trainer.preprocess.target)
+    return ConfigError(
+        "A step must fit in the device's memory.",
+        f"{trainer.batch} pictures of {size} in {s.accumulate} parts, {trainer.machine.dtype}",
+        f"Use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts.",
+    )
 
 
 def plan(trainer: Trainer) -> dict[str, Any]:
@@ -216,7 +150,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "pictures": f"{len(trainer.data.train):,} to learn from, {len(held):,} to judge by",
         "parameters": f"{count:,}" + (f", of which {learning:,} learn" if learning != count else ""),
         "tokens": f"{trainer.model.config.tokens} for each picture",
-        "steps": f"{trainer.steps:,}: {s.epochs} epochs of {trainer.per_epoch}, {trainer.batch} pictures each",
+        "steps": f"{trainer.steps:,} of {trainer.batch} pictures: {s.epochs} epochs of {trainer.per_epoch}",
         "memory": f"about {memory(trainer, learning, count) / 2**20:,.0f} MB for weights and activations",
     }
 
@@ -228,6 +162,11 @@ def memory(trainer: Trainer, learning: int, count: int) -> float:
     width = 2 if trainer.machine.dtype == torch.bfloat16 else 4
     block = c.tokens * (10 * c.width + 3 * c.heads_width + 2 * c.F)
     return 4 * (count + 3 * learning) + part * c.depth * block * width
+
+
+def finished(out: Path) -> Run:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(out, load(out / "best.safetensors"), rows)
 
 
 @contextmanager
@@ -248,100 +187,3 @@ def signals(trainer: Trainer) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@dataclass
-class Keeper:
-    """What happens after an epoch: judge, write down, keep."""
-
-    trainer: Trainer
-    data: Dataset
-    say: Listener
-    best: float = -1.0
-
-    def go_on(self) -> None:
-        """From the last whole checkpoint, if there is one."""
-        found, warnings = files.load_newest(self.trainer.out / "checkpoints")
-        for warning in warnings:
-            self.say.note(warning)
-        if found is None:
-            self.say.note("There is no whole checkpoint: it starts at step 0.")
-            return
-        self.trainer.restore(found)
-        scores = [row["val_accuracy"] for row in self.trainer.history if "val_accuracy" in row]
-        self.best = max(scores, default=-1.0)
-        self.say.note(f"Going on at step {found.step:,} of {self.trainer.steps:,}.")
-
-    def after_epoch(self, epoch: int) -> None:
-        t, row = self.trainer, self.trainer.history[-1]
-        last = epoch == t.settings.epochs
-        if epoch % t.settings.evaluate_every == 0 or last:
-            row |= self.judge(self.data.held_out)
-        if t.ranks.first:
-            lines = "".join(json.dumps(one) + "\n" for one in t.history)
-            replace_text(t.out / "metrics.jsonl", lines)
-            if self.data.val is not None and row.get("val_accuracy", -1.0) > self.best:
-                self.best = row["val_accuracy"]
-                self.bundle(t.ema or t.model).save(t.out / "best.part.safetensors")
-                (t.out / "best.part.safetensors").replace(t.out / "best-so-far.safetensors")
-        self.say.epoch(row)
-        if epoch % t.settings.save_every == 0 or last:
-            t.save()
-
-    def judge(self, split: Split) -> dict[str, float]:
-        """Loss and accuracy on held-out pictures, the same for any number of processes."""
-        t = self.trainer
-        model = t.ema or t.model
-
-        def ahead(done: int) -> None:
-            if t.signal is not None and t.ranks.count == 1:
-                raise Stopped(t.signal)
-
-        corrupt = Corrupt(t.settings.corrupt)
-        how: dict[str, Any] = {"rank": t.ranks.rank, "ranks": t.ranks.count, "workers": t.settings.workers}
-        with t.machine.autocast():
-            logits, kept = outputs_of(model, split, t.preprocess, corrupt=corrupt, ahead=ahead, **how)
-        logits = t.ranks.add(logits.to(t.machine.device)).cpu()
-        kept = t.ranks.add(kept.to(t.machine.device)).cpu()
-        labels = torch.from_numpy(split.labels)
-        if labels.ndim == 2:
-            each = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
-            right = ((logits > 0) == labels.bool()).float().mean(1)
-        else:
-            each = F.cross_entropy(logits, labels, reduction="none")
-            right = (logits.argmax(1) == labels).float()
-        seen = kept.sum().clamp(min=1)
-        return {
-            "val_loss": ((each * kept).double().sum() / seen).item(),
-            "val_accuracy": ((right * kept).double().sum() / seen).item(),
-            "val_seen": int(kept.sum()),
-        }
-
-    def bundle(self, model: ViT) -> Bundle:
-        rows = [row for row in self.trainer.history if "val_accuracy" in row]
-        metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
-        card = Card(name=self.data.name, source=f"trained on {self.data.name}", metrics=metrics)
-        spec = self.trainer.preprocess
-        return Bundle(model=model, preprocess=spec, labels=list(self.data.classes), card=card)
-
-    def finish(self) -> None:
-        """The last weights, and those that were judged best."""
-        t = self.trainer
-        if t.ranks.first:
-            self.bundle(t.model).save(t.out / "last.safetensors")
-            chosen = t.out / "best-so-far.safetensors"
-            if chosen.exists():
-                chosen.replace(t.out / "best.safetensors")
-            else:  # judged by the test set, which may not choose: the last it is
-                self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
-        t.ranks.wait()
-
-    def judged_best(self) -> Bundle:
-        return load(self.trainer.out / "best.safetensors")
-
-
-def replace_text(file: Path, text: str) -> None:
-    """A text file, whole or as it was."""
-    aside = file.with_name(f".{file.name}.part")
-    files.write_text(aside, text)
-    aside.replace(file)

@@ -1,4 +1,4 @@
-"""transformers' ViT and its kin: DeiT, DINOv2 with and without registers, the encoder of ViT-MAE.
+"""transformers' ViT and its kin: DeiT and the encoder of ViT-MAE. DINOv2 is in hf_dinov2.py.
 
 The files on the hub and those `save_pretrained` writes have one spelling, `model.state_dict()` of
 transformers 5 has another. The tables have the hub's, which every version reads; `respell` brings the
@@ -18,7 +18,7 @@ from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.fields import as_whole, show
 from vitrail.weights.layout import lead, tokens
-from vitrail.weights.table import Family, Found, Row, both, row
+from vitrail.weights.table import Family, Row, both, row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,17 +52,6 @@ VIT_ROWS = rows(
     norms=("layernorm_before", "layernorm_after"),
 )
 HEAD = both("{w}classifier", "head")
-DINO_ROWS = rows(
-    (row(L + "layer_scale1.lambda1", OURS + "scale1.weight"),),
-    both(L + "mlp.fc1", OURS + "mlp.fc1", when=("mlp", "plain")),
-    both(L + "mlp.fc2", OURS + "mlp.fc2", when=("mlp", "plain")),
-    both(L + "mlp.weights_in", OURS + "mlp.fc1"),
-    both((L + "mlp.gate_proj", L + "mlp.up_proj"), OURS + "mlp.fc1"),
-    both(L + "mlp.weights_out", OURS + "mlp.fc2"),
-    (row(L + "layer_scale2.lambda1", OURS + "scale2.weight"),),
-    HEAD,
-    norms=("norm1", "norm2"),
-)
 
 ATTENTION = {
     ".attention.q_proj.": ".attention.attention.query.",
@@ -71,7 +60,6 @@ ATTENTION = {
     ".attention.o_proj.": ".attention.output.dense.",
 }
 VIT_NAMES = {**ATTENTION, ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".output.dense."}
-DINO_NAMES = {**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}
 
 
 def respell(name: str, names: Mapping[str, str]) -> str:
@@ -85,13 +73,8 @@ def respell(name: str, names: Mapping[str, str]) -> str:
 # ---- config.json ----------------------------------------------------------------------------
 
 ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu-tanh",
-    "gelu_new": "gelu-tanh",
-    "quick_gelu": "quick-gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
+    **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh", "quick_gelu": "quick-gelu"},
+    **{"relu": "relu", "silu": "silu", "swish": "silu"},
 }
 # Where a config.json leaves one out, it is what transformers' own config has. All kinds have these.
 DEFAULTS = {"num_attention_heads": 12, "num_hidden_layers": 12, "image_size": 224}
@@ -178,40 +161,6 @@ def vit_words(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def dino_words(config: ViTConfig) -> dict[str, Any]:
-    """config.json of a DINOv2, all but the labels."""
-    kind, model = (
-        ("dinov2_with_registers", "Dinov2WithRegisters") if config.registers else ("dinov2", "Dinov2")
-    )
-    more = {} if config.heads_width == config.width else {"head_dim": config.d}
-    return {
-        "architectures": [
-            f"{model}ForImageClassification" if config.pool == "class-mean" else f"{model}Model"
-        ],
-        "model_type": kind,
-        **common(config),
-        "mlp_ratio": ratio_of(config),
-        "use_swiglu_ffn": config.mlp == "gated",
-        "qkv_bias": config.qkv_bias == "all",
-        "layerscale_value": config.layer_scale,
-        **({"num_register_tokens": config.registers} if config.registers else {}),
-        **more,
-    }
-
-
-def ratio_of(config: ViTConfig) -> int | None:
-    """The mlp_ratio, a whole number, that gives DINOv2's MLP its width; None where there is none."""
-
-    def width(ratio: int) -> int:
-        plain = config.width * ratio
-        return (plain * 2 // 3 + 7) // 8 * 8 if config.mlp == "gated" else plain
-
-    near = round(config.F / config.width * (1.5 if config.mlp == "gated" else 1))
-    return next(
-        (ratio for ratio in (near, near - 1, near + 1) if ratio > 0 and width(ratio) == config.F), None
-    )
-
-
 def folder(
     config: ViTConfig,
     preprocess: Preprocess,
@@ -271,34 +220,15 @@ def unwrapped(state: Mapping[str, Tensor], anchor: str, base: str) -> dict[str, 
 
 def vit_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     words = {**vit_words(config), **with_labels(config, None)}
-    base = f"{words['model_type']}."
-    model = build(words, unwrapped(state, "embeddings.cls_token", base))
+    model = build(words, unwrapped(state, "embeddings.cls_token", f"{words['model_type']}."))
     return lambda pictures: model(pictures).logits
 
 
 def mae_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """The encoder without masks. It shuffles the patches; the class token does not depend on that."""
-    words = {
-        **vit_words(config),
-        "architectures": ["ViTMAEModel"],
-        "model_type": "vit_mae",
-        "mask_ratio": 0.0,
-    }
-    model = build(words, unwrapped(state, "embeddings.cls_token", "vit."))
+    own = {"architectures": ["ViTMAEModel"], "model_type": "vit_mae", "mask_ratio": 0.0}
+    model = build({**vit_words(config), **own}, unwrapped(state, "embeddings.cls_token", "vit."))
     return lambda pictures: model(pictures).last_hidden_state[:, 0]
-
-
-def dino_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    words = {**dino_words(config), **with_labels(config, None)}
-    base = f"{words['model_type']}."
-    state = unwrapped(state, "embeddings.cls_token", base)
-    place = next(name for name in state if name.endswith("embeddings.cls_token"))
-    blank = state[place].new_zeros(1, config.width)
-    state.setdefault(place.replace("cls_token", "mask_token"), blank)  # no picture is masked
-    model = build(words, state)
-    if config.pool == "class":
-        return lambda pictures: model(pictures).pooler_output
-    return lambda pictures: model(pictures).logits
 
 
 # ---- the families ---------------------------------------------------------------------------
@@ -308,41 +238,8 @@ def vit_also(config: ViTConfig) -> list[str]:
     return ["there is no layer scale"] * (config.layer_scale is not None)
 
 
-def dino_also(config: ViTConfig) -> list[str]:
-    """What transformers' DINOv2 has no setting for."""
-    reasons = []
-    if config.layer_scale is None:
-        reasons.append("every block has a layer scale")
-    if config.pool == "class" and config.classes:
-        reasons.append("classes are read from the class token and the mean of the patches side by side")
-    if config.pixels[0] != config.pixels[1]:
-        reasons.append("positions of an oblong picture are taken for those of a square one")
-    if ratio_of(config) is None:
-        reasons.append(f"the MLP's width follows from a whole mlp_ratio, and {config.F} does not")
-    if config.mlp == "gated" and config.activation != "silu":
-        reasons.append("a gated MLP has silu")
-    return reasons
-
-
-def dino_choose(found: Found) -> Mapping[str, Any]:
-    gated = found.has(L + "mlp.weights_in.weight") or found.has(L + "mlp.gate_proj.weight")
-    return {"activation": "silu"} if gated else {}
-
-
-def dino_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """As of a ViT; but a SwiGLU has silu whatever hidden_act says, and a classifier its own pool."""
-    fields = read_settings(settings, {kind: 1e-6})
-    if fields and settings.get("use_swiglu_ffn") is True:
-        fields["activation"] = "silu"
-    names = settings.get("architectures")
-    if fields and isinstance(names, list) and any("ForImageClassification" in str(name) for name in names):
-        fields["pool"] = "class-mean"
-    return fields
-
-
 FREELY = {"eps": ..., "head_width": ..., "qkv_bias": ("all", "none"), "remainder": ("refuse", "cut")}
 CHOICES = {**FREELY, "activation": tuple(dict.fromkeys(ACTIVATIONS.values()))}
-DINO_CHOICES = {**CHOICES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
 
 VIT = Family(
     name="hf-vit",
@@ -400,43 +297,4 @@ MAE = replace(
     peer=mae_peer,
 )
 
-DINOV2 = replace(
-    VIT,
-    name="hf-dinov2",
-    title="transformers' DINOv2",
-    anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.norm1.weight"),
-    prefixes=("dinov2.", ""),
-    without=(E + "register_tokens",),
-    rows=DINO_ROWS,
-    extras=(E + "mask_token",),
-    blanks={E + "mask_token": lambda config: (1, config.width)},
-    respell=partial(respell, names=DINO_NAMES),
-    model_types=("dinov2",),
-    fields={"eps": 1e-6, "activation": "gelu", "remainder": "cut"},
-    choose=dino_choose,
-    preprocess="dinov2",
-    follows="transformers: positions resized by bicubic without antialias and the original's offset.",
-    read_settings=partial(dino_settings, kind="dinov2"),
-    expresses={**DINO_CHOICES, "rows": ("all", "class")},
-    also=dino_also,
-    settings=partial(folder, words=dino_words),
-    peer=dino_peer,
-)
-
-REGISTERS = replace(
-    DINOV2,
-    name="hf-dinov2-registers",
-    title="transformers' DINOv2 with registers",
-    anchors=(*DINOV2.anchors, E + "register_tokens"),
-    prefixes=("dinov2_with_registers.", ""),
-    without=(),
-    model_types=("dinov2_with_registers",),
-    fields={**DINOV2.fields, "rows": "class"},
-    resize={"method": "bicubic", "antialias": True},
-    follows="transformers: positions resized by bicubic with antialias.",
-    read_settings=partial(dino_settings, kind="dinov2_with_registers"),
-    expresses={**DINO_CHOICES, "rows": ("class",), "registers": ...},
-    also=lambda config: dino_also(config) + ["there is at least one register"] * (config.registers == 0),
-)
-
-FAMILIES = (DEIT, REGISTERS, DINOV2, VIT, MAE)
+FAMILIES = (DEIT, VIT, MAE)

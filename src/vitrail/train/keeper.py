@@ -1,0 +1,120 @@
+"""After an epoch: judge the model, write the numbers down, keep what is worth keeping."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vitrail.data.loader import Corrupt
+from vitrail.data.sources import Dataset, Split
+from vitrail.evaluate.forward import outputs_of
+from vitrail.model import ViT
+from vitrail.train import checkpoint as files
+from vitrail.train.listen import Listener
+from vitrail.train.loop import Stopped, Trainer
+from vitrail.weights.bundle import Bundle, Card
+from vitrail.weights.load import load
+
+
+@dataclass
+class Keeper:
+    """What happens after an epoch: judge, write down, keep."""
+
+    trainer: Trainer
+    data: Dataset
+    say: Listener
+    best: float = -1.0
+    named: int = 0
+    """How many corrupt files have been told of."""
+
+    def go_on(self) -> None:
+        """From the last whole checkpoint, if there is one."""
+        found, warnings = files.load_newest(self.trainer.out / "checkpoints")
+        for warning in warnings:
+            self.say.note(warning)
+        if found is None:
+            self.say.note("There is no whole checkpoint: it starts at step 0.")
+            return
+        self.trainer.restore(found)
+        scores = [row["val_accuracy"] for row in self.trainer.history if "val_accuracy" in row]
+        self.best = max(scores, default=-1.0)
+        self.say.note(f"Going on at step {found.step:,} of {self.trainer.steps:,}.")
+
+    def after_epoch(self, epoch: int) -> None:
+        t, row = self.trainer, self.trainer.history[-1]
+        last = epoch == t.settings.epochs
+        if epoch % t.settings.evaluate_every == 0 or last:
+            row |= self.judge(self.data.held_out)
+        if t.ranks.first:
+            lines = "".join(json.dumps(one) + "\n" for one in t.history)
+            replace_text(t.out / "metrics.jsonl", lines)
+            if self.data.val is not None and row.get("val_accuracy", -1.0) > self.best:
+                self.best = row["val_accuracy"]
+                self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
+        for name, reason in list(t.corrupt.names.items())[self.named :]:
+            self.say.note(f"{name} could not be read: {reason}")
+        self.named = len(t.corrupt.names)
+        self.say.epoch(row)
+        t.pending = False
+        if epoch % t.settings.save_every == 0 or last:
+            t.save()
+
+    def judge(self, split: Split) -> dict[str, float]:
+        """Loss and accuracy on held-out pictures, the same for any number of processes."""
+        t = self.trainer
+        model = t.ema or t.model
+
+        def ahead(done: int) -> None:
+            if t.signal is not None and t.ranks.count == 1:
+                raise Stopped(t.signal)
+
+        corrupt = Corrupt(t.settings.corrupt)
+        how: dict[str, Any] = {"rank": t.ranks.rank, "ranks": t.ranks.count, "workers": t.settings.workers}
+        with t.machine.autocast():
+            logits, kept = outputs_of(model, split, t.preprocess, corrupt=corrupt, ahead=ahead, **how)
+        logits = t.ranks.add(logits.to(t.machine.device)).cpu()
+        kept = t.ranks.add(kept.to(t.machine.device)).cpu()
+        labels = torch.from_numpy(split.labels)
+        if labels.ndim == 2:
+            each = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
+            right = ((logits > 0) == labels.bool()).float().mean(1)
+        else:
+            each = F.cross_entropy(logits, labels, reduction="none")
+            right = (logits.argmax(1) == labels).float()
+        seen = kept.sum().clamp(min=1)
+        return {
+            "val_loss": ((each * kept).double().sum() / seen).item(),
+            "val_accuracy": ((right * kept).double().sum() / seen).item(),
+            "val_seen": int(kept.sum()),
+        }
+
+    def bundle(self, model: ViT) -> Bundle:
+        rows = [row for row in self.trainer.history if "val_accuracy" in row]
+        metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
+        card = Card(name=self.data.name, source=f"trained on {self.data.name}", metrics=metrics)
+        spec = self.trainer.preprocess
+        return Bundle(model=model, preprocess=spec, labels=list(self.data.classes), card=card)
+
+    def finish(self) -> None:
+        """The last weights, and those that were judged best."""
+        t = self.trainer
+        if t.ranks.first:
+            if self.data.val is None:  # judged by the test set, which may not choose: the last it is
+                self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
+            self.bundle(t.model).save(t.out / "last.safetensors")  # with which the run is finished
+        t.ranks.wait()
+
+    def judged_best(self) -> Bundle:
+        return load(self.trainer.out / "best.safetensors")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """A text file, whole or as it was."""
+    aside = file.with_name(f".{file.name}.part")
+    files.write_text(aside, text)
+    aside.replace(file)

@@ -36,7 +36,7 @@ _HOMES = {
     "preset": "vitrail.presets",
     "record": "vitrail.model",
     "surgery": "vitrail.model",
-    "train": "vitrail.train.run",
+    "train": "vitrail.recipes.start",
     "walk": "vitrail.walkthrough",
 }
 
@@ -61,6 +61,7 @@ __all__ = [
     "preset",
     "record",
     "surgery",
+    "train",
     "walk",
 ]
 
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
+    from vitrail.recipes.start import train
     from vitrail.walkthrough import walk
     from vitrail.weights.bundle import Bundle, Card
     from vitrail.weights.convert import convert

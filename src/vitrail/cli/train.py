@@ -15,7 +15,7 @@ from vitrail.errors import InputError, printable
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from vitrail.train.loop import Progress
+    from vitrail.training.loop import Progress
 
 
 def train(
@@ -46,10 +46,10 @@ def train(
     for text in given or []:
         put(changes, text)
 
-    from vitrail.train.listen import Silent
-    from vitrail.train.loop import Stopped
-    from vitrail.train.parallel import join, leave
-    from vitrail.train.run import train as run
+    from vitrail.recipes.start import train as run
+    from vitrail.training.listen import Silent
+    from vitrail.training.loop import Stopped
+    from vitrail.training.parallel import join, leave
 
     first = join().first
     listener = Teller() if first else Silent()

@@ -188,8 +188,7 @@ def slopes(parts: list[NDArray[np.float64]], labels: NDArray[np.int64], b: float
 
 def threshold_for(scores: NDArray[Any], right: NDArray[Any], precision: float) -> Threshold | None:
     """The lowest score from which on at least `precision` of the answers are right; None if there is none."""
-    if not 0 < precision <= 1:
-        raise InputError("A precision must be above 0 and at most 1.", f"{precision:g}", "Such as 0.95.")
+    check_precision(precision)
     order = np.argsort(-scores, kind="stable")
     falling = scores[order]
     share = np.cumsum(right[order]) / np.arange(1, len(order) + 1)
@@ -199,6 +198,11 @@ def threshold_for(scores: NDArray[Any], right: NDArray[Any], precision: float) -
         return None
     found = good[-1]
     return Threshold(float(falling[found]), int(found) + 1, float(share[found]))
+
+
+def check_precision(precision: float) -> None:
+    if not 0 < precision <= 1:
+        raise InputError("A precision must be above 0 and at most 1.", f"{precision:g}", "Such as 0.95.")
 
 
 # ---- in a model's file ----------------------------------------------------------------------

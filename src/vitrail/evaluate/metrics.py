@@ -6,20 +6,24 @@ the pictures were cut into batches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import InputError
+from vitrail.errors import FileError, InputError
 from vitrail.evaluate.calibration import below_largest, ece, reliability, surest
+from vitrail.weights.folder import read_json_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_CONFUSED = 200  # classes; a larger confusion matrix is left out
 WORST = 20
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")  # the number of a picture of ImageNet's val
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def score(
             f"NaN or infinity for {bad:,} of {len(logits):,} pictures",
             "Look at the weights with `vitrail info MODEL --check`.",
         )
-    called = [str(row) if names is None else names[row] for row in rows]
+    called = [str(row) if names is None else names[row] for row in rows.tolist()]
     judge = several if labels.ndim == 2 else single
     return judge(logits, labels, classes, called, worst)
 
@@ -187,6 +191,34 @@ def real_accuracy(
     return sum(int(said[row]) in real[row] for row in counted) / len(counted), len(counted)
 
 
+def real_labels(
+    real: str | Path | Sequence[Sequence[int]], names: Sequence[str], classes: int, notes: list[str]
+) -> list[list[int]]:
+    """The ReaL labels of each picture: by the number in its file's name, else in their order."""
+    rows: Any = real
+    if isinstance(real, (str, Path)):
+        try:
+            rows = read_json_value(Path(real))
+        except FileError as error:
+            raise FileError("ReaL labels must be JSON.", error.args[1], "Use its real.json.") from error
+    if not isinstance(rows, Sequence) or not all(are_classes(row, classes) for row in rows):
+        must = f"ReaL labels must be a list of class numbers below {classes:,} for each picture."
+        raise InputError(must, "something else", "Use its real.json, with a model of ImageNet's classes.")
+    found = [VAL_NAME.search(name) for name in names]
+    places = [int(match[1]) - 1 for match in found if match]
+    if len(places) == len(names) and 0 <= min(places) <= max(places) < len(rows):
+        return [list(rows[place]) for place in places]
+    if len(rows) != len(names):
+        got = f"{len(rows):,} rows for {len(names):,} pictures without ImageNet's file names"
+        raise InputError("ReaL labels must belong to the pictures.", got, "Use ImageNet's val.")
+    notes.append("The ReaL labels are taken in the order of the pictures.")
+    return [list(row) for row in rows]
+
+
+def are_classes(row: Any, classes: int) -> bool:
+    return isinstance(row, Sequence) and all(type(label) is int and 0 <= label < classes for label in row)
+
+
 # ---- parts ----------------------------------------------------------------------------------
 
 
@@ -195,7 +227,7 @@ def share(part: Any, whole: Any) -> float | None:
 
 
 def listed(classes: Sequence[str], shows: NDArray[np.bool_]) -> str:
-    return ", ".join(classes[k] for k in np.flatnonzero(shows)) or "none"
+    return ", ".join(classes[k] for k in np.flatnonzero(shows).tolist()) or "none"
 
 
 def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> float:

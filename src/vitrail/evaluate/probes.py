@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ DRAWS = 5
 PENALTIES = (1e0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # L2 of the linear probe
 RIDGE, BIAS = 2.0**10, 100.0  # big_vision's: a constant so large that it is hardly held back
 MOST_NUMBERS = 1 << 26  # in a block of similarities
+
+Layers = Sequence[int] | Literal["all"] | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,19 @@ def check_probes(names: Sequence[str]) -> tuple[str, ...]:
         if name not in PROBES:
             raise InputError(f"A probe is one of {', '.join(PROBES)}.", repr(name), suggest(name, PROBES))
     return tuple(dict.fromkeys(names))
+
+
+def check_layers(layers: Layers, depth: int) -> list[int]:
+    """Blocks from 0, each once; the last one without a wish."""
+    if layers is None:
+        return [depth - 1]
+    if layers == "all":
+        return list(range(depth))
+    wanted = list(dict.fromkeys(layers))
+    if not wanted or not all(type(layer) is int and 0 <= layer < depth for layer in wanted):
+        must = f'layers must be "all" or block numbers from 0 to {depth - 1}.'
+        raise InputError(must, repr(layers), "Blocks count from 0.")
+    return wanted
 
 
 def parts_of(config: ViTConfig) -> tuple[str, ...]:
@@ -187,9 +202,8 @@ def linear(x: Tensor, y: Tensor, seen: Tensor, classes: int, penalties: Sequence
 
 def descend(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, penalty: float) -> None:
     """Mean cross-entropy plus penalty / 2 of the weights' squares, to its minimum."""
-    steps = torch.optim.LBFGS(
-        [weight, bias], max_iter=200, tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe"
-    )
+    ends = {"tolerance_grad": 1e-7, "tolerance_change": 1e-12}
+    steps = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe", **ends)
 
     def loss() -> Tensor:
         steps.zero_grad()
@@ -197,7 +211,7 @@ def descend(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, penalty: float) 
         value.backward()
         return value
 
-    steps.step(loss)  # type: ignore[arg-type]
+    steps.step(loss)
 
 
 def standardised(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,9 +245,13 @@ def drawn(y: Tensor, shots: int, draw: int) -> Tensor:
 
 
 def ridge(x: Tensor, y: Tensor, seen: Tensor, classes: int) -> Tensor:
-    """What a least-squares fit to -1 and 1 says; by the N x N matrix, as N is small here."""
+    """What a least-squares fit to -1 and 1 says, by the smaller of the two matrices that give it."""
     x, seen = standardised(x, seen)
     x, seen = (F.pad(one, (0, 1), value=BIAS) for one in (x, seen))
     goal = 2 * F.one_hot(y, classes).to(x.dtype) - 1
-    eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    return (seen @ (x.T @ torch.linalg.solve(x @ x.T + RIDGE * eye, goal))).argmax(dim=1)
+    held = RIDGE * torch.eye(min(x.shape), dtype=x.dtype, device=x.device)
+    if len(x) < x.shape[1]:
+        weight = x.T @ torch.linalg.solve(x @ x.T + held, goal)
+    else:
+        weight = torch.linalg.solve(x.T @ x + held, x.T @ goal)
+    return (seen @ weight).argmax(dim=1)

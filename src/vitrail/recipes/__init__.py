@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from vitrail.config import ViTConfig
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, suggest
-from vitrail.preprocess import Preprocess
-from vitrail.train.settings import TrainConfig
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A model, what is done to pictures, and how it is trained."""
-
-    model: ViTConfig
-    preprocess: Preprocess
-    train: TrainConfig
+from vitrail.training.settings import Recipe
 
 
 def recipe(name: str, data: Dataset) -> Recipe:

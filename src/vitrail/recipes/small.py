@@ -7,8 +7,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.data.sources import Dataset
 from vitrail.preprocess import Preprocess
-from vitrail.recipes import Recipe
-from vitrail.train.settings import TrainConfig
+from vitrail.training.settings import Recipe, TrainConfig
 
 PICTURES_SEEN = 60_000  # of a run by `small`, about: fewer pictures are seen more often
 SIDE = 128  # of pictures that come as files

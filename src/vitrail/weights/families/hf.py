@@ -296,5 +296,3 @@ MAE = replace(
     settings=None,
     peer=mae_peer,
 )
-
-FAMILIES = (DEIT, VIT, MAE)

@@ -14,10 +14,10 @@ import torch
 from vitrail import __version__
 from vitrail.errors import ConfigError, FileError, printable
 from vitrail.fields import show
-from vitrail.recipes import Recipe
-from vitrail.train import checkpoint as files
-from vitrail.train.listen import Listener
-from vitrail.train.parallel import Ranks
+from vitrail.training import checkpoint as files
+from vitrail.training.listen import Listener
+from vitrail.training.parallel import Ranks
+from vitrail.training.settings import Recipe
 
 
 def prepare(out: Path, resume: bool, chosen: Recipe, ranks: Ranks, say: Listener) -> bool:

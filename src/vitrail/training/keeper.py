@@ -14,9 +14,9 @@ from vitrail.data.loader import Corrupt
 from vitrail.data.sources import Dataset, Split
 from vitrail.evaluate.forward import outputs_of
 from vitrail.model import ViT
-from vitrail.train import checkpoint as files
-from vitrail.train.listen import Listener
-from vitrail.train.loop import Stopped, Trainer
+from vitrail.training import checkpoint as files
+from vitrail.training.listen import Listener
+from vitrail.training.loop import Stopped, Trainer
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from vitrail.train.loop import Progress
+from vitrail.training.loop import Progress
 
 
 class Listener(Protocol):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.sources import Split
-from vitrail.train.settings import TrainConfig
+from vitrail.training.settings import TrainConfig
 
 
 def targets_of(split: Split, classes: int, settings: TrainConfig) -> Tensor:

@@ -25,12 +25,12 @@ from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.model import ViT
 from vitrail.preprocess import Preprocess
-from vitrail.train import checkpoint as files
-from vitrail.train.objective import loss_of, targets_of, weights_of
-from vitrail.train.optim import build_optimizer, rate_at, set_rate
-from vitrail.train.parallel import Ranks, shared
-from vitrail.train.precision import Machine
-from vitrail.train.settings import TrainConfig
+from vitrail.training import checkpoint as files
+from vitrail.training.objective import loss_of, targets_of, weights_of
+from vitrail.training.optim import build_optimizer, rate_at, set_rate
+from vitrail.training.parallel import Ranks, shared
+from vitrail.training.precision import Machine
+from vitrail.training.settings import TrainConfig
 
 LOOK_EVERY = 10  # steps between looks at what is on the device: each makes it wait
 MOST_BAD = 3

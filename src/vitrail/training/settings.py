@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from vitrail.config import ViTConfig
@@ -10,6 +10,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.errors import ConfigError
 from vitrail.fields import Config, choice, declare, number, rate, show, switch, whole
+from vitrail.preprocess import Preprocess
 
 
 def part(kind: type[Any], doc: str) -> Any:
@@ -136,14 +137,9 @@ class TrainConfig(Config):
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """What config.json of a run holds: the model, the training, the data."""
+class Recipe:
+    """Everything a run needs besides its data."""
 
     model: ViTConfig
+    preprocess: Preprocess
     train: TrainConfig
-    data: str
-    start: str | None = None
-    """The checkpoint that the run starts from."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vitrail.model import ViT
-from vitrail.train.settings import TrainConfig
+from vitrail.training.settings import TrainConfig
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

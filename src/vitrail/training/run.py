@@ -6,30 +6,26 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitrail.config import by
-from vitrail.data.sources import Dataset, open_data
-from vitrail.errors import ConfigError, VitrailError, suggest
-from vitrail.fields import show
+from vitrail.data.sources import Dataset
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.model import ViT
-from vitrail.recipes import Recipe
-from vitrail.recipes import recipe as recipe_for
-from vitrail.train.keeper import Keeper
-from vitrail.train.listen import Listener, Silent
-from vitrail.train.loop import Stopped, Trainer
-from vitrail.train.parallel import join
-from vitrail.train.place import prepare
-from vitrail.train.precision import choose_machine
-from vitrail.train.settings import TrainConfig
+from vitrail.training.keeper import Keeper
+from vitrail.training.listen import Listener, Silent
+from vitrail.training.loop import Stopped, Trainer
+from vitrail.training.parallel import join
+from vitrail.training.place import prepare
+from vitrail.training.precision import choose_machine
+from vitrail.training.settings import Recipe
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import fitted
 from vitrail.weights.load import load
 
 
@@ -44,37 +40,24 @@ class Run:
     """A row for each epoch."""
 
 
-def train(
-    data: str | Path | Dataset,
-    *,
+def run(
+    dataset: Dataset,
+    chosen: Recipe,
     out: str | Path,
-    recipe: str = "small",
+    *,
     start: str | Path | None = None,
     resume: bool = False,
     listener: Listener | None = None,
-    **changes: Any,
 ) -> Run:
-    """Train a model on labelled pictures.
-
-    Args:
-        data: what `vitrail.data.sources.open_data` takes: a folder of pictures, a table, an array file.
-        out: the run's folder; it must be empty or new, unless `resume` is given.
-        recipe: where the settings come from.
-        start: a weight file to start from, of any family; its head is replaced.
-        resume: go on with the run in `out`, from its last whole checkpoint.
-        changes: fields of TrainConfig, such as epochs=10; and model=, augment=, mixing= with a
-            mapping of theirs.
-    """
+    """Train by a recipe, from beginning to end, or from the last whole checkpoint in `out`."""
     say, ranks, place = listener or Silent(), join(), Path(out)
-    dataset = data if isinstance(data, Dataset) else open_data(data, seed=int(changes.get("seed", 0)))
     for note in dataset.notes:
         say.note(note)
-    chosen = settle(recipe, dataset, start, changes)
     if prepare(place, resume, chosen, ranks, say):
         return finished(place)
     machine = choose_machine(chosen.train.precision, ranks.local)
     say.note(f"Computing on {machine.reason}.")
-    model = first_model(chosen, start, dataset, say)
+    model = first_model(chosen, start, say)
     trainer = Trainer(model, chosen.preprocess, dataset, chosen.train, machine, ranks, place, say.progress)
     keeper = Keeper(trainer, dataset, say)
     if resume:
@@ -93,33 +76,7 @@ def train(
     return Run(place, keeper.judged_best(), trainer.history)
 
 
-def settle(name: str, data: Dataset, start: str | Path | None, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with the user's changes."""
-    chosen = recipe_for(name, data)
-    fields = dict(changes)
-    model = dict(fields.pop("model", None) or {})
-    nested = {part: fields.pop(part) for part in ("augment", "mixing") if part in fields}
-    known = list(TrainConfig.__dataclass_fields__)
-    for key in fields:
-        if key not in known:
-            raise ConfigError(
-                "A run takes the fields of TrainConfig.", f"{key}={show(fields[key])}", suggest(key, known)
-            )
-    settings = chosen.train
-    for part, more in nested.items():
-        settings = replace(settings, **{part: replace(getattr(settings, part), **more)})
-    settings = replace(settings, **fields)
-    config = replace(chosen.model, **model)
-    preprocess = chosen.preprocess
-    if start is not None:
-        bundle = load(start, classes=config.classes, **({"size": model["size"]} if "size" in model else {}))
-        config, preprocess = bundle.model.config, bundle.preprocess or preprocess
-    elif config.pixels != preprocess.target or config.channels != preprocess.channels:
-        preprocess = fitted(preprocess, config)
-    return Recipe(config, preprocess, settings)
-
-
-def first_model(chosen: Recipe, start: str | Path | None, data: Dataset, say: Listener) -> ViT:
+def first_model(chosen: Recipe, start: str | Path | None, say: Listener) -> ViT:
     """Fresh weights from the seed, or those of the file to start from."""
     if start is None:
         torch.manual_seed(chosen.train.seed)

@@ -20,4 +20,4 @@ def recipe(name: str, data: Dataset) -> Recipe:
 def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
     from vitrail.recipes import small
 
-    return {"small": small.small, "digits": small.digits}
+    return {"small": small.small, "digits": small.digits, "cifar10-small": small.cifar10}

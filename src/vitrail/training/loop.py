@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,8 @@ class Trainer:
         for number in range(s.accumulate):
             batch = next(parts)
             seen.append(batch.indices)
-            last = number == s.accumulate - 1
-            with self.machine.autocast() if last or self.ranks.count == 1 else self.unsynced():
-                loss = self.loss(batch) / s.accumulate
-            loss.backward()
+            with self.sharing(last=number == s.accumulate - 1):
+                (self.loss(batch) / s.accumulate).backward()
         self.recent.append((self.step, torch.cat(seen)))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
@@ -188,14 +187,9 @@ class Trainer:
             self.average()
         self.step += 1
 
-    def unsynced(self) -> Any:
-        """Gradients of all parts but the last stay in this process."""
-        from contextlib import ExitStack
-
-        stack = ExitStack()
-        stack.enter_context(self.shared.no_sync())  # type: ignore[operator]
-        stack.enter_context(self.machine.autocast())
-        return stack
+    def sharing(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients of all parts but the last stay in this process; with it, their sum is shared."""
+        return nullcontext() if last or self.ranks.count == 1 else self.shared.no_sync()  # type: ignore[operator]
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a part, on its changed and mixed pictures."""
@@ -215,7 +209,8 @@ class Trainer:
             images, targets = mix(images, targets, indices, s.mixing, seed=s.seed, epoch=epoch)
         mean, std = self.levels
         images = (images * (255 * self.preprocess.scale) - mean) / std
-        logits = self.computed(images)
+        with self.machine.autocast():
+            logits = self.computed(images)
         each = loss_of(logits, targets, self.weights, s) * kept
         with torch.no_grad():
             right = self.right(logits, indices) * kept

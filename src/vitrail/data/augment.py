@@ -298,7 +298,7 @@ def resample(x: Tensor, matrix: Tensor, size: tuple[int, int], finer: int = 1) -
     to_x, to_y = beside(matrix[:, 0] * (2 / W), x), beside(matrix[:, 1] * (2 / H), x)  # grid_sample's -1..1
     grid = [one[:, :1, None] * across + one[:, 1:2, None] * down + one[:, 2:, None] for one in (to_x, to_y)]
     found = F.grid_sample(x, torch.stack(grid, dim=-1), padding_mode="border", align_corners=False)
-    return found[..., ::finer, ::finer]
+    return F.avg_pool2d(found, finer) if finer > 1 else found
 
 
 # ---- level and colour ---------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder, checkpoints/step-00000042, with tensors in safetensors files, state.json, and
 manifest.json, which lists every other file with its size and hash. One that does not fit its manifest
-is passed over for the one before it, with a sentence that says why.
+is passed over for the one before it, with a sentence that says why. A whole one is never written over:
+the same step saved again (first while its epoch was judged, then after) is step-00000042.1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch import Tensor
 from vitrail.errors import FileError, printable
 from vitrail.weights.files import write_safetensors
 
-NAME = re.compile(r"step-(\d{8})")
+NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")
+ASIDE = re.compile(r"\.step-[\d.]+\.part|\.[0-9a-f]{16}\.part|\.[a-z]+\.jsonl?\.part")
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,18 @@ class Checkpoint:
 
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write a checkpoint, then remove the oldest of those this run has written beyond `keep`."""
-    place = folder / f"step-{checkpoint.step:08d}"
+    place = free_place(folder, checkpoint.step)
     aside = folder / f".{place.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        tidy(folder)
         aside.mkdir()
         for name, tensors in checkpoint.tensors.items():
             write_safetensors(aside / f"{name}.safetensors", tensors)
         write_text(aside / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
         write_text(aside / "manifest.json", json.dumps(manifest(aside)))
         sync(aside)
-        if place.exists():  # the same step again, after a resume
+        if place.exists():  # a damaged one
             shutil.rmtree(place)
         aside.rename(place)
         sync(folder)
@@ -62,9 +64,28 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except FileError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise failed(place, error.args[1]) from error
-    for old in complete(folder)[keep:]:
+    found = complete(folder)
+    at = found.index(place)  # those beyond it are damaged, or it would not have been reached again
+    for old in [*found[:at], *found[at + keep :]]:
         shutil.rmtree(old, ignore_errors=True)
     return place
+
+
+def free_place(folder: Path, step: int) -> Path:
+    """A name that no whole checkpoint has, after all others of the same step."""
+    name, again = f"step-{step:08d}", 0
+    while (place := folder / (f"{name}.{again}" if again else name)).exists() and damage(place) is None:
+        again += 1
+    return place
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a run that was killed had begun to write."""
+    for left in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)] if folder.is_dir() else []:
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 def failed(place: Path, reason: str) -> FileError:
@@ -79,7 +100,12 @@ def complete(folder: Path) -> list[Path]:
     """Folders of finished checkpoints, the newest first."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir()), reverse=True)
+    found = [(match, p) for p in folder.iterdir() if (match := NAME.fullmatch(p.name)) and p.is_dir()]
+    return [p for match, p in sorted(found, key=lambda one: order(one[0]), reverse=True)]
+
+
+def order(name: re.Match[str]) -> tuple[int, int]:
+    return int(name[1]), int(name[2] or 0)
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -104,8 +130,10 @@ def damage(place: Path) -> str | None:
     try:
         listed = json.loads((place / "manifest.json").read_text())
         found = manifest(place)
-    except (OSError, ValueError) as error:
-        return type(error).__name__
+    except FileNotFoundError:
+        return "it has no manifest"
+    except (OSError, ValueError):
+        return "its manifest cannot be read"
     if not isinstance(listed, dict) or set(listed) != set(found):
         return "its files are not those of its manifest"
     wrong = [name for name in found if listed[name] != found[name]]
@@ -129,6 +157,16 @@ def write_text(file: Path, text: str) -> None:
         opened.write(text)
         opened.flush()
         os.fsync(opened.fileno())
+
+
+def replace_text(file: Path, text: str) -> None:
+    """A text file, whole or as it was."""
+    aside = file.with_name(f".{file.name}.part")
+    try:
+        write_text(aside, text)
+        aside.replace(file)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def sync(folder: Path) -> None:

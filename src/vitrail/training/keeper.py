@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ class Keeper:
     data: Dataset
     say: Listener
     best: float = -1.0
-    named: int = 0
-    """How many corrupt files have been told of."""
+    told: set[str] = field(default_factory=set)
+    """Corrupt files that have been named."""
 
     def go_on(self) -> None:
         """From the last whole checkpoint, if there is one."""
@@ -41,6 +40,7 @@ class Keeper:
             self.say.note("There is no whole checkpoint: it starts at step 0.")
             return
         self.trainer.restore(found)
+        self.told = set(self.trainer.corrupt.names)
         scores = [row["val_accuracy"] for row in self.trainer.history if "val_accuracy" in row]
         self.best = max(scores, default=-1.0)
         self.say.note(f"Going on at step {found.step:,} of {self.trainer.steps:,}.")
@@ -52,17 +52,22 @@ class Keeper:
             row |= self.judge(self.data.held_out)
         if t.ranks.first:
             lines = "".join(json.dumps(one) + "\n" for one in t.history)
-            replace_text(t.out / "metrics.jsonl", lines)
-            if self.data.val is not None and row.get("val_accuracy", -1.0) > self.best:
+            files.replace_text(t.out / "metrics.jsonl", lines)
+            if self.data.val and row.get("val_accuracy", -1.0) > self.best:
                 self.best = row["val_accuracy"]
                 self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
-        for name, reason in list(t.corrupt.names.items())[self.named :]:
-            self.say.note(f"{name} could not be read: {reason}")
-        self.named = len(t.corrupt.names)
+        self.tell(t.corrupt.names)
         self.say.epoch(row)
         t.pending = False
         if epoch % t.settings.save_every == 0 or last:
             t.save()
+
+    def tell(self, corrupt: dict[str, str]) -> None:
+        """Name the files that could not be read, each once."""
+        for name, reason in corrupt.items():
+            if name not in self.told:
+                self.say.note(f"{name} could not be read: {reason}")
+        self.told |= set(corrupt)
 
     def judge(self, split: Split) -> dict[str, float]:
         """Loss and accuracy on held-out pictures, the same for any number of processes."""
@@ -75,8 +80,11 @@ class Keeper:
 
         corrupt = Corrupt(t.settings.corrupt)
         how: dict[str, Any] = {"rank": t.ranks.rank, "ranks": t.ranks.count, "workers": t.settings.workers}
-        with t.machine.autocast():
+        with t.machine.computing():
             logits, kept = outputs_of(model, split, t.preprocess, corrupt=corrupt, ahead=ahead, **how)
+        self.tell(t.ranks.union(corrupt.names))
+        if logits.shape[1] != len(self.data.classes):  # this process had nothing to judge
+            logits = torch.zeros(len(split), len(self.data.classes))
         logits = t.ranks.add(logits.to(t.machine.device)).cpu()
         kept = t.ranks.add(kept.to(t.machine.device)).cpu()
         labels = torch.from_numpy(split.labels)
@@ -104,17 +112,10 @@ class Keeper:
         """The last weights, and those that were judged best."""
         t = self.trainer
         if t.ranks.first:
-            if self.data.val is None:  # judged by the test set, which may not choose: the last it is
+            if not self.data.val:  # judged by the test set, which may not choose: the last it is
                 self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
             self.bundle(t.model).save(t.out / "last.safetensors")  # with which the run is finished
         t.ranks.wait()
 
     def judged_best(self) -> Bundle:
         return load(self.trainer.out / "best.safetensors")
-
-
-def replace_text(file: Path, text: str) -> None:
-    """A text file, whole or as it was."""
-    aside = file.with_name(f".{file.name}.part")
-    files.write_text(aside, text)
-    aside.replace(file)

@@ -23,7 +23,7 @@ from vitrail.data.chance import numbers
 from vitrail.data.loader import Batch, Corrupt, Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.data.mixing import mix
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import ConfigError, VitrailError, printable
 from vitrail.model import ViT
 from vitrail.preprocess import Preprocess
 from vitrail.training import checkpoint as files
@@ -81,6 +81,8 @@ class Trainer:
     """Whether an epoch is over and has not been judged yet."""
     history: list[dict[str, Any]] = field(default_factory=list)
     corrupt: Corrupt = field(default_factory=Corrupt)
+    saved: tuple[int, bool] | None = None
+    """Step and pending of the last checkpoint."""
 
     def __post_init__(self) -> None:
         s, device = self.settings, self.machine.device
@@ -93,6 +95,12 @@ class Trainer:
                 + (", pairs in each." if mixes else "."),
                 f"batch={self.batch}, {self.ranks.count} processes, accumulate={s.accumulate}",
                 "Change batch or accumulate.",
+            )
+        if s.sampling == "balanced" and self.data.several:
+            raise ConfigError(
+                "Balanced sampling needs one class for each picture.",
+                "pictures that can show several",
+                "Use --set class_weights=balanced.",
             )
         self.corrupt.policy = s.corrupt
         self.model.to(device)
@@ -115,7 +123,7 @@ class Trainer:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, seen, steps left out
         self.in_a_row = torch.zeros((), device=device)
         self.worst = torch.zeros((), device=device)
-        self.recent: deque[tuple[int, Tensor]] = deque(maxlen=2 * LOOK_EVERY)
+        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=2 * LOOK_EVERY)  # step, pictures, bad
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     # ---- going through the steps ------------------------------------------------------------
@@ -174,12 +182,12 @@ class Trainer:
             seen.append(batch.indices)
             with self.sharing(last=number == s.accumulate - 1):
                 (self.loss(batch) / s.accumulate).backward()
-        self.recent.append((self.step, torch.cat(seen)))
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
         bad = (~norm.isfinite()).float()
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.recent.append((self.step, torch.cat(seen), bad))
         self.in_a_row = (self.in_a_row + bad) * bad
         self.worst = torch.maximum(self.worst, self.in_a_row)
         self.sums[3] += bad
@@ -209,12 +217,14 @@ class Trainer:
             images, targets = mix(images, targets, indices, s.mixing, seed=s.seed, epoch=epoch)
         mean, std = self.levels
         images = (images * (255 * self.preprocess.scale) - mean) / std
-        with self.machine.autocast():
+        with self.machine.computing():
             logits = self.computed(images)
         each = loss_of(logits, targets, self.weights, s) * kept
         with torch.no_grad():
-            right = self.right(logits, indices) * kept
-            self.sums[:3] += torch.stack([each.sum(), right.sum(), kept.sum()]).double()
+            counts = kept * each.isfinite()  # what is no number is left out, as its step is
+            right = self.right(logits, indices) * counts
+            loss = each.where(counts > 0, 0.0).sum()
+            self.sums[:3] += torch.stack([loss, right.sum(), counts.sum()]).double()
         return each.mean()
 
     def right(self, logits: Tensor, indices: Tensor) -> Tensor:
@@ -252,18 +262,18 @@ class Trainer:
         )
 
     def diverged(self) -> Diverged:
-        steps = [step for step, _ in self.recent]
-        names = [
-            self.data.train.names[int(i)] for _, indices in list(self.recent)[-MOST_BAD:] for i in indices[:4]
-        ]
+        found = [(step, indices) for step, indices, bad in self.recent if bad]
+        steps = ", ".join(str(step) for step, _ in found[:MOST_BAD])
+        names = [self.data.train.names[int(i)] for _, indices in found[:MOST_BAD] for i in indices[:2]]
         return Diverged(
             f"The gradient must be a number; it was none {MOST_BAD} times in a row.",
-            f"steps {steps[0]} to {steps[-1]}, among whose pictures are {', '.join(map(str, names[:6]))}",
+            f"none at steps {steps}, among whose pictures are {printable(', '.join(names))}",
             "The last checkpoint is untouched. Use a lower learning rate, a longer warm-up, or fp32.",
         )
 
     def finish_epoch(self, after_epoch: Callable[[int], None]) -> None:
         epoch = self.step // self.per_epoch
+        self.corrupt.names = self.ranks.union(self.corrupt.names)
         loss, right, seen, left_out = self.ranks.add(self.sums.clone()).tolist()
         self.history.append(
             {
@@ -286,17 +296,30 @@ class Trainer:
         tensors = {
             "model": dict(self.model.state_dict()),
             "optimizer": files.optimizer_tensors(self.optimizer, self.names),
-            "sums": {"sums": self.sums, "in_a_row": self.in_a_row, "worst": self.worst},
+            "sums": {"sums": self.all_sums(), "in_a_row": self.in_a_row, "worst": self.worst},
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
-        return files.Checkpoint(self.step, tensors, {"history": self.history, "pending": self.pending})
+        names = self.ranks.union(self.corrupt.names)
+        state = {"history": self.history, "pending": self.pending, "corrupt": names}
+        return files.Checkpoint(self.step, tensors, state)
+
+    def all_sums(self) -> Tensor:
+        """The sums of every process (ranks, 4): added up now, they would be rounded differently later."""
+        rows = self.sums.new_zeros(self.ranks.count, len(self.sums))
+        rows[self.ranks.rank] = self.sums
+        return self.ranks.add(rows)
 
     def save(self) -> None:
-        self.ranks.wait()
+        """A checkpoint of this moment, unless there is one."""
+        moment = (self.step, self.pending)
+        if moment == self.saved:
+            return
+        state = self.state()
         if self.ranks.first:
-            files.save(self.out / "checkpoints", self.state(), self.settings.keep)
+            files.save(self.out / "checkpoints", state, self.settings.keep)
         self.ranks.wait()
+        self.saved = moment
 
     def restore(self, saved: files.Checkpoint) -> None:
         self.step, self.history = saved.step, list(saved.state["history"])
@@ -305,7 +328,10 @@ class Trainer:
         files.restore_optimizer(self.optimizer, saved.tensors["optimizer"], self.names)
         if self.ema is not None:
             self.ema.load_state_dict(dict(saved.tensors["ema"]))
-        device = self.machine.device
-        share = 1.0 if self.ranks.first else 0.0  # sums are over all processes; one of them carries them on
-        self.sums = saved.tensors["sums"]["sums"].to(device) * share
+        self.corrupt.names = dict(saved.state["corrupt"])
+        self.saved = (self.step, self.pending)
+        device, rows = self.machine.device, saved.tensors["sums"]["sums"]
+        if len(rows) != self.ranks.count:  # as many processes as never before: the first carries them on
+            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(self.ranks.count, rows.shape[1])])
+        self.sums = rows[self.ranks.rank].to(device)
         self.in_a_row, self.worst = (saved.tensors["sums"][name].to(device) for name in ("in_a_row", "worst"))

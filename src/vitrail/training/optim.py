@@ -61,7 +61,11 @@ def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:
         case "adamw":
             return torch.optim.AdamW(parts, lr=0.0, betas=settings.betas, fused=True)  # type: ignore[arg-type]
         case "sgd":
-            return torch.optim.SGD(parts, lr=0.0, momentum=settings.momentum, fused=True)
+            sgd = torch.optim.SGD(parts, lr=0.0, momentum=settings.momentum, fused=True)
+            if settings.momentum:  # a first step that is left out would leave these as memory was
+                for parameter in (p for group in parts for p in group["params"]):
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            return sgd
 
 
 def rate_at(step: int, steps: int, settings: TrainConfig) -> float:

@@ -42,6 +42,14 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
+    def union(self, names: dict[str, str]) -> dict[str, str]:
+        """What any process has found, the first one's first."""
+        if self.count == 1:
+            return names
+        found: list[dict[str, str]] = [{} for _ in range(self.count)]
+        dist.all_gather_object(found, names)
+        return {name: reason for some in found for name, reason in some.items()}
+
     def wait(self) -> None:
         if self.count > 1:
             dist.barrier()

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from vitrail.training.settings import Recipe
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
+TOGETHER = 2.0  # seconds
+
 
 @dataclass(frozen=True)
 class Run:
@@ -45,7 +48,7 @@ def run(
     chosen: Recipe,
     out: str | Path,
     *,
-    start: str | Path | None = None,
+    start: Bundle | None = None,
     resume: bool = False,
     listener: Listener | None = None,
 ) -> Run:
@@ -53,7 +56,7 @@ def run(
     say, ranks, place = listener or Silent(), join(), Path(out)
     for note in dataset.notes:
         say.note(note)
-    if prepare(place, resume, chosen, ranks, say):
+    if prepare(place, resume, chosen, dataset, start is not None, ranks, say):
         return finished(place)
     machine = choose_machine(chosen.train.precision, ranks.local)
     say.note(f"Computing on {machine.reason}.")
@@ -76,15 +79,15 @@ def run(
     return Run(place, keeper.judged_best(), trainer.history)
 
 
-def first_model(chosen: Recipe, start: str | Path | None, say: Listener) -> ViT:
-    """Fresh weights from the seed, or those of the file to start from."""
-    if start is None:
-        torch.manual_seed(chosen.train.seed)
-        return ViT(chosen.model)
-    bundle = load(start, classes=chosen.model.classes, size=chosen.model.pixels)  # type: ignore[arg-type]
-    for note in bundle.notes:
-        say.note(note)
-    return bundle.model
+def first_model(chosen: Recipe, start: Bundle | None, say: Listener) -> ViT:
+    """Fresh weights from the seed, or those to start from."""
+    torch.manual_seed(chosen.train.seed)
+    model = ViT(chosen.model)
+    if start is not None:
+        for note in start.notes:
+            say.note(note)
+        model.load_state_dict(start.model.state_dict())
+    return model
 
 
 def too_large(trainer: Trainer) -> VitrailError:
@@ -128,15 +131,22 @@ def finished(out: Path) -> Run:
 
 @contextmanager
 def signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT save and stop; the second one stops at once."""
+    """SIGTERM and SIGINT save and stop; the second one stops at once.
+
+    torchrun passes on a signal that the terminal has sent to every process already: with it, what
+    comes right after the first is the first.
+    """
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: Any) -> None:
-        if trainer.signal is not None:
+        nonlocal first
+        if trainer.signal is None:
+            trainer.signal, first = number, time.monotonic()
+        elif trainer.ranks.count == 1 or time.monotonic() - first > TOGETHER:
             sys.exit(128 + number)
-        trainer.signal = number
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -9,7 +9,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.errors import ConfigError
-from vitrail.fields import Config, choice, declare, number, rate, show, switch, whole
+from vitrail.fields import Config, choice, declare, is_real, number, rate, show, switch, whole
 from vitrail.preprocess import Preprocess
 
 
@@ -30,7 +30,11 @@ def part(kind: type[Any], doc: str) -> Any:
 
 def betas(doc: str) -> Any:
     def check(name: str, value: Any, hint: Any) -> tuple[float, ...]:
-        good = isinstance(value, (tuple, list)) and len(value) == 2 and all(0 <= beta < 1 for beta in value)
+        good = (
+            isinstance(value, (tuple, list))
+            and len(value) == 2
+            and all(is_real(beta) and 0 <= beta < 1 for beta in value)
+        )
         if not good:
             raise ConfigError(
                 f"{name} must be two numbers from 0 to 1.", f"{name}={show(value)}", "Such as 0.9, 0.95."

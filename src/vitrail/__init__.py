@@ -31,6 +31,7 @@ _HOMES = {
     "convert": "vitrail.weights.convert",
     "create": "vitrail.build",
     "edit": "vitrail.model",
+    "evaluate": "vitrail.evaluation.run",
     "generate": "vitrail.model",
     "load": "vitrail.weights.load",
     "preset": "vitrail.presets",
@@ -56,6 +57,7 @@ __all__ = [
     "convert",
     "create",
     "edit",
+    "evaluate",
     "generate",
     "load",
     "preset",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from vitrail.build import create
     from vitrail.config import ViTConfig
     from vitrail.errors import ConfigError, FileError, InputError, VitrailError
+    from vitrail.evaluation.run import evaluate
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset

@@ -218,12 +218,17 @@ def test_a_tower_of_convolutions_is_another_model(tmp_path):
         load(saved(state, tmp_path / "resnet.safetensors"))
 
 
-def test_openclip_with_a_tower_from_timm(tmp_path):
+def timms_tower():
+    """timm's model, a projection behind it, and the file that OpenCLIP makes of both."""
     trunk = shake(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=0))
     proj = torch.randn(6, 32)
     state = {f"visual.trunk.{name}": tensor for name, tensor in trunk.state_dict().items()}
     state |= {"visual.head.proj.weight": proj, "logit_bias": torch.randn(1)}
-    state |= {name: torch.randn(shape) for name, shape in TEXT.items()}
+    return trunk, proj, state | {name: torch.randn(shape) for name, shape in TEXT.items()}
+
+
+def test_openclip_with_a_tower_from_timm(tmp_path):
+    trunk, proj, state = timms_tower()
     path = saved(state, tmp_path / "model.safetensors")
     bundle, pictures = load(path, heads=2), torch.randn(2, 3, 32, 32)
     assert bundle.source.family == "clip-timm"

@@ -180,10 +180,8 @@ class DINOv2(VisionTransformer):
         return torch.cat([x[:, :1], self.registers.expand(len(x), -1, -1), x[:, 1:]], dim=1)
 
 
-@pytest.mark.parametrize("registers", [0, 4])
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_dinov2_as_published(registers, chunked, gated, tmp_path):
+def dinov2(registers=0, chunked=False, gated=False):
+    """A DINOv2, and its tensors under the names it was first published with."""
     mlp = dict(mlp_layer=SwiGLUPacked, **SILU) if gated else {}
     theirs = DINOv2(**SMALL | dict(depth=4, num_classes=0, init_values=1e-5), **mlp)
     theirs.rows = nn.Parameter(torch.randn(1, 17, 32))
@@ -202,6 +200,14 @@ def test_dinov2_as_published(registers, chunked, gated, tmp_path):
             f"blocks.{int(n.split('.')[1]) // 2}.{n[7:]}" if n.startswith("blocks.") else n: t
             for n, t in state.items()
         }
+    return theirs, state
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_dinov2_as_published(registers, chunked, gated, tmp_path):
+    theirs, state = dinov2(registers, chunked, gated)
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
     bundle = vt.load(tmp_path / "in.safetensors", heads=2)
     assert bundle.source.family == "dinov2"

@@ -74,13 +74,13 @@ def put(changes: dict[str, Any], text: str) -> None:
     """PATH=VALUE: a field of the training, or model.FIELD, augment.FIELD, mixing.FIELD."""
     path, equals, value = text.partition("=")
     part, dot, name = path.rpartition(".")
-    if not equals or not path or part not in ("", "model", "augment", "mixing"):
+    whole = path in ("model", "augment", "mixing")
+    if not equals or not name or whole or part not in ("", "model", "augment", "mixing"):
         raise InputError(
             "--set takes PATH=VALUE.", repr(text), "Such as model.depth=4, augment.flip=0.5 or ema=0.99."
         )
     place = changes.setdefault(part, {}) if dot else changes
-    found = parsed(value)
-    place[name] = tuple(float(v) for v in value.split(",")) if name == "betas" else found
+    place[name] = tuple(map(parsed, value.split(","))) if name == "betas" else parsed(value)
 
 
 class Teller:

@@ -6,12 +6,14 @@ import gzip
 import math
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.sources import Dataset, Split
+from vitrail.data.decode import open_regular
+from vitrail.data.sources import MOST_CLASSES, Dataset, Split, too_many
 from vitrail.errors import InputError, needs, printable
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def read_idx(folder: Path) -> Dataset:
 def idx_array(file: Path) -> NDArray[np.uint8]:
     """An IDX file of bytes, gzipped or not: two zeros, the type 8, how many axes, their lengths, the data."""
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+        with open_regular(file) as plain, gzip.open(plain) if file.suffix == ".gz" else plain as opened:
             zeros, kind, axes = struct.unpack(">HBB", opened.read(4))
             if zeros or kind != 8 or not 1 <= axes <= 4:
                 raise ValueError("its first bytes are not those of an IDX file of bytes")
@@ -122,7 +124,7 @@ def idx_array(file: Path) -> NDArray[np.uint8]:
             data = read_upto(opened, count + 1)
             if len(data) != count:
                 raise ValueError(f"it holds {len(data):,} bytes where it says {count:,}")
-    except (OSError, EOFError, ValueError, struct.error) as error:
+    except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
         raise InputError(
             "DATA must be whole IDX files.", f"{printable(file)}: {error}", "Get it again."
         ) from error
@@ -183,6 +185,14 @@ def named(name: str, splits: dict[str, Split]) -> Dataset:
     """A data set whose classes are called by their numbers."""
     labels = [split.labels for split in splits.values()]
     several = labels[0].ndim == 2
+    if len({some.shape[1:] for some in labels}) > 1:
+        raise InputError(
+            "Every split must have labels alike.",
+            f"{', '.join(str(some.shape) for some in labels)} in {printable(name)}",
+            "Number the classes alike, or give every split as many columns.",
+        )
     count = labels[0].shape[1] if several else int(max(some.max(initial=0) for some in labels)) + 1
+    if count > MOST_CLASSES:
+        raise too_many(count, printable(name))
     classes = [str(number) for number in range(count)]
     return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"))

@@ -6,7 +6,10 @@ from __future__ import annotations
 import math
 import os
 import stat
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -47,8 +50,7 @@ def decode(file: BinaryIO, name: str, near: tuple[int, int] | None = None) -> Im
     from PIL import Image
 
     must = f"A picture must be one of {', '.join(FORMATS)}."
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of large pictures and odd metadata; we decide
+    with quiet():  # Pillow warns of large pictures and odd metadata; we decide
         try:
             opened = Image.open(file, formats=FORMATS)
             pixels = math.prod(opened.size)
@@ -69,3 +71,25 @@ def decode(file: BinaryIO, name: str, near: tuple[int, int] | None = None) -> Im
         except Exception as error:
             raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error
     return opened
+
+
+class Quiet:
+    """No warnings while any thread decodes: Python keeps one list of filters for all threads."""
+
+    lock, threads, filters = threading.Lock(), 0, ExitStack()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with Quiet.lock:
+        if not Quiet.threads:
+            Quiet.filters.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        Quiet.threads += 1
+    try:
+        yield
+    finally:
+        with Quiet.lock:
+            Quiet.threads -= 1
+            if not Quiet.threads:
+                Quiet.filters.close()

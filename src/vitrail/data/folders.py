@@ -55,19 +55,28 @@ def read_split(place: Path, classes: list[str], root: Path, notes: list[str]) ->
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Names of the folders inside, but for hidden ones."""
+    """Names of the folders inside, but for hidden ones and links that lead back here."""
+    here = folder.resolve()
     with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith((".", "__")))
+        seen = [Path(e.path) for e in entries if not e.name.startswith((".", "__"))]
+    return sorted(p.name for p in seen if p.is_dir() and not here.is_relative_to(p.resolve()))
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Every picture file below a folder, each once, in order; links to folders are not followed."""
+    """Every picture file below a folder, in order; links to folders are not followed, hidden files not seen.
+
+    A folder that cannot be read is an error: a run would go on without its pictures.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     found = []
-    for place, folders, files in os.walk(folder):
-        folders.sort()
+    for place, folders, files in os.walk(folder, onerror=fail):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(place) / name
-            if path.suffix.lower() in SUFFIXES and path.is_file():
+            if path.suffix.lower() in SUFFIXES and not name.startswith(".") and path.is_file():
                 found.append(path)
         if len(found) > MOST_FILES:
             raise InputError(f"A class may have {MOST_FILES:,} files.", printable(folder), "Split it.")

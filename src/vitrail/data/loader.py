@@ -117,7 +117,7 @@ class Reader:
                 there = indices.to(self.stored.device)
                 yield Batch(indices, self.stored[there], torch.ones(len(indices)))
             return
-        waiting: deque[tuple[Tensor, list[Future[NDArray[np.uint8] | None]]]] = deque()
+        waiting: deque[tuple[Tensor, list[Future[NDArray[np.uint8] | str]]]] = deque()
         for epoch, indices in wanted:
             waiting.append((indices, [self.submit(epoch, int(i)) for i in indices]))
             if len(waiting) > AHEAD:
@@ -125,18 +125,18 @@ class Reader:
         while waiting:
             yield self.collect(*waiting.popleft())
 
-    def submit(self, epoch: int, index: int) -> Future[NDArray[np.uint8] | None]:
+    def submit(self, epoch: int, index: int) -> Future[NDArray[np.uint8] | str]:
         if self.pool is not None:
             return self.pool.submit(self.read, epoch, index)
-        done: Future[NDArray[np.uint8] | None] = Future()
+        done: Future[NDArray[np.uint8] | str] = Future()
         try:
             done.set_result(self.read(epoch, index))
         except Exception as error:
             done.set_exception(error)
         return done
 
-    def read(self, epoch: int, index: int) -> NDArray[np.uint8] | None:
-        """One picture (H, W, C); None for one that cannot be read, if the policy allows it."""
+    def read(self, epoch: int, index: int) -> NDArray[np.uint8] | str:
+        """One picture (H, W, C); the reason for one that cannot be read, if the policy allows it."""
         assert self.split.paths is not None
         try:
             image = open_picture(self.split.paths[index], self.near)  # type: ignore[arg-type]
@@ -145,18 +145,24 @@ class Reader:
             array = levels(image, self.preprocess.channels)
             return cut_at_random(array, self.preprocess, self.augment, [self.seed, epoch, index])
         except (InputError, OSError) as error:
-            if self.corrupt.policy == "error":
-                raise
-            name = printable(self.split.names[index])
-            self.corrupt.names.setdefault(name, printable(error))
-            return None
+            if self.corrupt.policy != "error":
+                return printable(error)
+            raise InputError(
+                "Every picture must be readable.",
+                f"{printable(self.split.paths[index])}: {printable(error, 400).rstrip('.')}",
+                "Repair or remove it, or use --set corrupt=skip.",
+            ) from error
 
-    def collect(self, indices: Tensor, futures: list[Future[NDArray[np.uint8] | None]]) -> Batch:
+    def collect(self, indices: Tensor, futures: list[Future[NDArray[np.uint8] | str]]) -> Batch:
+        """A batch of what was read. Corrupt ones are named here: in the order of the run, not of threads."""
         arrays = [future.result() for future in futures]
+        for index, found in zip(indices.tolist(), arrays, strict=True):
+            if isinstance(found, str):
+                self.corrupt.names.setdefault(printable(self.split.names[index]), found)
         H, W = self.preprocess.target
         grey = np.full((H, W, self.preprocess.channels), 128, dtype=np.uint8)
-        images = np.stack([grey if array is None else array for array in arrays])
-        kept = torch.tensor([0.0 if array is None else 1.0 for array in arrays])
+        images = np.stack([grey if isinstance(array, str) else array for array in arrays])
+        kept = torch.tensor([0.0 if isinstance(array, str) else 1.0 for array in arrays])
         return Batch(indices, torch.from_numpy(images).permute(0, 3, 1, 2), kept)
 
     def close(self) -> None:

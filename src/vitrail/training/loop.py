@@ -83,6 +83,8 @@ class Trainer:
     corrupt: Corrupt = field(default_factory=Corrupt)
     saved: tuple[int, bool] | None = None
     """Step and pending of the last checkpoint."""
+    damaged: list[Path] = field(default_factory=list)
+    """Checkpoints that could not be gone on from; the next one takes their place."""
 
     def __post_init__(self) -> None:
         s, device = self.settings, self.machine.device
@@ -317,9 +319,9 @@ class Trainer:
             return
         state = self.state()
         if self.ranks.first:
-            files.save(self.out / "checkpoints", state, self.settings.keep)
+            files.save(self.out / "checkpoints", state, self.settings.keep, self.damaged)
         self.ranks.wait()
-        self.saved = moment
+        self.saved, self.damaged = moment, []
 
     def restore(self, saved: files.Checkpoint) -> None:
         self.step, self.history = saved.step, list(saved.state["history"])

@@ -21,10 +21,10 @@ from torch import Tensor
 from vitrail.data.loader import Corrupt
 from vitrail.data.sources import Dataset, Split, open_data
 from vitrail.errors import InputError, printable, suggest
-from vitrail.evaluate.calibration import Calibration, calibrate, check_precision
-from vitrail.evaluate.forward import BATCH, outputs_of
-from vitrail.evaluate.metrics import Scores, real_accuracy, real_labels, score
-from vitrail.evaluate.probes import (
+from vitrail.evaluation.calibration import Calibration, calibrate, check_precision
+from vitrail.evaluation.forward import BATCH, outputs_of
+from vitrail.evaluation.metrics import Scores, real_accuracy, real_labels, score
+from vitrail.evaluation.probes import (
     Labelled,
     Layers,
     Row,
@@ -34,7 +34,7 @@ from vitrail.evaluate.probes import (
     parts_of,
     unpack,
 )
-from vitrail.evaluate.probes import probe as run_probes
+from vitrail.evaluation.probes import probe as run_probes
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import listed
 from vitrail.weights.load import load
@@ -283,9 +283,9 @@ def match_classes(bundle: Bundle, classes: Sequence[str], notes: list[str]) -> l
         first = f"{printable(classes[0])} is {printable(labels[0])}"
         notes.append(f"The data's classes have no names; they are matched by number: {first}.")
         return numbers
-    spare, lacking = ([n for n in a if n not in set(b)] for a, b in ((labels, classes), (classes, labels)))
+    ours, theirs = ([n for n in a if n not in set(b)] for a, b in ((labels, classes), (classes, labels)))
     raise InputError(
         "The model must have the classes of the data.",
-        f"{listed(spare) or 'a name twice'} in the model alone, {listed(lacking) or 'none'} in the data alone",
+        f"in the model alone {listed(ours) or 'a name twice'}, in the data alone {listed(theirs) or 'none'}",
         "Rename the data's classes, or the model's labels.",
     )

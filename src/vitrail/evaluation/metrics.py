@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import FileError, InputError
-from vitrail.evaluate.calibration import below_largest, ece, reliability, surest
+from vitrail.evaluation.calibration import below_largest, ece, reliability, surest
 from vitrail.weights.folder import read_json_value
 
 if TYPE_CHECKING:

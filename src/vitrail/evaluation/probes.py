@@ -201,9 +201,11 @@ def linear(x: Tensor, y: Tensor, seen: Tensor, classes: int, penalties: Sequence
 
 
 def descend(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, penalty: float) -> None:
-    """Mean cross-entropy plus penalty / 2 of the weights' squares, to its minimum."""
-    ends = {"tolerance_grad": 1e-7, "tolerance_change": 1e-12}
-    steps = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe", **ends)
+    """Mean cross-entropy plus penalty / 2 of the weights' squares, to its minimum or 100 steps."""
+    search = "strong_wolfe"
+    steps = torch.optim.LBFGS(
+        [weight, bias], max_iter=100, tolerance_grad=1e-5, tolerance_change=1e-10, line_search_fn=search
+    )
 
     def loss() -> Tensor:
         steps.zero_grad()

@@ -1,0 +1,165 @@
+"""`vitrail train` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import vitrail as vt
+from vitrail.cli import app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from tiny_runs import everything, rows, write_arrays, write_folder
+
+TINY = [f"--set=model.{text}" for text in ("width=16", "depth=1", "heads=2")]
+
+
+def vitrail(*arguments, cwd, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "vitrail", "train", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "bug" not in done.stderr
+    return done
+
+
+def test_digits(tmp_path):
+    how = ["digits", "--recipe", "digits", "--epochs=1", "--out", "runs/one", *TINY]
+    said = vitrail(*how, cwd=tmp_path).stdout
+    for words in (
+        "Computing on ",
+        "digits: 10 classes",
+        "1,437 to learn from, 360 to judge by",
+        "22 of 64 pictures: 1 epochs of 22",
+        "epoch    1   loss ",
+        "of 360 held-out pictures.",
+        "Written: runs/one, with best.safetensors and last.safetensors.",
+    ):
+        assert words in said, words
+    out = tmp_path / "runs" / "one"
+    found = sorted(p.name for p in out.iterdir())
+    assert found == [
+        "best.safetensors",
+        "checkpoints",
+        "config.json",
+        "environment.json",
+        "last.safetensors",
+        "metrics.jsonl",
+    ]
+    assert (rows(out)[0]["step"], rows(out)[0]["val_seen"]) == (22, 360)
+    bundle = vt.load(out / "best.safetensors")
+    assert (bundle.model.config.classes, bundle.labels) == (10, list("0123456789"))
+    before = everything(tmp_path)
+    assert "of 360 held-out pictures." in vitrail(*how, "--resume", cwd=tmp_path).stdout
+    assert everything(tmp_path) == before
+
+
+def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path):
+    write_folder(tmp_path / "pets", each=8)
+    (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
+    how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
+    said = vitrail(*how, "--set=corrupt=skip", "--out=first", cwd=tmp_path).stdout
+    assert "pictures are held out to judge by (seed 3)." in said
+    assert said.count("bee/3.png could not be read: A picture must be one of JPEG") == 1
+    assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
+    said = vitrail("pets", "--from=first/best.safetensors", "--set=corrupt=skip", "--set=tune=head", "--epochs=1", "--out=second", cwd=tmp_path).stdout  # fmt: skip
+    assert "of which 51 learn" in said
+    first, second = (vt.load(tmp_path / out / "last.safetensors").model for out in ("first", "second"))
+    assert first.config.width == second.config.width == 16
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """Data, and other things, for commands that fail before they train."""
+    folder = tmp_path_factory.mktemp("there")
+    write_arrays(folder / "data.npz")
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.tex").write_text("years")
+    (folder / "one").mkdir()
+    (folder / "one" / "a").mkdir()
+    (folder / "bad.csv").write_text("path,label\n")
+    np.savez(folder / "float.npz", x=np.zeros((9, 8, 8)), y=np.arange(9) % 3)
+    return folder
+
+
+WRONG = [
+    (["nowhere"], "vitrail: DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits. Got nowhere, which is not there."),
+    (["empty"], "vitrail: A folder of pictures must hold a folder for each class. Got empty with no folders."),
+    (["one"], "vitrail: DATA must have at least two classes. Got one with 1."),
+    (["bad.csv"], "vitrail: A table must have rows. Got bad.csv with none."),
+    (["gone.csv"], "vitrail: The system refused gone.csv: No such file or directory."),
+    (["gone.npz"], "gone.npz"),
+    (["float.npz"], "vitrail: Pictures must have 8 or 16 bits (uint8, uint16). Got float64 in float.npz, x."),
+    (["data.npz", "--recipe=smal"], "vitrail: The recipe must be one there is. Got 'smal'. Did you mean 'small'?"),
+    (["data.npz", "--set=epoch=3"], "vitrail: A run takes the fields of TrainConfig. Got epoch=3. Did you mean 'epochs'?"),
+    (["data.npz", "--set=model.dept=3"], "Did you mean 'depth'?"),
+    (["data.npz", "--set=augment.flips=1"], "Did you mean 'flip'?"),
+    (["data.npz", "--set=epochs"], "vitrail: --set takes PATH=VALUE. Got 'epochs'."),
+    (["data.npz", "--set=modle.depth=3"], "vitrail: --set takes PATH=VALUE. Got 'modle.depth=3'."),
+    (["data.npz", "--set=model=3"], "vitrail: --set takes PATH=VALUE. Got 'model=3'."),
+    (["data.npz", "--set=model.=3"], "vitrail: --set takes PATH=VALUE. Got 'model.=3'."),
+    (["data.npz", "--set=ema=2"], "vitrail: ema must be above 0 and below 1. Got ema=2."),
+    (["data.npz", "--set=betas=a,b"], "vitrail: betas must be two numbers from 0 to 1."),
+    (["data.npz", "--set=seed=x"], "vitrail: seed must be"),
+    (["data.npz", "--set=model.classes=9"], "vitrail: The model must have the classes of the data"),
+    (["data.npz", "--lr=-1"], "vitrail: lr must be above 0 and at most 100. Got lr=-1"),
+    (["data.npz", "--set=batch=30", "--set=accumulate=4"], "vitrail: accumulate must divide batch."),
+    (["data.npz", "--from=nowhere.pth"], "nowhere.pth"),
+    (["data.npz", "--out=full"], "vitrail: --out must be a new or empty folder, or a run's. Got full. Name another, or go on with --resume."),
+    (["data.npz", "--out=data.npz"], "vitrail: --out must be a new or empty folder"),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_one_sentence_and_code_2(there):
+    """All in one process, by the command's own entry: to start one for each would take a minute."""
+    program = """
+import json, sys
+from vitrail.cli import main
+for given in json.load(sys.stdin):
+    sys.argv = ["vitrail", "train", *given]
+    try:
+        main()
+    except SystemExit as stop:
+        print(stop.code, flush=True)
+        print(file=sys.stderr, flush=True)
+"""
+    before = everything(there)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(
+            [[*given, *([] if "--out" in " ".join(given) else ["--out=new"])] for given, _ in WRONG]
+        ),
+        cwd=there,
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = done.stderr.rstrip("\n").split("\n\n")
+    assert done.stdout.split() == ["2"] * len(WRONG), list(zip(WRONG, said, strict=False))
+    for (given, words), message in zip(WRONG, said, strict=True):
+        assert words in message, (given, message)
+        assert "\n" not in message.strip()
+        assert message.startswith("vitrail: ")
+    assert everything(there) == before
+    assert not (there / "new").exists()
+
+
+@pytest.mark.parametrize("given", ["--epochs=0", "--epochs=many", "--seed=-1", "--nonsense"])
+def test_options_of_the_wrong_kind(given, there):
+    done = CliRunner().invoke(app, ["train", str(there / "data.npz"), "--out", str(there / "new"), given])
+    assert done.exit_code == 2
+    assert given.split("=")[0] in done.output
+    assert not (there / "new").exists()

@@ -1,0 +1,238 @@
+"""Batches: the same pictures for everybody, and files that cannot be read."""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.data.augment import Augment
+from vitrail.data.loader import Corrupt, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.data.sources import open_data
+from vitrail.errors import InputError
+from vitrail.preprocess import Preprocess
+from vitrail.recipes.start import train
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from tiny_runs import SETTINGS, Notes, everything, one_thread, prints, rows, write_arrays, write_folder
+
+__all__ = ["one_thread"]
+
+SPEC = Preprocess(size=8, mean=(0.5,) * 3, std=(0.5,) * 3, resize="shortest", resize_to=10)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "pictures")
+
+
+def all_of(reader, batches, epoch=0):
+    try:
+        return list(reader.batches((epoch, indices) for indices in batches))
+    finally:
+        reader.close()
+
+
+# ---- order -------------------------------------------------------------------------------------
+
+
+def test_an_epoch_sees_each_picture_once_in_another_order(tmp_path):
+    split = open_data(write_arrays(tmp_path / "a.npz")).train
+    first, again, next_one, other = (
+        epoch_order(split, seed=seed, epoch=epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
+    assert first.sort().values.tolist() == list(range(80))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, next_one)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "steps"), [(80, 16, 5), (81, 16, 5), (15, 16, 1), (16, 16, 1), (1, 1, 1)]
+)
+def test_batches_of_an_epoch(count, batch, steps):
+    assert steps_in_epoch(count, batch) == steps
+    order = torch.randperm(count)
+    seen = torch.cat([batch_indices(order, step, batch) for step in range(steps)])
+    assert len(seen) == steps * batch
+    assert torch.equal(seen[:count], order[: len(seen)])
+    if count < batch:
+        assert torch.equal(seen[count:], order[: batch - count])  # it comes round again
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("augment", [None, Augment(), Augment(crop=0.3)])
+def test_workers_read_the_same_in_the_same_order(folder, augment):
+    split = open_data(folder).train
+    batches = torch.randperm(len(split)).split(7)
+    found = [all_of(Reader(split, SPEC, augment=augment, workers=n), batches, epoch=3) for n in (0, 1, 4)]
+    for one, two, four in zip(*found, strict=True):
+        assert torch.equal(one.images, two.images)
+        assert torch.equal(one.images, four.images)
+        assert torch.equal(one.indices, four.indices)
+    assert [len(batch.indices) for batch in found[0]] == [len(b) for b in batches]
+    if augment is None:
+        first = found[0][0]
+        for image, index in zip(first.images, first.indices, strict=True):
+            opened = Image.open(split.paths[index])
+            assert (image.permute(1, 2, 0).numpy() == SPEC.pixels(opened)).all()
+
+
+def test_a_crop_is_another_one_in_another_epoch(folder):
+    split, batch = open_data(folder).train, [torch.arange(6)]
+    read = {
+        (seed, epoch): all_of(Reader(split, SPEC, augment=Augment(crop=0.3), seed=seed), batch, epoch)[
+            0
+        ].images
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    }
+    again = all_of(Reader(split, SPEC, augment=Augment(crop=0.3)), batch, 0)[0].images
+    assert torch.equal(read[0, 0], again)
+    assert not torch.equal(read[0, 0], read[0, 1])
+    assert not torch.equal(read[0, 0], read[1, 0])
+
+
+def test_a_crop_keeps_the_share_it_is_told(tmp_path):
+    """A picture whose levels are the places: what is cut out tells how large it was and from where."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            down, across = np.mgrid[:200, :200]
+            Image.fromarray(np.stack([down, across, 0 * down], -1).astype(np.uint8)).save(
+                tmp_path / name / f"{i}.png"
+            )
+    split = open_data(tmp_path).train
+    for least in (0.3, 1.0):
+        reader = Reader(split, SPEC, augment=Augment(crop=least, crop_ratio=1.5))
+        images = torch.cat(
+            [all_of(reader, [torch.arange(len(split))], epoch)[0].images for epoch in range(60)]
+        ).float()
+        spread = (images.amax((2, 3)) - images.amin((2, 3)))[:, :2] * 8 / 7 / 200  # of 8 samples, 7 steps
+        area = spread.prod(1)
+        assert area.min() > 0.9 * least * (0.8 if least == 1.0 else 1)
+        if least < 1:
+            assert area.min() < 0.4 < 0.85 < area.max()
+            ratio = spread[:, 0] / spread[:, 1]
+            assert 0.6 < ratio.min() < 0.75
+            assert 1.35 < ratio.max() < 1.65
+
+
+def test_arrays_come_as_they_are(tmp_path):
+    split = open_data(write_arrays(tmp_path / "a.npz")).train
+    batch = all_of(Reader(split, SPEC, workers=2), [torch.tensor([5, 3, 5])])[0]
+    assert (batch.images[1, 0].numpy() == split.images[3, ..., 0]).all()
+    assert torch.equal(batch.images[0], batch.images[2])
+    assert batch.kept.tolist() == [1, 1, 1]
+
+
+# ---- files that cannot be read -----------------------------------------------------------------
+
+
+def break_some(folder):
+    """Five kinds of broken files among the good ones."""
+    whole = (folder / "ant" / "00.jpg").read_bytes()
+    (folder / "ant" / "02.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "bee" / "03.png").write_text("no picture")
+    (folder / "bee" / "04.jpg").write_bytes(b"")
+    (folder / "cat" / "05.png").unlink()
+    (folder / "cat" / "05.png").symlink_to(folder / "cat" / "07.png")
+    Image.fromarray(np.full((9, 9), 7.5, np.float32)).save(folder / "cat" / "08.tif")  # levels beyond 1
+    return ["ant/02.jpg", "bee/03.png", "bee/04.jpg", "cat/08.tif"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_names_the_file(folder, workers):
+    for name in break_some(folder):
+        split = open_data(folder).train
+        if name not in split.names:
+            continue
+        reader = Reader(split, SPEC, workers=workers, corrupt=Corrupt("error"))
+        with pytest.raises(
+            InputError, match=rf"Every picture must be readable. Got .*{name}: .* use --set corrupt=skip"
+        ):
+            all_of(reader, [torch.tensor([split.names.index(name)])])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("policy", ["skip", "warn"])
+def test_others_are_as_if_it_were_whole(folder, workers, policy):
+    split = open_data(folder, val_share=0.05).train
+    order = list(torch.randperm(len(split)).split(9))
+    before = all_of(Reader(split, SPEC, workers=workers), order * 2)
+    broken = [name for name in break_some(folder) if name in split.names]
+    assert len(broken) >= 2
+    kept = everything(folder)
+    corrupt = Corrupt(policy)
+    after = all_of(Reader(split, SPEC, workers=workers, corrupt=corrupt), order * 2)
+    assert set(corrupt.names) == set(broken)
+    where = {name: torch.cat(order).tolist().index(split.names.index(name)) for name in broken}
+    assert list(corrupt.names) == sorted(broken, key=where.get)  # as the run met them, not as threads did
+    for one, two in zip(before, after, strict=True):
+        assert torch.equal(one.indices, two.indices)
+        for i, index in enumerate(one.indices.tolist()):
+            if split.names[index] in broken:
+                assert two.kept[i] == 0
+                assert (two.images[i] == 128).all()
+            elif split.names[index] != "cat/05.png":
+                assert two.kept[i] == 1
+                assert torch.equal(one.images[i], two.images[i])
+    assert everything(folder) == kept
+
+
+def test_a_run_over_broken_files(folder, tmp_path):
+    """Named once, counted, the same for any number of workers and across a stop; and not one byte changed."""
+    from tiny_runs import stopped_and_resumed
+
+    broken = break_some(folder)
+    kept = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")}
+    settings = {**SETTINGS, "corrupt": "warn", "epochs": 6}
+    with pytest.raises(InputError, match="Every picture must be readable"):
+        train(folder, out=tmp_path / "stops", **{**settings, "corrupt": "error"})
+    listener = Notes()
+    train(folder, out=tmp_path / "run", workers=2, listener=listener, **settings)
+    named = [note.split(" could not be read: ")[0] for note in listener.notes if "could not be read" in note]
+    assert sorted(named) == sorted(broken)
+    data = open_data(folder)
+    train_broken = sum(name in data.train.names for name in broken)
+    found = rows(tmp_path / "run")
+    assert found[-1]["corrupt"] == train_broken
+    assert {row["val_seen"] for row in found} == {len(data.val) - (len(broken) - train_broken)}
+    assert all(np.isfinite(row["loss"]) for row in found)
+    stopped_and_resumed(folder, tmp_path / "other", 7, workers=0, **settings)
+    assert prints(tmp_path / "other") == prints(tmp_path / "run")
+    assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")} == kept
+
+
+def test_a_broken_picture_counts_for_nothing(folder, tmp_path):
+    """The epoch's loss is the mean over the others, each as it would be: no mixing, rate almost 0."""
+    settings = dict(
+        batch=2, epochs=1, lr=1e-12, ema=None, model={**SETTINGS["model"], "dropout": 0.0, "drop_path": 0.0}
+    )
+    settings |= dict(mixing=dict(mixup=0.0), corrupt="skip", smoothing=0.0, seed=0)
+    data = open_data(folder)
+    train(data, out=tmp_path / "whole", **settings)
+    victim = data.train.paths[0]
+    victim.write_bytes(b"")
+    train(data, out=tmp_path / "less", **settings)
+    (whole,), (less,) = rows(tmp_path / "whole"), rows(tmp_path / "less")
+    assert (whole["corrupt"], less["corrupt"]) == (0, 1)
+    # A fresh head is all zero: every picture has the loss log 3, and so has the mean over fewer.
+    assert whole["loss"] == pytest.approx(np.log(3), rel=1e-5)
+    assert less["loss"] == pytest.approx(np.log(3), rel=1e-5)
+
+
+def test_reading_stops_at_once_when_closed(folder):
+    """Nobody waits for pictures that nobody wants any more."""
+    split = open_data(folder).train
+    reader = Reader(split, SPEC, workers=2)
+    many = reader.batches((0, torch.arange(len(split))) for _ in range(1000))
+    next(many)
+    start = time.perf_counter()
+    reader.close()
+    assert time.perf_counter() - start < 0.5

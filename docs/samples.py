@@ -122,8 +122,8 @@ def deit(folder: Path, seed: int) -> Sample:
     return Sample(folder / "in.pth", as_arrays(model.state_dict()), model, version("timm"))
 
 
-def dinov2(folder: Path, seed: int) -> Sample:
-    model, state = borrowed("test_timm").dinov2(registers=4, chunked=True, gated=True)
+def dinov2(folder: Path, seed: int, registers: int) -> Sample:
+    model, state = borrowed("test_timm").dinov2(registers=registers, chunked=True, gated=True)
     return in_file(folder, state, model, f"{version('timm')}, registers put in by tests")
 
 
@@ -167,7 +167,8 @@ SAMPLES: dict[str, Callable[[Path, int], Sample]] = {
     "clip-visual": partial(clip, lone=True),
     "clip-timm": clip_timm,
     "deit": deit,
-    "dinov2": dinov2,
+    "dinov2-registers": partial(dinov2, registers=4),
+    "dinov2": partial(dinov2, registers=0),
     "timm": timm,
     "torchvision": torchvision,
     "lucidrains": partial(lucidrains, spelling=(1, 16), words=""),

@@ -34,7 +34,7 @@ def vitrail(*arguments, cwd, code=0):
     return done
 
 
-def test_digits(tmp_path):
+def test_digits(tmp_path, monkeypatch):
     how = ["digits", "--recipe", "digits", "--epochs=1", "--out", "runs/one", *TINY]
     said = vitrail(*how, cwd=tmp_path).stdout
     for words in (
@@ -61,11 +61,14 @@ def test_digits(tmp_path):
     bundle = vt.load(out / "best.safetensors")
     assert (bundle.model.config.classes, bundle.labels) == (10, list("0123456789"))
     before = everything(tmp_path)
-    assert "of 360 held-out pictures." in vitrail(*how, "--resume", cwd=tmp_path).stdout
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", *how, "--resume"])
+    assert done.exit_code == 0, done.output
+    assert "of 360 held-out pictures." in done.output
     assert everything(tmp_path) == before
 
 
-def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path):
+def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
     write_folder(tmp_path / "pets", each=8)
     (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
     how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
@@ -73,7 +76,15 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path):
     assert "pictures are held out to judge by (seed 3)." in said
     assert said.count("bee/3.png could not be read: A picture must be one of JPEG") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
-    said = vitrail("pets", "--from=first/best.safetensors", "--set=corrupt=skip", "--set=tune=head", "--epochs=1", "--out=second", cwd=tmp_path).stdout  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    more = [
+        "--from=first/best.safetensors",
+        "--set=corrupt=skip",
+        "--set=tune=head",
+        "--epochs=1",
+        "--out=second",
+    ]
+    said = CliRunner().invoke(app, ["train", "pets", *more]).output
     assert "of which 51 learn" in said
     first, second = (vt.load(tmp_path / out / "last.safetensors").model for out in ("first", "second"))
     assert first.config.width == second.config.width == 16
@@ -118,6 +129,7 @@ WRONG = [
     (["data.npz", "--set=batch=30", "--set=accumulate=4"], "vitrail: accumulate must divide batch."),
     (["data.npz", "--from=nowhere.pth"], "nowhere.pth"),
     (["data.npz", "--out=full"], "vitrail: --out must be a new or empty folder, or a run's. Got full. Name another, or go on with --resume."),
+    (["data.npz", "--out=/proc/vitrail"], "vitrail: The system refused /proc/vitrail: No such file or directory. Check the path, its rights and the disk."),
     (["data.npz", "--out=data.npz"], "vitrail: --out must be a new or empty folder"),
 ]  # fmt: skip
 

@@ -204,10 +204,18 @@ def test_tensors_that_do_not_belong_are_refused(bundle, tmp_path):
         vt.load(path)
 
 
-def test_facts_are_not_given_to_a_file_that_knows_them(bundle, tmp_path):
+def test_a_fact_that_is_told_goes_before_the_file(bundle, tmp_path):
     bundle.save(tmp_path / "pets.safetensors")
-    with pytest.raises(vt.ConfigError, match=r"knows its own config. Got heads=4. Leave it out."):
-        vt.load(tmp_path / "pets.safetensors", heads=4)
+    told = vt.load(tmp_path / "pets.safetensors", eps=1e-3, activation="gelu-tanh", heads=2)
+    assert told.model.config.eps == 1e-3
+    assert told.notes == [
+        "eps is 0.001 as told, and 1e-06 in the file.",
+        "activation is 'gelu-tanh' as told, and 'gelu' in the file.",
+    ]
+    with pytest.raises(vt.ConfigError, match="takes only the fields it has"):
+        vt.load(tmp_path / "pets.safetensors", head=4, hidden_size=3)
+    with pytest.raises(vt.FileError, match=r"without blocks.0.scale1.weight"):
+        vt.load(tmp_path / "pets.safetensors", layer_scale=0.1)
 
 
 @pytest.mark.parametrize(

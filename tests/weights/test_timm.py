@@ -210,7 +210,7 @@ def test_dinov2_as_published(registers, chunked, gated, tmp_path):
     theirs, state = dinov2(registers, chunked, gated)
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
     bundle = vt.load(tmp_path / "in.safetensors", heads=2)
-    assert bundle.source.family == "dinov2"
+    assert bundle.source.family == ("dinov2-registers" if registers else "dinov2")
     assert bundle.model.config.registers == registers
     assert list(bundle.extras) == ["mask_token"]
     agree(theirs, bundle)

@@ -97,9 +97,9 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         found = arrays.read_digits()
     elif place.is_dir():
         found = arrays.read_idx(place) if arrays.has_idx(place) else folders.read_folder(place)
-    elif place.suffix.lower() in (".csv", ".jsonl"):
+    elif place.suffix.lower() in (".csv", ".jsonl") and place.exists():
         found = tables.read_table(place)
-    elif place.suffix.lower() == ".npz":
+    elif place.suffix.lower() == ".npz" and place.exists():
         found = arrays.read_npz(place)
     else:
         raise InputError(

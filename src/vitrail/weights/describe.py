@@ -47,12 +47,12 @@ def describe(
     given = {name: value for name, value in given.items() if value is not None}
     header = read_header(stored)
     if header is not None and family in (None, "vitrail"):
-        facts = [name for name in given if name not in ("size", "channels", "patch")]
-        if facts:
-            raise ConfigError(
-                "A vitrail file knows its own config.", f"{facts[0]}={show(given[facts[0]])}", "Leave it out."
-            )
         parts = parse(stored, header)
+        facts = {name: one for name, one in given.items() if name not in ("size", "channels", "patch")}
+        for name, value in facts.items():  # the user is right, and is told that the file says otherwise
+            if (said := getattr(parts["config"], name, None)) != value:
+                parts["notes"].append(f"{name} is {show(value)} as told, and {show(said)} in the file.")
+        parts["config"] = replace(parts["config"], **facts)
         return Description("vitrail", "a vitrail file", resize=resize_of(parts["source"]), **parts)
     keys = list(keys or ())
     found = recognise(stored, family, own_rows(keys), given)

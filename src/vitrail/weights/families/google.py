@@ -137,8 +137,8 @@ def also(config: ViTConfig) -> list[str]:
     reasons = []
     if config.activation != "gelu-tanh":
         reasons.append(
-            f"its only GELU is the tanh form, and activation is {show(config.activation)} here; the "
-            'original, loaded with activation="gelu-tanh", can be written'
+            f"its only GELU is the tanh form, and activation is {show(config.activation)} here; "
+            'with activation="gelu-tanh" told it can be written'
         )
     if config.class_token != (config.pool == "class"):
         reasons.append("a class token is there to be pooled, and only then")

@@ -209,7 +209,7 @@ DINOV2 = replace(
     title="DINOv2 as first published",
     anchors=("{w}{p}patch_embed.proj.weight", "{w}{p}blocks.0.attn.qkv.weight", "{w}{p}mask_token"),
     prefixes=("", "backbone.", "teacher.backbone.", "student.backbone."),
-    without=(),
+    without=("{w}{p}register_tokens",),
     rows=(
         row(("{w}{p}cls_token", "", "{w}{p}register_tokens"), "prefix", tokens(3), parts="prefix"),
         *both(B + "mlp.w12", OURS + "mlp.fc1"),
@@ -225,4 +225,14 @@ DINOV2 = replace(
     expresses=None,
 )
 
-FAMILIES = (DEIT, DINOV2, TIMM)
+DINOV2_REGISTERS = replace(
+    DINOV2,
+    name="dinov2-registers",
+    title="DINOv2 with registers, as first published",
+    anchors=(*DINOV2.anchors, "{w}{p}register_tokens"),
+    without=(),
+    resize={"method": "bicubic", "antialias": True},
+    follows="the original code: positions resized by bicubic with antialias, to the grid itself.",
+)
+
+FAMILIES = (DEIT, DINOV2_REGISTERS, DINOV2, TIMM)

@@ -8,23 +8,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 from torchvision.transforms.v2 import functional as tv
 
-from vitrail.data.augment import (
-    LAST,
-    NAMES,
-    OPS,
-    TO_GREY,
-    TWIST,
-    Augment,
-    Step,
-    augment,
-    draw_steps,
-    map_levels,
-    places,
-    recolour,
-    resample,
-    sharpen,
-)
+from vitrail.data.augment import NAMES, TO_GREY, TWIST, Augment, augment, places, recolour, resample
 from vitrail.data.chance import uniform
+from vitrail.data.policy import LAST, OPS, Step, draw_steps, map_levels, sharpen
 from vitrail.errors import ConfigError, InputError
 
 OFF = Augment()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.data.augment import beside, inside
+from vitrail.data.augment import inside
 from vitrail.data.chance import uniform
 from vitrail.errors import InputError
 from vitrail.fields import Config, number

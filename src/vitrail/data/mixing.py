@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.data.augment import inside
 from vitrail.data.chance import uniform
+from vitrail.data.policy import beside
 from vitrail.errors import InputError
 from vitrail.fields import Config, number
 

@@ -110,7 +110,7 @@ WRONG = [
     (["empty"], "vitrail: A folder of pictures must hold a folder for each class. Got empty with no folders."),
     (["one"], "vitrail: DATA must have at least two classes. Got one with 1."),
     (["bad.csv"], "vitrail: A table must have rows. Got bad.csv with none."),
-    (["gone.csv"], "vitrail: The system refused gone.csv: No such file or directory."),
+    (["gone.csv"], "Got gone.csv, which is not there."),
     (["gone.npz"], "gone.npz"),
     (["float.npz"], "vitrail: Pictures must have 8 or 16 bits (uint8, uint16). Got float64 in float.npz, x."),
     (["data.npz", "--recipe=smal"], "vitrail: The recipe must be one there is. Got 'smal'. Did you mean 'small'?"),

@@ -1,8 +1,10 @@
 """Batches: the same pictures for everybody, and files that cannot be read."""
 
 import hashlib
+import json
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +227,43 @@ def test_a_broken_picture_counts_for_nothing(folder, tmp_path):
     # A fresh head is all zero: every picture has the loss log 3, and so has the mean over fewer.
     assert whole["loss"] == pytest.approx(np.log(3), rel=1e-5)
     assert less["loss"] == pytest.approx(np.log(3), rel=1e-5)
+
+
+def test_when_nothing_can_be_read_it_does_not_look_as_if_it_had_trained(folder, tmp_path):
+    for path in folder.rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(
+        InputError, match=r"Some pictures must be readable. Got an epoch without one; [abc]\w+/\d+"
+    ):
+        train(folder, out=tmp_path / "run", **SETTINGS, corrupt="skip")
+
+
+def test_names_that_no_file_can_have(folder, tmp_path):
+    lines = [dict(path=f"pictures/ant/{i:02d}.jpg", label=i % 3) for i in range(0, 22, 2)]
+    lines += [dict(path=name, label=0) for name in ("a\0b.png", "\ud800.png", "x" * 5000 + ".png")]
+    (folder.parent / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    split = open_data(folder.parent / "t.jsonl", val_share=0.1).train
+    corrupt = Corrupt("skip")
+    (batch,) = all_of(Reader(split, SPEC, corrupt=corrupt), [torch.arange(len(split))])
+    assert batch.kept.sum() == sum(name.startswith("pictures") for name in split.names)
+    assert len(corrupt.names) == len(split) - batch.kept.sum() >= 2
+    train(folder.parent / "t.jsonl", out=tmp_path / "run", **{**SETTINGS, "batch": 4, "corrupt": "skip"})
+
+
+def test_pillows_warnings_are_not_errors(tmp_path):
+    """Odd metadata, which Pillow comes to when it turns the picture upright."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            exif = b"Exif\0\0II*\0\x08\0\0\0\x09\0\x12\1\3\0"
+            Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.jpg", exif=exif)
+    split = open_data(tmp_path).train
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):
+            SPEC.pixels(Image.open(split.paths[0]))
+        (batch,) = all_of(Reader(split, SPEC, workers=2), [torch.arange(len(split))])
+    assert batch.kept.all()
 
 
 def test_reading_stops_at_once_when_closed(folder):

@@ -9,7 +9,18 @@ import time
 
 import pytest
 
-from tiny_runs import SETTINGS, calm, left_over, one_thread, prints, rows, train, write_arrays, write_folder
+from tiny_runs import (
+    SETTINGS,
+    STOPS,
+    calm,
+    left_over,
+    one_thread,
+    prints,
+    rows,
+    train,
+    write_arrays,
+    write_folder,
+)
 from tiny_runs import __file__ as program
 
 __all__ = ["one_thread"]
@@ -48,10 +59,9 @@ def test_workers_change_nothing(made, kind):
     assert prints(made / f"{kind}-0") == prints(made / f"{kind}-2")
 
 
-@pytest.mark.parametrize("kind", ["arrays", "folder"])
-@pytest.mark.parametrize("at", [1, 6, 8, "judge"])
+@pytest.mark.parametrize(("kind", "at"), STOPS)
 def test_two_stopped_processes_end_in_the_same_bits(made, kind, at):
-    """Step 6: the signal reaches only the second. Sums of both are carried on."""
+    """Step 7: the signal reaches only the second. Sums of both are carried on."""
     assert prints(made / f"{kind}-at-{at}") == prints(made / f"{kind}-2")
     assert not left_over(made)
 

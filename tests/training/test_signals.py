@@ -74,15 +74,15 @@ def test_the_command_saves_and_ends_with_the_signals_code(number, code, data, tm
 def test_a_command_stopped_and_gone_on_with_ends_as_an_undisturbed_one(tmp_path):
     """Files and threads that decode them; the signal comes whenever it comes."""
     data = write_folder(tmp_path / "pictures")
-    how = dict(batch=16, epochs=20, model=SETTINGS["model"])
+    how = dict(batch=16, epochs=12, model=SETTINGS["model"])
     train(data, out=tmp_path / "whole", **how)
     out = tmp_path / "run"
-    child = start(data, out, "--epochs=20")
+    child = start(data, out, "--epochs=12")
     until(lambda: (out / "metrics.jsonl").exists(), child)
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
     assert child.returncode == 143
-    assert len(rows(out)) < 20
+    assert len(rows(out)) < 12
     train(data, out=out, resume=True, **how)
     assert prints(out) == prints(tmp_path / "whole")
 

@@ -36,6 +36,10 @@ SETTINGS = dict(
 )
 
 
+# Where two processes are stopped: at the first step, within an epoch, at its end, and after it.
+STOPS = [("arrays", at) for at in (1, 7, 10, "judge", "save")] + [("folder", at) for at in (7, "judge")]
+
+
 def calm(**more):
     """The same without dropout, which is a matter of each process."""
     model = dict(width=16, depth=2, heads=2, patch=4, size=8, dropout=0.0, drop_path=0.0)
@@ -117,13 +121,13 @@ def one_thread():
 
 
 class Signals:
-    """Sends this process a signal after some step, or while an epoch is judged. A context."""
+    """Sends this process a signal after some step, while an epoch is judged, or when it is to be saved."""
 
     def __init__(self, at, number=signal.SIGTERM, times=1):
         self.at, self.number, self.times = at, number, times
 
     def __enter__(self):
-        self.take_step, self.outputs_of = Trainer.take_step, keeper.outputs_of
+        self.take_step, self.save, self.outputs_of = Trainer.take_step, Trainer.save, keeper.outputs_of
 
         def take_step(trainer, parts):
             self.take_step(trainer, parts)
@@ -135,7 +139,12 @@ class Signals:
                 self.send()
             return self.outputs_of(*args, **kwargs)
 
-        Trainer.take_step, keeper.outputs_of = take_step, outputs_of
+        def save(trainer):
+            if self.at == "save":
+                self.send()
+            self.save(trainer)
+
+        Trainer.take_step, Trainer.save, keeper.outputs_of = take_step, save, outputs_of
 
     def send(self):
         self.at = None
@@ -143,7 +152,7 @@ class Signals:
             os.kill(os.getpid(), self.number)
 
     def __exit__(self, *_):
-        Trainer.take_step, keeper.outputs_of = self.take_step, self.outputs_of
+        Trainer.take_step, Trainer.save, keeper.outputs_of = self.take_step, self.save, self.outputs_of
 
 
 def stopped_and_resumed(data, out, at, *, resumes=None, **settings):
@@ -229,12 +238,12 @@ def two_processes(folder):
     for name, data in files.items():
         for workers in (0, 2):
             train(data, out=folder / f"{name}-{workers}", workers=workers, **SETTINGS, **corrupt)
-    for at in (1, 6, 8, "judge"):
-        for name, data in files.items():
-            alone = at == 6 and ranks.rank == 0  # the signal reaches one of the two
-            with Signals(None if alone else at), pytest.raises(Stopped):
-                train(data, out=folder / f"{name}-at-{at}", workers=2, **SETTINGS, **corrupt)
-            train(data, out=folder / f"{name}-at-{at}", workers=0, resume=True, **SETTINGS, **corrupt)
+    for name, at in STOPS:
+        data, out = files[name], folder / f"{name}-at-{at}"
+        alone = at == 7 and ranks.rank == 0  # the signal reaches one of the two
+        with Signals(None if alone else at), pytest.raises(Stopped):
+            train(data, out=out, workers=2, **SETTINGS, **corrupt)
+        train(data, out=out, workers=0, resume=True, **SETTINGS, **corrupt)
     train(files["arrays"], out=folder / "calm", **calm())
     train(files["arrays"], out=folder / "plain", **calm(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1))
     restore = Trainer.restore

@@ -278,9 +278,7 @@ def test_a_timm_file_is_written_once_its_gelu_is_given_up(tmp_path):
     flax = Flax()
     theirs = shake(timms(flax))
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
-    with pytest.raises(
-        CannotExpress, match="activation is 'gelu' here; with activation="
-    ):
+    with pytest.raises(CannotExpress, match="activation is 'gelu' here; with activation="):
         vt.convert(tmp_path / "timm.safetensors", tmp_path / "out.npz", to="google", heads=2)
     assert not (tmp_path / "out.npz").exists()
     facts = dict(heads=2, activation="gelu-tanh")

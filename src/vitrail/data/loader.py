@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.chance import shuffle, uniform
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_picture, quiet
 from vitrail.data.sources import Split
 from vitrail.errors import InputError, printable
 from vitrail.preprocess import Preprocess, levels
@@ -139,12 +139,13 @@ class Reader:
         """One picture (H, W, C); the reason for one that cannot be read, if the policy allows it."""
         assert self.split.paths is not None
         try:
-            image = open_picture(self.split.paths[index], self.near)  # type: ignore[arg-type]
-            if self.augment is None or self.augment.crop is None:
-                return self.preprocess.pixels(image)
-            array = levels(image, self.preprocess.channels)
-            return cut_at_random(array, self.preprocess, self.augment, [self.seed, epoch, index])
-        except (InputError, OSError) as error:
+            with quiet():
+                image = open_picture(self.split.paths[index], self.near)  # type: ignore[arg-type]
+                if self.augment is None or self.augment.crop is None:
+                    return self.preprocess.pixels(image)
+                array = levels(image, self.preprocess.channels)
+                return cut_at_random(array, self.preprocess, self.augment, [self.seed, epoch, index])
+        except (ValueError, OSError) as error:  # InputError is a ValueError; so is a name with a zero in it
             if self.corrupt.policy != "error":
                 return printable(error)
             raise InputError(

@@ -23,7 +23,7 @@ from vitrail.data.chance import numbers
 from vitrail.data.loader import Batch, Corrupt, Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.data.mixing import mix
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, VitrailError, printable
+from vitrail.errors import ConfigError, InputError, VitrailError, printable
 from vitrail.model import ViT
 from vitrail.preprocess import Preprocess
 from vitrail.training import checkpoint as files
@@ -277,6 +277,13 @@ class Trainer:
         epoch = self.step // self.per_epoch
         self.corrupt.names = self.ranks.union(self.corrupt.names)
         loss, right, seen, left_out = self.ranks.add(self.sums.clone()).tolist()
+        if not seen and self.corrupt.names:
+            name, reason = next(iter(self.corrupt.names.items()))
+            raise InputError(
+                "Some pictures must be readable.",
+                f"an epoch without one; {name}: {reason.rstrip('.')}",
+                "Check the files.",
+            )
         self.history.append(
             {
                 "step": self.step,

@@ -49,7 +49,7 @@ def prepare(
 
 def describe(chosen: Recipe, data: Dataset, started: bool) -> dict[str, dict[str, Any]]:
     """What makes a run this run, as JSON has it."""
-    digest = hashlib.sha256("\n".join(data.train.names).encode(errors="surrogateescape"))
+    digest = hashlib.sha256("\n".join(data.train.names).encode(errors="surrogatepass"))
     digest.update(data.train.labels.tobytes())
     described = {
         "model": asdict(chosen.model),

@@ -110,9 +110,35 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "pictures": f"{len(trainer.data.train):,} to learn from, {len(held):,} to judge by",
         "parameters": f"{count:,}" + (f", of which {learning:,} learn" if learning != count else ""),
         "tokens": f"{trainer.model.config.tokens} for each picture",
-        "steps": f"{trainer.steps:,} of {trainer.batch} pictures: {s.epochs} epochs of {trainer.per_epoch}",
+        "steps": f"{trainer.steps:,} of {trainer.batch} pictures, in {s.epochs} epoch{'s' * (s.epochs > 1)}",
         "memory": f"about {memory(trainer, learning, count) / 2**20:,.0f} MB for weights and activations",
+        "time": f"about {in_words(seconds_left(trainer))}, going by one step",
     }
+
+
+def seconds_left(trainer: Trainer) -> float:
+    """The time of the steps that are left, from one forward and backward pass of random pictures."""
+    s, machine = trainer.settings, trainer.machine
+    count = trainer.batch // trainer.ranks.count // s.accumulate
+    images = torch.rand(count, *trainer.model.config.input_shape, device=machine.device)
+    clock = 0.0
+    for _ in range(2):  # the first time around, memory is still being asked for
+        start = time.perf_counter()
+        with machine.computing():
+            loss = trainer.model(images).float().square().mean()
+        loss.backward()
+        if machine.device.type == "cuda":
+            torch.cuda.synchronize(machine.device)
+        clock = time.perf_counter() - start
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return clock * s.accumulate * (trainer.steps - trainer.step)
+
+
+def in_words(seconds: float) -> str:
+    """A time as people say it: 40 seconds, 8 minutes, 3.5 hours."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} seconds"
+    return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
 
 
 def memory(trainer: Trainer, learning: int, count: int) -> float:

@@ -15,6 +15,7 @@ import typer
 from vitrail import __version__
 from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
+from vitrail.cli.doctor import doctor
 from vitrail.cli.evaluate import evaluate
 from vitrail.cli.info import info
 from vitrail.cli.train import train
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, evaluate, walk, info, convert, verify):
+for command in (demo, train, evaluate, doctor, walk, info, convert, verify):
     app.command()(command)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer as Timm
 from torch import nn
 
+from bits import same_file
 from conftest import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
@@ -96,14 +97,6 @@ def agree(bundle, state, heads, activation=quick_gelu):
         ours, expected = bundle.model(pictures), reference(state, pictures, heads, activation)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-
-
-def same_file(one, other):
-    one, other = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
 
 
 def as_openai_keeps_it(state):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail as vt
+from bits import same_file
 from conftest import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import CannotExpress
@@ -109,16 +110,6 @@ def facts(name):
         told["pool"] = "class-mean"
     size = config.image_size
     return told | {"size": tuple(size) if isinstance(size, list) else size}
-
-
-def same_file(one, other):
-    """Same names, same dtypes, same bits."""
-    a, b = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(*(one[name].flatten().view(torch.uint8) for one in (a, b))), name
-    return True
 
 
 def agree(theirs, bundle, tolerance=1e-5):

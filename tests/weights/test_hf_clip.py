@@ -9,9 +9,10 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_hf import agree, changed, loaded, same_file, written
+from test_hf import agree, changed, loaded, written
 
 import vitrail as vt
+from bits import same_file
 from conftest import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import CannotExpress

@@ -14,6 +14,7 @@ from torch import nn
 from vit_pytorch import SimpleViT, ViT
 
 import vitrail as vt
+from bits import same_file
 from conftest import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.bundle import Bundle
@@ -104,14 +105,6 @@ def agree(model, other):
         ours, expected = model(pictures), other(pictures)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-
-
-def same_file(one, other):
-    one, other = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(one[name], other[name]), name
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -14,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrail as vt
+from bits import same_file
 from conftest import shake
 from vitrail.weights.convert import CannotExpress
 from vitrail.weights.describe import describe
@@ -54,16 +55,6 @@ def saved(model, path, dtype=torch.float32):
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(state, path)
     return path
-
-
-def same_file(one, other):
-    """Same names, same dtypes, same bits."""
-    a, b = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
-    return True
 
 
 def agree(theirs, bundle, tolerance=1e-5):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.models import VisionTransformer
 
+from bits import same_file
 from conftest import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
@@ -95,14 +96,6 @@ def agree(model, other):
         ours, expected = model(pictures), other(pictures)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-
-
-def same_file(one, other):
-    one, other = safetensors.torch.load_file(one), safetensors.torch.load_file(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(one[name], other[name]), name
 
 
 OPTIONS = st.fixed_dictionaries(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.data.loader import Corrupt, Reader
 from vitrail.data.sources import Split
+from vitrail.model.modes import evaluating
 from vitrail.preprocess import Preprocess
 
 BATCH = 128
@@ -49,10 +50,9 @@ def outputs_of(
     )
     out: Tensor | None = None
     kept = torch.zeros(len(split))
-    training, done = model.training, 0
-    model.eval()
+    done = 0
     try:
-        with torch.no_grad():
+        with evaluating(model):
             for part in reader.batches(wanted):
                 levels = part.images.to(parameter.device)
                 images = (levels.float() * preprocess.scale - mean) / std
@@ -63,7 +63,6 @@ def outputs_of(
                 ahead(done)
     finally:
         reader.close()
-        model.train(training)
     return (torch.zeros(len(split), 1) if out is None else out), kept
 
 

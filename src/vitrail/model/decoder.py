@@ -29,6 +29,7 @@ from vitrail.fields import Config, as_whole, choice, number, rate, switch, whole
 from vitrail.model.attention import Attention, unchanged
 from vitrail.model.block import Block, Turn, build_block
 from vitrail.model.inputs import check_dtype, check_numbers
+from vitrail.model.modes import evaluating
 from vitrail.model.norm import build_norm
 from vitrail.model.position import LearnedPosition
 from vitrail.model.tap import Tap
@@ -218,7 +219,6 @@ def initialise_decoder(model: Decoder) -> None:
             nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
-@torch.no_grad()
 def generate(
     model: Decoder,
     tokens: Tensor,
@@ -245,16 +245,11 @@ def generate(
             "Set temperature to such a number.",
         )
     check_numbers(tokens, model.config.vocabulary)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         for _ in range(count):
             logits = model(tokens[:, -model.config.length :], context)[:, -1]  # (B, V)
             drawn = draw(logits, temperature, top, generator)
             tokens = torch.cat([tokens, drawn.to(tokens.dtype)], dim=1)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     return tokens  # (B, T + count)
 
 

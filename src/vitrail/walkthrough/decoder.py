@@ -9,8 +9,9 @@ from vitrail.errors import InputError
 from vitrail.model import Decoder
 from vitrail.model.attention import scale_of
 from vitrail.model.inputs import check_numbers
+from vitrail.model.modes import evaluating
 from vitrail.walkthrough.block import BlockSteps
-from vitrail.walkthrough.stage import Stage, check_number, evaluating, run, token_name
+from vitrail.walkthrough.stage import Stage, check_number, run, token_name
 
 
 def walk_decoder(

@@ -9,10 +9,11 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
 from vitrail.model import ViT
+from vitrail.model.modes import evaluating
 from vitrail.model.position import AddedPosition
 from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, TextTokens, cut
 from vitrail.walkthrough.block import ACTIVATIONS, BlockSteps
-from vitrail.walkthrough.stage import NORMS, WORDS, Stage, check_number, evaluating, run
+from vitrail.walkthrough.stage import NORMS, WORDS, Stage, check_number, run
 
 
 def walk_encoder(model: ViT, x: Tensor, block: int, head: int, token: int) -> list[Stage]:

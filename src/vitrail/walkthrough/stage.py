@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
@@ -131,19 +128,6 @@ def run(model: nn.Module, names: list[str], *given: Tensor | None) -> dict[str, 
         model(*given)
     # Parameters have no batch axis; the bias of the scores is the only one on the tape.
     return {name: t if name.endswith("attention.bias") else t[0] for name, t in tape.items()}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and every part back in its own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_number(name: str, number: int, count: int, whose: str = "This model") -> None:

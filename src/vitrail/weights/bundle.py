@@ -114,16 +114,13 @@ class Bundle:
 
         import torch
 
+        from vitrail.model.modes import evaluating
+
         model = self.model
         if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
-        modes = {module: module.training for module in model.modules()}
-        try:
-            with torch.no_grad():
-                return model.eval()(self.as_input(inputs)).float().contiguous()
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with evaluating(model):
+            return model(self.as_input(inputs)).float().contiguous()
 
     def as_input(self, levels: Tensor) -> Tensor:
         """Golden levels as the model takes them."""

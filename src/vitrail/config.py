@@ -155,6 +155,11 @@ class ViTConfig(Config):
     init: Literal["paper", "timm", "torchvision"] = choice(
         "Whose first values the parameters get (model/init.py)", default="paper"
     )
+    position_sigma: float | None = number(
+        "Deviation of learned positions at first; 0.02 when not given, which few pictures hardly move",
+        *("above 0", lambda sigma: sigma > 0),
+        default=None,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,6 +290,7 @@ class ViTConfig(Config):
         stride = STEM_STRIDES.get(self.embedding, 1)
         added = self.position in ("learned", "learned2d", "sincos1d", "sincos2d")
         biased = self.position in ("pairwise", "relative")
+        learned = self.position in ("learned", "learned2d")
         drops = self.patch_dropout > 0
         distilled = self.head == "distilled"
         flat = self.position in ("learned2d", "sincos2d", "rotary", "rotary-dinov3", "relative")
@@ -312,6 +318,7 @@ class ViTConfig(Config):
             (self.position == "learned2d" and self.width % 2, "position", "width", "an even width"),
             ("rotary" in self.position and self.d % 4, "position", "d", "a head width that 4 divides"),
             (self.position_at == "every" and not added, "position_at", "position", "added positions"),
+            (self.position_sigma and not learned, "position_sigma", "position", "learned positions"),
             (self.scale == 0 and not biased, "scale", "position", "pairwise or relative positions"),
             (
                 drops and not (added or self.position == "none"),

@@ -133,11 +133,13 @@ class Preprocess(Config):
     # ---- pictures ---------------------------------------------------------------------------
 
     def pixels(self, image: Image.Image | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The levels that the model sees, (H, W, C). An array is taken as it is; PIL images by `levels`."""
-        array = self._array(image)
-        (H, W), (h, w) = self.target, self._resized(*array.shape[:2])
-        if array.shape[:2] != (h, w):
-            array = self._resize(array, h, w)
+        """The levels that the model sees, (H, W, C). An array is taken as it is; PIL images by `upright`."""
+        from PIL import Image
+
+        whole = self._whole(image)
+        high, wide = whole.size[::-1] if isinstance(whole, Image.Image) else whole.shape[:2]
+        (H, W), (h, w) = self.target, self._resized(high, wide)
+        array = resized(whole, h, w, self.interpolation, self.backend)
         down = self.crop_rounding == "down"
         top, left = (spare // 2 if down else round(spare / 2) for spare in (h - H, w - W))
         return array[top : top + H, left : left + W].copy()
@@ -164,6 +166,13 @@ class Preprocess(Config):
         if not inputs:
             raise InputError("A batch must hold at least one picture.", "none", "Give a list of pictures.")
         return torch.stack(inputs)
+
+    def _whole(self, image: Any) -> Image.Image | NDArray[np.uint8]:
+        """The picture as whoever resizes it wants it: to bring it from Pillow to NumPy is to copy it."""
+        from PIL import Image
+
+        stays = self.backend == "pillow" and self.channels == 3 and isinstance(image, Image.Image)
+        return upright(image, 3) if stays and all(image.size) else self._array(image)
 
     def _array(self, image: Any) -> NDArray[np.uint8]:
         import numpy as np
@@ -194,47 +203,63 @@ class Preprocess(Config):
             raise InputError(must, got, "Cut it to a shape nearer to square, or make size smaller.")
         return h, w
 
-    def _resize(self, array: NDArray[np.uint8], h: int, w: int) -> NDArray[np.uint8]:
-        import numpy as np
-        from PIL import Image
 
-        if self.backend == "torch":
-            import torch
+def resized(
+    picture: Image.Image | NDArray[np.uint8], h: int, w: int, interpolation: str, backend: str
+) -> NDArray[np.uint8]:
+    """The levels (h, w, C) of a picture, given as such or as RGB of Pillow's, in another size."""
+    import numpy as np
+    from PIL import Image
 
-            x = torch.from_numpy(array.copy()).movedim(-1, 0)[None]  # (1, C, h, w)
-            x = torch.nn.functional.interpolate(x, (h, w), mode=self.interpolation, antialias=True)
-            return cast("NDArray[np.uint8]", x[0].movedim(0, -1).numpy())
-        # Other than RGB band by band: in RGBA, Pillow would weigh the colours by the fourth.
-        bands = [array] if self.channels == 3 else [array[..., c] for c in range(self.channels)]
-        how = Image.Resampling[self.interpolation.upper()]
-        done = [np.asarray(Image.fromarray(band).resize((w, h), how)) for band in bands]
-        return done[0] if self.channels == 3 else np.stack(done, axis=-1)
+    how = Image.Resampling[interpolation.upper()]
+    if isinstance(picture, Image.Image):
+        return np.asarray(picture if picture.size == (w, h) else picture.resize((w, h), how))
+    if picture.shape[:2] == (h, w):
+        return picture
+    if backend == "torch":
+        import torch
+
+        x = torch.from_numpy(picture.copy()).movedim(-1, 0)[None]  # (1, C, h, w)
+        x = torch.nn.functional.interpolate(x, (h, w), mode=interpolation, antialias=True)
+        return cast("NDArray[np.uint8]", x[0].movedim(0, -1).numpy())
+    # Other than RGB band by band: in RGBA, Pillow would weigh the colours by the fourth.
+    bands = [picture] if picture.shape[2] == 3 else [picture[..., c] for c in range(picture.shape[2])]
+    done = [np.asarray(Image.fromarray(band).resize((w, h), how)) for band in bands]
+    return done[0] if picture.shape[2] == 3 else np.stack(done, axis=-1)
 
 
 def levels(image: Image.Image, channels: int) -> NDArray[np.uint8]:
-    """A PIL image upright, as 8-bit levels (h, w, C).
+    """A PIL image upright, as 8-bit levels (h, w, C)."""
+    import numpy as np
+
+    return np.asarray(upright(image, channels))
+
+
+def upright(image: Image.Image, channels: int) -> Image.Image:
+    """A PIL image turned as its EXIF says, with 8 bits in each of these channels.
 
     Transparency is laid over white, as transformers does; four channels keep it. Other modes are
-    changed by Pillow's `convert`, but those of more than 8 bits by `eight_bit`.
+    changed by Pillow's `convert`, but those of more than 8 bits by `eight_bit`. What is upright
+    and in its mode already is not copied.
     """
-    import numpy as np
-    from PIL import Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps
 
     if channels not in MODES:
         must = f"A picture of {channels} channels must be an array: PIL images have 1, 3 or 4."
         raise InputError(must, f"a PIL image of mode {image.mode}", f"Give an array (h, w, {channels}).")
     try:
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        found = ImageOps.exif_transpose(image) if turned else image
     except (OSError, SyntaxError, ValueError) as error:
         must, do = "The picture must be whole.", "Save or download it again."
         raise InputError(must, f"one that Pillow cannot read ({error})", do) from error
-    upright = eight_bit(upright)
+    found = eight_bit(found)
     try:
-        if upright.has_transparency_data and channels != 4:
-            upright = upright.convert("RGBA")
-            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
-        return np.asarray(upright.convert(MODES[channels]))
+        if found.has_transparency_data and channels != 4:
+            found = found.convert("RGBA")
+            found = Image.alpha_composite(Image.new("RGBA", found.size, "white"), found)
+        return found if found.mode == MODES[channels] else found.convert(MODES[channels])
     except ValueError as error:
         must = f"Pillow must be able to change the picture to {MODES[channels]}."
         raise InputError(must, f"a PIL image of mode {image.mode}", "Make it RGB first.") from error

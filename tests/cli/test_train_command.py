@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from vitrail.cli import app
+from vitrail.recipes import recipes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from tiny_runs import everything, rows, write_arrays, write_folder
@@ -56,6 +57,7 @@ def test_digits(tmp_path, monkeypatch):
         "config.json",
         "environment.json",
         "last.safetensors",
+        "log.txt",
         "metrics.jsonl",
     ]
     assert (rows(out)[0]["step"], rows(out)[0]["val_seen"]) == (22, 360)
@@ -73,7 +75,7 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
     write_folder(tmp_path / "pets", each=8)
     (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
     how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
-    said = vitrail(*how, "--set=corrupt=skip", "--out=first", cwd=tmp_path).stdout
+    said = vitrail(*how, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
     assert "pictures are held out to judge by (seed 3)." in said
     assert said.count("bee/3.png could not be read: A picture must be one of JPEG") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
@@ -81,14 +83,58 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
     more = [
         "--from=first/best.safetensors",
         "--set=corrupt=skip",
-        "--set=tune=head",
+        "--tune=head",
         "--epochs=1",
         "--out=second",
     ]
     said = CliRunner().invoke(app, ["train", "pets", *more]).output
     assert "of which 51 learn" in said
+    assert "bee/3.png" not in said
+    assert said.count("1 file could not be read so far; --set corrupt=warn names them.") == 1
     first, second = (vt.load(tmp_path / out / "last.safetensors").model for out in ("first", "second"))
     assert first.config.width == second.config.width == 16
+
+
+def test_a_name_a_size_lora_and_a_teacher(tmp_path, monkeypatch):
+    """A model by name teaches one from its own file, larger, by updates of low rank."""
+    write_arrays(tmp_path / "data.npz")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*how):
+        done = CliRunner().invoke(app, ["train", "data.npz", "--epochs=1", "--batch=16", *how])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    run("--model=mu/4", "--set=model.depth=2", "--out=first")
+    first = vt.load("first/last.safetensors")
+    assert (first.model.config.width, first.model.config.depth, first.model.config.pixels) == (32, 2, (8, 8))
+    assert first.model.config.position == "sincos2d"  # the recipe's
+    run("--model=mu/4@16", "--out=larger")
+    assert vt.load("larger/last.safetensors").preprocess.target == (16, 16)
+    run("--model=mu/2", "--size=12x8", "--out=oblong")
+    oblong = vt.load("oblong/last.safetensors")
+    assert oblong.model.config.pixels == oblong.preprocess.target == (12, 8)
+    said = run(
+        *("--from=first/best.safetensors", "--size=16", "--tune=lora", "--set=lora_rank=2", "--out=second"),
+        *("--teacher=first/best.safetensors", "--set=distill=soft"),
+    )
+    assert "soft answers, 50% of the loss" in said
+    assert f"of which {2 * 2 * 3 * 32 * 2 + 99:,} learn" in said
+    second = vt.load("second/last.safetensors")
+    assert second.model.config.pixels == second.preprocess.target == (16, 16)
+    known = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert (known["train"]["tune"], known["train"]["distill"]) == ("lora", "soft")
+
+
+def test_help_and_recipes():
+    said = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(app, ["train", "--help"]).output
+    for words in ("--model", "--from", "--size", "full|llrd|lora|head|bias", "--teacher", "--recipes lists"):
+        assert words in said, words
+    done = CliRunner().invoke(app, ["train", "--recipes"])
+    assert done.exit_code == 0, done.output
+    assert "digits  " in done.output
+    assert [line.split()[0] for line in done.output.splitlines()] == list(recipes())
+    assert all(len(line.split()) > 3 for line in done.output.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +175,17 @@ WRONG = [
     (["data.npz", "--lr=-1"], "vitrail: lr must be above 0 and at most 100. Got lr=-1"),
     (["data.npz", "--set=batch=30", "--set=accumulate=4"], "vitrail: accumulate must divide batch."),
     (["data.npz", "--from=nowhere.pth"], "nowhere.pth"),
+    (["data.npz", "--from=a.pth", "--model=Ti/16"], "--from 'a.pth' and --model 'Ti/16'. Leave out --model to start from the file, or --from to start anew."),
+    (["data.npz", "--model=Tiny"], "vitrail: A model name is size/patch"),
+    (["data.npz", "--model=Ti/16"], "size 8x8 with patches of 16x16"),
+    (["data.npz", "--model=Ti/4@16", "--size=8"], "vitrail: The size of the pictures must be given once. Got size=8, and name='Ti/4@16'."),
+    (["data.npz", "--set=model.size=16", "--size=8"], "vitrail: The size of the pictures must be given once."),
+    (["data.npz", "--size=big"], "vitrail: --size must be a number or HxW."),
+    (["data.npz", "--tune=loar"], "vitrail: tune must be one of its words. Got tune='loar'. Did you mean 'lora'?"),
+    (["data.npz", "--teacher=nowhere.pth"], "nowhere.pth"),
+    (["data.npz", "--teacher=nowhere.pth", "--set=distill=none"], "vitrail: A teacher is there to be learned from."),
+    (["data.npz", "--set=distill=soft"], "vitrail: distill needs a teacher. Got distill='soft' without one."),
+    (["data.npz", "--set=batch=90", "--set=accumulate=3"], "vitrail: A batch must fall into equal parts for every process"),
     (["data.npz", "--out=full"], "vitrail: --out must be a new or empty folder, or a run's. Got full. Name another, or go on with --resume."),
     (["data.npz", "--out=/proc/vitrail"], "vitrail: The system refused /proc/vitrail: No such file or directory. Check the path, its rights and the disk."),
     (["data.npz", "--out=data.npz"], "vitrail: --out must be a new or empty folder"),

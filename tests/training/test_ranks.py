@@ -17,6 +17,7 @@ from tiny_runs import (
     one_thread,
     prints,
     rows,
+    special,
     train,
     write_arrays,
     write_folder,
@@ -84,6 +85,18 @@ def test_the_loss_of_two_is_the_loss_of_one(made, tmp_path):
     train(made / "data.npz", out=tmp_path / "plain", **plain)
     close(rows(made / "plain"), rows(tmp_path / "plain"))
     assert rows(tmp_path / "plain")[0]["loss"] != pytest.approx(rows(tmp_path / "calm")[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lora", "head", "taught"])
+def test_two_tune_and_are_taught_as_one(made, name, tmp_path):
+    train(made / "data.npz", out=tmp_path / name, **special(made)[name])
+    close(rows(made / name), rows(tmp_path / name))
+    assert prints(made / f"{name}-stopped") == prints(made / name)
+
+
+def test_one_of_two_writes_the_log(made):
+    text = (made / "calm" / "log.txt").read_text()
+    assert [text.count(words) for words in ("Computing on", " epoch    1 ", " steps: ")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["many", "few"])

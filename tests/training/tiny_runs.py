@@ -46,6 +46,16 @@ def calm(**more):
     return {**SETTINGS, "model": model, **more}
 
 
+def special(folder):
+    """Runs in which less than everything learns, or from a teacher, without dropout."""
+    teacher = folder / "alone-many" / "last.safetensors"
+    return {
+        "lora": calm(epochs=2, tune="lora", lora_rank=2),
+        "head": calm(epochs=2, tune="head"),
+        "taught": calm(epochs=2, teacher=teacher, distill="soft"),
+    }
+
+
 def write_arrays(file, count=80, held_out=30):
     """Pictures of three classes that can be told apart: a bright bar at one of three heights."""
     chance = np.random.default_rng(0)
@@ -87,12 +97,12 @@ def rows(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def everything(folder):
-    """Each file below a folder, and what is in it."""
+def everything(folder, but=()):
+    """Each file below a folder, but for some names, and what is in it."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
         for p in sorted(folder.rglob("*"))
-        if p.is_file()
+        if p.is_file() and p.name not in but
     }
 
 
@@ -246,6 +256,11 @@ def two_processes(folder):
         train(data, out=out, workers=0, resume=True, **SETTINGS, **corrupt)
     train(files["arrays"], out=folder / "calm", **calm())
     train(files["arrays"], out=folder / "plain", **calm(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1))
+    for name, how in special(folder).items():
+        train(files["arrays"], out=folder / name, **how)
+        with Signals(7), pytest.raises(Stopped):
+            train(files["arrays"], out=folder / f"{name}-stopped", **how)
+        train(files["arrays"], out=folder / f"{name}-stopped", resume=True, **how)
     restore = Trainer.restore
     Trainer.restore = lambda trainer, saved: (restore(trainer, saved), setattr(trainer, "pending", True))
     for name in ("many", "few"):  # weights that one process has made are judged again

@@ -9,20 +9,66 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.facts import parsed
+from vitrail.cli.facts import parsed, sides
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from vitrail.training.loop import Progress
+    from vitrail.training.listen import Progress
+
+
+def show_recipes(wanted: bool) -> None:
+    """The recipes there are, each with the first line of what it says of itself."""
+    if not wanted:
+        return
+    from vitrail.recipes import recipes
+
+    found = recipes()
+    longest = max(map(len, found))
+    for name, made in found.items():
+        print(f"{name:{longest}}  {(made.__doc__ or '').strip().splitlines()[0]}")
+    raise typer.Exit
 
 
 def train(
     data: Annotated[str, typer.Argument(help="A folder of pictures, a table, an array file, or: digits.")],
     out: Annotated[Path, typer.Option(help="The run's folder, new or empty.")] = Path("runs/new"),
-    recipe: Annotated[str, typer.Option(help="Where the settings come from.")] = "small",
-    start: Annotated[str | None, typer.Option("--from", help="A weight file to start from.")] = None,
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="Where the settings come from; --recipes lists them.")
+    ] = "small",
+    recipes: Annotated[
+        bool, typer.Option("--recipes", is_eager=True, callback=show_recipes, help="List the recipes.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE/PATCH[@PIXELS]",
+            help="A new model of a published size, such as Ti/16 or S/16@128; all else is the recipe's.",
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE", help="Start from the weights in a file, of any family."),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="PIXELS|HxW", help="The pictures' size; the positions of --from are resampled."),
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(
+            metavar="full|llrd|lora|head|bias",
+            help="What learns: everything; earlier blocks more slowly; low-rank updates and the head; "
+            "the head alone (linear probe); biases and the head.",
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Learn from this model too (--set distill=hard or soft, distill_weight=0.5)."
+        ),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="How often every picture is seen.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Pictures in one step.")] = None,
     lr: Annotated[float | None, typer.Option(help="The highest learning rate.")] = None,
@@ -38,13 +84,17 @@ def train(
     """Train a Vision Transformer on labelled pictures, from scratch or from a weight file.
 
     A folder of pictures holds a folder for each class. The run's folder gets config.json,
-    metrics.jsonl, checkpoints/, last.safetensors and best.safetensors. Stopped by Ctrl-C or SIGTERM,
-    it saves first; --resume goes on as if nothing had happened.
+    metrics.jsonl, log.txt, checkpoints/, last.safetensors and best.safetensors. Stopped by Ctrl-C or
+    SIGTERM, it saves first; --resume goes on as if nothing had happened.
     """
-    changes: dict[str, Any] = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
+    changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if model is not None:
+        changes["model"] = {"name": model}
     for text in given or []:
         put(changes, text)
+    how: dict[str, Any] = {"recipe": recipe, "start": start, "teacher": teacher, "resume": resume}
+    how["size"] = None if size is None else sides(size)
 
     from vitrail.recipes.start import train as run
     from vitrail.training.listen import Silent
@@ -54,7 +104,7 @@ def train(
     first = join().first
     listener = Teller() if first else Silent()
     try:
-        done = run(data, out=out, recipe=recipe, start=start, resume=resume, listener=listener, **changes)
+        done = run(data, out=out, listener=listener, **how, **changes)
     except Stopped as stop:
         if isinstance(listener, Teller):
             listener.close()
@@ -80,7 +130,19 @@ def put(changes: dict[str, Any], text: str) -> None:
             "--set takes PATH=VALUE.", repr(text), "Such as model.depth=4, augment.flip=0.5 or ema=0.99."
         )
     place = changes.setdefault(part, {}) if dot else changes
-    place[name] = tuple(map(parsed, value.split(","))) if name == "betas" else parsed(value)
+    place[name] = tuple(map(parsed, value.split(","))) if name == "betas" else as_said(part, name, value)
+
+
+def as_said(part: str, name: str, value: str) -> Any:
+    """A word where the field has it among its words (some have `none`); else what it reads as."""
+    from vitrail.config import ViTConfig
+    from vitrail.data.augment import Augment
+    from vitrail.data.mixing import Mixing
+    from vitrail.fields import literal_words, type_hints
+    from vitrail.training.settings import TrainConfig
+
+    kind = {"": TrainConfig, "model": ViTConfig, "augment": Augment, "mixing": Mixing}[part]
+    return value if value in literal_words(type_hints(kind).get(name)) else parsed(value)
 
 
 class Teller:
@@ -133,11 +195,9 @@ class Teller:
         )
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
-        judged = ""
-        if "val_accuracy" in metrics:
-            judged = f"   held out: loss {metrics['val_loss']:.3f}, right {metrics['val_accuracy']:.2%}"
-        learned = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, right {metrics['accuracy']:.2%}"
-        self.console.print(learned + judged, markup=False)
+        from vitrail.training.listen import epoch_line
+
+        self.console.print(epoch_line(metrics), markup=False)
 
     def close(self) -> None:
         if self.bar is not None:

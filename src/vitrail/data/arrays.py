@@ -128,7 +128,7 @@ def idx_array(file: Path) -> NDArray[np.uint8]:
         raise InputError(
             "DATA must be whole IDX files.", f"{printable(file)}: {error}", "Get it again."
         ) from error
-    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(shape)  # bytes cannot be written to
 
 
 def read_upto(file: Any, count: int) -> bytes:

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -17,18 +17,23 @@ from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 # No others: some of Pillow's formats start programs.
 FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
 MOST_PIXELS = 50_000_000
+ORIENTATION = 0x0112  # the EXIF tag that says how a picture is to be turned
+
+Near = tuple[int, int] | Callable[[int, int], tuple[int, int]]
 
 
-def open_picture(path: str | Path, near: tuple[int, int] | None = None) -> Image:
+def open_picture(path: str | Path, near: Near | None = None) -> Image:
     """A picture file, decoded; what becomes of its orientation, depth and alpha is Preprocess's affair.
 
     Args:
         near: a JPEG may be decoded at half, a quarter or an eighth of its size, as long as it stays
-            this large, (H, W): much faster, and not the same pixels. For training alone.
+            this large, (H, W): much faster, and not the same pixels. For training alone. May be a
+            function of the height and width that the picture has when it is upright.
     """
     with open_regular(path) as file:
         return decode(file, printable(path), near)
@@ -45,7 +50,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     raise InputError("A picture must be a file.", f"{printable(path)}, {kind}", "Name one file.")
 
 
-def decode(file: BinaryIO, name: str, near: tuple[int, int] | None = None) -> Image:
+def decode(file: BinaryIO, name: str, near: Near | None = None) -> Image:
     """Decode the first frame of a picture."""
     from PIL import Image
 
@@ -65,12 +70,20 @@ def decode(file: BinaryIO, name: str, near: tuple[int, int] | None = None) -> Im
                 "Make it smaller.",
             )
         try:
-            if near is not None:
-                opened.draft(opened.mode, near[::-1])
+            if near is not None and opened.format == "JPEG":
+                make_smaller(opened, near)
             opened.load()
         except Exception as error:
             raise InputError(must, f"{name}, which is broken", "Get it again, or use another.") from error
     return opened
+
+
+def make_smaller(opened: ImageFile, near: Near) -> None:
+    """Have a JPEG decoded at a share of its size, if it stays as large as `near`."""
+    turned = opened.getexif().get(ORIENTATION) in (5, 6, 7, 8)  # its sides change places
+    wide, high = opened.size[::-1] if turned else opened.size
+    least = near(high, wide) if callable(near) else near
+    opened.draft(opened.mode, least if turned else least[::-1])
 
 
 class Quiet:

@@ -47,13 +47,15 @@ def initialise(model: nn.Module, config: ViTConfig) -> None:
     *lecun*, normal of variance 1/fan-in cut off at 2 sigma; *xavier*, uniform up to
     sqrt(6/(fan-in + fan-out)), *by-3* for q, k and v each by itself; *torch*, uniform up to
     1/sqrt(fan-in), as PyTorch's layers begin; *layer-scale*, the config's. Where a library has no
-    such part, its column follows its habit with similar ones.
+    such part, its column follows its habit with similar ones. `config.position_sigma` goes before all.
     """
     column = ("paper", "timm", "torchvision").index(config.init) + 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             row = next(row for row in ROWS if fnmatchcase(name, row[0]))
             fill(parameter, row[column], config)
+            if name.startswith("position.") and config.position_sigma is not None:
+                nn.init.normal_(parameter, std=config.position_sigma)
 
 
 def fill(parameter: Tensor, word: str, config: ViTConfig) -> None:

@@ -1,4 +1,5 @@
-"""Recipes: a function from a data set to everything a run needs. Each says what it was measured to give."""
+"""Recipes: a function from a data set to everything a run needs. Each says what it was measured to give,
+or what it was published to give and that we have not run it."""
 
 from __future__ import annotations
 
@@ -18,6 +19,18 @@ def recipe(name: str, data: Dataset) -> Recipe:
 
 
 def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
-    from vitrail.recipes import small
+    from vitrail.recipes import mnist as mnist_recipes
+    from vitrail.recipes import published, small
 
-    return {"small": small.small, "digits": small.digits, "cifar10-small": small.cifar10}
+    return {
+        "small": small.small,
+        "digits": small.digits,
+        "mnist-notes": mnist_recipes.mnist_notes,
+        "mnist": mnist_recipes.mnist,
+        "cifar10-small": small.cifar10,
+        "paper-finetune": published.paper_finetune,
+        "augreg": published.augreg,
+        "simple-vit": published.simple_vit,
+        "deit3": published.deit3,
+        "mae-finetune": published.mae_finetune,
+    }

@@ -16,6 +16,7 @@ from vitrail.model import ViT
 from vitrail.training import checkpoint as files
 from vitrail.training.listen import Listener
 from vitrail.training.loop import Stopped, Trainer
+from vitrail.training.lora import merged
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
 
@@ -29,7 +30,9 @@ class Keeper:
     say: Listener
     best: float = -1.0
     told: set[str] = field(default_factory=set)
-    """Corrupt files that have been named."""
+    """Corrupt files that have been named or counted."""
+    held_out: dict[str, str] = field(default_factory=dict)
+    """Those among the pictures to judge by."""
 
     def go_on(self) -> None:
         """From the last whole checkpoint, if there is one."""
@@ -57,18 +60,22 @@ class Keeper:
             if self.data.val and row.get("val_accuracy", -1.0) > self.best:
                 self.best = row["val_accuracy"]
                 self.bundle(t.ema or t.model).save(t.out / "best.safetensors")
-        self.tell(t.corrupt.names)
+        self.tell(t.corrupt.names | self.held_out)
         self.say.epoch(row)
         t.pending = False
         if epoch % t.settings.save_every == 0 or last:
             t.save()
 
     def tell(self, corrupt: dict[str, str]) -> None:
-        """Name the files that could not be read, each once."""
-        for name, reason in corrupt.items():
-            if name not in self.told:
+        """Name the files that could not be read, each once; or say how many there are by now."""
+        new = {name: reason for name, reason in corrupt.items() if name not in self.told}
+        if self.trainer.settings.corrupt == "warn":
+            for name, reason in new.items():
                 self.say.note(f"{name} could not be read: {reason}")
-        self.told |= set(corrupt)
+        elif new:
+            count = f"{len(corrupt):,} file{'s' * (len(corrupt) > 1)}"
+            self.say.note(f"{count} could not be read so far; --set corrupt=warn names them.")
+        self.told |= set(new)
 
     def judge(self, split: Split) -> dict[str, float]:
         """Loss and accuracy on held-out pictures, the same for any number of processes."""
@@ -83,7 +90,7 @@ class Keeper:
         how: dict[str, Any] = {"rank": t.ranks.rank, "ranks": t.ranks.count, "workers": t.settings.workers}
         with t.machine.computing():
             logits, kept = outputs_of(model, split, t.preprocess, corrupt=corrupt, ahead=ahead, **how)
-        self.tell(t.ranks.union(corrupt.names))
+        self.held_out = t.ranks.union(corrupt.names)
         if logits.shape[1] != len(self.data.classes):  # this process had nothing to judge
             logits = torch.zeros(len(split), len(self.data.classes))
         logits = t.ranks.add(logits.to(t.machine.device)).cpu()
@@ -103,6 +110,8 @@ class Keeper:
         }
 
     def bundle(self, model: ViT) -> Bundle:
+        """A whole model, plain: what LoRA has learned is added into its weights."""
+        model = merged(model) if self.trainer.settings.tune == "lora" else model
         rows = [row for row in self.trainer.history if "val_accuracy" in row]
         metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
         card = Card(name=self.data.name, source=f"trained on {self.data.name}", metrics=metrics)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vitrail.training.loop import Progress
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for whoever shows it."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    accuracy: float
+    rate: float
+    images_per_second: float
 
 
 class Listener(Protocol):
@@ -31,3 +43,12 @@ class Silent:
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         pass
+
+
+def epoch_line(metrics: Mapping[str, Any]) -> str:
+    """An epoch's row of metrics in words."""
+    judged = ""
+    if "val_accuracy" in metrics:
+        judged = f"   held out: loss {metrics['val_loss']:.3f}, right {metrics['val_accuracy']:.2%}"
+    learned = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, right {metrics['accuracy']:.2%}"
+    return learned + judged

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,22 +22,19 @@ from vitrail.data.chance import numbers
 from vitrail.data.loader import Batch, Corrupt, Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.data.mixing import mix
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, InputError, VitrailError, printable
+from vitrail.errors import InputError
 from vitrail.model import ViT
 from vitrail.preprocess import Preprocess
 from vitrail.training import checkpoint as files
-from vitrail.training.objective import loss_of, targets_of, weights_of
-from vitrail.training.optim import build_optimizer, rate_at, set_rate
-from vitrail.training.parallel import Ranks, shared
+from vitrail.training.listen import Progress
+from vitrail.training.lora import adapt
+from vitrail.training.objective import distance_of, loss_of, targets_of, weights_of
+from vitrail.training.optim import average, build_optimizer, rate_at, set_rate
+from vitrail.training.parallel import Ranks, batch_of, shared
 from vitrail.training.precision import Machine
 from vitrail.training.settings import TrainConfig
-
-LOOK_EVERY = 10  # steps between looks at what is on the device: each makes it wait
-MOST_BAD = 3
-
-
-class Diverged(VitrailError):
-    """The loss or the gradient was no number, several times in a row."""
+from vitrail.training.tally import LOOK_EVERY, Tally
+from vitrail.training.teacher import Student, Teacher, normaliser
 
 
 class Stopped(Exception):
@@ -50,21 +46,8 @@ class Stopped(Exception):
 
 
 @dataclass
-class Progress:
-    """Where a run stands, for whoever shows it."""
-
-    step: int
-    steps: int
-    epoch: int
-    loss: float
-    accuracy: float
-    rate: float
-    images_per_second: float
-
-
-@dataclass
 class Trainer:
-    """A model in training."""
+    """A model in training, and the teacher it learns from besides, if it has one."""
 
     model: ViT
     preprocess: Preprocess
@@ -74,6 +57,7 @@ class Trainer:
     ranks: Ranks
     out: Path
     show: Callable[[Progress], None] = lambda progress: None
+    teacher: Teacher | None = None
     signal: int | None = None
     """Set from outside, by a signal handler: save and stop."""
     step: int = 0
@@ -88,44 +72,25 @@ class Trainer:
 
     def __post_init__(self) -> None:
         s, device = self.settings, self.machine.device
-        self.batch = min(s.batch, len(self.data.train) // 2 * 2 or 1)
-        parts = self.ranks.count * s.accumulate
-        mixes = bool(s.mixing.mixup or s.mixing.cutmix)
-        if self.batch % (parts * (2 if mixes else 1)):
-            raise ConfigError(
-                "A batch must fall into equal parts for every process and every part of a step"
-                + (", pairs in each." if mixes else "."),
-                f"batch={self.batch}, {self.ranks.count} processes, accumulate={s.accumulate}",
-                "Change batch or accumulate.",
-            )
-        if s.sampling == "balanced" and self.data.several:
-            raise ConfigError(
-                "Balanced sampling needs one class for each picture.",
-                "pictures that can show several",
-                "Use --set class_weights=balanced.",
-            )
+        self.batch = batch_of(self.data, s, self.ranks)
         self.corrupt.policy = s.corrupt
+        if s.tune == "lora":
+            adapt(self.model, s)
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, s)
-        self.shared = shared(self.model, self.ranks)
+        self.shared = shared(Student(self.model) if self.teacher else self.model, self.ranks)
         self.computed: nn.Module = torch.compile(self.shared) if s.compile else self.shared  # type: ignore[assignment]
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
         classes = len(self.data.classes)
         self.targets = targets_of(self.data.train, classes, s).to(device)
         self.weights = weights_of(self.data.train, classes, s).to(device)
         self.labels = torch.from_numpy(self.data.train.labels).to(device)
-        self.levels = [
-            torch.tensor(v, device=device).view(1, -1, 1, 1)
-            for v in (self.preprocess.mean, self.preprocess.std)
-        ]
+        self.normalise = normaliser(self.preprocess, device)
         crop_in_decode = self.data.train.paths is not None
         self.augment = replace(s.augment, crop=None) if crop_in_decode else s.augment
         self.per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.per_epoch * s.epochs
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, right, seen, steps left out
-        self.in_a_row = torch.zeros((), device=device)
-        self.worst = torch.zeros((), device=device)
-        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=2 * LOOK_EVERY)  # step, pictures, bad
+        self.tally = Tally(device, self.ranks)
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     # ---- going through the steps ------------------------------------------------------------
@@ -175,7 +140,7 @@ class Trainer:
         s = self.settings
         chance = numbers([s.seed, self.step, self.ranks.rank, 2], 1)
         torch.manual_seed(int(chance) & (2**63 - 1))  # dropout: a function of the step
-        self.model.train()
+        self.model.train(s.tune != "head").head.train()  # an encoder that is frozen drops nothing
         set_rate(self.optimizer, rate_at(self.step, self.steps, s))
         self.optimizer.zero_grad(set_to_none=True)
         seen = []
@@ -189,12 +154,9 @@ class Trainer:
         bad = (~norm.isfinite()).float()
         self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.recent.append((self.step, torch.cat(seen), bad))
-        self.in_a_row = (self.in_a_row + bad) * bad
-        self.worst = torch.maximum(self.worst, self.in_a_row)
-        self.sums[3] += bad
+        self.tally.add_step(self.step, torch.cat(seen), bad)
         if self.ema is not None:
-            self.average()
+            average(self.ema, self.model, self.step, s.ema or 0.0)
         self.step += 1
 
     def sharing(self, last: bool) -> AbstractContextManager[None]:
@@ -204,30 +166,32 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a part, on its changed and mixed pictures."""
         s, device = self.settings, self.machine.device
-        epoch = self.step // self.per_epoch
         indices, kept = batch.indices.to(device), batch.kept.to(device)
-        images = augment(
-            batch.images.to(device),
-            indices,
-            self.augment,
-            seed=s.seed,
-            epoch=epoch,
-            size=self.preprocess.target,
-        )
+        images, targets = self.changed(batch.images.to(device), indices)
+        with self.machine.computing():
+            answers = self.computed(self.normalise(images))
+        if self.teacher is None:
+            logits = answers
+            each = loss_of(logits, targets, self.weights, s)
+        else:
+            ours, taught = answers
+            logits = (ours + taught) / 2  # what the model says as a whole
+            distance = distance_of(taught, self.teacher(images), s)
+            share = s.distill_weight
+            each = (1 - share) * loss_of(ours, targets, self.weights, s) + share * distance
+        each = each * kept
+        self.tally.add_pictures(each, self.right(logits, indices), kept)
+        return each.mean()
+
+    def changed(self, images: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Pictures as this epoch changes and mixes them, levels from 0 to 1, and their targets."""
+        s, epoch = self.settings, self.step // self.per_epoch
+        size = self.preprocess.target
+        images = augment(images, indices, self.augment, seed=s.seed, epoch=epoch, size=size)
         targets = self.targets[indices]
         if self.step < (1 - s.calm) * self.steps:
             images, targets = mix(images, targets, indices, s.mixing, seed=s.seed, epoch=epoch)
-        mean, std = self.levels
-        images = (images * (255 * self.preprocess.scale) - mean) / std
-        with self.machine.computing():
-            logits = self.computed(images)
-        each = loss_of(logits, targets, self.weights, s) * kept
-        with torch.no_grad():
-            counts = kept * each.isfinite()  # what is no number is left out, as its step is
-            right = self.right(logits, indices) * counts
-            loss = each.where(counts > 0, 0.0).sum()
-            self.sums[:3] += torch.stack([loss, right.sum(), counts.sum()]).double()
-        return each.mean()
+        return images, targets
 
     def right(self, logits: Tensor, indices: Tensor) -> Tensor:
         labels = self.labels[indices]
@@ -235,48 +199,29 @@ class Trainer:
             return ((logits > 0) == labels.bool()).float().mean(dim=1)
         return (logits.argmax(dim=1) == labels).float()
 
-    def average(self) -> None:
-        """EMA; at first it forgets faster, so that it does not remember the first random weights."""
-        assert self.ema is not None
-        decay = min(self.settings.ema or 0.0, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            ours: list[Tensor] = list(self.ema.parameters())
-            torch._foreach_lerp_(ours, [p.detach() for p in self.model.parameters()], 1 - decay)
-
     # ---- looking ----------------------------------------------------------------------------
 
     def look(self, start: float, first: int) -> None:
         """Fetch what the device has counted: show it, and stop a run that has gone wrong."""
-        sums = self.ranks.add(self.sums.clone()).tolist()
-        if self.worst >= MOST_BAD:
-            raise self.diverged()
+        loss, accuracy, _, _ = self.tally.totals()
+        self.tally.check(self.data.train.names)
         seconds = max(time.perf_counter() - start, 1e-9)
         self.show(
             Progress(
                 self.step,
                 self.steps,
                 (self.step - 1) // self.per_epoch,
-                sums[0] / max(sums[2], 1),
-                sums[1] / max(sums[2], 1),
+                loss,
+                accuracy,
                 rate_at(self.step - 1, self.steps, self.settings),
                 (self.step - first) * self.batch / seconds,
             )
         )
 
-    def diverged(self) -> Diverged:
-        found = [(step, indices) for step, indices, bad in self.recent if bad]
-        steps = ", ".join(str(step) for step, _ in found[:MOST_BAD])
-        names = [self.data.train.names[int(i)] for _, indices in found[:MOST_BAD] for i in indices[:2]]
-        return Diverged(
-            f"The gradient must be a number; it was none {MOST_BAD} times in a row.",
-            f"none at steps {steps}, among whose pictures are {printable(', '.join(names))}",
-            "The last checkpoint is untouched. Use a lower learning rate, a longer warm-up, or fp32.",
-        )
-
     def finish_epoch(self, after_epoch: Callable[[int], None]) -> None:
         epoch = self.step // self.per_epoch
         self.corrupt.names = self.ranks.union(self.corrupt.names)
-        loss, right, seen, left_out = self.ranks.add(self.sums.clone()).tolist()
+        loss, accuracy, seen, left_out = self.tally.totals()
         if not seen and self.corrupt.names:
             name, reason = next(iter(self.corrupt.names.items()))
             raise InputError(
@@ -289,13 +234,13 @@ class Trainer:
                 "step": self.step,
                 "epoch": epoch,
                 "rate": rate_at(self.step - 1, self.steps, self.settings),
-                "loss": loss / max(seen, 1),
-                "accuracy": right / max(seen, 1),
-                "left_out": int(left_out / self.ranks.count),
+                "loss": loss,
+                "accuracy": accuracy,
+                "left_out": left_out,
                 "corrupt": len(self.corrupt.names),
             }
         )
-        self.sums.zero_()
+        self.tally.start_epoch()
         self.pending = True
         after_epoch(epoch)
 
@@ -305,19 +250,13 @@ class Trainer:
         tensors = {
             "model": dict(self.model.state_dict()),
             "optimizer": files.optimizer_tensors(self.optimizer, self.names),
-            "sums": {"sums": self.all_sums(), "in_a_row": self.in_a_row, "worst": self.worst},
+            "sums": self.tally.tensors(),
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
         names = self.ranks.union(self.corrupt.names)
         state = {"history": self.history, "pending": self.pending, "corrupt": names}
         return files.Checkpoint(self.step, tensors, state)
-
-    def all_sums(self) -> Tensor:
-        """The sums of every process (ranks, 4): added up now, they would be rounded differently later."""
-        rows = self.sums.new_zeros(self.ranks.count, len(self.sums))
-        rows[self.ranks.rank] = self.sums
-        return self.ranks.add(rows)
 
     def save(self) -> None:
         """A checkpoint of this moment, unless there is one."""
@@ -339,8 +278,4 @@ class Trainer:
             self.ema.load_state_dict(dict(saved.tensors["ema"]))
         self.corrupt.names = dict(saved.state["corrupt"])
         self.saved = (self.step, self.pending)
-        device, rows = self.machine.device, saved.tensors["sums"]["sums"]
-        if len(rows) != self.ranks.count:  # as many processes as never before: the first carries them on
-            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(self.ranks.count, rows.shape[1])])
-        self.sums = rows[self.ranks.rank].to(device)
-        self.in_a_row, self.worst = (saved.tensors["sums"][name].to(device) for name in ("in_a_row", "worst"))
+        self.tally.restore(saved.tensors["sums"])

@@ -1,4 +1,4 @@
-"""What is minimised: targets, losses, and what a teacher adds."""
+"""What is minimised: (1 - w) L(labels) + w L(teacher), the second only where there is a teacher."""
 
 from __future__ import annotations
 
@@ -36,3 +36,17 @@ def loss_of(logits: Tensor, targets: Tensor, weights: Tensor, settings: TrainCon
         case "bce":
             each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
             return (each * weights).mean(dim=1)
+
+
+def distance_of(logits: Tensor, teacher: Tensor, settings: TrainConfig) -> Tensor:
+    """How far each answer is from the teacher's (B,), as in DeiT (Touvron et al. 2020, Eq. 2 and 3).
+
+    hard: the cross-entropy to the class that the teacher would name
+    soft: tau^2 KL(softmax(teacher / tau) || softmax(logits / tau))
+    """
+    logits, teacher = logits.float(), teacher.float()
+    if settings.distill == "hard":
+        return F.cross_entropy(logits, teacher.argmax(dim=1), reduction="none")
+    tau = settings.distill_temperature
+    ours, theirs = (logits / tau).log_softmax(dim=1), (teacher / tau).log_softmax(dim=1)
+    return tau**2 * (theirs.exp() * (theirs - ours)).sum(dim=1)

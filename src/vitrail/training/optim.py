@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitrail.model import ViT
+from vitrail.training.lora import UPDATE
 from vitrail.training.settings import TrainConfig
 
 
@@ -21,6 +22,8 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 def learns(name: str, settings: TrainConfig) -> bool:
     match settings.tune:
+        case "lora":
+            return name.startswith("head.") or UPDATE in name
         case "head":
             return name.startswith("head.")
         case "bias":
@@ -82,6 +85,14 @@ def rate_at(step: int, steps: int, settings: TrainConfig) -> float:
         case "constant":
             share = 1.0
     return settings.lr * (settings.last_lr + (1 - settings.last_lr) * share)
+
+
+def average(mean: nn.Module, model: nn.Module, step: int, most: float) -> None:
+    """EMA; at first it forgets faster, so that it does not remember the first random weights."""
+    decay = min(most, (1 + step) / (10 + step))
+    with torch.no_grad():
+        ours: list[Tensor] = list(mean.parameters())
+        torch._foreach_lerp_(ours, [p.detach() for p in model.parameters()], 1 - decay)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

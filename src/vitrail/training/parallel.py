@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitrail.data.sources import Dataset
+from vitrail.errors import ConfigError
+from vitrail.training.settings import TrainConfig
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -69,6 +73,26 @@ def shared(model: nn.Module, ranks: Ranks) -> nn.Module:
     if ranks.count == 1:
         return model
     return nn.parallel.DistributedDataParallel(model)
+
+
+def batch_of(data: Dataset, settings: TrainConfig, ranks: Ranks) -> int:
+    """How many pictures a step has: no more than there are, and it must be possible to share them out."""
+    s, batch = settings, min(settings.batch, len(data.train) // 2 * 2 or 1)
+    mixes = bool(s.mixing.mixup or s.mixing.cutmix)
+    if batch % (ranks.count * s.accumulate * (2 if mixes else 1)):
+        raise ConfigError(
+            "A batch must fall into equal parts for every process and every part of a step"
+            + (", pairs in each." if mixes else "."),
+            f"batch={batch}, {ranks.count} processes, accumulate={s.accumulate}",
+            "Change batch or accumulate.",
+        )
+    if s.sampling == "balanced" and data.several:
+        raise ConfigError(
+            "Balanced sampling needs one class for each picture.",
+            "pictures that can show several",
+            "Use --set class_weights=balanced.",
+        )
+    return batch
 
 
 def leave() -> None:

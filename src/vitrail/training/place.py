@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,20 @@ from vitrail.training.settings import Recipe
 
 
 def prepare(
-    out: Path, resume: bool, chosen: Recipe, data: Dataset, started: bool, ranks: Ranks, say: Listener
+    out: Path,
+    resume: bool,
+    chosen: Recipe,
+    data: Dataset,
+    start: Mapping[str, Any],
+    ranks: Ranks,
+    say: Listener,
 ) -> bool:
-    """Make the run's folder, or check that it is this run's; True where the run is finished already."""
-    described = describe(chosen, data, started)
+    """Make the run's folder, or check that it is this run's; True where the run is finished already.
+
+    Args:
+        start: what the run begins with besides: whether from a file, and which teacher it has.
+    """
+    described = describe(chosen, data, start)
     file = out / "config.json"
     known = resume and file.exists()
     if known:
@@ -47,7 +58,7 @@ def prepare(
     return known and (out / "last.safetensors").exists()
 
 
-def describe(chosen: Recipe, data: Dataset, started: bool) -> dict[str, dict[str, Any]]:
+def describe(chosen: Recipe, data: Dataset, start: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What makes a run this run, as JSON has it."""
     digest = hashlib.sha256("\n".join(data.train.names).encode(errors="surrogatepass"))
     digest.update(data.train.labels.tobytes())
@@ -61,7 +72,7 @@ def describe(chosen: Recipe, data: Dataset, started: bool) -> dict[str, dict[str
             "classes": data.classes,
             "names": digest.hexdigest()[:16],
         },
-        "start": {"from_file": started},
+        "start": dict(start),
     }
     return json.loads(json.dumps(described))
 

@@ -21,11 +21,13 @@ from vitrail.errors import ConfigError, VitrailError
 from vitrail.model import ViT
 from vitrail.training.keeper import Keeper
 from vitrail.training.listen import Listener, Silent
+from vitrail.training.log import Log
 from vitrail.training.loop import Stopped, Trainer
-from vitrail.training.parallel import join
+from vitrail.training.parallel import batch_of, join
 from vitrail.training.place import prepare
 from vitrail.training.precision import choose_machine
 from vitrail.training.settings import Recipe
+from vitrail.training.teacher import Teacher
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -49,19 +51,29 @@ def run(
     out: str | Path,
     *,
     start: Bundle | None = None,
+    teacher: Bundle | None = None,
     resume: bool = False,
     listener: Listener | None = None,
 ) -> Run:
     """Train by a recipe, from beginning to end, or from the last whole checkpoint in `out`."""
-    say, ranks, place = listener or Silent(), join(), Path(out)
-    for note in dataset.notes:
+    ranks, place = join(), Path(out)
+    say = Log(listener or Silent(), place / "log.txt", writes=ranks.first)
+    for note in (*dataset.notes, *chosen.notes):
         say.note(note)
-    if prepare(place, resume, chosen, dataset, start is not None, ranks, say):
-        return finished(place)
     machine = choose_machine(chosen.train.precision, ranks.local)
+    batch_of(dataset, chosen.train, ranks)  # what cannot be is found out before there is a folder
+    guide = None if teacher is None else Teacher(teacher, dataset, chosen.model.channels, machine)
+    origin = {"from_file": start is not None, "teacher": guide and guide.digest}
+    if prepare(place, resume, chosen, dataset, origin, ranks, say):
+        return finished(place)
+    say.begin()
     say.note(f"Computing on {machine.reason}.")
+    for note in guide.notes if guide else []:
+        say.note(f"The teacher: {note}")
     model = first_model(chosen, start, say)
-    trainer = Trainer(model, chosen.preprocess, dataset, chosen.train, machine, ranks, place, say.progress)
+    trainer = Trainer(
+        model, chosen.preprocess, dataset, chosen.train, machine, ranks, place, say.progress, guide
+    )
     keeper = Keeper(trainer, dataset, say)
     if resume:
         keeper.go_on()
@@ -105,7 +117,7 @@ def plan(trainer: Trainer) -> dict[str, Any]:
     s, count = trainer.settings, sum(p.numel() for p in trainer.model.parameters())
     learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     held = trainer.data.held_out
-    return {
+    facts = {
         "data": f"{trainer.data.name}: {len(trainer.data.classes)} classes",
         "pictures": f"{len(trainer.data.train):,} to learn from, {len(held):,} to judge by",
         "parameters": f"{count:,}" + (f", of which {learning:,} learn" if learning != count else ""),
@@ -114,6 +126,11 @@ def plan(trainer: Trainer) -> dict[str, Any]:
         "memory": f"about {memory(trainer, learning, count) / 2**20:,.0f} MB for weights and activations",
         "time": f"about {in_words(seconds_left(trainer))}, going by one step",
     }
+    if trainer.teacher is not None:
+        theirs = sum(p.numel() for p in trainer.teacher.model.parameters())
+        share = f"{s.distill_weight:.0%} of the loss"
+        facts["teacher"] = f"{theirs:,} parameters; {s.distill} answers, {share}"
+    return facts
 
 
 def seconds_left(trainer: Trainer) -> float:
@@ -127,6 +144,8 @@ def seconds_left(trainer: Trainer) -> float:
         with machine.computing():
             loss = trainer.model(images).float().square().mean()
         loss.backward()
+        if trainer.teacher is not None:
+            trainer.teacher(images)
         if machine.device.type == "cuda":
             torch.cuda.synchronize(machine.device)
         clock = time.perf_counter() - start
@@ -142,12 +161,16 @@ def in_words(seconds: float) -> str:
 
 
 def memory(trainer: Trainer, learning: int, count: int) -> float:
-    """Bytes: weights, gradients, the optimizer's two means, and what backward needs of every block."""
+    """Bytes: weights, gradients, the optimizer's two means, and what backward needs of every block.
+
+    Of blocks that do not learn, backward needs nothing: there is one at a time.
+    """
     c = trainer.model.config
+    depth = c.depth if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1
     part = trainer.batch / trainer.ranks.count / trainer.settings.accumulate
     width = 2 if trainer.machine.dtype == torch.bfloat16 else 4
     block = c.tokens * (10 * c.width + 3 * c.heads_width + 2 * c.F)
-    return 4 * (count + 3 * learning) + part * c.depth * block * width
+    return 4 * (count + 3 * learning) + part * depth * block * width
 
 
 def finished(out: Path) -> Run:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vitrail.config import ViTConfig
@@ -73,8 +74,8 @@ class TrainConfig(Config):
     last_lr: float = number(
         "The last rate, as a share of the highest", "from 0 to 1", lambda x: 0 <= x <= 1, 0.0
     )
-    clip: float | None = number(
-        "The longest that a gradient may be; no clipping when not given", "above 0", lambda x: x > 0, 1.0
+    clip: float = number(
+        "The longest that a gradient may be; 0 for no limit", "at least 0", lambda x: x >= 0, 1.0
     )
     ema: float | None = number(
         "How much of itself the mean of the weights keeps at each step; no mean when not given",
@@ -84,8 +85,9 @@ class TrainConfig(Config):
     )
 
     # ---- what is learned
-    tune: Literal["full", "llrd", "head", "bias"] = choice(
-        "What learns: everything; everything, earlier blocks more slowly; the head; biases and head",
+    tune: Literal["full", "llrd", "lora", "head", "bias"] = choice(
+        "What learns: everything; everything, earlier blocks more slowly; head and updates of low rank to "
+        "q, k and v; the head, on a frozen encoder (a linear probe); biases and head",
         default="full",
     )
     layer_decay: float = number(
@@ -93,6 +95,10 @@ class TrainConfig(Config):
         "above 0 and at most 1",
         lambda x: 0 < x <= 1,
         0.75,
+    )
+    lora_rank: int = whole("With lora, the rank r of each update", default=8)
+    lora_alpha: float = number(
+        "With lora, updates are multiplied with alpha / r", "above 0", lambda x: x > 0, 16.0
     )
     loss: Literal["cross-entropy", "bce"] = choice(
         "One class or several at a time (bce)", default="cross-entropy"
@@ -105,12 +111,30 @@ class TrainConfig(Config):
         "Whether every class is seen equally often", default="shuffle"
     )
 
+    # ---- from a teacher
+    distill: Literal["none", "hard", "soft"] = choice(
+        "What is learned of a teacher: nothing; the class it would name; how sure it is of each. hard "
+        "where there is a teacher and nothing is said",
+        default="none",
+    )
+    distill_weight: float = number(
+        "The teacher's share of the loss; the labels have the rest",
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        0.5,
+    )
+    distill_temperature: float = number(
+        "With soft, what both answers are divided by", "above 0", lambda x: x > 0, 3.0
+    )
+
     # ---- the pictures
     augment: Augment = part(Augment, "How pictures are changed at random")  # noqa: RUF009
     mixing: Mixing = part(Mixing, "How pictures are mixed with each other")  # noqa: RUF009
     calm: float = rate("Share of the last steps without mixing")
     corrupt: Literal["error", "skip", "warn"] = choice(
-        "What to do about a file that cannot be read", default="error"
+        "What to do about a file that cannot be read: stop; leave it out, and say how many; or leave it "
+        "out and name it",
+        default="error",
     )
 
     # ---- the machine
@@ -147,3 +171,9 @@ class Recipe:
     model: ViTConfig
     preprocess: Preprocess
     train: TrainConfig
+    scaled: tuple[float, int] | None = None
+    """(rate, batch): `lr` is this at this batch, and in proportion at others, unless it is given."""
+    tuned: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the model that a weight file's model gets too, such as the size it is fine-tuned at."""
+    notes: tuple[str, ...] = ()
+    """What was decided on the way, a sentence each."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Fields that a tensor's shape shows, or that count in training alone: every family has them.
 FREE = (
     *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "layer_scale"),
-    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "vocabulary"),
+    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "vocabulary"),
 )
 
 

@@ -1,0 +1,247 @@
+"""Who learns: updates of low rank (LoRA), and a head on an encoder that is frozen."""
+
+import pytest
+import safetensors.torch
+import torch
+
+import vitrail as vt
+from conftest import shake
+from tiny_runs import (
+    SETTINGS,
+    Notes,
+    calm,
+    one_thread,
+    prints,
+    rows,
+    stopped_and_resumed,
+    train,
+    write_arrays,
+)
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError
+from vitrail.model.attention import QKV
+from vitrail.preprocess import Preprocess
+from vitrail.training import checkpoint
+from vitrail.training.loop import Trainer
+from vitrail.training.lora import UPDATE, adapt, merged
+from vitrail.training.optim import groups
+from vitrail.training.parallel import Ranks
+from vitrail.training.precision import choose_machine
+from vitrail.training.settings import TrainConfig
+
+__all__ = ["one_thread"]
+
+TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
+LORA = TrainConfig(tune="lora", lora_rank=3, lora_alpha=6)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Weights to start from, of which every one matters."""
+    torch.manual_seed(3)
+    file = tmp_path_factory.mktemp("start") / "start.safetensors"
+    vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**TINY))), labels=["0", "1", "2"]).save(file)
+    return file
+
+
+def trainer(data, out, **settings):
+    torch.manual_seed(0)
+    spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
+    drops = settings.pop("drops", {})
+    how = TrainConfig(**{"batch": 16, "epochs": 2, "lr": 0.01, **settings})
+    model = shake(vt.ViT(vt.ViTConfig(**TINY, **drops)))
+    return Trainer(model, spec, open_data(data), how, choose_machine("fp32"), Ranks(), out)
+
+
+# ---- LoRA: the update ---------------------------------------------------------------------------
+
+
+def adapted(**config):
+    """A model with updates that are not zero, and the one it was."""
+    model = shake(vt.ViT(vt.ViTConfig(**{**TINY, **config})))
+    base = vt.ViT(model.config).eval()
+    base.load_state_dict(model.state_dict())
+    adapt(model, LORA)
+    return model, base, torch.randn(4, *model.config.input_shape)
+
+
+def test_at_first_it_is_the_model_it_was():
+    model, base, x = adapted()
+    assert torch.equal(model(x), base(x))
+    assert all(
+        (type(part.weight), isinstance(part, QKV)) == (torch.Tensor, True)
+        for name, part in model.named_modules()
+        if name.endswith("qkv")
+    )
+
+
+def test_the_update_is_alpha_over_r_times_B_A_for_each_of_q_k_v():
+    model, base, _ = adapted()
+    shake(model)
+    for block, old in zip(model.blocks, base.blocks, strict=True):
+        update = block.attention.qkv.parametrizations.weight[0]
+        assert (update.A.shape, update.B.shape) == ((3, 3, 16), (3, 16, 3))
+        original = block.attention.qkv.parametrizations.weight.original
+        assert original.shape == old.attention.qkv.weight.shape
+        for which in range(3):
+            by_hand = original[16 * which : 16 * which + 16] + 6 / 3 * update.B[which] @ update.A[which]
+            found = block.attention.qkv.weight[16 * which : 16 * which + 16]
+            torch.testing.assert_close(found, by_hand)
+
+
+def test_its_first_values_are_the_seeds():
+    def first(seed):
+        model = vt.ViT(vt.ViTConfig(**TINY))
+        torch.rand(seed + 7)  # what else is drawn does not matter
+        adapt(model, TrainConfig(tune="lora", seed=seed))
+        return model.blocks[1].attention.qkv.parametrizations.weight[0].A
+
+    assert torch.equal(first(0), first(0))
+    assert not torch.equal(first(0), first(1))
+    assert first(0).std().item() == pytest.approx(16**-0.5, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        dict(qkv_bias="no-k", position="rotary", qk_norm=True),
+        dict(head_width=4, position="relative", pool="mean"),
+        dict(pool="attention", position="sincos2d"),
+        dict(distillation_token=True, head="distilled"),
+    ],
+)
+def test_merged_is_a_plain_model_with_the_same_logits(config):
+    model, base, x = adapted(**config)
+    shake(model)
+    plain = merged(model)
+    assert list(plain.state_dict()) == list(base.state_dict())
+    assert type(plain.blocks[0].attention.qkv) is QKV
+    torch.testing.assert_close(plain(x), model(x), rtol=0, atol=1e-5)
+    assert (plain(x) - base(x)).abs().max() > 0.01
+    before = model(x)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    assert torch.equal(model(x), before)  # it is a copy
+
+
+# ---- LoRA: a run --------------------------------------------------------------------------------
+
+
+def test_only_the_updates_and_the_head_learn(data, tmp_path):
+    made = trainer(data, tmp_path, tune="lora", ema=0.9, weight_decay=0.5)
+    first = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+    made.run(lambda epoch: None)
+    moved = {name for name, p in made.model.named_parameters() if not torch.equal(first[name], p)}
+    assert moved == {name for name in first if UPDATE in name or name.startswith("head.")}
+    assert len(moved) == 2 * 2 + 2
+    assert moved == {n for n, p in made.ema.named_parameters() if not torch.equal(first[n], p)}
+    tensors = checkpoint.optimizer_tensors(made.optimizer, made.names)
+    assert {key.partition("/")[2] for key in tensors} == moved
+
+
+def test_the_updates_decay_as_matrices_do(data, tmp_path):
+    made = trainer(data, tmp_path, tune="lora", weight_decay=0.3)
+    found = {g["weight_decay"]: {made.names[p] for p in g["params"]} for g in groups(made.model, LORA)}
+    assert found[0.0] == {"head.bias"}
+    decays = next(names for decay, names in found.items() if decay)
+    assert {name.rpartition(".")[2] for name in decays} == {"A", "B", "weight"}
+
+
+class Plan(Notes):
+    def plan(self, facts):
+        self.facts = facts
+
+
+def test_files_of_a_run_are_plain(data, start, tmp_path):
+    """Any reader reads them; what they say is what the model in training says."""
+    listener, out = Plan(), tmp_path / "run"
+    train(
+        data, out=out, start=start, tune="lora", lora_rank=2, epochs=3, batch=16, ema=0.9, listener=listener
+    )
+    # of each block's A (3, 2, 16) and B (3, 16, 2), and the head
+    assert listener.facts["parameters"].endswith(f", of which {2 * 192 + 51:,} learn")
+    saved = checkpoint.load_newest(out / "checkpoints")[0].tensors
+    x = torch.randn(5, 1, 8, 8)
+    ordinary = list(vt.ViT(vt.ViTConfig(**TINY)).state_dict())
+    base = vt.load(start).model
+    for file, kind in (("best", "ema"), ("last", "model")):
+        keys = safetensors.torch.load_file(out / f"{file}.safetensors")
+        assert sorted(key for key in keys if not key.startswith("golden/")) == sorted(ordinary)
+        plain = vt.load(out / f"{file}.safetensors").model
+        inside = vt.ViT(plain.config).eval()
+        adapt(inside, TrainConfig(tune="lora", lora_rank=2))
+        inside.load_state_dict(saved[kind])
+        if file == "last":  # best may be of an earlier epoch
+            torch.testing.assert_close(plain(x), inside(x), rtol=0, atol=1e-5)
+        state, old = plain.state_dict(), base.state_dict()
+        moved = {name for name in state if not torch.equal(state[name], old[name])}
+        assert moved == {n for n in ordinary if n.endswith("qkv.weight") or n.startswith("head.")}
+    assert rows(out)[-1]["loss"] < rows(out)[0]["loss"]
+    assert vt.evaluate(out / "last.safetensors", data).scores.count == 30
+
+
+@pytest.mark.parametrize("at", [7, "judge"])
+def test_lora_ends_in_the_same_bits(at, data, tmp_path):
+    """With the mean of the weights, dropout, accumulation and mixing."""
+    how = {**SETTINGS, "tune": "lora", "lora_rank": 2, "epochs": 2}
+    train(data, out=tmp_path / "whole", **how)
+    stopped_and_resumed(data, tmp_path / "run", at, **how)
+    assert prints(tmp_path / "run") == prints(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lora_rank", 0), ("lora_rank", 1.5), ("lora_alpha", 0), ("lora_alpha", "x")]
+)
+def test_wrong_ranks(field, value):
+    with pytest.raises(ConfigError, match=f"{field} must be"):
+        TrainConfig(**{field: value})
+
+
+# ---- a frozen encoder ---------------------------------------------------------------------------
+
+DROPS = dict(drop_path=0.5, dropout=0.3, attention_dropout=0.3, patch_dropout=0.5)
+
+
+def test_nothing_is_dropped_from_a_frozen_encoder(data, tmp_path):
+    """Whatever the model would drop, the head learns the same, to the bit."""
+    heads = []
+    for drops in ({}, DROPS):
+        made = trainer(data, tmp_path, tune="head", drops=drops)
+        first = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+        made.run(lambda epoch: None)
+        last = dict(made.model.named_parameters())
+        assert {n for n in first if not torch.equal(first[n], last[n])} == {"head.weight", "head.bias"}
+        heads.append(last)
+    assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+    loose = trainer(data, tmp_path, tune="bias", drops=DROPS)  # where more learns, they drop
+    calmer = trainer(data, tmp_path, tune="bias")
+    for one in (loose, calmer):
+        one.run(lambda epoch: None)
+    assert not torch.equal(loose.model.head.weight, calmer.model.head.weight)
+
+
+def test_a_frozen_encoder_has_no_graph(data, tmp_path):
+    made = trainer(data, tmp_path, tune="head", epochs=1, drops=DROPS)
+    seen = []
+
+    def look(block, inputs, out):
+        seen.append((block.training, out.requires_grad))
+
+    made.model.blocks[-1].register_forward_hook(look)
+    made.run(lambda epoch: None)
+    assert seen == [(False, False)] * made.steps
+    assert made.model.head.training
+
+
+def test_a_probe_by_the_loop_is_a_run_like_any_other(data, start, tmp_path):
+    how = calm(start=start, tune="head", epochs=2, model=dict(drop_path=0.4))
+    train(data, out=tmp_path / "whole", **how)
+    stopped_and_resumed(data, tmp_path / "run", 7, **how)
+    assert prints(tmp_path / "run") == prints(tmp_path / "whole")

@@ -1,52 +1,47 @@
 """The demo: a small ViT learns scikit-learn's handwritten digits, and we see where it looks.
 
-1,797 real digits of 8 x 8 pixels come inside the scikit-learn package, so nothing is downloaded.
-The model is the paper's, only small; the training loop is the plain one of a textbook.
+1,797 real digits of 8 x 8 pixels come inside the scikit-learn package, so nothing is downloaded. The run
+is an ordinary one, by the recipe `digits`; its folder gets a report and this file's picture besides.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+import numpy as np
 
-from vitrail.config import ViTConfig
+from vitrail.data.sources import Dataset, Split, open_data
 from vitrail.errors import needs
-from vitrail.model import ViT, record
+from vitrail.evaluation.forward import outputs_of
+from vitrail.inspect import rollout
+from vitrail.inspect.pictures import from_pixels
+from vitrail.recipes.start import train as run
+from vitrail.training.listen import Listener
+from vitrail.training.run import Run
+from vitrail.weights.bundle import Bundle
 
-CONFIG = ViTConfig(width=64, depth=3, heads=4, patch=2, size=8, channels=1, classes=10)
-BATCH, PEAK_RATE, WEIGHT_DECAY, WARM_UP = 64, 3e-3, 0.05, 0.1
-
-
-@dataclass(frozen=True)
-class Digits:
-    """Pictures (N, 1, 8, 8) with values from 0 to 1, and what they show."""
-
-    images: Tensor
-    labels: Tensor
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Looked:
-    """What the model said of some digits, and how much its class token looked at each patch."""
+    """What the model said of some digits, and where it looked (rollout, Fig. 6 of the paper)."""
 
-    digits: Digits
-    predicted: Tensor  # (B,)
-    score: Tensor  # (B,) the probability of what it said
-    attention: Tensor  # (B, h, w), each map sums to 1
+    ink: NDArray[np.float64]
+    """(B, 8, 8), from 0 to 1."""
+    labels: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    score: NDArray[np.float64]
+    """(B,) the probability of what it said."""
+    attention: NDArray[np.float64]
+    """(B, h, w), each map sums to 1."""
 
     @property
-    def right(self) -> Tensor:
-        return self.predicted == self.digits.labels
-
-    @property
-    def accuracy(self) -> float:
-        return self.right.double().mean().item()
+    def right(self) -> NDArray[np.bool_]:
+        return self.predicted == self.labels
 
 
 def check_extras() -> None:
@@ -57,112 +52,41 @@ def check_extras() -> None:
         import matplotlib  # noqa: F401
 
 
-def load() -> tuple[Digits, Digits]:
-    """The digits to learn from and the held-out fifth, the same split every time."""
-    with needs("train"):
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    flat, labels = load_digits(return_X_y=True)
-    images = torch.tensor(flat, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels)
-    train, test = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
-    return Digits(images[train], labels[train]), Digits(images[test], labels[test])
+def load() -> Dataset:
+    return open_data("digits")
 
 
-def build(seed: int) -> ViT:
-    """A fresh model. The paper's first positions, sigma 0.02, are so small beside the patch tokens
-    that 1,400 pictures hardly teach the model where a patch is; here they start at sigma 1."""
-    torch.manual_seed(seed)
-    model = ViT(CONFIG)
-    nn.init.normal_(model.get_parameter("position.table"))
-    return model
+def train(digits: Dataset, out: Path, *, epochs: int, seed: int, listener: Listener) -> Run:
+    """A run by the recipe `digits`."""
+    return run(digits, out=out, recipe="digits", epochs=epochs, seed=seed, listener=listener)
 
 
-def train(model: ViT, digits: Digits, *, epochs: int, seed: int = 0) -> Iterator[tuple[float, float]]:
-    """Train in place; after each epoch comes (mean loss, accuracy) over its augmented pictures."""
-    chance = torch.Generator().manual_seed(seed)
-    matrices = [p for name, p in model.named_parameters() if name.endswith(".weight") and "norm" not in name]
-    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.98), fused=True)
-    steps = epochs * (len(digits.labels) // BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
-    model.train()
-    for _ in range(epochs):
-        losses, right = [], 0
-        batches = torch.randperm(len(digits.labels), generator=chance).split(BATCH)
-        batches = [batch for batch in batches if len(batch) == BATCH]  # the rest comes next time
-        for batch in batches:
-            labels = digits.labels[batch]
-            logits = model(normalise(jiggle(digits.images[batch], chance)))
-            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-            right += int((logits.argmax(1) == labels).sum())
-        yield sum(losses) / len(losses), right / (len(batches) * BATCH)
-    model.eval()
-
-
-def rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: a linear warm-up, then half a cosine down to zero."""
-    warm = WARM_UP * steps
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
-
-
-def jiggle(images: Tensor, chance: torch.Generator) -> Tensor:
-    """Turn each picture by up to 10 degrees, zoom by up to 10 %, shift by up to 0.7 pixels."""
-
-    def some(most: float) -> Tensor:
-        return (2 * torch.rand(len(images), generator=chance) - 1) * most
-
-    turn, zoom = some(math.radians(10)), torch.exp(some(math.log(1.1)))
-    cos, sin, down, across = zoom * turn.cos(), zoom * turn.sin(), some(1.4 / 8), some(1.4 / 8)
-    matrix = torch.stack([cos, -sin, across, sin, cos, down], dim=1).view(-1, 2, 3)
-    places = F.affine_grid(matrix, list(images.shape), align_corners=False)
-    return F.grid_sample(images, places, align_corners=False)
-
-
-def normalise(images: Tensor) -> Tensor:
-    """To mean 0 and deviation 1, over the digits' pixels."""
-    return (images - 0.305) / 0.376
-
-
-@torch.no_grad()
-def look(model: ViT, digits: Digits) -> Looked:
-    """Classify, and follow the class token's attention through all blocks (rollout, Fig. 6)."""
-    with record(model, "blocks.*.attention.weights") as tape:
-        probabilities = model(normalise(digits.images)).softmax(dim=1)
-    rolled = torch.eye(model.config.tokens)
-    for weights in tape.values():  # (B, k, T, T) in the order of the blocks
-        mixed = (weights.mean(dim=1) + torch.eye(model.config.tokens)) / 2  # the residual looks at itself
-        rolled = mixed @ rolled
-    attention = rolled[:, 0, model.config.prefix :].unflatten(1, model.config.grid)
-    attention = attention / attention.sum(dim=(1, 2), keepdim=True)
-    score, predicted = probabilities.max(dim=1)
-    return Looked(digits, predicted, score, attention)
+def look(bundle: Bundle, digits: Split) -> Looked:
+    """Classify, and follow the class token's attention through all blocks."""
+    assert bundle.preprocess is not None
+    assert digits.images is not None
+    pictures = from_pixels(digits.images, bundle.preprocess, digits.names)
+    logits, _ = outputs_of(bundle.model, digits, bundle.preprocess)
+    score, predicted = logits.double().softmax(dim=1).max(dim=1)
+    maps = rollout.compute(bundle.model, pictures.images).maps[0]
+    return Looked(digits.images[..., 0] / 255, digits.labels, predicted.numpy(), score.numpy(), maps)
 
 
 def choose(looked: Looked, most: int = 12) -> tuple[list[int], list[int]]:
     """Which digits to show: wrong ones, surest first, and right ones of different kinds, from 0 on."""
-    wrong = (~looked.right).nonzero().flatten()
-    wrong = wrong[looked.score[wrong].argsort(descending=True)][: most // 2]
+    wrong = np.flatnonzero(~looked.right)
+    wrong = wrong[np.argsort(-looked.score[wrong], kind="stable")][: most // 2]
     right: list[int] = []
     for kind in range(10):
-        right += (looked.right & (looked.digits.labels == kind)).nonzero()[:1].flatten().tolist()
+        right += np.flatnonzero(looked.right & (looked.labels == kind))[:1].tolist()
     return right[: most - len(wrong)], wrong.tolist()
 
 
-def light(looked: Looked, index: int) -> Tensor:
+def light(looked: Looked, index: int) -> NDArray[np.float64]:
     """The attention on one digit as brightness for each of its pixels: (8, 8), at most 1."""
-    down, across = CONFIG.patch_pixels
     attention = looked.attention[index] / looked.attention[index].max()
-    return attention.repeat_interleave(down, dim=0).repeat_interleave(across, dim=1)
+    (H, W), (h, w) = looked.ink[index].shape, attention.shape
+    return attention.repeat(H // h, axis=0).repeat(W // w, axis=1)
 
 
 def draw(looked: Looked, path: Path) -> None:
@@ -183,10 +107,10 @@ def draw(looked: Looked, path: Path) -> None:
         for axis in axes:
             axis.axis("off")
         if column is not None:
-            ink = looked.digits.images[column, 0]
-            lit = torch.tensor(heat(light(looked, column).numpy())[..., :3]) * (0.3 + 0.7 * ink)[..., None]
-            axes[0].imshow(ink.numpy(), cmap="gray", vmin=0, vmax=1)
-            axes[1].imshow(lit.numpy())
+            ink = looked.ink[column]
+            lit = heat(light(looked, column))[..., :3] * (0.3 + 0.7 * ink)[..., None]
+            axes[0].imshow(ink, cmap="gray", vmin=0, vmax=1)
+            axes[1].imshow(lit)
             colour = "white" if column in right else "#ff8a70"
             axes[0].set_title(caption(looked, column), color=colour, fontsize=9)
     figure.savefig(path)
@@ -194,5 +118,5 @@ def draw(looked: Looked, path: Path) -> None:
 
 def caption(looked: Looked, index: int) -> str:
     """What the model said of one digit: how sure it was, or what would have been right."""
-    said, truth = int(looked.predicted[index]), int(looked.digits.labels[index])
+    said, truth = int(looked.predicted[index]), int(looked.labels[index])
     return f"{said} ({looked.score[index]:.0%})" if said == truth else f"{said}, is {truth}"

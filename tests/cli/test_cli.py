@@ -41,9 +41,9 @@ def test_demo_tells_its_story_and_writes_a_picture(short_demo):
     folder, done = short_demo
     assert (done.returncode, done.stderr) == (0, "")
     for word in (
-        "1,437 digits",
-        "360 held out",
-        "152,202 parameters",
+        "1,437 to learn from, 360 to judge by",
+        "parameters",
+        "151,114",
         "cpu, ",
         "2/2 epochs",
         "held-out digits",
@@ -54,7 +54,9 @@ def test_demo_tells_its_story_and_writes_a_picture(short_demo):
     assert max(map(len, done.stdout.splitlines())) <= 80
     picture = folder / "runs" / "demo" / "demo.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture.relative_to(folder)) in done.stdout
+    for name in ("demo.png", "report.html", "best.safetensors"):
+        assert (folder / "runs" / "demo" / name).exists()
+        assert f"runs/demo/{name}" in done.stdout
 
 
 def test_demo_is_the_same_every_time(short_demo):
@@ -111,12 +113,14 @@ def test_a_full_disk_is_said_in_a_sentence(tmp_path):
     script = f"ulimit -f 8; exec '{sys.executable}' -m vitrail demo --epochs 1 --out out"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "The system refused" in done.stderr
+    assert "A checkpoint must be written whole" in done.stderr
     assert "Traceback" not in done.stderr
-    assert list((tmp_path / "out").iterdir()) == []  # no half-written picture
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left <= {"config.json", "environment.json", "log.txt", "metrics.jsonl", "checkpoints"}
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == []  # nothing half-written
 
 
-def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
+def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "vitrail", "demo", "--out", "out"],
         cwd=tmp_path,
@@ -132,12 +136,16 @@ def test_interrupting_says_so_and_leaves_nothing_half_done(tmp_path):
                 break
         time.sleep(2)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=30)
     finally:
         process.kill()
         process.communicate()
     assert (process.returncode, stderr) == (130, "vitrail: Stopped.\n")
-    assert list((tmp_path / "out").iterdir()) == []
+    assert "vitrail train digits --recipe digits --epochs 50 --seed 0 --resume --out out" in stdout
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
+    again = ["train", "digits", "--recipe", "digits", "--seed", "1", "--resume", "--out", "out"]
+    done = vitrail_command(*again, cwd=tmp_path)
+    assert "seed=1, and 0 in the run" in done.stderr  # it is the demo's run, and no other, that goes on
 
 
 def test_a_reader_that_goes_away_gets_no_trace(tmp_path):

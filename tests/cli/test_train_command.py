@@ -47,6 +47,7 @@ def test_digits(tmp_path, monkeypatch):
         "epoch    1   loss ",
         "of 360 held-out pictures.",
         "Written: runs/one, with best.safetensors and last.safetensors.",
+        "To read in a browser: runs/one/report.html",
     ):
         assert words in said, words
     out = tmp_path / "runs" / "one"
@@ -59,6 +60,7 @@ def test_digits(tmp_path, monkeypatch):
         "last.safetensors",
         "log.txt",
         "metrics.jsonl",
+        "report.html",
     ]
     assert (rows(out)[0]["step"], rows(out)[0]["val_seen"]) == (22, 360)
     bundle = vt.load(out / "best.safetensors")

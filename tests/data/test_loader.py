@@ -17,10 +17,9 @@ from vitrail.data.loader import Corrupt, Reader, batch_indices, epoch_order, ste
 from vitrail.data.sources import open_data
 from vitrail.errors import InputError
 from vitrail.preprocess import Preprocess
-from vitrail.recipes.start import train
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from tiny_runs import SETTINGS, Notes, everything, one_thread, prints, rows, write_arrays, write_folder
+from tiny_runs import SETTINGS, Notes, everything, one_thread, prints, rows, train, write_arrays, write_folder
 
 __all__ = ["one_thread"]
 

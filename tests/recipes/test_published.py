@@ -14,10 +14,10 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.recipes import published, recipe, recipes
-from vitrail.recipes.start import settle, train
+from vitrail.recipes.start import settle
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from tiny_runs import Notes, rows, write_folder
+from tiny_runs import Notes, rows, train, write_folder
 
 PUBLISHED = ["paper-finetune", "augreg", "simple-vit", "deit3", "mae-finetune"]
 TINY = dict(width=16, depth=2, heads=2, patch=8, size=32)

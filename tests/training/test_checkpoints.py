@@ -22,10 +22,10 @@ from tiny_runs import (
     left_over,
     one_thread,
     prints,
+    train,
     write_arrays,
 )
 from vitrail.errors import FileError
-from vitrail.recipes.start import train
 from vitrail.training import checkpoint as files
 from vitrail.training.loop import Stopped
 

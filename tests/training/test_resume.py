@@ -16,13 +16,13 @@ from tiny_runs import (
     prints,
     rows,
     stopped_and_resumed,
+    train,
     write_arrays,
     write_folder,
 )
 from tiny_runs import Notes as Listener
 from tiny_runs import __file__ as program
 from vitrail.errors import ConfigError, FileError
-from vitrail.recipes.start import train
 from vitrail.training.loop import Stopped
 
 __all__ = ["one_thread"]

@@ -18,6 +18,7 @@ from vitrail.cli.demo import demo
 from vitrail.cli.doctor import doctor
 from vitrail.cli.evaluate import evaluate
 from vitrail.cli.info import info
+from vitrail.cli.inspect import inspect
 from vitrail.cli.train import train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, evaluate, doctor, walk, info, convert, verify):
+for command in (demo, train, evaluate, doctor, inspect, walk, info, convert, verify):
     app.command()(command)
 
 

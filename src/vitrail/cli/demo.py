@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -15,13 +17,13 @@ from vitrail.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vitrail.demo import Digits, Looked
-    from vitrail.model import ViT
+    from vitrail.demo import Looked
+    from vitrail.training.listen import Progress
 
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="A new or empty folder for the picture.", show_default="runs/demo")
+        Path | None, typer.Option(help="A new or empty folder for the run.", show_default="runs/demo")
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, max=10_000, help="How often to go through the digits.")] = 50,
     seed: Annotated[
@@ -36,6 +38,7 @@ def demo(
     from rich.console import Console
 
     from vitrail import demo as story
+    from vitrail.training.loop import Stopped
 
     story.check_extras()
     folder = claim(out)
@@ -43,21 +46,31 @@ def demo(
     torch.set_num_threads(1)  # no slower at this size, and the same result on any number of cores
     console = Console(highlight=False)
     console.print("\n[bold]A Vision Transformer learns to read digits[/]\n")
-    learn, held_out = story.load()
-    model = story.build(seed)
-    introduce(model, learn, held_out, console)
-    seconds = train(model, learn, epochs, seed, console)
-    looked = story.look(model, held_out)
+    digits = story.load()
+    begin = time.monotonic()
+    with Teller(console, epochs) as teller:
+        try:
+            run = story.train(digits, folder, epochs=epochs, seed=seed, listener=teller)
+        except Stopped as stop:
+            again = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"
+            teller.close()
+            line(console, "saved", escape(f"go on with: {again} {shlex.quote(str(folder))}"))
+            raise typer.Exit(128 + stop.signal) from None
+        seconds = teller.seconds
+    looked = story.look(run.bundle, digits.held_out)
     right, total = int(looked.right.sum()), len(looked.right)
     line(
         console,
         "result",
-        f"[bold]{looked.accuracy:.1%}[/] of {total} held-out digits: {right} right, {total - right} wrong",
+        f"[bold]{right / total:.1%}[/] of {total} held-out digits: {right} right, {total - right} wrong",
     )
-    line(console, "time", f"{seconds:.0f} s of training, seed {seed}")
+    whole = time.monotonic() - begin
+    line(console, "time", f"{seconds:.0f} s of training, {whole:.0f} s with the report, seed {seed}")
     show(looked, console)
     story.draw(looked, folder / "demo.png")
     line(console, "picture", escape(str(folder / "demo.png")))
+    line(console, "report", escape(str(folder / "report.html")))
+    line(console, "model", escape(str(folder / "best.safetensors")))
     console.print()
 
 
@@ -84,36 +97,51 @@ def line(console: Console, what: str, text: str) -> None:
     console.print(f"  [bold cyan]{what:9}[/] {text}", soft_wrap=True)
 
 
-def introduce(model: ViT, learn: Digits, held_out: Digits, console: Console) -> None:
-    c = model.config
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape = f"width {c.width}, depth {c.depth}, {c.heads} heads, {c.patches} patches of 2×2"
-    split = f"{len(learn.labels):,} digits of 8×8 pixels to learn from, {len(held_out.labels)} held out"
-    line(console, "data", split)
-    line(console, "model", f"{shape}: {parameters:,} parameters")
-    line(console, "device", "cpu, one thread, fp32: a model this small gains nothing from more")
+class Teller:
+    """Tells how the run is going: what is to be learned, then a bar; and how long the learning took."""
 
+    def __init__(self, console: Console, epochs: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-def train(model: ViT, learn: Digits, epochs: int, seed: int, console: Console) -> float:
-    """Train with a bar; returns the seconds it took."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        columns = (
+            TextColumn("  [bold cyan]training [/]"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("epochs"),
+            TextColumn("{task.fields[news]}"),
+            TimeRemainingColumn(),
+        )
+        self.console, self.epochs = console, epochs
+        self.bar = Progress(*columns, console=console)
+        self.task: Any = None
+        self.begin = self.seconds = 0.0
 
-    from vitrail import demo as story
+    def __enter__(self) -> Teller:
+        return self
 
-    begin = time.monotonic()
-    columns = (
-        TextColumn("  [bold cyan]training [/]"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("epochs"),
-        TextColumn("{task.fields[news]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=epochs, news="")
-        for loss, accuracy in story.train(model, learn, epochs=epochs, seed=seed):
-            bar.update(task, advance=1, news=f"loss {loss:.2f}, accuracy {accuracy:.1%}")
-    return time.monotonic() - begin
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.bar.stop()
+
+    def note(self, text: str) -> None:
+        pass  # device and report are the recipe's; the folder's log.txt has every word
+
+    def plan(self, facts: Mapping[str, Any]) -> None:
+        for word in ("data", "pictures", "parameters"):
+            line(self.console, word, escape(str(facts[word])))
+        line(self.console, "device", "cpu, one thread, fp32: a model this small gains nothing from more")
+        self.begin = time.monotonic()
+        self.task = self.bar.add_task("", total=self.epochs, news="")
+        self.bar.start()
+
+    def progress(self, progress: Progress) -> None:
+        news = f"loss {progress.loss:.2f}, accuracy {progress.accuracy:.1%}"
+        self.bar.update(self.task, completed=progress.step * self.epochs // progress.steps, news=news)
+
+    def epoch(self, metrics: Mapping[str, Any]) -> None:
+        self.seconds = time.monotonic() - self.begin
 
 
 def show(looked: Looked, console: Console) -> None:
@@ -128,7 +156,7 @@ def show(looked: Looked, console: Console) -> None:
         if not shown:
             console.print(f"\n  [bold]{title.split(',')[0]}[/]: none")
             continue
-        inks = [looked.digits.images[index, 0].tolist() for index in shown]
+        inks = [looked.ink[index].tolist() for index in shown]
         lights = [story.light(looked, index).tolist() for index in shown]
         console.print(f"\n  [bold]{title}[/]: the digit, and where the model looked\n")
         rows = [

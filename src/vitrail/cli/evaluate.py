@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +18,11 @@ from vitrail.errors import InputError, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from vitrail.data.sources import Split
     from vitrail.evaluation.calibration import Calibration
     from vitrail.evaluation.metrics import Scores
     from vitrail.evaluation.run import Evaluation
+    from vitrail.weights.bundle import Bundle
 
 MOST_CLASSES = 20  # in the table; of more, those with the lowest recall are shown
 MOST_MISTAKES = 10
@@ -45,6 +49,9 @@ def evaluate(
     ] = None,
     precision: Annotated[float, typer.Option(help="What the threshold for an answer is to give.")] = 0.95,
     json_file: Annotated[Path | None, typer.Option("--json", help="A new file for all the numbers.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="A new file for a page with pictures, to read in a browser.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at once; the results are the same.")] = 128,
     workers: Annotated[int, typer.Option(min=0, help="Threads that read pictures.")] = 2,
     size: options.Size = None,
@@ -59,9 +66,10 @@ def evaluate(
     """
     from vitrail.cli.walk import check_new, write_new
 
-    for option, path in (("--json", json_file), ("--calibrate", calibrate)):
+    for option, path in (("--json", json_file), ("--html", html_file), ("--calibrate", calibrate)):
         if path is not None:
             check_new(option, path)
+    check_different({"--json": json_file, "--html": html_file, "--calibrate": calibrate})
     if calibrate is not None and calibrate.suffix != ".safetensors":
         got = printable(calibrate)
         raise InputError("--calibrate must name a file that ends in .safetensors.", got, "Rename it.")
@@ -70,15 +78,21 @@ def evaluate(
 
     from rich.console import Console
 
+    from vitrail.data.sources import open_data
     from vitrail.evaluation.calibration import with_calibration
     from vitrail.evaluation.run import evaluate as run
     from vitrail.weights.load import load
 
+    if html_file is not None:
+        from vitrail.report.page import check_extras
+
+        check_extras()
     bundle = load(model, **options.facts(family, keys, given, size))
+    pictures = open_data(data)
     with progress() as ahead:
         found = run(
             bundle,
-            data,
+            pictures,
             split=split,
             batch=batch,
             workers=workers,
@@ -91,6 +105,8 @@ def evaluate(
     show(found, printable(model), Console(highlight=False))
     if json_file is not None:
         write_new(json_file, json.dumps({"model": model, **found.as_dict()}, indent=1) + "\n")
+    if html_file is not None:
+        write_html(html_file, found, bundle, getattr(pictures, found.split), model)
     if calibrate is not None:
         if found.calibration is None:
             must = "A temperature needs a model with a head, and one class for each picture."
@@ -99,6 +115,23 @@ def evaluate(
         print(f"Written with temperature {found.calibration.temperature:.4g}: {printable(calibrate)}")
     if found.corrupt:
         raise typer.Exit(1)
+
+
+def check_different(files: dict[str, Path | None]) -> None:
+    """Each option has a file of its own."""
+    there = [path for path in files.values() if path is not None]
+    if len(set(there)) < len(there):
+        got = ", ".join(f"{option} {printable(path)}" for option, path in files.items() if path is not None)
+        raise InputError("Each option needs a file of its own.", got, "Name another file.")
+
+
+def write_html(path: Path, found: Evaluation, bundle: Bundle, split: Split, model: str) -> None:
+    from vitrail.report.evaluation import evaluation_page
+    from vitrail.report.page import write_page
+
+    command = shlex.join(["vitrail", *sys.argv[1:]])
+    write_page(path, evaluation_page(found, bundle, split, model=Path(model).name, command=command))
+    print(f"To read in a browser: {printable(path)}")
 
 
 def read_layers(text: str | None) -> Any:

@@ -84,8 +84,8 @@ def train(
     """Train a Vision Transformer on labelled pictures, from scratch or from a weight file.
 
     A folder of pictures holds a folder for each class. The run's folder gets config.json,
-    metrics.jsonl, log.txt, checkpoints/, last.safetensors and best.safetensors. Stopped by Ctrl-C or
-    SIGTERM, it saves first; --resume goes on as if nothing had happened.
+    metrics.jsonl, log.txt, checkpoints/, last.safetensors, best.safetensors and report.html, a page to
+    read. Stopped by Ctrl-C or SIGTERM, it saves first; --resume goes on as if nothing had happened.
     """
     options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -118,6 +118,8 @@ def train(
         last = done.metrics[-1]
         print(f"Right: {last['val_accuracy']:.2%} of {last['val_seen']:,} held-out pictures.")
         print(f"Written: {printable(done.out)}, with best.safetensors and last.safetensors.")
+        if (done.out / "report.html").exists():
+            print(f"To read in a browser: {printable(done.out / 'report.html')}")
 
 
 def put(changes: dict[str, Any], text: str) -> None:

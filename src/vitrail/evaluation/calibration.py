@@ -8,7 +8,7 @@ measures how far it is from that, a temperature brings it nearer without changin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +75,8 @@ class Calibration:
     threshold: Threshold | None
     """On scores with the temperature; None where no threshold gives the precision."""
     stored: Stored | None = None
+    cooled: list[Bin] = field(default_factory=list)
+    """For the same picture, of the scores with the temperature."""
 
 
 def calibrate(
@@ -91,16 +93,17 @@ def calibrate(
     fitted = COLDEST < found < HOTTEST
     temperature = found if fitted else 1.0
     cooled = surest(logits, temperature)[1]
-    bins = reliability(scores, right)
+    bins, after = reliability(scores, right), reliability(cooled, right)
     return Calibration(
         temperature=temperature,
         fitted=fitted,
         before=ece(bins),
-        after=ece(reliability(cooled, right)),
+        after=ece(after),
         bins=bins,
         wanted=precision,
         threshold=threshold_for(cooled, right, precision),
         stored=judge_stored(logits, right, stored or {}),
+        cooled=after,
     )
 
 

@@ -14,8 +14,10 @@ from vitrail.fields import show
 from vitrail.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
-from vitrail.training.listen import Listener
-from vitrail.training.parallel import Ranks, batch_of
+from vitrail.report.run import write_report
+from vitrail.training.listen import Listener, Silent
+from vitrail.training.parallel import Ranks, batch_of, join
+from vitrail.training.precision import choose_machine
 from vitrail.training.run import Run, run
 from vitrail.training.settings import Recipe, TrainConfig
 from vitrail.weights.bundle import Bundle
@@ -36,6 +38,7 @@ def train(
     teacher: str | Path | Bundle | None = None,
     size: int | tuple[int, int] | None = None,
     resume: bool = False,
+    report: bool = True,
     listener: Listener | None = None,
     **changes: Any,
 ) -> Run:
@@ -51,6 +54,7 @@ def train(
         size: the picture's side, or (H, W), of the model and of its preprocessing. The positions of a
             file are resampled.
         resume: go on with the run in `out`, from its last whole checkpoint.
+        report: at the end, judge the best weights once more and write `out`/report.html, a page to read.
         changes: fields of TrainConfig, such as epochs=10 or tune="lora"; and model=, augment=, mixing=
             with a mapping of theirs. model= may be a name, "Ti/16" or "S/16@128", of which the
             mapping has it under "name": dict(name="Ti/16", depth=6).
@@ -60,7 +64,12 @@ def train(
     chosen, first = settle(recipe, dataset, start, changes, size)
     chosen = replace(chosen, train=with_teacher(chosen.train, changes, teacher is not None))
     guide = teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
-    return run(dataset, chosen, out, start=first, teacher=guide, resume=resume, listener=listener)
+    done = run(dataset, chosen, out, start=first, teacher=guide, resume=resume, listener=listener)
+    if report:
+        ranks = join()
+        device = choose_machine(chosen.train.precision, ranks.local).device
+        write_report(done.out, done.bundle, dataset, ranks, device, listener or Silent())
+    return done
 
 
 def settle(

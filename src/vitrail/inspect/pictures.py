@@ -1,0 +1,63 @@
+"""Pictures as the figures need them: what the model sees, as levels and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.data.decode import open_picture, quiet
+from vitrail.errors import InputError, printable
+from vitrail.model import ViT
+from vitrail.preprocess import Preprocess
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Some pictures, resized and cut as the model sees them."""
+
+    names: list[str]
+    pixels: NDArray[np.uint8]
+    """(B, H, W, C), to be drawn."""
+    images: Tensor
+    """(B, C, H, W), the same normalised: what the model takes."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def from_pixels(pixels: NDArray[np.uint8], preprocess: Preprocess, names: Sequence[str]) -> Pictures:
+    """Pictures (B, H, W, C) that have the model's size already."""
+    return Pictures(list(names), pixels, torch.stack([preprocess.normalise(one) for one in pixels]))
+
+
+def from_files(paths: Sequence[Path], preprocess: Preprocess) -> Pictures:
+    """Picture files, through the model's own preprocessing."""
+    with quiet():
+        found = [preprocess.pixels(open_picture(path)) for path in paths]
+    return from_pixels(np.stack(found), preprocess, [path.name for path in paths])
+
+
+def check_pictures(model: ViT, images: Tensor | None = None) -> None:
+    """Figures are of models that take pictures, and of a batch of these."""
+    if model.config.input != "picture":
+        got = f"one that takes {model.config.input}"
+        raise InputError("The model must take pictures.", got, "Look at it with vitrail.record.")
+    if images is not None and (images.ndim != 4 or not len(images)):
+        got = f"a tensor of shape {tuple(images.shape)}"
+        raise InputError("Pictures must come as a batch (B, C, H, W).", got, "Add the batch axis.")
+
+
+def check_number(what: str, number: int, count: int) -> int:
+    """A layer or head by its number, from 0; a negative one counts from the end."""
+    if not isinstance(number, int) or not -count <= number < count:
+        raise InputError(f"{what} must be a number from 0 to {count - 1}.", printable(number), "Choose one.")
+    return number % count

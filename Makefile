@@ -10,7 +10,8 @@ demo: .venv/demo-installed
 
 ## Lint, format, types and all tests
 test: .venv/dev-installed lint types
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 -m 'not slow and not alone'
+	.venv/bin/python -m pytest -m alone
 
 lint: .venv/dev-installed
 	.venv/bin/ruff check .

@@ -1,5 +1,7 @@
 """What all tests share: a fixed seed, and models whose every parameter matters."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,6 +9,19 @@ import vitrail as vt
 from bench.peers import make_torchvision_importable
 
 make_torchvision_importable()  # before anything imports timm or transformers
+
+# Judged by the clock, or two processes by themselves: these run when nothing else does.
+ALONE = {"test_import", "test_signals", "test_ranks", "test_weight_commands", "test_files"}
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread for each
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ import copy
 import numpy as np
 import pytest
 import torch
-from answer_models import LAYOUTS, assert_legible, build, pictures_for
 
 import vitrail as vt
+from answer_models import LAYOUTS, assert_legible, build, pictures_for
 from vitrail.inspect import ablation
 from vitrail.inspect.ablation import Ablation
 

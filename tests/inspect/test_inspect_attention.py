@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from attention_models import LAYOUTS, build, clipped, explicit_weights, levels, some
 
 import vitrail as vt
+from attention_models import LAYOUTS, build, clipped, explicit_weights, levels, some
 from vitrail.errors import InputError
 from vitrail.inspect import attention
 from vitrail.model import attention as model_attention

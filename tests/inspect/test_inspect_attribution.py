@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from answer_models import LAYOUTS, assert_legible, build, levels, log_p, painted, pictures_for
 
 import vitrail as vt
+from answer_models import LAYOUTS, assert_legible, build, levels, log_p, painted, pictures_for
 from vitrail.inspect import attribution
 
 

@@ -6,9 +6,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from attention_models import LAYOUTS, alive, build, clipped, explicit_weights, some
 
 import vitrail as vt
+from attention_models import LAYOUTS, alive, build, clipped, explicit_weights, some
 from vitrail.errors import InputError
 from vitrail.inspect import distance
 

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from figure_checks import LAYOUTS, build, check_figure, some_pictures
 
 import vitrail as vt
+from figure_checks import LAYOUTS, build, check_figure, some_pictures
 from vitrail.inspect import features
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from figure_checks import LAYOUTS, build, check_figure
 
 import vitrail as vt
+from figure_checks import LAYOUTS, build, check_figure
 from vitrail.inspect import filters
 from vitrail.inspect.components import principal
 

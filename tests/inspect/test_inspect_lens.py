@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from answer_models import LAYOUTS, assert_legible, build, pictures_for
 
 import vitrail as vt
+from answer_models import LAYOUTS, assert_legible, build, pictures_for
 from vitrail.inspect import lens
 from vitrail.inspect.lens import Lens
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from figure_checks import LAYOUTS, build, check_figure
 
 import vitrail as vt
+from figure_checks import LAYOUTS, build, check_figure
 from vitrail.inspect import positions
 
 KINDS = ["learned", "learned2d", "sincos1d", "sincos2d", "rotary", "rotary-dinov3", "pairwise", "relative"]

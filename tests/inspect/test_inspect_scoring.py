@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from answer_models import LAYOUTS, assert_legible, build, log_p, painted, pictures_for
 from test_inspect_attribution import one_patch_model
 
 import vitrail as vt
+from answer_models import LAYOUTS, assert_legible, build, log_p, painted, pictures_for
 from vitrail.inspect import scoring
 from vitrail.inspect.scoring import Scoring
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from figure_checks import LAYOUTS, build, check_figure, some_pictures
 
 import vitrail as vt
+from figure_checks import LAYOUTS, build, check_figure, some_pictures
 from vitrail.inspect import similarity
 
 

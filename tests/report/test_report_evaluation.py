@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from read_pages import EVIL, Read, check_safe
 from typer.testing import CliRunner
 
 import vitrail as vt
 from conftest import shake
+from read_pages import EVIL, Read, check_safe
 from vitrail.cli import app
 from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError, MissingExtra

@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 from PIL import Image
-from read_pages import EVIL, Read, check_safe
 
 import vitrail as vt
+from read_pages import EVIL, Read, check_safe
 from vitrail.errors import InputError
 from vitrail.report import inspection
 from vitrail.report.inspection import FIGURES, OF_WEIGHTS, Asked, write_inspection

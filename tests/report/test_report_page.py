@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from read_pages import EVIL, Read, check_safe
 
+from read_pages import EVIL, Read, check_safe
 from vitrail import __version__
 from vitrail.errors import InputError, MissingExtra
 from vitrail.report.page import Figure, Page, Picture, Section, Table, check_extras, render, write_page

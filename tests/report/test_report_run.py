@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from read_pages import Read, check_safe
 
 import vitrail as vt
+from read_pages import Read, check_safe
 from vitrail.data.sources import open_data
 from vitrail.errors import FileError
 from vitrail.evaluation.run import evaluate

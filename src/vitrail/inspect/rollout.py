@@ -98,7 +98,8 @@ def compute(
     if not 0 <= discard < 1:
         raise InputError("discard must be a share from 0 to below 1.", printable(discard), "Use 0.9 or less.")
     config, images = model.config, images.to(device_of(model))
-    row = (pooled_row(config) if to == "auto" else query_row(config, to)).to(images.device)
+    row, words = pooled(config) if to == "auto" else (query_row(config, to), query_words(to))
+    row = row.to(images.device)
     by_pool = to == "pool" or (to == "auto" and config.pool == "attention")
     methods = ("rollout", "gradient") if method == "both" else (method,)
     reached, targets = [], None
@@ -116,7 +117,7 @@ def compute(
         prefix=shares(found[..., : config.prefix], found),
         names=prefix_names(config),
         targets=targets,
-        to=pooled_words(config) if to == "auto" else query_words(to),
+        to=words,
         heads=heads,
         discard=discard,
     )
@@ -138,38 +139,23 @@ def shares(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.
 # ---- what the model pools --------------------------------------------------------------------------
 
 
-def pooled_row(config: ViTConfig) -> Tensor:
-    """How much each token counts where the model reads its answer: (T,), summing to 1."""
+def pooled(config: ViTConfig) -> tuple[Tensor, str]:
+    """How much each token counts where the model reads its answer, (T,); and what that is, in words."""
     match config.pool:
-        case "class":
-            both = [query_row(config, name) for name in pooled_names(config)]
-            return torch.stack(both).mean(dim=0)
-        case "mean-all":
-            return torch.full((config.tokens,), 1 / config.tokens)
+        case "class" if config.head == "distilled":
+            both = query_row(config, "class") + query_row(config, "distillation")
+            return both / 2, "the class and the distillation token"
         case "class-mean":
-            return (query_row(config, "class") + query_row(config, "mean")) / 2
-        case "attention":
-            return query_row(config, "pool")
-        case "mean" | "flatten":
-            return query_row(config, "mean")
-
-
-def pooled_names(config: ViTConfig) -> list[str]:
-    return ["class", "distillation"] if config.head == "distilled" else ["class"]
-
-
-def pooled_words(config: ViTConfig) -> str:
-    match config.pool:
-        case "class":
-            return f"the {' and the '.join(pooled_names(config))} token"
+            both = query_row(config, "class") + query_row(config, "mean")
+            return both / 2, "the class token and the mean of all patches"
         case "mean-all":
-            return "the mean of all tokens"
-        case "class-mean":
-            return "the class token and the mean of all patches"
-        case "attention":
-            return "the learned query of the pool"
+            return torch.full((config.tokens,), 1 / config.tokens), "the mean of all tokens"
         case "mean" | "flatten":
-            return query_words("mean")
+            return query_row(config, "mean"), query_words("mean")
+        case "class":
+            return query_row(config, "class"), query_words("class")
+        case "attention":
+            return query_row(config, "pool"), "the learned query of the pool"
 
 
 # ---- the two methods; a row of None is the attention pool's own ------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import printable
-from vitrail.inspect.canvas import FAINT, INK, LINES, bar, canvas
+from vitrail.inspect.canvas import FAINT, INK, LINES, bar, canvas, in_our_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +45,7 @@ def short(name: str) -> str:
 # ---- how training went ----------------------------------------------------------------------
 
 
+@in_our_style
 def curve(
     rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str], label: str, share: bool = False
 ) -> str:
@@ -54,21 +55,18 @@ def curve(
         lines: columns, and what each line is called.
         share: whether they are shares, to be shown in percent from 0 to 100.
     """
-    figure = canvas(*SMALL)  # which says so where matplotlib is missing
     from matplotlib.ticker import MaxNLocator
 
+    figure = canvas(*SMALL)
     axis = figure.subplots()
     for (column, name), colour, mark in zip(lines.items(), LINES, "os^", strict=False):
         found = [(row["epoch"], row[column]) for row in rows if row.get(column) is not None]
         x, y = np.array(found, dtype=float).reshape(-1, 2).T
         how: dict[str, Any] = {"marker": mark, "markersize": 4} if len(x) <= 25 else {}
         axis.plot(x, 100 * y if share else y, color=colour, label=name, linewidth=1.6, **how)
-    if share:
-        axis.set_ylim(0, 100)
-    elif all(np.min(line.get_ydata()) >= 0 for line in axis.lines):
-        axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 100 if share else None)
     last = max(row["epoch"] for row in rows)
-    axis.set_xlim(min(1, last - 1), max(last, 2) if last > 1 else 2)
+    axis.set_xlim(*(1, last) if last > 1 else (0, 2))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("epoch")
     axis.set_ylabel(label)
@@ -82,6 +80,7 @@ def curve(
 # ---- which classes --------------------------------------------------------------------------
 
 
+@in_our_style
 def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """How often each class was taken for each: numbers are counts, colours are shares of a row."""
     table = np.array(counts)
@@ -120,6 +119,7 @@ def name_ticks(axis: Axes, names: Sequence[str], turned: bool) -> None:
     axis.set_xticks(places, words, **how, **turn)
 
 
+@in_our_style
 def classes(found: Sequence[PerClass]) -> str:
     """Precision and recall of each class as bars."""
     K = len(found)
@@ -141,6 +141,7 @@ def classes(found: Sequence[PerClass]) -> str:
 # ---- how far scores can be believed -----------------------------------------------------------
 
 
+@in_our_style
 def reliability(found: Calibration) -> str:
     """How often answers of each score were right, as they are and with the temperature; and how many."""
     figure = canvas(5.6, 4.6)

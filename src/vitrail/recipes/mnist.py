@@ -32,7 +32,15 @@ def mnist_notes(data: Dataset) -> Recipe:
 
 
 def mnist(data: Dataset) -> Recipe:
-    """MNIST by a ViT of 1.2 million parameters with rotary positions and jiggled digits."""
+    """MNIST by a ViT of 1.2 million parameters with rotary positions and jiggled digits.
+
+    99.63, 99.50 and 99.53 % of the 10,000 test digits after the last epoch (seeds 0 to 2, mean 99.55), on one
+    H200 (torch 2.11, bf16) that had other runs beside it, so that the time says nothing:
+
+        vitrail train mnist/ --recipe mnist --seed 0 --set compile=true
+
+    Its settings are a first guess, and no other was tried.
+    """
     model = ViTConfig(
         width=128,
         depth=6,

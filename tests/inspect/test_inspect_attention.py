@@ -133,7 +133,7 @@ def test_bad_questions():
         attention.compute(model, images, head=4)
     with pytest.raises(InputError, match="batch"):
         attention.compute(model, images[0])
-    with pytest.raises(InputError, match="must be numbers"):
+    with pytest.raises(InputError, match="Attention weights must be finite numbers"):
         attention.compute(model, images * torch.nan)
     with pytest.raises(InputError, match="2 pictures that were computed"):
         attention.draw(attention.compute(model, images), levels(model, 3))

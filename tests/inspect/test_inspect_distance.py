@@ -179,7 +179,7 @@ def test_bad_input():
         distance.compute(model, [(some(model), torch.zeros(2))])
     with pytest.raises(InputError, match="batch"):
         distance.compute(model, some(model)[0])
-    with pytest.raises(InputError, match="must be numbers"):
+    with pytest.raises(InputError, match="Attention weights must be finite numbers"):
         distance.compute(model, some(model) * torch.nan)
     with pytest.raises(InputError, match="shape"):
         distance.compute(model, torch.zeros(1, 1, 8, 8))

@@ -240,7 +240,7 @@ def test_bad_questions():
         rollout.compute(model, images, to="pool")
     with pytest.raises(InputError, match="without a head"):
         rollout.compute(build(classes=0), images, method="gradient")
-    with pytest.raises(InputError, match="must be numbers"):
+    with pytest.raises(InputError, match="Attention weights must be finite numbers"):
         rollout.compute(model, images * torch.nan)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.canvas import bar, canvas, in_our_style, lay_over, show_picture
-from vitrail.inspect.pictures import check_number, check_pictures
+from vitrail.inspect.pictures import check_finite, check_number, check_pictures, check_pixels, device_of
 from vitrail.model import ViT, record
 from vitrail.model.modes import evaluating
 
@@ -74,7 +74,8 @@ def compute(
             seen = torch.nn.functional.pad(weights[:, :, 0], (config.prefix, 0))
         else:
             seen = torch.einsum("t,bkts->bks", asked, weights)  # (B, heads, T)
-    found = check_finite(seen)
+    found = seen.cpu().numpy()
+    check_finite("Attention weights", found)
     return AttentionMaps(
         maps=found[..., config.prefix :].reshape(*found.shape[:2], *config.grid),
         prefix=found[..., : config.prefix],
@@ -125,29 +126,6 @@ def query_words(query: Query) -> str:
             return f"the {query} token" if " " not in query else query
         case down, across:
             return f"patch ({down}, {across})"
-
-
-def device_of(model: ViT) -> torch.device:
-    return next(model.parameters()).device
-
-
-def check_finite(values: Tensor) -> NDArray[Any]:
-    """As an array; weights that are not numbers come from a broken model or broken pictures."""
-    if not torch.isfinite(values).all():
-        raise InputError(
-            "Attention weights must be numbers.",
-            "NaN or infinity",
-            "Look for them in the pictures and in the model's parameters.",
-        )
-    return values.detach().cpu().numpy()
-
-
-def check_pixels(pixels: NDArray[np.uint8], count: int) -> None:
-    if pixels.ndim != 4 or len(pixels) != count:
-        must = f"The pixels to draw on must be the {count} pictures that were computed, (B, H, W, C)."
-        raise InputError(
-            must, f"an array of shape {pixels.shape}", "Pass Pictures.pixels of the same pictures."
-        )
 
 
 # ---- the figure ------------------------------------------------------------------------------------

@@ -6,21 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitrail.errors import InputError
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
 
 SMALLEST = 1e-12  # a share of the variance below this is rounding, and its direction means nothing
-
-
-def check_finite(what: str, values: NDArray[np.floating]) -> None:
-    if not np.isfinite(values).all():
-        count = int((~np.isfinite(values)).sum())
-        got = f"{count} of {values.size} that are infinite or not a number"
-        raise InputError(f"{what} must be finite numbers.", got, "Use a checkpoint from before they broke.")
 
 
 def principal(rows: NDArray[np.floating]) -> tuple[Floats, Floats]:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
-from vitrail.inspect.attention import check_finite, device_of
 from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
-from vitrail.inspect.pictures import check_pictures
+from vitrail.inspect.pictures import check_finite, check_pictures, device_of
 from vitrail.model import ViT, edit
 from vitrail.model.modes import evaluating
 
@@ -129,7 +128,9 @@ class Sums:
         return distance, entropy, rows[..., : self.prefix].sum(dim=-1).mean(dim=-1)
 
     def measures(self) -> list[Measure]:
-        total, squares, count = np.moveaxis(check_finite(self.sums), 1, 0)  # each (3, L, k)
+        sums = self.sums.numpy()
+        check_finite("Attention weights", sums)
+        total, squares, count = np.moveaxis(sums, 1, 0)  # each (3, L, k)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = total / count
             variance = (squares / count - mean**2).clip(0) / (count - 1)  # of the mean

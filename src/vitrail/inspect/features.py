@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import LINES, SIGNED, canvas, in_our_style, show_map, show_picture
-from vitrail.inspect.components import check_finite, principal
-from vitrail.inspect.pictures import Pictures, check_number, check_pictures
+from vitrail.inspect.components import principal
+from vitrail.inspect.pictures import Pictures, check_finite, check_number, check_pictures
 from vitrail.inspect.sample import sample_model, sample_pictures, show
 from vitrail.model import ViT, record
 from vitrail.model.modes import evaluating

@@ -13,8 +13,8 @@ import numpy as np
 
 from vitrail.errors import InputError
 from vitrail.inspect.canvas import LINES, SIGNED, bar, canvas, in_our_style
-from vitrail.inspect.components import check_finite, principal
-from vitrail.inspect.pictures import check_pictures
+from vitrail.inspect.components import principal
+from vitrail.inspect.pictures import check_finite, check_pictures
 from vitrail.inspect.sample import sample_model, show
 from vitrail.model import ViT
 from vitrail.model.modes import evaluating

@@ -61,3 +61,24 @@ def check_number(what: str, number: int, count: int) -> int:
     if not isinstance(number, int) or not -count <= number < count:
         raise InputError(f"{what} must be a number from 0 to {count - 1}.", printable(number), "Choose one.")
     return number % count
+
+
+def check_pixels(pixels: NDArray[np.uint8], count: int) -> None:
+    """What is drawn on must be what was computed."""
+    if pixels.ndim != 4 or len(pixels) != count:
+        must = f"The pixels to draw on must be the {count} pictures that were computed, (B, H, W, C)."
+        got = f"an array of shape {pixels.shape}"
+        raise InputError(must, got, "Pass Pictures.pixels of the same pictures.")
+
+
+def check_finite(what: str, values: NDArray[np.floating]) -> None:
+    """A broken model or a broken picture must not become a figure."""
+    if not np.isfinite(values).all():
+        count = int((~np.isfinite(values)).sum())
+        got = f"{count:,} of {values.size:,} that are infinite or not a number"
+        do = "Look for them in the pictures and in the model's parameters."
+        raise InputError(f"{what} must be finite numbers.", got, do)
+
+
+def device_of(model: ViT) -> torch.device:
+    return next(model.parameters()).device

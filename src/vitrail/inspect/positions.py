@@ -17,8 +17,7 @@ from torch import Tensor
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import AMOUNT, SIGNED, bar, canvas, in_our_style
-from vitrail.inspect.components import check_finite
-from vitrail.inspect.pictures import check_number, check_pictures
+from vitrail.inspect.pictures import check_finite, check_number, check_pictures
 from vitrail.inspect.sample import sample_model, show
 from vitrail.model import ViT
 from vitrail.model.modes import evaluating

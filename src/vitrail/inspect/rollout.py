@@ -29,16 +29,13 @@ from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.attention import (
     POOL,
     Query,
-    check_finite,
-    check_pixels,
     colour_limit,
-    device_of,
     prefix_names,
     query_row,
     query_words,
 )
 from vitrail.inspect.canvas import bar, canvas, in_our_style, lay_over, show_picture
-from vitrail.inspect.pictures import check_pictures
+from vitrail.inspect.pictures import check_finite, check_pictures, check_pixels, device_of
 from vitrail.model import ViT, edit, record
 from vitrail.model.modes import evaluating
 
@@ -109,7 +106,8 @@ def compute(
         relevance, classes = roll_gradients(model, images, None if by_pool else row, target)
         reached.append(relevance)
         targets = classes.cpu().numpy()
-    found = check_finite(torch.stack(reached))  # (methods, B, T)
+    found = torch.stack(reached).detach().cpu().numpy()  # (methods, B, T)
+    check_finite("Attention weights", found)
     patches = found[..., config.prefix :]
     return Rollout(
         methods=methods,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.canvas import AMOUNT, bar, canvas, in_our_style
-from vitrail.inspect.components import check_finite
-from vitrail.inspect.pictures import check_pictures
+from vitrail.inspect.pictures import check_finite, check_pictures
 from vitrail.inspect.sample import sample_model, sample_pictures, show
 from vitrail.model import ViT, record
 from vitrail.model.modes import evaluating

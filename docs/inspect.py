@@ -39,9 +39,7 @@ def main() -> None:
             captions[name] = make(name, ask, folder).how_to_read
             whole = Image.open(folder / f"{name}.png")
             small = whole.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
-            small.save(
-                IMAGES / f"{name}.png", optimize=True
-            )  # a third of the size
+            small.save(IMAGES / f"{name}.png", optimize=True)  # a third of the size
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{written(captions)}\n{END}{rest.split(END)[1]}")
 

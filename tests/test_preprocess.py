@@ -568,7 +568,7 @@ NOT_LEVELS = "A picture must be a PIL image, or a NumPy array of levels from 0 t
             "A picture must have at most 134,217,728 pixels when resized. Got (1, 9000), which would become (224, 2016000). Cut it to a shape nearer to square, or make size smaller.",
         ),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_pictures_that_do_not_fit(make, words):
     with pytest.raises(InputError) as caught:
@@ -664,7 +664,7 @@ def test_what_timm_says_and_we_cannot(settings, got):
             "For timm, one crop_pct must fit both sides. Got size=(224, 224), resize_to=(256, 300). Use a resize_to of the same shape as size.",
         ),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_what_others_cannot_say(write, fields, words):
     with pytest.raises(ConfigError) as caught:

@@ -15,8 +15,8 @@ ROOT = Path(vitrail.__file__).parent
 # From the ground up: a room may import from rooms before it, never from one after it.
 ROOMS = [
     *("errors", "fields", "config", "preprocess", "published", "presets", "model", "build"),
-    *("weights", "data", "walkthrough", "evaluation", "inspect", "training", "report", "recipes"),
-    *("demo", "cli", "__main__"),
+    *("weights", "data", "walkthrough", "exercises", "evaluation", "inspect", "training"),
+    *("report", "export", "recipes", "labs", "demo", "cli", "__main__"),
 ]
 
 

@@ -13,10 +13,12 @@ from typing import Annotated
 import typer
 
 from vitrail import __version__
+from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
 from vitrail.cli.doctor import doctor
 from vitrail.cli.evaluate import evaluate
+from vitrail.cli.export import export
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.train import train
@@ -32,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, evaluate, doctor, inspect, walk, info, convert, verify):
+for command in (demo, train, evaluate, doctor, inspect, walk, check, export, info, convert, verify):
     app.command()(command)
 
 

@@ -1,0 +1,1 @@
+"""Models in other forms: so far, a page that computes one in a browser."""

@@ -1,0 +1,438 @@
+"""The classroom page in a real browser: its numbers are PyTorch's, and it does what a hand asks of it."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail as vt
+from conftest import shake
+from vitrail.export.html import write_classroom
+from vitrail.inspect import positions, rollout
+from vitrail.inspect.sample import sample_model, sample_pictures
+from vitrail.model import record
+from vitrail.weights.bundle import Bundle, Card
+
+SWITCHES = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
+]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "CI must have a Chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, with all it asked for and all it complained about."""
+
+    def __init__(self, browser, file, **options):
+        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        self.page = self.context.new_page()
+        self.asked, self.complaints = [], []
+        self.context.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
+        self.address = file.as_uri()
+        self.page.goto(self.address)
+        assert self.page.evaluate("window.vitrail !== undefined")
+
+    def close(self):
+        """Nothing but the file itself was loaded, and nothing went wrong."""
+        self.context.close()
+        assert [url for url in self.asked if not url.startswith("data:,")] == [self.address]
+        assert self.complaints == []
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    pages = []
+
+    def open_page(bundle, **options):
+        file = tmp_path / f"page-{len(pages)}.html"
+        assert write_classroom(bundle, file) == []
+        pages.append(Watched(browser, file, **options))
+        return pages[-1].page
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+@pytest.fixture(scope="module")
+def sample_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("classroom") / "sample.html"
+    write_classroom(sample_model(), file)
+    return file
+
+
+@pytest.fixture
+def sample(browser, sample_file):
+    watched = Watched(browser, sample_file)
+    yield watched.page
+    watched.close()
+
+
+# ---- numbers ---------------------------------------------------------------------------------------
+
+SMALL = dict(width=12, depth=2, heads=3, patch=4, size=12, channels=1, classes=5)
+CONFIGS = {
+    "class token": dict(patch=(4, 6), size=(12, 12)),
+    "mean pool": dict(
+        class_token=False, pool="mean", pool_norm="after", position="sincos2d", activation="gelu-tanh",
+        qkv_bias="none", layer_scale=0.5, mlp_width=20,
+    ),
+    "registers": dict(registers=2, rows="class", position="learned2d", activation="relu", qkv_bias="no-k"),
+    "not square": dict(
+        channels=3, size=(8, 20), patch=(4, 5), head_width=5, head_bias=False, depth=3, position="sincos1d",
+        registers=1,
+    ),
+    "no positions": dict(
+        distillation_token=True, pool="mean-all", pool_norm="none", position="none", scale="width",
+        embedding_bias=False, eps=1e-3,
+    ),
+    "pixels cut off": dict(size=(14, 11), remainder="cut", rows="patches"),
+}  # fmt: skip
+
+COMPUTE = """levels => {
+    const vit = vitrail.vit, found = vitrail.forward(Uint8Array.from(levels));
+    const tokens = [...Array(vit.T).keys()];
+    return {
+        logits: Array.from(found.logits), lens: found.lens.map(row => Array.from(row)),
+        embedded: Array.from(found.embedded), attention: found.attention.map(block => Array.from(block)),
+        z: found.z.map(one => Array.from(one)),
+        rollout: Array.from(vit.rollout(found.attention, vit.depth)),
+        alike: vit.tensors.position ? tokens.map(token => Array.from(vit.similarity(token))) : null,
+    };
+}"""
+
+
+def check_numbers(page, bundle, pixels):
+    """Everything that the page computes from some levels is what PyTorch computes from them, to 1e-4."""
+    model, config = bundle.model.eval(), bundle.model.config
+    image, L, n = bundle.preprocess.normalise(pixels)[None], config.depth, config.prefix
+    names = ("blocks.*.attention.weights", "blocks.*.out", "embed")
+    with torch.no_grad(), record(model, *names) as tape:
+        logits = model(image)[0]
+        layers = model.encode(image, layers=range(L)).layers
+        lens = [model.head(model.finish(tape["embed"]).pooled)[0]]
+        lens += [model.head(layers[i].pooled)[0] for i in range(L)]
+        embedded = model.tokens(image)
+    weights = torch.stack([tape[f"blocks.{i}.attention.weights"][0] for i in range(L)])
+    z = torch.stack([tape["embed"][0], *(tape[f"blocks.{i}.out"][0] for i in range(L))])
+    found = page.evaluate(COMPUTE, pixels.flatten().tolist())
+    close = dict(rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found["logits"], logits, **close)
+    np.testing.assert_allclose(found["lens"], torch.stack(lens), **close)
+    np.testing.assert_allclose(found["embedded"], embedded.flatten(), **close)
+    np.testing.assert_allclose(found["z"], z.flatten(1), **close)
+    np.testing.assert_allclose(found["attention"], weights.flatten(1), rtol=0, atol=1e-5)
+    theirs, ours = np.array(found["rollout"]), rollout.compute(model, image)
+    np.testing.assert_allclose(theirs[n:] / theirs[n:].sum(), ours.maps[0, 0].ravel(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(theirs[:n], ours.prefix[0, 0], rtol=0, atol=1e-5)
+    if config.position == "none":
+        assert found["alike"] is None
+    else:
+        same, alike = positions.compute(model), np.array(found["alike"])
+        np.testing.assert_allclose(alike[n:, n:], same.similarity, rtol=0, atol=1e-5)
+        if same.class_row is not None:
+            np.testing.assert_allclose(alike[0, n:], same.class_row, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_numbers_are_those_of_pytorch(name, opened):
+    config = vt.ViTConfig(**{**SMALL, **CONFIGS[name]})
+    bundle = Bundle(model=shake(vt.ViT(config)))
+    levels = np.random.default_rng(0).integers(0, 256, (*config.pixels, config.channels), dtype=np.uint8)
+    check_numbers(opened(bundle), bundle, levels)
+
+
+def test_the_numbers_of_the_sample_model(sample):
+    check_numbers(sample, sample_model(), sample_pictures(3).pixels[2])
+
+
+def test_erf_is_exact(sample):
+    x = torch.linspace(-7, 7, 1401, dtype=torch.float64)
+    found = sample.evaluate("xs => xs.map(erf)", x.tolist())
+    np.testing.assert_allclose(found, torch.erf(x), rtol=0, atol=2e-12)
+
+
+def test_preprocessing_is_ours_to_the_bit(sample):
+    levels = np.arange(784, dtype=np.int64).reshape(28, 28, 1) % 256
+    found = sample.evaluate("levels => Array.from(vitrail.vit.normalise(levels))", levels.flatten().tolist())
+    wanted = sample_model().preprocess.normalise(levels.astype(np.uint8))
+    assert torch.equal(torch.tensor(found), wanted.flatten())
+
+
+# ---- a hand on the page ------------------------------------------------------------------------------
+
+
+def wait_until(page, expression):
+    """As page.wait_for_function, which the page's policy does not allow."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(f"{expression} did not come true in 5 seconds")
+
+
+def draw(page, *points):
+    """One stroke; places on the sheet from 0 to 1."""
+    page.locator("#sheet").scroll_into_view_if_needed()
+    box = page.locator("#sheet").bounding_box()
+    at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
+    page.mouse.move(*at[0])
+    page.mouse.down()
+    for place in at[1:]:
+        page.mouse.move(*place, steps=2)
+    page.mouse.up()
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def circle(middle=(0.5, 0.5), radius=0.25):
+    angles = np.linspace(0, 2 * np.pi, 13)
+    return [(middle[0] + 0.8 * radius * np.sin(a), middle[1] - radius * np.cos(a)) for a in angles]
+
+
+def test_drawn_digits_are_read(sample):
+    assert sample.inner_text("#says") == "It says 3, with 99%."  # the page opens with an example
+    sample.click("#clear")
+    assert "empty" in sample.inner_text("#says")
+    draw(sample, (0.5, 0.15), (0.48, 0.85))
+    assert sample.inner_text("#says").startswith("It says 1")
+    assert sample.inner_text("#bars .first .label") == "1"
+    sample.click("#clear")
+    draw(sample, *circle())
+    assert sample.inner_text("#says").startswith("It says 0")
+
+
+def test_a_digit_begins_on_an_empty_sheet(sample):
+    draw(sample, (0.5, 0.2), (0.5, 0.8))
+    ink = np.array(sample.evaluate("Array.from(vitrail.state.levels)")).reshape(28, 28)
+    assert not ink[:, :9].any()
+    assert not ink[:, 19:].any()
+    assert ink.any()
+
+
+def test_the_drawing_is_centred_unless_asked_not_to(sample):
+    def middle():
+        ink = np.array(sample.evaluate("Array.from(vitrail.state.levels)")).reshape(28, 28)
+        return (ink.sum(axis=1) @ np.arange(28)) / ink.sum(), (ink.sum(axis=0) @ np.arange(28)) / ink.sum()
+
+    draw(sample, *circle((0.25, 0.25), 0.15))
+    np.testing.assert_allclose(middle(), 13.5, atol=0.3)
+    sample.uncheck("#centre")
+    np.testing.assert_allclose(middle(), 6.5, atol=1)
+
+
+def test_examples_are_taken_level_by_level(sample):
+    buttons = sample.locator("#examples button")
+    assert buttons.count() == 10
+    buttons.nth(7).focus()
+    sample.keyboard.press("Enter")
+    levels = sample.evaluate("Array.from(vitrail.state.levels)")
+    assert levels == sample_pictures(8).pixels[7].flatten().tolist()
+
+
+def row_of(block, head, token):
+    """The attention of the third example, which the page opens with."""
+    bundle = sample_model()
+    with torch.no_grad(), record(bundle.model.eval(), "blocks.*.attention.weights") as tape:
+        bundle.model(sample_pictures(4).images[3:])
+    return tape[f"blocks.{block}.attention.weights"][0, head, token]
+
+
+def test_pointing_at_a_patch_shows_where_it_looks(sample):
+    shown = "document.querySelector('#attention-map canvas').toDataURL()"
+    canvas = sample.locator("#attention-map canvas.patches")
+    before, size = sample.evaluate(shown), canvas.bounding_box()
+    canvas.hover(position={"x": size["width"] * 3.5 / 7, "y": size["height"] * 2.5 / 7})
+    sample.get_by_role("group", name="Head").get_by_role("radio", name="2").check()
+    sample.get_by_role("group", name="Block").get_by_role("radio", name="1").check()
+    token = 1 + 2 * 7 + 3
+    assert sample.evaluate("vitrail.state.token") == token
+    assert sample.evaluate(shown) != before
+    row, words = row_of(0, 1, token), sample.inner_text("#attention-words")
+    best = int(row[1:].argmax())
+    assert words.startswith("In block 1, in head 2, the patch in row 3, column 4 looks most at ")
+    assert f"row {best // 7 + 1}, column {best % 7 + 1} ({percent(row[1:].max())})" in words
+    assert (
+        f"{percent(row[token])} of its attention stays on itself, {percent(row[0])} goes to the class token"
+        in words
+    )
+    assert "row 3, column 4" in sample.inner_text("#token-words")
+    assert "row 3, column 4" in sample.inner_text("#positions-words")
+
+
+def percent(share):
+    share = float(share)
+    return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
+
+
+def test_the_keyboard_moves_from_patch_to_patch(sample):
+    sample.locator("#attention-map canvas.patches").focus()
+    assert "the class token looks most" in sample.inner_text("#attention-words")
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the first one goes to the first patch
+        sample.keyboard.press(key)
+    assert "the patch in row 2, column 2 looks most" in sample.inner_text("#attention-words")
+    sample.get_by_role("group", name="Tokens before").first.get_by_role("button", name="class").click()
+    assert sample.inner_text("#token-words") == "The class token:"
+
+
+def test_every_control_has_a_name_and_a_place_in_the_order(sample):
+    nameless = sample.evaluate(
+        "() => [...document.querySelectorAll('button, input, canvas')].filter(one => one.checkVisibility())"
+        ".filter(one => !(one.labels?.length || one.ariaLabel || one.textContent.trim()"
+        " || one.getAttribute('aria-labelledby') || one.closest('button, .legend')))"
+        ".map(one => one.outerHTML)"
+    )
+    assert nameless == []
+
+
+def test_the_slider_asks_earlier_blocks(sample):
+    sample.locator("#depth").focus()
+    sample.keyboard.press("ArrowLeft")
+    assert sample.inner_text("#depth-words") == "1 of 2 blocks"
+    model = sample_model().model.eval()
+    with torch.no_grad():
+        layer = model.encode(sample_pictures(4).images[3:], layers=[0]).layers[0]
+        scores = model.head(layer.pooled)[0].softmax(dim=0)
+    assert sample.locator("#bars .number").all_inner_texts() == [percent(score) for score in scores]
+    assert "Through 1 of 2 blocks" in sample.inner_text("#rollout-words")
+    sample.keyboard.press("ArrowLeft")
+    assert (
+        sample.inner_text("#rollout-words")
+        == "Without a block, the class token has seen nothing of the picture."
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(scheme, browser, sample_file):
+    watched = Watched(
+        browser, sample_file, viewport={"width": 360, "height": 700}, has_touch=True, color_scheme=scheme
+    )
+    page = watched.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.locator("#attention-map canvas.patches").tap(position={"x": 5, "y": 5})
+    assert "row 1, column 1" in page.inner_text("#attention-words")
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, paper[4:-1].split(","))) < 64) == (scheme == "dark")
+    watched.close()
+
+
+# ---- what others wrote -------------------------------------------------------------------------------
+
+
+def test_labels_and_names_are_shown_as_text(opened):
+    labels = [
+        "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "{{ weights }}", "a\u202eb",
+        "&lt;",
+    ]  # fmt: skip
+    bundle = Bundle(model=shake(vt.ViT(vt.ViTConfig(**SMALL))), labels=labels, card=Card(name="</title><b>x"))
+    page = opened(bundle)
+    assert page.locator("#bars .label").all_inner_texts() == [*labels[:3], r"a\u202eb", labels[4]]
+    assert page.inner_text("#name") == "</title><b>x"
+    assert page.title() == "Inside a Vision Transformer: </title><b>x"
+    assert page.locator("img, b, body script:not([id])").count() == 1  # our own script
+
+
+def test_of_many_classes_the_ten_most_likely(opened):
+    bundle = Bundle(model=shake(vt.ViT(vt.ViTConfig(**{**SMALL, "classes": 30}))))
+    page = opened(bundle)
+    shown = [int(label) for label in page.locator("#bars .label").all_inner_texts()]
+    logits = page.evaluate("Array.from(vitrail.state.found.logits)")
+    assert shown == sorted(range(30), key=lambda number: -logits[number])[:10]
+
+
+def test_the_policy_forbids_the_network(browser, sample_file):
+    watched = Watched(browser, sample_file)
+    stopped = watched.page.evaluate(
+        """async () => {
+            const stopped = [];
+            document.addEventListener("securitypolicyviolation", event => stopped.push(event.effectiveDirective));
+            await fetch("https://vitrail.invalid/").catch(() => 0);
+            await new Promise(done => { const image = new Image(); image.onerror = done; image.src = "x.png"; });
+            const script = document.body.appendChild(document.createElement("script"));
+            script.textContent = "window.hit = true";
+            await new Promise(done => setTimeout(done, 50));
+            return [...stopped, window.hit ?? "no hit"];
+        }"""
+    )
+    assert stopped == ["connect-src", "img-src", "script-src-elem", "no hit"]
+    watched.context.close()
+
+
+# ---- pictures in colour --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def colour(opened):
+    config = vt.ViTConfig(**{**SMALL, "channels": 3, "size": (12, 16)})
+    return opened(Bundle(model=shake(vt.ViT(config))))
+
+
+def test_a_picture_file_goes_through_the_sheet(colour, tmp_path):
+    left_red = np.zeros((24, 32, 3), dtype=np.uint8)
+    left_red[:, :16, 0], left_red[:, 16:, 2] = 200, 100
+    Image.fromarray(left_red).save(tmp_path / "halves.png")
+    colour.set_input_files("#file", tmp_path / "halves.png")
+    wait_until(colour, "vitrail.state.levels[0] === 200")
+    levels = np.array(colour.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 16, 3)
+    np.testing.assert_allclose(levels[:, :7], left_red[::2, ::2][:, :7], atol=2)
+    np.testing.assert_allclose(levels[:, 9:], left_red[::2, ::2][:, 9:], atol=2)
+    (tmp_path / "no.png").write_text("no picture")
+    colour.set_input_files("#file", tmp_path / "no.png")
+    wait_until(colour, "document.getElementById('message').textContent !== ''")
+    assert colour.inner_text("#message") == "This file is not a picture that the browser can read."
+
+
+def test_a_picture_can_be_dropped_and_drawn_on(colour):
+    colour.evaluate(
+        """async () => {
+            const canvas = new OffscreenCanvas(40, 30), pen = canvas.getContext("2d");
+            pen.fillStyle = "rgb(10, 20, 30)";
+            pen.fillRect(0, 0, 40, 30);
+            const all = new DataTransfer();
+            all.items.add(new File([await canvas.convertToBlob()], "x.png", {type: "image/png"}));
+            sheet.dispatchEvent(new DragEvent("drop", {dataTransfer: all, cancelable: true}));
+        }"""
+    )
+    wait_until(colour, "vitrail.state.levels.slice(0, 3).join() === '10,20,30'")
+    draw(colour, (0.2, 6.5 / 12), (0.8, 6.5 / 12))
+    levels = np.array(colour.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 16, 3)
+    assert levels[0, 0].tolist() == [10, 20, 30]
+    np.testing.assert_allclose(levels[6, 8], [0x1D, 0x1D, 0x22], atol=4)
+
+
+def test_pictures_keep_their_shape_where_the_model_was_taught_so(opened):
+    from vitrail.preprocess import Preprocess
+
+    config = vt.ViTConfig(**{**SMALL, "channels": 3})
+    spec = Preprocess(size=12, resize="shortest", resize_to=16)
+    page = opened(Bundle(model=shake(vt.ViT(config)), preprocess=spec))
+    page.evaluate(
+        """async () => {
+            const canvas = new OffscreenCanvas(64, 32), pen = canvas.getContext("2d");
+            pen.fillStyle = "rgb(90, 90, 90)";
+            pen.fillRect(18, 2, 28, 28);
+            await openPicture(await canvas.convertToBlob());
+        }"""
+    )
+    levels = np.array(page.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 12, 3)
+    assert (levels == 90).all()  # the centre, 24 of 32 pixels high and of 64 wide

@@ -30,6 +30,7 @@ app = typer.Typer(
     name="vitrail",
     help="A Vision Transformer you can train, see through and ship.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # so that paragraphs are wrapped anew
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

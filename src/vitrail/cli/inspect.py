@@ -20,9 +20,7 @@ NAMES = (
 
 def inspect(
     model: Annotated[str, typer.Argument(help="A weight file, a folder with one, or hf:owner/name.")],
-    images: Annotated[
-        list[Path] | None, typer.Argument(metavar="[IMAGES]...", help="Pictures, or folders of pictures.")
-    ] = None,
+    images: Annotated[list[Path] | None, typer.Argument(help="Pictures, or folders of pictures.")] = None,
     out: Annotated[Path, typer.Option(help="A new or empty folder.")] = Path("inspection"),
     only: Annotated[
         str | None, typer.Option(help=f"Some figures, with commas: {NAMES}.", show_default="all that fit")

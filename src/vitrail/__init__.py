@@ -36,6 +36,7 @@ _HOMES = {
     "load": "vitrail.weights.load",
     "preset": "vitrail.presets",
     "record": "vitrail.model",
+    "study": "vitrail.labs.study",
     "surgery": "vitrail.model",
     "train": "vitrail.recipes.start",
     "walk": "vitrail.walkthrough",
@@ -62,6 +63,7 @@ __all__ = [
     "load",
     "preset",
     "record",
+    "study",
     "surgery",
     "train",
     "walk",
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from vitrail.config import ViTConfig
     from vitrail.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.evaluation.run import evaluate
+    from vitrail.labs.study import study
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset

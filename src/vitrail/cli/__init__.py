@@ -21,6 +21,7 @@ from vitrail.cli.evaluate import evaluate
 from vitrail.cli.export import export
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
+from vitrail.cli.lab import lab, notes
 from vitrail.cli.train import train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
@@ -35,7 +36,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, evaluate, doctor, inspect, walk, check, export, info, convert, verify):
+COMMANDS = (
+    *(demo, train, evaluate, doctor, inspect, walk, lab, notes, check, export),
+    *(info, convert, verify),
+)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -1,0 +1,12 @@
+"""Write docs/errata.md from the evidence: python -m docs.errata_page"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vitrail.labs.errata.page import page
+
+PAGE = Path(__file__).parent / "errata.md"
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,94 @@
+"""`vitrail lab` and `vitrail notes`: the claims of the lecture notes, run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vitrail.cli.inspect import check_out
+from vitrail.errors import InputError, printable
+
+
+def lab(
+    name: Annotated[str | None, typer.Argument(help="Which; without one, they are listed.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Your own data, where the lab takes some.", show_default="scikit-learn's digits"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new or empty folder.", show_default="lab-NAME")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Fewer and smaller: in seconds.")] = False,
+) -> None:
+    """Run a claim of the lecture notes: an experiment with a number, a picture and a verdict.
+
+    The folder gets NAME.json, with all numbers, and NAME.png and NAME.svg.
+    """
+    from vitrail.labs.lab import LABS, find, number_in_words, perform
+
+    if name is None:
+        longest = max(map(len, LABS))
+        for one in LABS:
+            print(f"{one:{longest}}  {find(one).CLAIM}")
+        return
+    find(name)
+    place = Path(f"lab-{name}") if out is None else out
+    check_out(place)
+    found = perform(name, place, "small" if small else "full", data)
+    print(f"note:    {found['note']}")
+    print(f"claim:   {found['claim']}")
+    print(f"number:  {number_in_words(found)}")
+    print(f"verdict: {found['verdict']} {found['condition']}".rstrip())
+    print(found["sentence"])
+    print(f"Written: {printable(place)}, with {name}.json, {name}.png and {name}.svg.")
+
+
+def notes(
+    run: Annotated[bool, typer.Option("--run", help="Run all labs first: some minutes.")] = False,
+    out: Annotated[Path, typer.Option(help="With --run, a new or empty folder.")] = Path("notes"),
+    small: Annotated[bool, typer.Option("--small", help="With --run, fewer and smaller.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Print what the lecture notes claim, and what came of it when it was run: number and verdict.
+
+    The table is of our own run; with --run it is of yours, whose numbers and pictures are then in --out.
+    """
+    from vitrail.labs import lab as labs
+
+    if small and not run:
+        raise InputError("--small is for --run.", "--small alone", "Add --run, or leave it out.")
+    results = run_all(out, small) if run else labs.known()
+    if markdown:
+        print(labs.markdown(results), end="")
+    else:
+        show(results)
+    if run:
+        print(f"Written: {printable(out)}, with results.json, and every lab's numbers and picture.")
+
+
+def run_all(out: Path, small: bool) -> list[dict[str, Any]]:
+    from vitrail.labs.collect import collect, write
+
+    def tell(result: dict[str, Any]) -> None:
+        print(f"{result['name']}: {result['verdict']} ({result['seconds']} s)", flush=True)
+
+    check_out(out)
+    results = collect(out, "small" if small else "full", tell)
+    write(results, out / "results.json")
+    return results
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    from vitrail.labs.lab import COLUMNS, row
+
+    table = Table(box=SIMPLE_HEAD, show_lines=True, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, overflow="fold")
+    for result in results:
+        table.add_row(*row(result))
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,223 @@
+"""`vt.study`: arms, rates, seeds, intervals; killed and gone on with; fair to an arm with another rate."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vitrail.data.sources import open_data
+from vitrail.errors import VitrailError
+from vitrail.labs.interval import interval, t_point
+from vitrail.labs.study import Study, best_rate, study
+from vitrail.labs.trial import Trial
+
+TINY = dict(
+    recipe="digits",
+    epochs=6,
+    batch=30,
+    model=dict(width=16, depth=1, heads=2),
+    augment=dict(turn=0, zoom=1, shift=0),
+    ema=None,
+)
+ARMS = {"plain": {}, "mean of all": {"model": {"pool": "mean-all"}}}
+
+# Started as a program, this file is a study that a test kills.
+WHOLE = dict(arms=ARMS, seeds=2, rates=[1e-3, 1e-2], **TINY)
+
+
+def few():
+    """300 digits to learn from, 100 to judge by."""
+    data = open_data("digits")
+    return replace(data, train=data.train.take(np.arange(300)), val=data.val.take(np.arange(100)))
+
+
+def numbers(found: Study):
+    """Everything but the time it took."""
+    return [
+        (arm.name, arm.rate, arm.scores, [(t.rate, t.seed, t.score, t.loss) for t in arm.sweep])
+        for arm in found.arms.values()
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return study(few(), out=tmp_path_factory.mktemp("study") / "whole", processes=1, **WHOLE)
+
+
+def test_means_intervals_and_the_difference(whole):
+    for arm in whole.arms.values():
+        assert arm.n == 2
+        assert arm.mean == pytest.approx(np.mean(arm.scores))
+        low, high = arm.interval
+        assert (low, high) == pytest.approx(
+            stats.t.interval(0.95, 1, np.mean(arm.scores), stats.sem(arm.scores))
+        )
+        assert 0.2 < arm.mean < 1
+        assert {(t.rate, t.seed) for t in arm.sweep} == {(1e-3, 0), (1e-2, 0)}
+        assert arm.rate == best_rate(arm.sweep)
+    first, second = whole.arms.values()
+    found = whole.compare("plain", "mean of all")
+    each = np.subtract(first.scores, second.scores)
+    assert found.mean == pytest.approx(each.mean())
+    assert found.interval == pytest.approx(stats.t.interval(0.95, 1, each.mean(), stats.sem(each)), abs=1e-4)
+    assert found.n == 2
+
+
+def test_what_is_saved(whole):
+    saved = json.loads((whole.out / "study.json").read_text())
+    assert [arm["name"] for arm in saved["arms"]] == ["plain", "mean of all"]
+    assert saved["arms"][0]["mean"] == whole.arms["plain"].mean
+    assert saved["arms"][0]["n"] == 2
+    assert saved["environment"]["torch"]
+    assert saved["seconds"] > 0
+    assert saved["compared"][0]["with"] == "plain"
+    assert (whole.out / "study.png").stat().st_size > 10_000
+    assert "out" not in saved
+
+
+def test_a_finished_study_is_read_and_not_run(whole, monkeypatch):
+    monkeypatch.setattr("vitrail.labs.trial.run", None)
+    again = study(few(), out=whole.out, processes=1, **WHOLE)
+    assert numbers(again) == numbers(whole)
+
+
+def test_a_study_in_the_place_of_another_is_an_error(whole):
+    with pytest.raises(VitrailError, match=r"train.epochs=3, and 6 in the run"):
+        study(few(), out=whole.out, processes=1, **{**WHOLE, "epochs": 3})
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_two_processes_killed_and_gone_on_with_give_the_same(whole, tmp_path):
+    """A child process is killed with its workers at work; the same call again finishes the study."""
+    child = subprocess.Popen([sys.executable, __file__, str(tmp_path / "out")], start_new_session=True)
+    runs = tmp_path / "out" / "runs"
+    until = time.monotonic() + 60
+    while not list(runs.glob("*/*.json")) and time.monotonic() < until:  # the first run is finished
+        assert child.poll() is None
+        time.sleep(0.01)
+    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    assert len(workers) >= 2
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    finished = {file: file.stat().st_mtime_ns for file in runs.glob("*/*.json")}
+    assert 1 <= len(finished) < 6
+    while any(map(alive, workers)):  # they end by themselves
+        assert time.monotonic() < until, "the workers go on without their parent"
+        time.sleep(0.05)
+    found = study(few(), out=tmp_path / "out", processes=1, **WHOLE)
+    assert numbers(found) == numbers(whole)
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+
+
+def alive(process):
+    """Whether it is there, and more than a name that nobody has asked about yet (Z)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_the_sweep_rescues_an_arm_that_lost_by_its_rate(tmp_path):
+    """AdamW's best rate is far too low for SGD: with it alone SGD loses, with a rate of its own it does not."""
+    arms = {"adamw": {}, "sgd": {"optimizer": "sgd"}}
+    how = dict(arms=arms, out=tmp_path / "out", seeds=1, processes=1, **TINY)
+    one = study(few(), rates=[1e-2], **how)
+    assert one.compare("sgd", "adamw").mean < -0.2
+    swept = study(few(), rates=[1e-2, 0.3], **how)  # the runs of the first are in it
+    assert (swept.arms["adamw"].rate, swept.arms["sgd"].rate) == (1e-2, 0.3)
+    assert swept.arms["adamw"].scores == one.arms["adamw"].scores
+    assert swept.compare("sgd", "adamw").mean > -0.1
+    assert swept.notes[1] == "The best rate of sgd, 0.3, is the highest tried: try beyond it."
+
+
+def test_best_rate_by_score_then_loss_then_the_lower():
+    def trial(rate, score, loss):
+        return Trial("a", rate, 0, score, loss, 1.0)
+
+    assert best_rate([trial(1, 0.5, 2), trial(2, 0.6, 3)]) == 2
+    assert best_rate([trial(1, 0.5, 2), trial(2, 0.5, 1)]) == 2
+    assert best_rate([trial(1, 0.5, 2), trial(2, 0.5, 2)]) == 1
+    assert best_rate([trial(1, 0.0, None), trial(2, 0.1, 9)]) == 2
+
+
+def test_a_run_that_diverges_scores_nothing_and_is_not_run_again(tmp_path, monkeypatch):
+    how = dict(
+        arms={"plain": {}}, seeds=1, rates=[1e-2, 100.0], processes=1, clip=0.0, optimizer="sgd", **TINY
+    )
+    how["epochs"] = 4
+    found = study(few(), out=tmp_path / "out", **how)
+    assert found.arms["plain"].rate == 1e-2
+    assert next(t for t in found.arms["plain"].sweep if t.rate == 100).score < 0.2
+    monkeypatch.setattr("vitrail.labs.trial.run", None)
+    assert numbers(study(few(), out=tmp_path / "out", **how)) == numbers(found)
+
+
+def test_a_script_without_a_guard_is_told_so_and_does_not_hang(tmp_path):
+    """The processes run its lines again, and would start processes of their own."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from vitrail.labs.study import study\n"
+        f"study('digits', arms={{'a': {{}}}}, out={str(tmp_path / 'out')!r}, seeds=2, rates=[0.1, 0.2], epochs=1)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        'Got one that ended by itself. In a script, call study() below `if __name__ == "__main__":`' in last
+    )
+
+
+def test_interval_is_that_of_students_t():
+    for n in (2, 5, 30, 31, 40, 200):
+        assert t_point(n) == pytest.approx(stats.t.ppf(0.975, n), abs=1e-4)
+        values = np.random.default_rng(n).normal(size=n)
+        low, high = interval(values.tolist())
+        assert (low, high) == pytest.approx(
+            stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values)), abs=1e-4
+        )
+    assert interval([1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(arms={}), "arms must be a mapping of names to changes. Got {}."),
+        (dict(arms={"a/b": {}}), "An arm's name must be letters"),
+        (dict(arms={"a": {"epochs": 3}}), "Give epochs to the study, for all arms alike."),
+        (dict(arms={"a": {"lr": 1.0}}), "Give rates= for all arms."),
+        (dict(arms={"a": {"model": {"depht": 3}}}), "depht"),
+        (dict(arms={"a": {"nothing": 3}}), "A run takes the fields of TrainConfig. Got nothing=3."),
+        (dict(arms={"a": {}, "A": {}}), "more than capital letters"),
+        (dict(seeds=0), "seeds must be a count"),
+        (dict(seeds=[1, 1]), "seeds must be a count"),
+        (dict(choosing=3), "Seeds that choose the rate are among the seeds. Got 3 of 2."),
+        (dict(rates=[]), "rates must be learning rates above 0. Got []."),
+        (dict(rates=[0.1, -1]), "rates must be learning rates"),
+        (dict(lr=0.1), "A study tries rates and seeds."),
+        (dict(processes=0), "processes must be a whole number from 1"),
+    ],
+)
+def test_errors_are_sentences(tmp_path, wrong, message):
+    with pytest.raises(VitrailError) as error:
+        study(few(), out=tmp_path / "out", **{**WHOLE, **wrong})
+    assert message in str(error.value)
+    assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_a_folder_with_other_things_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(VitrailError, match=r"new or empty folder, or a study's. Got .* with thesis.txt"):
+        study(few(), out=tmp_path, **WHOLE)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+if __name__ == "__main__":
+    study(few(), out=sys.argv[1], processes=2, **WHOLE)

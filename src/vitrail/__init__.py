@@ -24,6 +24,7 @@ _HOMES = {
     "Encoded": "vitrail.model",
     "FileError": "vitrail.errors",
     "InputError": "vitrail.errors",
+    "Predictor": "vitrail.predict",
     "Preprocess": "vitrail.preprocess",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
@@ -51,6 +52,7 @@ __all__ = [
     "Encoded",
     "FileError",
     "InputError",
+    "Predictor",
     "Preprocess",
     "ViT",
     "ViTConfig",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.run import evaluate
     from vitrail.labs.study import study
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
+    from vitrail.predict import Predictor
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
     from vitrail.recipes.start import train

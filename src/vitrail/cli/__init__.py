@@ -22,6 +22,7 @@ from vitrail.cli.export import export
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
+from vitrail.cli.predict import predict
 from vitrail.cli.train import train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
@@ -37,7 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(demo, train, evaluate, doctor, inspect, walk, lab, notes, check, export),
+    *(demo, train, evaluate, predict, doctor, inspect, walk, lab, notes, check, export),
     *(info, convert, verify),
 )
 for command in COMMANDS:

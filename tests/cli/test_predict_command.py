@@ -1,0 +1,271 @@
+"""`vitrail predict`: rows in order, whole lines, safe cells, reasons for what could not be read."""
+
+import csv
+import io
+import json
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import vitrail as vt
+from conftest import shake
+from vitrail.cli import app
+from vitrail.errors import FileError, InputError
+from vitrail.predict import Predictor
+from vitrail.predict.embeddings import writing_rows
+
+STRANGE = ["=1+1.png", "+a.png", "@b.png", "two\nlines.png", 'quo"te, comma.png', os.fsdecode(b"caf\xe9.png")]
+LABELS = ["ant", "=bee", "cat"]
+
+
+@pytest.fixture(scope="module")
+def bundle():
+    torch.manual_seed(0)
+    model = shake(vt.ViT(vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=8, channels=3, classes=3)))
+    return vt.Bundle(model=model, labels=LABELS)
+
+
+@pytest.fixture
+def place(bundle, tmp_path, monkeypatch):
+    """A model, and pictures with strange names, one of them broken."""
+    monkeypatch.chdir(tmp_path)
+    bundle.save("model.safetensors")
+    os.mkdir("photos")
+    for number, name in enumerate(STRANGE):
+        levels = np.random.default_rng(number).integers(0, 256, (9, 10, 3), dtype=np.uint8)
+        Image.fromarray(levels).save(os.path.join("photos", name))
+    (tmp_path / "photos" / "broken.png").write_bytes(b"no picture")
+    return tmp_path
+
+
+@pytest.fixture
+def good(place):
+    (place / "photos" / "broken.png").unlink()
+    return place
+
+
+def run(*arguments, stdin=None):
+    command = ["predict", "model.safetensors", *map(str, arguments)]
+    done = CliRunner().invoke(app, command, input=stdin, env={"COLUMNS": "80"})
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def answers(bundle):
+    return {one.name: one for one in Predictor(bundle).stream("photos")}
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def test_json_lines_have_the_names_as_they_are(place, bundle):
+    done = run("photos", "--format", "jsonl", "--top", 2)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = answers(bundle)
+    assert [row["file"] for row in rows] == list(expected)
+    assert {os.fsencode(row["file"]) for row in rows} == {
+        os.path.join(b"photos", name) for name in os.listdir(b"photos")
+    }
+    for row in rows:
+        one = expected[row["file"]]
+        assert row["label"] == one.label
+        assert [guess["label"] for guess in row["top"]] == [label for label, _ in one.top(2)]
+        if one.score is not None:
+            assert row["score"] == row["top"][0]["score"] == pytest.approx(one.score, abs=1e-6)
+    [bad] = [row for row in rows if row["error"]]
+    assert (bad["file"], bad["label"], bad["score"], bad["top"]) == ("photos/broken.png", None, None, [])
+    assert done.exit_code == 1
+    assert done.stderr == "vitrail: 1 of 7 have no answer; their rows say why.\n"
+
+
+def test_csv_is_safe_in_a_spreadsheet(place, bundle):
+    expected = answers(bundle)
+    listing = b"photos\n\tmissing.png\n-missing.png\n"
+    text = run("-", "--format", "csv", "--top", "2", stdin=listing).stdout_bytes.decode()
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    assert list(rows[0]) == ["file", "label", "score", "label_1", "score_1", "label_2", "score_2", "error"]
+    assert text.count("\r\n") == len(rows) + 1  # the other line break is inside of quotes
+    assert [row["file"] for row in rows] == [
+        *(name.replace("\udce9", "\\udce9") for name in expected),
+        "'\tmissing.png",
+        "'-missing.png",
+    ]
+    cells = [cell for row in rows for cell in row.values()]
+    assert not [cell for cell in cells if cell.startswith(tuple("=+-@\t\r"))]
+    for row, one in zip(rows, expected.values(), strict=False):
+        if one.error is None:
+            assert row["label"] == row["label_1"] == one.label.replace("=bee", "'=bee")
+            assert float(row["score"]) == float(row["score_1"]) == pytest.approx(one.score, abs=1e-6)
+    assert "'=bee" in cells
+    assert rows[-1]["error"] == "No such file or directory"
+
+
+def test_names_that_begin_like_formulas_in_the_current_folder(good):
+    os.chdir("photos")
+    done = CliRunner().invoke(
+        app, ["predict", "../model.safetensors", "--format", "csv", "--", "=1+1.png", "@b.png"]
+    )
+    assert done.exit_code == 0
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["file", "'=1+1.png", "'@b.png"]
+
+
+def test_a_table_to_read(place, bundle):
+    done = run("photos", "--top", 2)
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["score", "label", "file"]
+    first = next(iter(answers(bundle).values()))
+    (best, score), (second, less) = first.top(2)
+    assert lines[1] == f"{score:.4f}  {best:24}  {first.name}"
+    assert lines[2] == f"{less:.4f}  {second}"
+    assert "photos/two\\nlines.png" in done.stdout
+    assert "photos/caf\\udce9.png" in done.stdout
+    assert re.search(r"^-  +no answer  +photos/broken.png: A picture must be one of", done.stdout, re.M)
+
+
+def test_what_the_model_does_not_know(good, bundle):
+    scores = sorted(one.score for one in answers(bundle).values())
+    card = vt.Card(metrics={"temperature": 1.0, "threshold": scores[2] + 1e-5})
+    vt.Bundle(model=bundle.model, labels=LABELS, card=card).save("model.safetensors")
+    rows = [json.loads(line) for line in run("photos", "--format", "jsonl").stdout.splitlines()]
+    assert sum(row["label"] is None for row in rows) == 3
+    assert all(row["top"][0]["label"] in LABELS for row in rows)
+    for form in ("table", "csv"):
+        assert run("photos", "--format", form).stdout.count("don't know") == 3
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "jsonl"])
+def test_rows_to_a_new_file(good, form):
+    shown = run("photos", "--format", form)
+    done = run("photos", "--format", form, "--out", "rows")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    assert (good / "rows").read_bytes() == shown.stdout_bytes
+    assert shown.stdout_bytes.endswith(b"\n")
+
+
+def test_rows_come_while_later_pictures_are_still_unread(good, bundle, monkeypatch):
+    """A run that is killed leaves what it knew, in whole lines."""
+    seen = []
+
+    def stop(self, some):
+        seen.append(len((good / "rows").read_bytes().splitlines()))
+        yield from answer(self, some)
+
+    answer = Predictor.answer
+    monkeypatch.setattr(Predictor, "answer", stop)
+    run("photos", "--format", "jsonl", "--out", "rows", "--batch", 2)
+    assert seen == [0, 2, 4]
+
+
+# ---- lists of paths -------------------------------------------------------------------------
+
+
+def test_lists_on_stdin(place):
+    names = [os.fsencode(os.path.join("photos", name)) for name in STRANGE]
+    plain = [name for name in names if b"\n" not in name]
+    for listing in (b"\n".join(plain), b"\r\n".join(plain) + b"\r\n\r\n"):
+        done = run("--stdin", "--format", "jsonl", stdin=listing)
+        assert [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()] == plain
+        assert done.exit_code == 0
+    done = run("photos/broken.png", "-", "photos/@b.png", "-0", "--format", "jsonl", stdin=b"\0".join(names))
+    found = [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()]
+    assert found == [b"photos/broken.png", *names, b"photos/@b.png"]
+    assert done.exit_code == 1
+
+
+def test_a_list_that_is_none(place):
+    with pytest.raises(InputError, match="A list must hold paths"):
+        run("-", stdin=b"x" * 200_000)
+
+
+# ---- embeddings and overlays ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listing", [False, True])
+def test_embeddings_stand_where_the_rows_do(place, bundle, listing):
+    expected = list(answers(bundle).values())
+    paths, stdin = (["-"], b"photos\n") if listing else (["photos"], None)
+    done = run(*paths, "--embeddings", "e.npy", "--batch", 2, stdin=stdin)
+    assert done.exit_code == 1
+    found = np.load("e.npy")
+    assert (found.dtype, found.shape) == (np.float32, (7, 12))
+    for row, one in zip(found, expected, strict=True):
+        if one.error is None:
+            assert np.allclose(row, one.embedding, atol=1e-5)
+        else:
+            assert np.isnan(row).all()
+    assert sorted(os.listdir()) == ["e.npy", "model.safetensors", "photos"]
+
+
+def test_embeddings_are_whole_or_not_there(tmp_path):
+    with pytest.raises(AttributeError), writing_rows(tmp_path / "e.npy", 3) as add:
+        add("no row")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileError, match="meanwhile"), writing_rows(tmp_path / "e.npy", 3):
+        (tmp_path / "e.npy").write_text("theirs")
+    assert os.listdir(tmp_path) == ["e.npy"]
+    assert (tmp_path / "e.npy").read_text() == "theirs"
+    with writing_rows(tmp_path / "none.npy", 3):
+        pass
+    assert np.load(tmp_path / "none.npy").shape == (0, 3)
+
+
+def test_a_model_without_a_head(good):
+    model = vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=0))
+    vt.Bundle(model=shake(model)).save("model.safetensors")
+    with pytest.raises(InputError, match="--top needs a model that knows classes"):
+        run("photos", "--top", 5, "--embeddings", "e.npy")
+    with pytest.raises(InputError, match="gives embeddings alone"):
+        run("photos")
+    for form in ("table", "csv", "jsonl"):
+        done = run("photos", "--embeddings", f"{form}.npy", "--format", form)
+        assert done.exit_code == 0
+        assert "label" not in done.stdout
+        assert np.isfinite(np.load(f"{form}.npy")).all()
+
+
+def test_explain_writes_an_overlay_for_each_picture(place):
+    done = run("photos/@b.png", "photos/broken.png", "photos/=1+1.png", "--explain", "why")
+    assert done.exit_code == 1
+    assert sorted(os.listdir("why")) == ["000001-_b.png", "000003-_1_1.png"]
+    for name in os.listdir("why"):
+        with Image.open(os.path.join("why", name)) as image:
+            assert min(image.size) > 100
+            assert len(set(image.convert("RGB").tobytes())) > 20
+
+
+# ---- wrong use ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "There must be pictures"),
+        (["photos", "--format", "cvs"], "Did you mean 'csv'"),
+        (["photos", "--out", "model.safetensors"], "--out must name a new file"),
+        (["photos", "--embeddings", "e.bin"], "ends in .npy"),
+        (["photos", "--out", "a.npy", "--embeddings", "a.npy"], "a file of its own"),
+        (["photos", "--explain", "photos"], "--explain must name a new or an empty folder"),
+        (["photos", "--set", "hads=3"], "--set takes FIELD=VALUE"),
+    ],
+)
+def test_wrong_use_is_a_sentence_and_leaves_nothing(place, arguments, said):
+    before = sorted(os.listdir())
+    with pytest.raises(InputError) as caught:
+        run(*arguments)
+    assert said in str(caught.value)
+    assert sorted(os.listdir()) == before
+
+
+def test_an_empty_folder_and_a_missing_file_get_rows(place):
+    (place / "empty").mkdir()
+    done = run("empty", "missing.png", "photos/@b.png", "--format", "jsonl")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [bool(row["error"]) for row in rows] == [True, True, False]
+    assert done.exit_code == 1
+    assert "2 of 3" in done.stderr

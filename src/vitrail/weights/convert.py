@@ -154,7 +154,7 @@ def their_tensors(bundle: Bundle, family: Family) -> tuple[list[Use], dict[str, 
             theirs[name.format(w="", p=family.prefixes[0])] = some.new_zeros(shape(config))
         return uses, theirs
     found = seen_again(family, source, config)
-    known = {one.ours for one in found.uses} | unchanged(state, family.fixed(config))
+    known = {one.ours for one in found.uses} | unchanged(state, family.fixed(config, "cpu"))
     fresh, _ = plan(family, [name for name in state if name not in known], config, found.spelled)
     uses = [one for one in (*found.uses, *fresh) if one.ours in state]
     theirs = restack(write(family, uses, state, config), found)

@@ -95,8 +95,7 @@ def build(stored: Stored, what: Description, dtype: torch.dtype | None) -> Bundl
             name: e.shape for name, e in stored.entries.items() if not name.startswith(("extras/", "golden/"))
         }
     else:
-        with torch.device("meta"):  # their shapes alone, until the file has been checked
-            fixed = what.found.family.fixed(what.config)
+        fixed = what.found.family.fixed(what.config, "meta")  # shapes alone, until the file is checked
         shapes = {**{name: tuple(tensor.shape) for name, tensor in fixed.items()}, **what.found.shapes}
     check_tensors(stored, shapes, model)
     if what.found is None:
@@ -105,7 +104,7 @@ def build(stored: Stored, what: Description, dtype: torch.dtype | None) -> Bundl
     else:
         config = what.config
         sizes = Sizes(config.heads, config.channels, config.patch_pixels)
-        state = {**what.found.family.fixed(config), **read(what.found, stored.tensor, sizes)}
+        state = {**what.found.family.fixed(config, "cpu"), **read(what.found, stored.tensor, sizes)}
         extras = {name: stored.tensor(name) for name in what.found.extras}
     state = {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)

@@ -104,7 +104,7 @@ class Family:
     """How positions are resized: what `resample.resize_grid` takes."""
     preprocess: str = "imagenet"
     """The family's published preprocessing, a name in `vitrail.preprocess`."""
-    fixed: Callable[[ViTConfig], dict[str, Tensor]] = lambda config: {}
+    fixed: Callable[[ViTConfig, str], dict[str, Tensor]] = lambda config, device: {}
     """Tensors of ours that the library computes, for a file that does not hold them."""
     follows: str = ""
     """Whom the profile follows, where libraries disagree on the same weights."""

@@ -39,7 +39,7 @@ def choose(found: Found) -> Mapping[str, Any]:
     return fields
 
 
-def sincos2d(config: ViTConfig) -> dict[str, Tensor]:
+def sincos2d(config: ViTConfig, device: str = "cpu") -> dict[str, Tensor]:
     """[sin x, cos x, sin y, cos y] of column x and row y, at D/4 rates from 1 down to 1/10000.
 
     MoCo v3's rates. Those of `position="sincos2d"` stop short of 1/10000, and lie in another order.
@@ -49,8 +49,8 @@ def sincos2d(config: ViTConfig) -> dict[str, Tensor]:
     if config.position != "learned" or config.rows != "patches" or config.width % 4:
         return {}
     (h, w), count = config.grid, config.width // 4
-    rates = 10_000.0 ** -torch.linspace(0, 1, count)
-    y, x = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    rates = 10_000.0 ** -torch.linspace(0, 1, count, device=device)
+    y, x = torch.meshgrid(*(torch.arange(side, device=device) for side in (h, w)), indexing="ij")
     angles = [at.flatten()[:, None] * rates for at in (x, y)]  # each (N, D/4)
     return {"position.table": torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1)}
 

@@ -94,7 +94,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def line(console: Console, what: str, text: str) -> None:
-    console.print(f"  [bold cyan]{what:9}[/] {text}", soft_wrap=True)
+    console.print(f"  [bold cyan]{what:10}[/] {text}", soft_wrap=True)
 
 
 class Teller:
@@ -104,7 +104,7 @@ class Teller:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("  [bold cyan]training [/]"),
+            TextColumn("  [bold cyan]training  [/]"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("epochs"),

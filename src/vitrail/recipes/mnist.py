@@ -16,6 +16,14 @@ def mnist_notes(data: Dataset) -> Recipe:
 
     The notes say "add dropout to self-attention" and "use weight decay" without a number: here 0.1 and
     0.05. Positions are learned, which is one of the practice's tasks.
+
+    96.63, 96.81 and 96.76 % of the 10,000 test digits after the last epoch (seeds 0 to 2), on one H200 (torch
+    2.11, bf16) that had other runs beside it:
+
+        vitrail train mnist/ --recipe mnist-notes --seed 0
+
+    The notes report 98, and we do not reach it: ten epochs of this rate leave the model short of what it can
+    learn. With `--lr 0.003` it was 97.79, with `--set model.position=sincos1d` 97.22 (seed 0 each).
     """
     model = ViTConfig(
         width=64,

@@ -19,9 +19,9 @@ def small(data: Dataset) -> Recipe:
     Fixed positions and a mean pool, as in Simple ViT (Beyer et al. 2022): with little data, learned
     positions hardly get anywhere from their small first values.
 
-    Ants and bees, 244 photographs of two kinds from scratch: 69.93 % of the 153 held out after the last epoch,
-    77.78 % at its best (seed 0 alone; one thread of an AMD EPYC beside other work, torch 2.13; the plan said 12
-    minutes). So few pictures call for a weight file to start from:
+    Ants and bees, 244 photographs of two kinds from scratch: 69.93 % of the 153 held out after the last
+    epoch, 77.78 % at its best (seed 0 alone; one thread of an AMD EPYC beside other work, torch 2.13; the
+    plan said 12 minutes). So few pictures call for a weight file to start from:
 
         vitrail train hymenoptera/
         vitrail train hymenoptera/ --from vit.safetensors

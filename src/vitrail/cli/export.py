@@ -30,10 +30,10 @@ def export(
     if to != "html":
         raise InputError("--to must name a form that is there.", printable(repr(to)), "There is: html.")
 
-    from vitrail.export.html import check_new, write_classroom
+    from vitrail.export.html import check_place, write_classroom
     from vitrail.weights.load import load
 
-    check_new(out)
+    check_place(out)
     bundle = load(model, **options.facts(family, keys, given, size))
     notes = write_classroom(bundle, out, name=Path(model).stem)
     for note in notes:

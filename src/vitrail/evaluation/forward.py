@@ -44,19 +44,13 @@ def outputs_of(
     reader = Reader(
         sized(split, preprocess), preprocess, workers=workers, corrupt=corrupt, device=parameter.device
     )
-    mean, std = (
-        torch.tensor(values, device=parameter.device).view(1, -1, 1, 1)
-        for values in (preprocess.mean, preprocess.std)
-    )
     out: Tensor | None = None
     kept = torch.zeros(len(split))
     done = 0
     try:
         with evaluating(model):
             for part in reader.batches(wanted):
-                levels = part.images.to(parameter.device)
-                images = (levels.float() * preprocess.scale - mean) / std
-                rows = run(images.to(parameter.dtype)).float().cpu()
+                rows = run(inputs_of(part.images, preprocess, parameter)).float().cpu()
                 out = torch.zeros(len(split), *rows.shape[1:]) if out is None else out
                 out[part.indices], kept[part.indices] = rows, part.kept
                 done += len(part.indices)
@@ -64,6 +58,15 @@ def outputs_of(
     finally:
         reader.close()
     return (torch.zeros(len(split), 1) if out is None else out), kept
+
+
+def inputs_of(levels: Tensor, preprocess: Preprocess, like: Tensor) -> Tensor:
+    """8-bit levels (B, C, H, W) as a model takes them, on the device and in the dtype of a parameter."""
+    mean, std = (
+        torch.tensor(values, device=like.device).view(1, -1, 1, 1)
+        for values in (preprocess.mean, preprocess.std)
+    )
+    return ((levels.to(like.device).float() * preprocess.scale - mean) / std).to(like.dtype)
 
 
 def sized(split: Split, preprocess: Preprocess) -> Split:

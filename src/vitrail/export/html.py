@@ -10,10 +10,7 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
-import secrets
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +25,7 @@ from vitrail.inspect.rollout import pooled
 from vitrail.inspect.sample import sample_pictures
 from vitrail.model import ViT
 from vitrail.model.attention import scale_of
+from vitrail.report.page import check_new, write_whole
 from vitrail.weights.bundle import Bundle, golden_inputs
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ def write_classroom(bundle: Bundle, path: str | Path, name: str = "") -> list[st
         name: of the model, where its card has none.
     """
     place, notes = Path(path), []
-    check_new(place)
+    check_place(place)
     check_computed(bundle.model)
     try:
         examples = examples_for(bundle.model.config)
@@ -75,21 +73,17 @@ def write_classroom(bundle: Bundle, path: str | Path, name: str = "") -> list[st
         examples = []
         notes.append(f"The page has no example pictures: {error}")
     text = render(bundle, bundle.card.name or name, examples)
-    write_new(place, text)
+    write_whole(place, text)
     size = len(text.encode()) / 1e6
     if size > 5:
         notes.append(f"The page has {size:.0f} MB: too large for most mail, and slow to open on a phone.")
     return notes
 
 
-def check_new(place: Path) -> None:
+def check_place(place: Path) -> None:
     if place.suffix.lower() not in (".html", ".htm"):
         raise InputError("A page's name must end in .html.", printable(place), "Name it so.")
-    if os.path.lexists(place):
-        got = f"{printable(place)}, which is there already"
-        raise InputError(
-            "A page is a new file: nothing of yours is overwritten.", got, "Name another file with --out."
-        )
+    check_new(place, "Name another file with --out.")
 
 
 def check_computed(model: ViT) -> None:
@@ -245,17 +239,3 @@ def examples_for(config: ViTConfig) -> list[dict[str, str]]:
         {"name": name, "levels": base64.b64encode(np.ascontiguousarray(one).tobytes()).decode()}
         for name, one in zip(names, pixels, strict=True)
     ]
-
-
-def write_new(place: Path, text: str) -> None:
-    part = place.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        with part.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        check_new(place)  # nobody wrote one in the meantime
-        part.replace(place)
-    finally:
-        with suppress(OSError):
-            part.unlink()

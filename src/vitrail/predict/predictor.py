@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import InputError, printable
+from vitrail.evaluation.forward import inputs_of
 from vitrail.model.modes import evaluating
 from vitrail.predict.prediction import Prediction, scale_of
 from vitrail.predict.sources import expand, levels, read_ahead, reason_of
@@ -112,15 +113,10 @@ class Predictor:
     def run(self, pixels: np.ndarray) -> tuple[Tensor, Tensor]:
         """Pooled vectors (B, D) and logits (B, K) of levels, which are normalised as `evaluate` does it."""
         model = self.bundle.model
-        parameter = next(model.parameters())
-        mean, std = (
-            torch.tensor(values, device=parameter.device).view(1, -1, 1, 1)
-            for values in (self.preprocess.mean, self.preprocess.std)
-        )
-        there = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(parameter.device)
-        images = (there.float() * self.preprocess.scale - mean) / std
+        levels = torch.from_numpy(pixels).permute(0, 3, 1, 2)
+        images = inputs_of(levels, self.preprocess, next(model.parameters()))
         with evaluating(model):
-            pooled = model.encode(images.to(parameter.dtype)).pooled
+            pooled = model.encode(images).pooled
             return pooled, model.logits(model.head(pooled))
 
     def explain(self, picture: Any, *, method: Method = "rollout") -> Figure:

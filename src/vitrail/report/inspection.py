@@ -214,7 +214,7 @@ def write_inspection(ask: Asked, out: Path, *, only: Sequence[str] = (), command
             try:
                 sections.append(make(name, ask, aside))
             except InputError as error:
-                if only or not ask.bundle.model.config.depth:  # it was asked for by its name
+                if only:  # it was asked for by its name
                     raise
                 missing[name] = str(error)
         ask.ahead("figures", len(names), len(names))

@@ -144,19 +144,31 @@ def write_page(path: str | Path, page: Page, *, replace: bool = False) -> Path:
     Args:
         replace: whether a file of that name may be written over.
     """
-    place, text = Path(path), render(page)
-    if os.path.lexists(place) and not replace:
+    return write_whole(Path(path), render(page), replace=replace)
+
+
+def check_new(place: Path, do: str = "Name another file.") -> None:
+    """A page is never written over a file of the user's."""
+    if os.path.lexists(place):
         raise InputError(
             "A page is a new file: nothing of yours is overwritten.",
             f"{printable(place)}, which is there already",
-            "Name another file.",
+            do,
         )
+
+
+def write_whole(place: Path, text: str, *, replace: bool = False) -> Path:
+    """A text file, whole or not at all; a new one, unless it may `replace` what is there."""
+    if not replace:
+        check_new(place)
     part = place.with_name(f".{secrets.token_hex(8)}.part")  # a run that goes on clears away such names
     try:
-        with part.open("x", encoding="utf-8") as file:
+        with part.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if not replace:
+            check_new(place)  # nobody wrote one in the meantime
         part.replace(place)
     finally:
         with suppress(OSError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from vitrail.errors import InputError
+from vitrail.cli.places import check_out, is_empty
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,18 +79,9 @@ def claim(out: Path | None) -> Path:
     if out is None:
         names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in count(1))
         out = next(folder for folder in names if not folder.exists() or is_empty(folder))
-    if out.exists() and not is_empty(out):
-        raise InputError(
-            "--out must be a new or an empty folder: nothing of yours is overwritten.",
-            f"{out}, which {'has files in it' if out.is_dir() else 'is a file'}",
-            "Name another folder, or leave --out away.",
-        )
+    check_out(out, "Name another folder, or leave --out away.")
     out.mkdir(parents=True, exist_ok=True)
     return out
-
-
-def is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def line(console: Console, what: str, text: str) -> None:

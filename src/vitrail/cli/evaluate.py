@@ -64,7 +64,7 @@ def evaluate(
     The exit code is 1 where pictures could not be read: they are named, and count for nothing. With
     --set classes=0 the head is taken off, and --probe judges the features of any model on any data.
     """
-    from vitrail.cli.walk import check_new, write_new
+    from vitrail.cli.places import check_new, write_new
 
     for option, path in (("--json", json_file), ("--html", html_file), ("--calibrate", calibrate)):
         if path is not None:

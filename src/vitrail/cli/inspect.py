@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli import facts as options
+from vitrail.cli.places import check_out
 from vitrail.errors import InputError, printable
 
 NAMES = (
@@ -64,16 +65,6 @@ def inspect(
     print(f"Written: {printable(out)}, with index.html and every figure as .png, .svg and .csv.")
     if ask.corrupt.names:
         raise typer.Exit(1)
-
-
-def check_out(out: Path) -> None:
-    """Before anything is computed."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        what = "which has files in it" if out.is_dir() else "which is a file"
-        got = f"{printable(out)}, {what}"
-        raise InputError(
-            "--out must be a new or an empty folder: nothing of yours is overwritten.", got, "Name another."
-        )
 
 
 def expand(given: list[Path]) -> list[Path]:

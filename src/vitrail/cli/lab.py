@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.inspect import check_out
+from vitrail.cli.places import check_out
 from vitrail.errors import InputError, printable
 
 

@@ -94,7 +94,7 @@ def predict(
 def check_files(out: Path | None, embeddings: Path | None, explain: Path | None) -> None:
     """Before anything is computed: nothing of the user's is overwritten, and everything can be written."""
     from vitrail.cli.evaluate import check_different
-    from vitrail.cli.walk import check_new
+    from vitrail.cli.places import check_new
 
     if embeddings is not None and embeddings.suffix != ".npy":
         got = printable(embeddings)

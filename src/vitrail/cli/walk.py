@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitrail.cli.facts import Set, settings
+from vitrail.cli.places import check_new, write_new
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -210,26 +210,3 @@ def as_json(stages: list[Stage], facts: dict[str, Any]) -> str:
             entry["values"] = finite(stage.tensor.tolist())
         listed.append(entry)
     return json.dumps({**facts, "stages": listed}, allow_nan=False)
-
-
-def check_new(option: str, path: Path) -> None:
-    """Refuse a file that is there, or that cannot be made, before anything is computed."""
-    if os.path.lexists(path):
-        raise InputError(
-            f"{option} must name a new file: nothing of yours is overwritten.",
-            f"{printable(path)}, which is there already",
-            "Name another file.",
-        )
-    write_new(path, "")  # what the rights of a folder say is not all that the system may refuse
-    path.unlink()
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a file that was not there; half a file is taken away again."""
-    with open(path, "x", encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.flush()
-        except BaseException:
-            path.unlink()
-            raise

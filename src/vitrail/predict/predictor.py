@@ -61,6 +61,7 @@ class Predictor:
             got = f"one that takes {self.bundle.model.config.input}"
             raise InputError("The model must take pictures.", got, "Use vt.load, and call its .model.")
         self.preprocess = self.bundle.preprocess
+        self.config, self.card = self.bundle.model.config, self.bundle.card
         self.scale = scale_of(self.bundle)
 
     def __call__(self, pictures: Any) -> Any:

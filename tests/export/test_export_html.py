@@ -58,7 +58,7 @@ def test_a_file_that_is_there_stays(export, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--to", "onnx"], "Got 'onnx'. There is: html."),
+        (["--to", "tflite"], "Got 'tflite'. There is: onnx, torch-export, html."),
         (["--to", "html", "--out", "page.txt"], "must end in .html. Got page.txt."),
     ],
 )

@@ -66,7 +66,7 @@ def predict(
 
     lines(form, 1, 1)  # a wrong word is said before the model is loaded
     predictor = Predictor(model, batch=batch, workers=workers, **options.facts(family, keys, given, size))
-    config = predictor.bundle.model.config
+    config = predictor.config
     if not config.classes:
         check_headless(top, embeddings)
     heading, line = lines(form, top or 1, config.classes)

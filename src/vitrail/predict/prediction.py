@@ -14,7 +14,8 @@ from vitrail.evaluation.calibration import COLDEST, HOTTEST, below_largest
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.weights.bundle import Bundle
+    from vitrail.config import ViTConfig
+    from vitrail.weights.bundle import Card
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,17 @@ class Scale:
         return np.concatenate([part / part.sum(axis=1, keepdims=True) for part in powers])
 
 
-def scale_of(bundle: Bundle) -> Scale:
+def scale_of(config: ViTConfig, labels: Sequence[str] | None, card: Card) -> Scale:
     """The scale in a model's file; `vitrail evaluate --calibrate` puts temperature and threshold there."""
-    classes = bundle.model.config.classes
-    labels = bundle.labels or [str(number) for number in range(classes)]
-    metrics: Mapping[str, Any] = bundle.card.metrics
+    labels = labels or [str(number) for number in range(config.classes)]
+    metrics: Mapping[str, Any] = card.metrics
     temperature, threshold = metrics.get("temperature"), metrics.get("threshold")
     # A threshold is one for scores with its temperature: without that it means nothing.
     if not isinstance(temperature, (int, float)) or not COLDEST <= temperature <= HOTTEST:
         return Scale(labels)
-    found = float(threshold) if isinstance(threshold, (int, float)) else None
-    return Scale(labels, float(temperature), found)
+    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 2:  # above 1 it is never sure
+        return Scale(labels, float(temperature))
+    return Scale(labels, float(temperature), float(threshold))
 
 
 @dataclass(frozen=True, eq=False)

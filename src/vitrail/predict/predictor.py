@@ -3,34 +3,33 @@
 predict = vt.Predictor("pets.safetensors")
 predict("cat.jpg").label                                 # a file, a PIL image or an array: one Prediction
 predict(["cat.jpg", image]), predict("photos/")          # a list or a folder: a list of them
+vt.Predictor("pets.onnx")                                # the same from an exported file
 for found in predict.stream(["photos/"]): ...            # one after the other, however many there are
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from vitrail.errors import InputError, printable
-from vitrail.evaluation.forward import inputs_of
-from vitrail.model.modes import evaluating
+from vitrail.predict.engine import open_engine
 from vitrail.predict.prediction import Prediction, scale_of
 from vitrail.predict.sources import expand, levels, read_ahead, reason_of
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.load import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
     from vitrail.inspect.rollout import Method
+    from vitrail.predict.engine import Rows
     from vitrail.predict.sources import Found
 
 AHEAD = 3  # batches that are read before the model wants them
@@ -40,7 +39,7 @@ class Predictor:
     """Asks a model about pictures. Neither `batch` nor `workers` changes an answer.
 
     Args:
-        model: a bundle, or what `vitrail.load` takes.
+        model: a bundle, an .onnx file of `vitrail export`, or what `vitrail.load` takes.
         batch: how many pictures go through the model at once.
         workers: threads that read files meanwhile; 0 reads them in between.
         options: of `vitrail.load`, such as device="cuda".
@@ -52,17 +51,11 @@ class Predictor:
         for name, value, least in (("batch", batch, 1), ("workers", workers, 0)):
             if not isinstance(value, int) or value < least:
                 raise InputError(f"{name} must be a number from {least} on.", repr(value), "Such as 2.")
-        if isinstance(model, Bundle) and options:
-            got = f"a bundle with {', '.join(options)}"
-            raise InputError("A model that is loaded already takes no options.", got, "Give them to vt.load.")
-        self.bundle = model if isinstance(model, Bundle) else load(model, **options)
-        self.batch, self.workers = batch, workers
-        if self.bundle.preprocess is None:
-            got = f"one that takes {self.bundle.model.config.input}"
-            raise InputError("The model must take pictures.", got, "Use vt.load, and call its .model.")
-        self.preprocess = self.bundle.preprocess
-        self.config, self.card = self.bundle.model.config, self.bundle.card
-        self.scale = scale_of(self.bundle)
+        self.engine = engine = open_engine(model, options)
+        self.bundle = engine.bundle  # None for an ONNX file
+        self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
+        self.scale = scale_of(engine.config, engine.labels, engine.card)
+        self.batch, self.workers = 1 if engine.one_by_one else batch, workers
 
     def __call__(self, pictures: Any) -> Any:
         """A Prediction for one picture; a list of them for a list, a folder, or an array (N, h, w, C).
@@ -89,14 +82,13 @@ class Predictor:
     def answer(self, some: list[tuple[str, Found]]) -> Iterator[Prediction]:
         """A batch, of which the model sees what could be read."""
         readable = [found for _, found in some if not isinstance(found, str)]
-        rows = self.judge(np.stack(readable)) if readable else iter(())
+        rows = self.judge(readable) if readable else iter(())
         for name, found in some:
             yield Prediction(name, error=found) if isinstance(found, str) else Prediction(name, **next(rows))
 
-    def judge(self, pixels: np.ndarray) -> Iterator[dict[str, Any]]:
-        """What a Prediction holds, for each of some levels (B, H, W, C)."""
-        embeddings, logits = (tensor.float().cpu().numpy() for tensor in self.run(pixels))
-        for embedding, row in zip(embeddings, logits, strict=True):
+    def judge(self, pixels: Sequence[NDArray[np.uint8]]) -> Iterator[dict[str, Any]]:
+        """What a Prediction holds, for each of some levels (H, W, C)."""
+        for embedding, row in zip(*self.run(pixels), strict=True):
             if not np.isfinite(row).all():
                 yield {"error": "The model's answer is not a number: look for such in its parameters."}
                 continue
@@ -111,19 +103,18 @@ class Predictor:
         label = self.scale.labels[best] if sure else None
         return {"label": label, "score": score, "logits": logits, "scale": self.scale}
 
-    def run(self, pixels: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Pooled vectors (B, D) and logits (B, K) of levels, which are normalised as `evaluate` does it."""
-        model = self.bundle.model
-        levels = torch.from_numpy(pixels).permute(0, 3, 1, 2)
-        images = inputs_of(levels, self.preprocess, next(model.parameters()))
-        with evaluating(model):
-            pooled = model.encode(images).pooled
-            return pooled, model.logits(model.head(pooled))
+    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Rows:
+        """Pooled vectors (B, D) and logits (B, K) of levels."""
+        return self.engine.run(pixels)
 
     def explain(self, picture: Any, *, method: Method = "rollout") -> Figure:
         """The picture, and over it how much of each patch reached the answer: see vitrail.inspect.rollout."""
         from vitrail.inspect import rollout
 
+        if self.bundle is None:
+            got = "an ONNX file, which has a graph and no parts to look into"
+            do = "Use the vitrail file (.safetensors) that it was exported from."
+            raise InputError("To see where a model looked takes the model itself.", got, do)
         try:
             pixels = levels(picture, self.preprocess)
         except (OSError, ValueError) as error:

@@ -1,0 +1,380 @@
+"""`vitrail export --to onnx`: the same numbers in ONNX Runtime, over the kinds of models, and the proof."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import vitrail as vt
+from conftest import shake
+from vitrail.cli import main
+from vitrail.errors import FileError, InputError
+from vitrail.export import proof as proofs
+from vitrail.export.graph import Graph, Plan, plan_for
+from vitrail.export.keep import write_proven
+from vitrail.export.onnx import check_weight, write_onnx
+from vitrail.export.resize import Levels
+from vitrail.inspect.sample import FILE
+from vitrail.model import surgery
+from vitrail.weights.bundle import Source
+
+BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
+NO_CLASS = dict(class_token=False, pool="mean")
+
+# Between them, what models differ in. Each export takes seconds: the rest runs with `pytest -m slow`.
+MODELS = {
+    "paper, one channel": dict(channels=1, layer_scale=0.1, embedding_norm="after"),
+    "rotary, registers, mean": dict(
+        position="rotary", registers=3, pool="mean", qk_norm=True, norm="rms", mlp="gated", activation="silu"
+    ),
+    "attention pool, no head": dict(NO_CLASS, pool="attention", position="sincos2d", classes=0),
+    "distilled, four channels, post-norm": dict(
+        distillation_token=True, head="distilled", channels=4, block="post-norm", position="relative"
+    ),
+}
+FREE = {
+    "conv stem": dict(embedding="conv", qkv_bias="no-k", head="tanh", activation="quick-gelu"),
+}
+SLOW = {
+    "resnet stem": (dict(embedding="resnet", patch=16, size=(32, 48)), ()),
+    "dinov3": (dict(position="rotary-dinov3", registers=4, layer_scale=0.1, head_width=8), ("size",)),
+    "learned2d": (dict(position="learned2d", position_at="every", rows="class"), ("size",)),
+    "sincos1d": (dict(NO_CLASS, position="sincos1d", pool="mean-all"), ("size",)),
+    "pairwise, parallel": (dict(position="pairwise", block="parallel"), ()),
+    "note 004": (dict(NO_CLASS, pool="flatten", embedding="mlp", block="no-residual", scale="none"), ()),
+    "learned, any size": (dict(registers=2, rows="patches", norm_pre=True, pool="class-mean"), ("size",)),
+}
+
+
+def bundle_of(**fields):
+    torch.manual_seed(0)
+    config = vt.ViTConfig(**{**BASE, **fields})
+    labels = [f"class {number}" for number in range(config.classes)] if config.classes else None
+    return vt.Bundle(model=shake(vt.ViT(config)), labels=labels)
+
+
+def session(path):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def largest(one, other):
+    return np.abs(one - other).max() / max(1, np.abs(other).max())
+
+
+def check_file(bundle, path, proof, sizes):
+    """Random inputs, which the proof has not seen, through the file and through the model."""
+    run, model = session(path), bundle.model
+    names = [one.name for one in run.get_outputs()]
+    assert names == (["logits", "embedding"] if model.config.classes else ["embedding"])
+    for size in sizes:
+        fitted = surgery.resize(model, size)
+        for count in (1, 2, 5):
+            images = torch.randn(count, model.config.channels, *size)
+            found = dict(zip(names, run.run(names, {"images": images.numpy()}), strict=True))
+            with torch.no_grad():
+                embedding = fitted.encode(images).pooled
+                assert largest(found["embedding"], embedding.numpy()) < 1e-4
+                if model.config.classes:
+                    assert largest(found["logits"], fitted.head(embedding).numpy()) < 1e-4
+    assert not proof.failed
+    data = path.read_bytes()
+    assert proof.sha256 == hashlib.sha256(data).hexdigest()
+    assert b"site-packages" not in data
+    assert b".py" not in data  # nothing of the machine it was made on
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_gives_its_numbers(name, tmp_path):
+    bundle = bundle_of(**MODELS[name])
+    proof = write_onnx(bundle, tmp_path / "x.onnx")
+    check_file(bundle, tmp_path / "x.onnx", proof, [bundle.model.config.pixels])
+    assert [check.what for check in proof.checks] == [f"golden inputs, {n} at once" for n in (1, 3, 4)]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_model_for_any_size(name, tmp_path):
+    bundle = bundle_of(**FREE[name])
+    proof = write_onnx(bundle, tmp_path / "x.onnx", dynamic=("batch", "size"))
+    check_file(bundle, tmp_path / "x.onnx", proof, [(16, 24), (16, 16), (48, 32)])
+    assert [check.what for check in proof.checks[3:]] == [
+        f"golden inputs of {s}" for s in ("24x40", "16x16", "16x48")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_more_models(name, tmp_path):
+    fields, dynamic = SLOW[name]
+    bundle = bundle_of(**fields)
+    proof = write_onnx(bundle, tmp_path / "x.onnx", dynamic=dynamic)
+    (h, w), own = bundle.model.config.patch_pixels, bundle.model.config.pixels
+    check_file(bundle, tmp_path / "x.onnx", proof, [own, (4 * h, 3 * w)] if dynamic else [own])
+
+
+HOW = [
+    {},
+    dict(method="bilinear", antialias=False),
+    dict(antialias=False),
+    dict(antialias=False, corners=True),
+    dict(antialias=False, offset=0.1),
+]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        dict(registers=2, rows="class"),
+        dict(position="learned2d"),
+        dict(position="sincos1d"),
+        dict(NO_CLASS, position="sincos2d"),
+        dict(position="rotary", registers=1),
+        dict(position="rotary-dinov3"),
+        dict(position="none"),
+    ],
+    ids=str,
+)
+def test_positions_for_any_grid_are_those_of_surgery(fields, how):
+    """In eager torch, where it takes no export to see."""
+    bundle = bundle_of(**fields)
+    graph = Graph(bundle.model, bundle.preprocess, Plan(any_size=True, how=how))
+    for size in [(16, 24), (8, 8), (40, 24), (16, 64), (8, 48)]:
+        images = torch.randn(2, 3, *size)
+        with torch.no_grad():
+            right = surgery.resize(bundle.model, size, **how)(images)
+            assert largest(graph(images)[0].numpy(), right.numpy()) < 1e-5, size
+
+
+def test_positions_are_resampled_as_the_family_of_the_file_does_it():
+    bundle = bundle_of()
+    bundle.source = Source(family="torchvision", spelled={}, tensors={})
+    plan = plan_for(bundle, dynamic=("size",))
+    assert plan.how == {"method": "bicubic", "antialias": False, "corners": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "words"),
+    [
+        (dict(position="pairwise"), dict(dynamic=("size",)), "Got position='pairwise'"),
+        (dict(position="relative"), dict(dynamic=("size",)), "Got position='relative'"),
+        (dict(embedding="resnet", patch=16, size=32), dict(dynamic=("size",)), "Got embedding='resnet'"),
+        (dict(NO_CLASS, pool="flatten"), dict(dynamic=("size",)), "Got pool='flatten'"),
+        ({}, dict(dynamic=("size",), with_preprocess=True), "--with-preprocess and --dynamic size"),
+    ],
+)
+def test_what_a_graph_cannot_do_is_refused_by_its_field(fields, options, words):
+    with pytest.raises(InputError, match=words):
+        plan_for(bundle_of(**fields), **options)
+
+
+def test_other_inputs_and_other_filters_are_refused_by_their_field():
+    text = vt.ViTConfig(width=12, depth=1, heads=3, input="text", vocabulary=9, size=8, patch=1, classes=2)
+    with pytest.raises(InputError, match="Got input='text'"):
+        plan_for(vt.Bundle(model=vt.ViT(text)))
+    bundle = bundle_of()
+    bundle.preprocess = dataclasses.replace(bundle.preprocess, interpolation="nearest")
+    with pytest.raises(InputError, match="Got interpolation='nearest'"):
+        plan_for(bundle, with_preprocess=True)
+    assert not plan_for(bundle).whole
+
+
+def test_a_model_that_one_file_cannot_hold_is_refused():
+    with torch.device("meta"):
+        model = vt.ViT(vt.ViTConfig(width=1280, depth=32, heads=16, patch=14, size=224))
+    with pytest.raises(InputError, match=r"at most 2,147,483,647 bytes. Got a model whose weights take 2,5"):
+        check_weight(vt.Bundle(model=model))
+
+
+# ---- preprocessing ------------------------------------------------------------------------------
+
+SHAPES = [(32, 32), (7, 200), (200, 7), (1, 1), (64, 64), (33, 31), (150, 221), (1, 50), (50, 1), (60, 12)]
+SPECS = [
+    dict(size=32),
+    dict(size=(24, 32), resize_to=(29, 41)),
+    dict(size=32, resize="shortest"),
+    dict(size=(24, 32), resize="shortest", resize_to=37, crop_rounding="down"),
+    dict(size=(25, 32), resize="shortest", resize_to=38),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos", "box", "hamming"])
+def test_levels_are_those_of_pillow_to_the_bit(spec, interpolation):
+    """Of noise and of black and white, where every rounding shows."""
+    preprocess = vt.Preprocess(**spec, interpolation=interpolation)
+    chance, levels = np.random.default_rng(0), Levels(preprocess)
+    for shape in SHAPES:
+        noise = chance.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        for picture in (noise, (noise > 127).astype(np.uint8) * 255):
+            ours = levels(torch.from_numpy(picture)[None])[0].permute(1, 2, 0).numpy()
+            assert np.array_equal(ours, preprocess.pixels(picture)), shape
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_levels_of_torch_are_within_one(interpolation):
+    preprocess = vt.Preprocess(size=(24, 32), resize="shortest", interpolation=interpolation, backend="torch")
+    chance, levels = np.random.default_rng(0), Levels(preprocess)
+    for shape in SHAPES:
+        picture = chance.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        ours = levels(torch.from_numpy(picture)[None])[0].permute(1, 2, 0).numpy()
+        assert np.abs(ours - preprocess.pixels(picture)).max() <= 1
+
+
+def test_pictures_of_any_size_go_into_the_graph(tmp_path):
+    bundle = bundle_of()
+    bundle.preprocess = vt.Preprocess(
+        size=(16, 24),
+        resize="shortest",
+        resize_to=27,
+        interpolation="bicubic",
+        mean=(0.4, 0.5, 0.6),
+        std=(0.2, 0.3, 0.4),
+    )
+    proof = write_onnx(bundle, tmp_path / "x.onnx", with_preprocess=True)
+    assert len(proof.checks) == 7
+    assert not any(check.other_levels or check.largest_step for check in proof.checks)
+    assert sum(check.levels for check in proof.checks) == 16 * 16 * 24 * 3
+    run = session(tmp_path / "x.onnx")
+    assert [one.name for one in run.get_outputs()] == ["logits", "embedding"]
+    assert [(one.name, one.type, one.shape) for one in run.get_inputs()] == [
+        ("pictures", "tensor(uint8)", ["batch", "height", "width", 3])
+    ]
+    chance = np.random.default_rng(1)
+    for shape in [(2, 16, 24, 3), (1, 300, 40, 3), (3, 40, 300, 3), (1, 1, 1, 3), (1, 9, 9, 3)]:
+        pictures = chance.integers(0, 256, shape, dtype=np.uint8)
+        logits, _ = run.run(None, {"pictures": pictures})
+        with torch.no_grad():
+            right = bundle.model(bundle.preprocess.batch(list(pictures)))
+        assert largest(logits, right.numpy()) < 1e-4
+
+
+# ---- the proof ----------------------------------------------------------------------------------
+
+
+def eager(graph):
+    """A graph as if it were an exported file."""
+
+    def run(batch):
+        with torch.no_grad():
+            found = graph(torch.from_numpy(batch))
+        return {name: one.numpy() for name, one in zip(graph.outputs, found, strict=True)}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(any_size=True), Plan(whole=True)], ids=["plain", "size", "whole"]
+)
+def test_a_proof_sees_what_is_wrong(plan):
+    bundle = bundle_of()
+    graph = Graph(bundle.model, bundle.preprocess, plan)
+    assert not proofs.prove(bundle, plan, eager(graph), runtime="torch").failed
+    with torch.no_grad():
+        graph.model.head.bias[2] += 3e-3
+    assert len(proofs.prove(bundle, plan, eager(graph), runtime="torch").failed) > 2
+
+
+@pytest.mark.parametrize("slip", ["positions", "crop", "nan"])
+def test_a_proof_sees_slips(slip):
+    bundle, plan = bundle_of(), Plan(any_size=slip == "positions", whole=slip == "crop")
+    bundle.preprocess = vt.Preprocess(size=(16, 24), resize="shortest", resize_to=27, interpolation="bicubic")
+    given = dataclasses.replace(plan, how=dict(antialias=False))
+    spec = dataclasses.replace(bundle.preprocess, resize_to=26) if slip == "crop" else bundle.preprocess
+    graph = Graph(bundle.model, spec, given if slip == "positions" else plan)
+    if slip == "nan":
+        with torch.no_grad():
+            graph.model.head.bias[2] = float("nan")
+    failed = proofs.prove(bundle, plan, eager(graph), runtime="torch").failed
+    assert failed
+    if slip == "crop":
+        assert max(check.largest_step for check in failed) > 1
+
+
+def test_a_file_that_fails_is_not_kept(tmp_path):
+    wrong = proofs.Check(what="golden", inputs=4, difference=0.5, limit=1e-4, same_class=3)
+    speed = proofs.Speed(runtime="x", n=1, threads=1, eager=1.0, exported=1.0)
+    seen = []
+
+    def prove(part):
+        seen.append(part.read_bytes())
+        return proofs.Proof(checks=[wrong], speed=speed)
+
+    with pytest.raises(FileError, match=r"not kept. Got golden: a difference of 0.5 of at most 0.0001"):
+        write_proven(tmp_path / "x.onnx", b"data", prove, {"form": "onnx", "packages": ()})
+    with pytest.raises(FileError, match=r"not kept. Got RuntimeError: no kernel"):
+        write_proven(
+            tmp_path / "x.onnx", b"data", lambda part: (_ for _ in ()).throw(RuntimeError("no kernel")), {}
+        )
+    assert seen == [b"data"]
+    assert not [*tmp_path.iterdir()]
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def export(tmp_path, monkeypatch, capfd):
+    """The command line from within: (exit code, output, errors), also what C code would print."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["vitrail", "export", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return stop.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def test_the_command_says_the_proof_and_nothing_else(export, tmp_path):
+    code, said, wrong = export(FILE, "--to", "onnx", "--dynamic", "batch, size")
+    assert (code, wrong) == (0, "")
+    words = ["gives", "difference", "same class", "one picture", "versions", "sha256", "Written:"]
+    assert [line[: len(word)] for line, word in zip(said.splitlines(), words, strict=True)] == words
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.proof.json"]
+    found = json.loads((tmp_path / "model.onnx.proof.json").read_text())
+    assert found["sha256"] in said
+    assert found["opset"] == 20
+    assert {"torch", "onnx", "onnxscript", "onnxruntime", "pillow", "vitrail"} <= set(found["versions"])
+    assert found["speed"]["n"] >= 3
+    assert str(tmp_path) not in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "tflite"], "Got 'tflite'. There is: onnx, torch-export, html."),
+        (["--to", "onnx", "--out", "x.pt2"], "must end in .onnx. Got x.pt2."),
+        (["--to", "torch-export", "--out", "x.onnx"], "must end in .pt2. Got x.onnx."),
+        (["--to", "onnx", "--dynamic", "height"], "--dynamic takes batch, or batch,size. Got 'height'."),
+        (["--to", "html", "--dynamic", "size"], "A page takes neither"),
+        (["--to", "html", "--with-preprocess"], "A page takes neither"),
+    ],
+)
+def test_wrong_use_is_said_before_anything_is_done(arguments, words, export, tmp_path):
+    code, said, wrong = export(FILE, *arguments)
+    assert (code, said) == (2, "")
+    assert words in wrong
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("mine", ["model.onnx", "model.onnx.proof.json"])
+def test_files_that_are_there_stay(mine, export, tmp_path):
+    (tmp_path / mine).write_text("mine")
+    code, said, wrong = export(FILE, "--to", "onnx")
+    assert (code, said) == (2, "")
+    assert f"Got {mine}, which is there already" in wrong
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(mine, "mine")]

@@ -16,7 +16,7 @@ ROOT = Path(vitrail.__file__).parent
 ROOMS = [
     *("errors", "fields", "config", "preprocess", "published", "presets", "model", "build"),
     *("weights", "data", "walkthrough", "exercises", "evaluation", "inspect", "predict", "training"),
-    *("report", "export", "recipes", "labs", "demo", "cli", "__main__"),
+    *("report", "export", "recipes", "labs", "demo", "serve", "cli", "__main__"),
 ]
 
 

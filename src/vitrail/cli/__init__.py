@@ -23,6 +23,7 @@ from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
 from vitrail.cli.predict import predict
+from vitrail.cli.serve import serve
 from vitrail.cli.train import train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
@@ -38,8 +39,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 COMMANDS = (
-    *(demo, train, evaluate, predict, doctor, inspect, walk, lab, notes, check, export),
-    *(info, convert, verify),
+    *(demo, train, evaluate, predict, serve, doctor, inspect, walk, lab, notes, check),
+    *(export, info, convert, verify),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -1,0 +1,66 @@
+"""The servers that bench.serve compares ours with: python -m bench.serve_peers NAME MODEL PORT
+
+`fastapi` is what one writes first: a route that decodes the picture and asks the model, one at a time.
+`litserve` decodes in its route, too, and gathers up to 16 pictures. Both use our Predictor, so that only
+the serving differs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vitrail.predict import Predictor
+
+
+def fastapi(model: str, port: int) -> None:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from starlette.concurrency import run_in_threadpool
+
+    app, predict = FastAPI(), Predictor(model)
+
+    @app.post("/v1/predict")
+    async def answer(request: Request) -> Any:
+        data = await request.body()
+        found = await run_in_threadpool(lambda: predict(Image.open(io.BytesIO(data))))
+        return {"label": found.label, "score": found.score}
+
+    answer.__annotations__["request"] = Request  # FastAPI looks for it among the module's names
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+def litserve(model: str, port: int) -> None:
+    import litserve as ls
+
+    class Api(ls.LitAPI):  # type: ignore[misc]
+        def setup(self, device: str) -> None:
+            self.predict_ = Predictor(model)
+
+        def decode_request(self, request: dict[str, str]) -> Any:
+            picture = Image.open(io.BytesIO(base64.b64decode(request["image"])))
+            return self.predict_.preprocess.pixels(picture)
+
+        def batch(self, inputs: list[Any]) -> Any:
+            return np.stack(inputs)
+
+        def predict(self, x: Any) -> Any:
+            return list(self.predict_.answer([("", one) for one in x]))
+
+        def unbatch(self, output: Any) -> Any:
+            return output
+
+        def encode_response(self, output: Any) -> Any:
+            return {"label": output.label, "score": output.score}
+
+    server = ls.LitServer(Api(max_batch_size=16, batch_timeout=0.01), accelerator="cpu")
+    server.run(port=port, host="127.0.0.1", log_level="warning", generate_client_file=False)
+
+
+if __name__ == "__main__":
+    {"fastapi": fastapi, "litserve": litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,110 @@
+"""`vitrail serve`: a model that is asked over HTTP, with a page to look inside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli import facts as options
+from vitrail.errors import InputError, needs, printable
+
+if TYPE_CHECKING:
+    from vitrail.predict import Predictor
+    from vitrail.serve.settings import ServeConfig
+
+TOKEN = "VITRAIL_TOKEN"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="A weight file, a folder with one, or hf:owner/name.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    token_file: Annotated[
+        Path | None, typer.Option(help=f"A file with the token that clients must send; or set {TOKEN}.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Other machines may ask without a token. They are not encrypted.")
+    ] = False,
+    examples: Annotated[
+        Path | None, typer.Option(help="A folder of pictures that the page offers, instead of its own.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="The most pictures in the model at once.")] = 16,
+    queue: Annotated[int, typer.Option(min=1, help="Pictures inside; more are told to come again.")] = 64,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 10.0,
+    decoders: Annotated[int, typer.Option(min=1, help="Threads that decode pictures.")] = 2,
+    device: Annotated[str | None, typer.Option(help="Where the model runs, such as cuda.")] = None,
+    size: options.Size = None,
+    family: options.Family = None,
+    keys: options.Keys = None,
+    given: options.Set = None,
+) -> None:
+    """Answer requests over HTTP: POST pictures to /v1/predict, or open the page.
+
+    Only this machine can ask, unless --host says otherwise; then a token is needed. Ctrl-C or SIGTERM lets
+    everybody who is inside have an answer; a second one stops at once.
+    """
+    with needs("serve"):
+        import h11  # noqa: F401
+
+    from vitrail.serve.settings import ServeConfig
+
+    settings = ServeConfig(
+        host=host,
+        port=port,
+        token=read_token(token_file),
+        batch=batch,
+        queue=queue,
+        deadline=deadline,
+        decoders=decoders,
+    )
+    if not settings.local and settings.token is None and not public:
+        do = f"Set {TOKEN} or --token-file; or say --public, if everybody may ask."
+        raise InputError("A server that other machines reach needs a token.", f"--host {host}", do)
+
+    from vitrail.predict import Predictor
+    from vitrail.serve.examples import built_in, from_folder
+    from vitrail.serve.server import bind, run
+
+    with bind(settings) as listener:  # what is wrong is said before anything slow
+        offered = None if examples is None else from_folder(examples)
+        predictor = Predictor(model, **options.facts(family, keys, given, size, device=device))
+        name = predictor.card.name or Path(model).stem
+        code = run(
+            predictor,
+            settings,
+            listener=listener,
+            name=name,
+            examples=built_in(predictor.config.channels) if offered is None else offered,
+            started=lambda address: print(welcome(predictor, settings, name, address), flush=True),
+        )
+    sys.stdout.flush()
+    os._exit(code)  # a thread that is still computing for a client who has gone must not hold us up
+
+
+def read_token(path: Path | None) -> str | None:
+    """From a file or the environment: on a command line every user of the machine would see it."""
+    if path is None:
+        return os.environ.get(TOKEN) or None
+    try:
+        found = path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        got = f"{printable(path)}, which cannot be read"
+        raise InputError("--token-file must name a text file.", got, "Name another.") from error
+    if not found:
+        raise InputError("A token must be in the file.", f"{printable(path)}, which is empty", "Put one in.")
+    return found
+
+
+def welcome(predictor: Predictor, settings: ServeConfig, name: str, address: str) -> str:
+    high, wide = predictor.preprocess.target
+    who = "anybody with the token" if settings.token else "this machine" if settings.local else "ANYBODY"
+    return (
+        f"{printable(name)}: {len(predictor.scale.labels):,} classes, {high}x{wide} pixels\n"
+        f"{address}  (for {who}; Ctrl-C stops)\n"
+        f"at most {settings.body // 2**20} MiB and {settings.pixels // 10**6} megapixels, "
+        f"{settings.queue} pictures inside, {settings.deadline:g} s"
+    )

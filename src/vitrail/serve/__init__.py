@@ -1,0 +1,1 @@
+"""A model as a small web service: one process, one event loop, one model thread, threads that decode."""

@@ -1,0 +1,235 @@
+"""Pictures to begin with: those of a folder, or some that we make ourselves.
+
+A model of one channel gets handwritten digits, one in colour gets stained glass, drawn here by code: nobody
+has to have a picture at hand to see what the page does, and nothing has to be downloaded.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vitrail.data.decode import decode, open_regular
+from vitrail.data.folders import pictures
+from vitrail.errors import InputError, MissingExtra, printable
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+MOST = 12
+KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}  # what every browser shows
+
+SIDE, FINE = 224, 4  # windows are drawn so much larger and made small: smooth edges
+LEAD, LEAD_WIDTH = "#17171d", 14
+BLUES = ("#123a7a", "#0072b2", "#2b5fb3", "#56b4e9", "#1d4e9e")
+REDS = ("#a3123a", "#d55e00", "#c21f4e", "#e69f00", "#8e1b5a")
+GREENS = ("#00684d", "#009e73", "#3f8f3a", "#86b817", "#0b7a5f")
+GOLDS = ("#e69f00", "#f0c419", "#f7dc6f", "#f0a830", "#ffd24a")
+
+Colours = Sequence[str]
+Point = tuple[float, float]
+
+
+class Example(NamedTuple):
+    """A picture file that the page offers."""
+
+    name: str
+    kind: str
+    """Its media type, by its content."""
+    data: bytes
+
+
+def from_folder(folder: Path) -> list[Example]:
+    """At most 12 pictures from below a folder, evenly spread, so that every class of a data set has a chance.
+
+    Each is decoded once: who names a folder should learn now, and not from a visitor, what is broken in it.
+    """
+    if not folder.is_dir():
+        raise InputError("Examples must be a folder of pictures.", printable(folder), "Name a folder.")
+    found = pictures(folder)
+    if not found:
+        raise InputError("The folder of examples must hold pictures.", printable(folder), "Put some there.")
+    count = min(MOST, len(found))
+    return [read(found[place * len(found) // count]) for place in range(count)]
+
+
+def read(path: Path) -> Example:
+    """A JPEG or PNG as it is; other formats as a PNG of their pixels."""
+    with open_regular(path) as file:
+        data = file.read()
+    picture = decode(io.BytesIO(data), printable(path))
+    if kind := KINDS.get(str(picture.format)):
+        return Example(path.name, kind, data)
+    return as_png(path.name, picture)
+
+
+def as_png(name: str, picture: Image) -> Example:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return Example(name, "image/png", file.getvalue())
+
+
+def built_in(channels: int) -> list[Example]:
+    """Pictures for a model of so many channels; none for numbers of channels that no picture file has."""
+    if channels == 1:
+        return digits()
+    if channels not in (3, 4):
+        return []
+    windows = {"rose window": rose, "sunset": sunset, "flower": flower, "fish": fish, "night": night}
+    return [as_png(name, window(draw)) for name, draw in windows.items()]
+
+
+# ---- digits -----------------------------------------------------------------------------------------
+
+
+def digits() -> list[Example]:
+    """Ten of scikit-learn's; where that is not installed, some of a few strokes."""
+    from PIL import Image
+
+    from vitrail.inspect.sample import sample_pictures
+
+    try:
+        found = sample_pictures(10)
+    except (MissingExtra, ImportError):
+        return [as_png(f"digit {digit}", strokes(points)) for digit, points in STROKES.items()]
+    both = zip(found.names, found.pixels, strict=True)
+    return [as_png(name, Image.fromarray(pixels[..., 0])) for name, pixels in both]
+
+
+STROKES: dict[int, list[Point]] = {  # on a sheet of 28 x 28
+    0: [(14 + 6 * math.sin(turn / 2), 14 - 9 * math.cos(turn / 2)) for turn in range(14)],
+    1: [(15, 5), (13, 23)],
+    2: [(8, 9), (11, 5), (17, 5), (20, 9), (17, 14), (8, 22), (21, 22)],
+    4: [(9, 5), (7, 14), (19, 14), (19, 5), (18, 23)],
+    7: [(7, 6), (20, 6), (13, 23)],
+}
+
+
+def strokes(points: Sequence[Point]) -> Image:
+    from PIL import Image, ImageDraw
+
+    sheet = Image.new("L", (28 * 8, 28 * 8))
+    pen = ImageDraw.Draw(sheet)
+    pen.line([(8 * x, 8 * y) for x, y in points], fill=255, width=19, joint="curve")
+    return sheet.resize((28, 28), Image.Resampling.LANCZOS)
+
+
+# ---- stained glass, on a sheet from -1 to 1 -----------------------------------------------------------
+
+
+def window(draw: Callable[[ImageDraw], None]) -> Image:
+    """A window: panes in lead, and light that falls through them from above."""
+    from PIL import Image, ImageDraw
+
+    sheet = Image.new("RGB", (SIDE * FINE, SIDE * FINE), LEAD)
+    draw(ImageDraw.Draw(sheet))
+    pixels = np.asarray(sheet.resize((SIDE, SIDE), Image.Resampling.LANCZOS)).astype(np.float32)
+    down, across = np.mgrid[-1 : 1 : SIDE * 1j, -1 : 1 : SIDE * 1j]
+    light = 1.12 - 0.3 * np.hypot(across, down + 0.5)
+    grain = np.random.default_rng(0).normal(1, 0.035, (SIDE // 4, SIDE // 4)).repeat(4, 0).repeat(4, 1)
+    return Image.fromarray((pixels * (light * grain)[..., None]).clip(0, 255).astype(np.uint8))
+
+
+def pane(pen: ImageDraw, points: Sequence[Point], colour: str) -> None:
+    """One piece of glass, and the lead around it."""
+    half = SIDE * FINE / 2
+    scaled = [(half * (1 + x), half * (1 + y)) for x, y in points]
+    pen.polygon(scaled, fill=colour)
+    pen.line([*scaled, *scaled[:2]], fill=LEAD, width=LEAD_WIDTH, joint="curve")
+
+
+def disc(pen: ImageDraw, x: float, y: float, radius: float, colour: str, tall: float = 1.0) -> None:
+    turns = [2 * math.pi * step / 48 for step in range(48)]
+    pane(pen, [(x + radius * math.cos(t), y + tall * radius * math.sin(t)) for t in turns], colour)
+
+
+def rays(pen: ImageDraw, x: float, y: float, count: int, colours: Colours, far: float = 3.0) -> None:
+    """Panes that fan out from a point."""
+    for step in range(count):
+        at = [2 * math.pi * (step + side) / count for side in (0, 1)]
+        edge = [(x + far * math.cos(turn), y + far * math.sin(turn)) for turn in at]
+        pane(pen, [(x, y), *edge], colours[step % len(colours)])
+
+
+def rose(pen: ImageDraw) -> None:
+    rays(pen, 0, 0, 16, ("#123a7a", "#1d4e9e"))
+    for far, count, colours in ((0.94, 16, BLUES), (0.7, 8, REDS), (0.42, 8, GREENS)):
+        rays(pen, 0, 0, count, colours, far)
+    for step in range(8):
+        turn = math.pi * (step + 0.5) / 4
+        disc(pen, 0.62 * math.cos(turn), 0.62 * math.sin(turn), 0.15, GOLDS[step % 2])
+    disc(pen, 0, 0, 0.2, "#f0c419")
+
+
+def sunset(pen: ImageDraw) -> None:
+    rays(pen, 0, 0.25, 22, ("#d55e00", "#e69f00", "#c21f4e", "#f0a830"))
+    disc(pen, 0, 0.25, 0.42, "#f7dc6f")
+    for row in range(5):
+        top = 0.25 + 0.15 * row
+        for step in range(-4, 4):
+            left = 0.3 * step + 0.15 * (row % 2)
+            wave = [(left, top), (left + 0.15, top - 0.05), (left + 0.3, top), (left + 0.3, 1.1), (left, 1.1)]
+            pane(pen, wave, BLUES[(step + 2 * row) % len(BLUES)])
+    pane(pen, [(-0.42, 0.42), (0.1, 0.42), (0.0, 0.58), (-0.34, 0.58)], "#7a2f1d")
+    pane(pen, [(-0.16, -0.3), (-0.16, 0.38), (-0.5, 0.38)], "#faf3e0")
+    pane(pen, [(-0.1, -0.12), (-0.1, 0.38), (0.18, 0.38)], "#ecd9b0")
+
+
+def flower(pen: ImageDraw) -> None:
+    rays(pen, 0, -0.15, 14, ("#56b4e9", "#8cd0f2", "#2b5fb3"))
+    pane(pen, [(-0.05, 0.1), (0.05, 0.1), (0.1, 1.1), (-0.02, 1.1)], "#3f8f3a")
+    pane(pen, [(0.06, 0.75), (0.3, 0.4), (0.7, 0.42), (0.45, 0.72)], "#86b817")
+    pane(pen, [(0.02, 0.9), (-0.25, 0.55), (-0.66, 0.6), (-0.4, 0.86)], "#009e73")
+    for ring, far in ((0, 0.72), (0.5, 0.5)):
+        for step in range(10):
+            turns = [2 * math.pi * (step + ring + shift) / 10 for shift in (-0.42, 0, 0.42)]
+            reach = (0.72 * far, far, 0.72 * far)
+            edge = [(r * math.cos(t), r * math.sin(t) - 0.15) for r, t in zip(reach, turns, strict=True)]
+            pane(pen, [(0, -0.15), *edge], (REDS if ring else GOLDS)[step % 5])
+    disc(pen, 0, -0.15, 0.2, "#6b3a12")
+
+
+def fish(pen: ImageDraw) -> None:
+    for row in range(8):
+        for step in range(-5, 5):
+            left, top = 0.25 * step + 0.12 * (row % 2), -1 + 0.26 * row
+            water = [(left, top), (left + 0.25, top), (left + 0.25, top + 0.26), (left, top + 0.26)]
+            pane(pen, water, (*BLUES, *GREENS[:2])[(3 * step + 5 * row) % 7])
+    pane(pen, [(0.4, 0), (0.86, -0.36), (0.76, 0), (0.86, 0.36)], "#c21f4e")
+    pane(pen, [(-0.1, -0.3), (0.12, -0.62), (0.3, -0.2)], "#e69f00")
+    disc(pen, -0.12, 0, 0.6, "#d55e00", 0.58)
+    for x in (0.28, 0.08, -0.12):
+        pane(
+            pen,
+            [(x - 0.14, -0.3), (x + 0.06, -0.24), (x + 0.1, 0), (x + 0.06, 0.24), (x - 0.14, 0.3)],
+            "#f0a830",
+        )
+    disc(pen, -0.46, -0.08, 0.09, "#faf3e0")
+    disc(pen, -0.47, -0.08, 0.03, "#17171d")
+
+
+def night(pen: ImageDraw) -> None:
+    rays(pen, 0.4, -0.5, 18, ("#0d1b4c", "#123a7a", "#1d2f6f", "#1d4e9e"))
+    disc(pen, 0.4, -0.5, 0.26, "#f7dc6f")
+    for x, y in ((-0.6, -0.66), (-0.2, -0.4), (-0.76, -0.2), (0.02, -0.8)):
+        star = [(0.1 if tip % 2 else 0.035, math.pi * tip / 4) for tip in range(8)]
+        pane(pen, [(x + far * math.cos(turn), y + far * math.sin(turn)) for far, turn in star], "#ffd24a")
+    peaks = (
+        (-1.2, -0.5, 0.0, 0.2, "#5d4c8b"),
+        (-0.5, 0.3, 0.95, -0.02, "#7a2f6d"),
+        (0.3, 0.9, 1.6, 0.16, "#44306e"),
+    )
+    for left, middle, right, top, colour in peaks:
+        pane(pen, [(left, 1.1), (middle, top), (right, 1.1)], colour)
+        snow = 0.2 * (1.1 - top)
+        slopes = [middle - (middle - left) * 0.2, middle + (right - middle) * 0.2]
+        pane(pen, [(slopes[0], top + snow), (middle, top), (slopes[1], top + snow)], "#faf3e0")
+    for step in range(-5, 5):
+        x = 0.22 * step
+        pane(pen, [(x, 1.1), (x + 0.11, 0.62), (x + 0.22, 1.1)], GREENS[step % len(GREENS)])

@@ -1,0 +1,224 @@
+"""The queue and the model's thread: who is run, with whom, and who never is."""
+
+import asyncio
+import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+from serving import LABELS, PATIENCE, Gated, form, picture, serving, toy, until
+
+import vitrail as vt
+from vitrail.predict import Prediction
+from vitrail.serve.batcher import Batcher, Expired
+from vitrail.serve.messages import Refusal
+from vitrail.serve.metrics import Metrics
+
+
+def levels(seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (32, 32, 3)).astype(np.uint8)
+
+
+def run(story, predictor=None, places=64, batch=16, died=lambda: None):
+    """Run a coroutine with a batcher."""
+
+    async def whole():
+        batcher = Batcher(predictor, places=places, batch=batch, metrics=Metrics())
+        batcher.start(died)
+        return await asyncio.wait_for(story(batcher), PATIENCE)
+
+    return asyncio.run(whole())
+
+
+def soon(seconds=PATIENCE):
+    return time.monotonic() + seconds
+
+
+def test_whatever_waits_goes_together_and_nobody_waits_for_company():
+    predictor = Gated(toy())
+
+    async def story(batcher):
+        await batcher.submit(levels(), soon())
+        predictor.gate.clear()
+        jobs = [batcher.submit(levels(0), soon())]
+        await asyncio.to_thread(predictor.entered.acquire)
+        await asyncio.to_thread(predictor.entered.acquire)
+        jobs += [batcher.submit(levels(seed), soon()) for seed in range(1, 21)]
+        predictor.gate.set()
+        found = await asyncio.gather(*jobs)
+        assert predictor.batches == [1, 1, 8, 8, 4]
+        return found
+
+    found = run(story, predictor, batch=8)
+    alone = list(predictor.stream([levels(seed) for seed in range(21)]))
+    for one, other in zip(found, alone, strict=True):
+        assert np.abs(one.logits - other.logits).max() < 1e-5
+        assert one.label == other.label
+
+
+def test_a_call_has_the_model_to_itself_and_keeps_its_turn():
+    predictor = Gated(toy())
+
+    async def story(batcher):
+        predictor.gate.clear()
+        first = batcher.submit(levels(), soon())
+        await asyncio.to_thread(predictor.entered.acquire)
+        jobs = [batcher.submit(levels(), soon()) for _ in range(2)]
+        call = batcher.call(lambda: (threading.current_thread().name, list(predictor.batches)), soon())
+        jobs += [batcher.submit(levels(), soon()) for _ in range(3)]
+        predictor.gate.set()
+        await asyncio.gather(first, *jobs)
+        assert await call == ("model", [1, 2])
+        assert predictor.batches == [1, 2, 3]
+
+    run(story, predictor)
+
+
+def test_what_is_late_or_cancelled_is_never_run():
+    predictor = Gated(toy())
+
+    async def story(batcher):
+        predictor.gate.clear()
+        first = batcher.submit(levels(), soon())
+        await asyncio.to_thread(predictor.entered.acquire)
+        late = batcher.submit(levels(), soon(0.05))
+        gone = batcher.submit(levels(), soon())
+        good = batcher.submit(levels(), soon())
+        gone.cancel()
+        await asyncio.sleep(0.1)
+        predictor.gate.set()
+        await asyncio.gather(first, good)
+        with pytest.raises(Expired):
+            await late
+        assert predictor.batches == [1, 1]
+        assert batcher.metrics.dropped.values == {(): 2}
+
+    run(story, predictor)
+
+
+class Poisoned(Gated):
+    """Chokes on a batch with a black picture in it, once it is told to; has no answer for a white one."""
+
+    armed = True
+
+    def answer(self, some):
+        if self.armed and any(not found.any() for _, found in some):
+            raise RuntimeError("/home/somebody/model.py choked")
+        for (_, found), good in zip(some, super().answer(some), strict=True):
+            yield Prediction("", error="The model's answer is not a number.") if found.min() == 255 else good
+
+
+def test_a_bad_picture_fails_alone():
+    predictor = Poisoned(toy())
+    some = [
+        levels(1),
+        np.zeros((32, 32, 3), np.uint8),
+        levels(2),
+        np.full((32, 32, 3), 255, np.uint8),
+        levels(3),
+    ]
+
+    async def story(batcher):
+        predictor.gate.clear()
+        jobs = [batcher.submit(one, soon()) for one in some]
+        predictor.gate.set()
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    found = run(story, predictor)
+    assert isinstance(found[1], RuntimeError)
+    assert "not a number" in found[3].error
+    for place in (0, 2, 4):
+        assert np.abs(found[place].logits - predictor(some[place]).logits).max() < 1e-5
+
+
+def blank(level):
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), (level,) * 3).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_bad_picture_fails_alone_over_http():
+    predictor = Poisoned(toy())
+    predictor.armed = False  # the warm-up's picture is black
+    with serving(predictor) as running:
+        predictor.armed = True
+        body, kind = form(picture(1), blank(0), picture(2), blank(255))
+        status, said = running.predict(body, kind=kind)
+        assert status == 200
+        assert [one["error"] is None for one in said["predictions"]] == [True, False, True, False]
+        assert [one["label"] in LABELS for one in said["predictions"]] == [True, False, True, False]
+        assert running.predict(blank(255))[0] == 500
+        status, said = running.predict(blank(0))
+        assert status == 500
+        assert said["error"]["code"] == "bug"
+        assert "somebody" not in str(said) + str(running.log)
+        assert running.predict()[0] == 200
+
+
+def test_places_are_counted_from_decoding_to_answer():
+    async def story(batcher):
+        with batcher.room(3):
+            with pytest.raises(Refusal) as caught:
+                batcher.check_room(2)
+            assert caught.value.status == 503
+            with batcher.room(1), pytest.raises(Refusal):
+                batcher.check_room()
+        assert batcher.taken == 0
+
+    run(story, places=4)
+
+
+def test_the_end_of_the_models_thread_is_told_and_nobody_waits_for_ever():
+    died = threading.Event()
+
+    async def story(batcher):
+        jobs = [batcher.call(leave, soon()), batcher.call(lambda: 1, soon())]
+        found = await asyncio.gather(*jobs, return_exceptions=True)
+        assert [type(one) for one in found] == [RuntimeError] * 2
+
+    run(story, died=died.set)
+    assert died.is_set()
+
+
+def test_no_answer_goes_to_somebody_else():
+    """Hundreds of different pictures at once, alone and in forms: each client gets the answer for its own."""
+    bundle = toy()
+    predictor = vt.Predictor(bundle)
+    files = [picture(seed, size=(8, 8)) for seed in range(60)]
+    images = [Image.open(io.BytesIO(data)) for data in files]
+    expected = [found.top() for found in predictor(images)]
+    assert len({tuple(guesses) for guesses in expected}) == 60
+
+    with serving(vt.Predictor(bundle), queue=200) as running:
+
+        def ask(number):
+            some = [(number * 7 + step) % 60 for step in range(1 + number % 4)]
+            body, kind = form(*(files[one] for one in some))
+            status, said = running.predict(body, kind=kind)
+            assert status == 200
+            for one, found in zip(some, said["predictions"], strict=True):
+                for (label, score), guess in zip(expected[one], found["top"], strict=True):
+                    assert guess["label"] == label
+                    assert abs(guess["score"] - score) < 1e-5
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(ask, range(240)))
+        assert running.count("vitrail_pictures_total") == 600
+        assert running.count("vitrail_batch_size_count") < 600  # some went together
+
+
+def leave(*given):
+    raise SystemExit
+
+
+def test_a_model_that_dies_takes_the_server_with_it():
+    predictor = Gated(toy())
+    with serving(predictor) as running:
+        predictor.answer = leave
+        assert running.predict()[0] == 500
+        until(lambda: running.app.stopping)
+        assert not running.app.welcome
+    assert running.code == 1

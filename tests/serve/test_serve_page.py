@@ -1,0 +1,671 @@
+"""The page of `vitrail serve` in a real browser, before a real server: its numbers are those of the library."""
+
+import asyncio
+import base64
+import io
+import os
+import re
+import shutil
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail as vt
+from conftest import shake
+from vitrail.inspect import positions, rollout
+from vitrail.inspect.sample import sample_model, sample_pictures
+from vitrail.serve.app import App
+from vitrail.serve.examples import built_in
+from vitrail.serve.server import Server, bind, page_files
+from vitrail.serve.settings import ServeConfig
+from vitrail.weights.bundle import Bundle, Card
+
+SWITCHES = [
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
+]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
+)
+
+PATIENCE = 30  # seconds, for a machine that has other things to do
+SMALL = dict(width=12, depth=2, heads=3, patch=8, size=24, channels=3, classes=5)
+
+
+class Served:
+    """A server in a thread of its own."""
+
+    def __init__(self, predictor, *, examples=None, **settings):
+        config = ServeConfig(**{"port": 0, "drain": 2.0, "deadline": 60.0, **settings})
+        listener = bind(config)
+        self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.predictor, self.log, ready = predictor, [], threading.Event()
+        offered = built_in(predictor.config.channels) if examples is None else examples
+        name = predictor.card.name or "small"
+        self.app = App(predictor, config, name=name, page=page_files(), examples=offered, log=self.log.append)
+
+        async def serve():
+            self.loop, self.server = asyncio.get_running_loop(), Server(self.app, listener)
+            await self.server.run(lambda address: ready.set())
+
+        self.thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+        self.thread.start()
+        assert ready.wait(PATIENCE)
+
+    def take_places(self, count):
+        """Let so many pictures more, or less, be inside."""
+
+        def change():
+            self.app.batcher.taken += count
+
+        self.loop.call_soon_threadsafe(change)
+
+    def stop(self):
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.server.stop)
+            self.thread.join(PATIENCE)
+        assert not [line for line in self.log if line.startswith("bug")]
+
+
+class Watched:
+    """A page, with all it asked for and all it complained about."""
+
+    def __init__(self, browser, served, **options):
+        self.served = served
+        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
+        self.page = self.context.new_page()
+        self.asked, self.complaints = [], []
+        self.context.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", self.refuse)
+        self.page.goto(served.address)
+
+    def refuse(self, dialog):
+        self.complaints.append(dialog.message)
+        dialog.dismiss()  # or the page would wait for ever
+
+    def close(self):
+        """Nothing came from elsewhere, no script failed, and the policy had nothing to forbid."""
+        self.context.close()
+        here = (f"{self.served.address}/", "blob:", "data:")
+        assert [url for url in self.asked if not url.startswith(here)] == []
+        refused = "Failed to load resource"  # what the browser says of every answer that is an error
+        assert [text for text in self.complaints if not text.startswith(refused)] == []
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "CI must have a Chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def digits_served():
+    served = Served(vt.Predictor(sample_model()))
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def sample(browser, digits_served):
+    watched = Watched(browser, digits_served)
+    wait_until(watched.page, "vitrail.inside !== null")
+    yield watched.page
+    watched.close()
+    assert not any("Failed to load" in text for text in watched.complaints)
+
+
+@pytest.fixture
+def opened(browser):
+    """Serve a model and open its page; whatever fails, both are closed in the end."""
+    with ExitStack() as stack:
+
+        def open_page(predictor, *, context=None, **settings):
+            served = Served(predictor, **settings)
+            stack.callback(served.stop)
+            watched = Watched(browser, served, **(context or {}))
+            stack.callback(watched.close)
+            return watched.page, served
+
+        yield open_page
+
+
+def predictor_of(labels=None, card=None, **options):
+    config = vt.ViTConfig(**{**SMALL, **options})
+    return vt.Predictor(Bundle(model=shake(vt.ViT(config)), labels=labels, card=card or Card(name="small")))
+
+
+def wait_until(page, expression):
+    """As page.wait_for_function, which the page's policy does not allow."""
+    for _ in range(PATIENCE * 40):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(25)
+    raise AssertionError(f"{expression} did not come true")
+
+
+def wait_for_answer(page, name):
+    """Until what is shown belongs to the picture of this name."""
+    wait_until(page, f"document.getElementById('picture-name').textContent === {name!r}")
+    wait_until(page, "!document.body.classList.contains('asking') && vitrail.inside.found !== null")
+
+
+def png(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def digit(number):
+    return sample_pictures(10).pixels[number]
+
+
+def percent(share):
+    share = float(share)
+    return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
+
+
+def check_answer(page, predictor, picture):
+    wanted = predictor(picture)
+    assert page.inner_text("#label") == wanted.label
+    assert page.inner_text("#score") == percent(wanted.score)
+    assert page.locator("#bars .label").all_inner_texts() == [label for label, _ in wanted.top(5)]
+    shown = [float(text.rstrip("%")) / 100 for text in page.locator("#bars .number").all_inner_texts()]
+    np.testing.assert_allclose(shown, [score for _, score in wanted.top(5)], atol=0.0051)
+
+
+# ---- ways in which a picture arrives -----------------------------------------------------------------
+
+HAND_OVER = """([kind, name, type, text]) => {
+    const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0)), all = new DataTransfer();
+    if (name) all.items.add(new File([bytes], name, {type}));
+    else all.setData("text/plain", "https://elsewhere.invalid/cat.jpg");
+    const event = kind === "drop"
+        ? new DragEvent("drop", {dataTransfer: all, bubbles: true, cancelable: true})
+        : new ClipboardEvent("paste", {clipboardData: all, bubbles: true, cancelable: true});
+    document.getElementById("drop").dispatchEvent(event);
+}"""
+
+
+def hand_over(page, kind, name, data=b"", media="image/png"):
+    page.evaluate(HAND_OVER, [kind, name, media, base64.b64encode(data).decode()])
+
+
+def test_a_file_is_chosen(sample, tmp_path, digits_served):
+    (tmp_path / "four.png").write_bytes(png(digit(4)[..., 0]))
+    sample.set_input_files("#pick", tmp_path / "four.png")
+    wait_for_answer(sample, "four.png")
+    check_answer(sample, digits_served.predictor, digit(4))
+    wait_until(sample, "!document.getElementById('preview').hidden")
+    sample.set_input_files("#pick", tmp_path / "four.png")  # the same again is an answer again
+    wait_until(sample, "vitrail.layers.size === 1")
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_a_picture_is_dropped_or_pasted(kind, sample, digits_served):
+    hand_over(sample, kind, "six.png", png(digit(6)[..., 0]))
+    wait_for_answer(sample, "six.png")
+    check_answer(sample, digits_served.predictor, digit(6))
+
+
+@pytest.mark.parametrize("kind", ["drop", "paste"])
+def test_an_address_is_no_picture(kind, sample):
+    hand_over(sample, kind, None)
+    wait_until(sample, "!document.getElementById('trouble').hidden")
+    assert "picture" in sample.inner_text("#trouble-words")
+    assert not sample.is_visible("#again")
+
+
+def test_examples_are_one_click_away(sample, digits_served):
+    assert sample.locator("#examples button").count() == 10
+    for number in (3, 7):
+        sample.locator("#examples button").nth(number).click()
+        wait_for_answer(sample, f"digit {number}")
+        check_answer(sample, digits_served.predictor, digit(number))
+        seen = pixels_of(sample, "vitrail.inside.picture.own")
+        assert np.array_equal(seen[..., :1], digit(number))  # what the model saw, level by level
+
+
+def test_the_last_picture_wins(sample, digits_served):
+    for number in (1, 2, 3, 4, 5, 6):
+        sample.locator("#examples button").nth(number).click()
+    wait_for_answer(sample, "digit 6")
+    check_answer(sample, digits_served.predictor, digit(6))
+
+
+# ---- inside --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(sample):
+    sample.locator("#examples button").nth(3).click()
+    wait_for_answer(sample, "digit 3")
+    return sample
+
+
+def rows_of(number):
+    """Attention of the sample model for a digit: (L, k, T, T)."""
+    bundle = sample_model()
+    with torch.no_grad(), vt.record(bundle.model.eval(), "blocks.*.attention.weights") as tape:
+        bundle.model(sample_pictures(10).images[number : number + 1])
+    return np.stack([tape[f"blocks.{layer}.attention.weights"][0].numpy() for layer in range(2)])
+
+
+def check_row(page, layer, head, token):
+    rows = rows_of(3)[layer] if head is None else rows_of(3)[layer, [head]]
+    wanted, found = rows[:, token].mean(axis=0), np.array(page.evaluate("Array.from(vitrail.inside.row())"))
+    allowed = float(rows[:, token].max()) / 255
+    assert (np.abs(found - wanted) <= allowed).all()
+    best = int(wanted[1:].argmax())
+    words = page.inner_text("#attention-words")
+    assert words.startswith(f"In layer {layer + 1}, in ")
+    place = "itself among the patches" if best + 1 == token else f"row {best // 7 + 1}, column {best % 7 + 1}"
+    said = re.search(rf"looks most at .*{place} \(([\d.]+)%\)", words)
+    assert said, words
+    assert float(said[1]) / 100 == pytest.approx(wanted[1 + best], abs=allowed + 0.005)
+
+
+def painted(page, name):
+    return page.evaluate(f"document.querySelector('#{name}-map canvas').toDataURL()")
+
+
+def pixels_of(page, canvas):
+    """A canvas of the page as levels (H, W, 3)."""
+    data = page.evaluate(f"{canvas}.toDataURL()").partition(",")[2]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+
+
+def test_pointing_at_a_patch_shows_where_it_looks(three):
+    check_row(three, 1, None, 0)
+    assert "the class token looks most" in three.inner_text("#attention-words")
+    before = painted(three, "attention")
+    canvas = three.locator("#attention-map canvas.patches")
+    size = canvas.bounding_box()
+    canvas.hover(position={"x": size["width"] * 3.5 / 7, "y": size["height"] * 2.5 / 7})
+    token = 1 + 2 * 7 + 3
+    assert three.evaluate("vitrail.inside.token") == token
+    assert painted(three, "attention") != before
+    check_row(three, 1, None, token)
+    assert "the patch in row 3, column 4 looks most" in three.inner_text("#attention-words")
+    for head in range(4):
+        three.get_by_role("radio", name=str(head + 1), exact=True).check()
+        check_row(three, 1, head, token)
+    three.locator("#attention-map .chips button").click()
+    check_row(three, 1, 3, 0)
+
+
+def test_the_colours_are_the_numbers(three):
+    """Patch for patch, the map's brightness follows the row of attention."""
+    row = rows_of(3)[1, :, 0].mean(axis=0)[1:]
+    shown = pixels_of(three, "document.querySelector('#attention-map canvas')")
+    places = [
+        round(len(shown) * (4 * patch + 2.5) / 28) for patch in range(7)
+    ]  # inside a pixel of each patch
+    seen = shown[places][:, places].reshape(49, 3)
+    picture = digit(3)[2::4, 2::4, 0].reshape(49, 1)
+    stops = np.array([[10, 10, 60], [120, 20, 110], [235, 90, 50], [255, 235, 120]])
+    hue = np.stack([np.interp(3 * row / row.max(), range(4), stops[:, c]) for c in range(3)], axis=1)
+    np.testing.assert_allclose(seen, 0.78 * hue + 0.22 * picture, atol=8)
+
+
+def test_the_slider_looks_in_after_another_layer(three):
+    before = painted(three, "attention"), painted(three, "rollout")
+    asked = []
+    three.on("request", lambda request: asked.append(request.url))
+    three.locator("#depth").focus()
+    three.keyboard.press("ArrowLeft")
+    wait_until(three, "vitrail.inside.found.layer === 0")
+    assert len(asked) == 1
+    assert "v1/explain?layer=0" in asked[0]
+    assert three.inner_text("#depth-words") == "layer 1 of 2"
+    assert painted(three, "attention") != before[0]
+    assert painted(three, "rollout") != before[1]
+    check_row(three, 0, None, 0)
+    model = sample_model().model.eval()
+    with torch.no_grad():
+        layer = model.encode(sample_pictures(4).images[3:], layers=[0]).layers[0]
+        scores = model.head(layer.pooled)[0].softmax(dim=0)
+    said = three.get_attribute("#depth", "aria-valuetext")
+    assert said == f"layer 1 of 2: {int(scores.argmax())}, {percent(scores.max())}"
+    three.keyboard.press("ArrowRight")
+    wait_until(three, "vitrail.inside.found.layer === 1")
+    assert len(asked) == 1  # the first answer is still there
+    assert painted(three, "attention") == before[0]
+    three.locator("#lens button").first.click()
+    wait_until(three, "vitrail.inside.found.layer === 0")
+
+
+def test_rollout_is_that_of_the_figure(three):
+    shares = np.array(three.evaluate("Array.from(vitrail.inside.shares)")).reshape(2, 7, 7)
+    wanted = rollout.compute(sample_model().model, sample_pictures(4).images[3:]).maps[0, 0]
+    np.testing.assert_allclose(shares[1], wanted, atol=1e-6)
+    best = int(wanted.argmax())
+    words = three.inner_text("#rollout-words")
+    assert f"row {best // 7 + 1}, column {best % 7 + 1}: {percent(wanted.max())}" in words
+
+
+def test_positions_filters_and_card(sample):
+    found = positions.compute(sample_model().model)
+    near = found.similarity[24].copy()
+    near[24] = -2
+    best = int(near.argmax())
+    words = f"Row 4, column 4 is most like row {best // 7 + 1}, column {best % 7 + 1} ({near[best]:.2f})."
+    assert sample.inner_text("#positions-words") == words
+    canvas = sample.locator("#positions-map canvas.patches")
+    canvas.hover(position={"x": 3, "y": 3})
+    assert sample.inner_text("#positions-words").startswith("Row 1, column 1 is most like")
+    assert sample.locator("#tiles canvas").count() == 16
+    assert "64 filters" in sample.inner_text("#filters-caption")
+    card = sample.inner_text("#facts")
+    for words in ("Licence\nunknown", "accuracy: 0.9663", "105,098 parameters", "7 × 7 of 4 × 4 pixels"):
+        assert words in card
+    assert "levels / 255" in card
+    assert "16,777,216 bytes" in card
+    assert sample.title() == "mnist: vitrail"
+
+
+def test_pointing_at_positions_moves_the_other_maps(three):
+    three.locator("#positions-map canvas.patches").hover(position={"x": 3, "y": 3})
+    assert three.evaluate("vitrail.inside.token") == 1
+    check_row(three, 1, None, 1)
+
+
+# ---- without a mouse, without motion, on a phone ---------------------------------------------------------
+
+
+def test_the_keyboard_is_enough(sample):
+    names = []
+    for _ in range(12):
+        sample.keyboard.press("Tab")
+        names.append(
+            sample.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label')")
+        )
+    assert names[:4] == ["pick", "digit 0", "digit 1", "digit 2"]
+    sample.keyboard.press("Shift+Tab")
+    sample.keyboard.press("Enter")
+    wait_for_answer(sample, names[10])
+    sample.locator("#attention-map canvas.patches").focus()
+    for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowUp", "ArrowDown"):
+        sample.keyboard.press(key)  # the first one goes to the first patch
+    assert "the patch in row 2, column 2 looks most" in sample.inner_text("#attention-words")
+    sample.keyboard.press("End")
+    sample.keyboard.press("ArrowRight")  # there is nothing further on
+    assert "the patch in row 2, column 7 looks most" in sample.inner_text("#attention-words")
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert sample.evaluate(outline) == "solid"
+
+
+def test_everything_has_a_name_and_the_answer_is_announced(three):
+    nameless = three.evaluate(
+        "() => [...document.querySelectorAll('button, input, canvas, img')].filter(one => one.checkVisibility())"
+        ".filter(one => !(one.labels?.length || one.ariaLabel || one.textContent.trim() || one.alt"
+        " || one.closest('button, [aria-hidden]')))"
+        ".map(one => one.outerHTML)"
+    )
+    assert nameless == []
+    assert three.get_attribute("#says", "role") == "status"
+    assert three.get_attribute("#trouble", "role") == "alert"
+    assert three.get_by_role("slider", name="Look in after").count() == 1
+    assert three.get_by_role("application", name="Attention. Arrow keys").count() == 1
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_the_picture_comes_apart_unless_motion_is_unwanted(motion, browser, digits_served):
+    watched = Watched(browser, digits_served, reduced_motion=motion)
+    page = watched.page
+    wait_until(page, "vitrail.inside !== null")
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            const paint = vitrail.inside.constructor.prototype.paintCut;
+            vitrail.inside.paintCut = function () { seen.push(this.open); return paint.call(this); };
+        }"""
+    )
+    page.locator("#examples button").nth(3).click()
+    wait_for_answer(page, "digit 3")
+    wait_until(page, "seen.at(-1) === 1")
+    openings = page.evaluate("seen")
+    assert openings == sorted(openings)
+    assert (set(openings) == {1}) == (motion == "reduce")
+    watched.close()
+
+
+def luminance(colour):
+    parts = np.array([float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]) / 255
+    parts = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(parts @ [0.2126, 0.7152, 0.0722])
+
+
+CONTRASTS = """() => {
+    const ground = (one) => {
+        for (; one; one = one.parentElement) {
+            const found = getComputedStyle(one).backgroundColor;
+            if (found !== "rgba(0, 0, 0, 0)") return found;
+        }
+    };
+    const written = [...document.querySelectorAll("body *")].filter(one => one.checkVisibility()
+        && [...one.childNodes].some(child => child.nodeType === 3 && child.textContent.trim()));
+    return written.map(one => [one.outerHTML.slice(0, 90), getComputedStyle(one).color, ground(one)]);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_can_be_read(scheme, browser, digits_served):
+    narrow = dict(viewport={"width": 360, "height": 700}, has_touch=True, color_scheme=scheme)
+    watched = Watched(browser, digits_served, **narrow)
+    page = watched.page
+    wait_until(page, "vitrail.inside !== null")
+    hand_over(page, "drop", f"{'long' * 60}.png", png(digit(3)[..., 0]))
+    wait_until(page, "vitrail.inside.found !== null")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.locator("#attention-map canvas.patches").tap(position={"x": 5, "y": 5})
+    assert "the patch in row 1, column 1" in page.inner_text("#attention-words")
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (luminance(paper) < 0.05) == (scheme == "dark")
+    hand_over(page, "drop", None)
+    wait_until(page, "!document.getElementById('trouble').hidden")
+    faint = []
+    for html, ink, ground in page.evaluate(CONTRASTS):
+        light, dark = sorted((luminance(ink), luminance(ground)), reverse=True)
+        if (light + 0.05) / (dark + 0.05) < 4.5:
+            faint.append((html, ink, ground))
+    assert faint == []
+    watched.close()
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------
+
+
+def trouble(page):
+    wait_until(page, "!document.getElementById('trouble').hidden")
+    return page.inner_text("#trouble-words")
+
+
+def test_files_that_are_refused(opened):
+    page, served = opened(predictor_of(), body=4000, pixels=5000)
+    wait_until(page, "vitrail.inside !== null")
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    asked = []
+    page.on("request", lambda request: asked.append(request.method))
+    hand_over(page, "drop", "large.png", png(noise))
+    assert "at most 0.0 MiB here, and “large.png” has" in trouble(page)
+    hand_over(page, "drop", "empty.png")
+    assert "“empty.png” is empty" in trouble(page)
+    assert "POST" not in asked  # neither was sent
+    flat = np.zeros((24, 24, 3), np.uint8)
+    hand_over(page, "drop", "flat.png", png(flat))
+    wait_for_answer(page, "flat.png")
+    check_answer(page, served.predictor, flat)
+    assert not page.is_visible("#trouble")
+    hand_over(page, "drop", "words.png", b"these are words")
+    assert "must be" in trouble(page)
+    assert page.inner_text("#label") == "No answer"  # what stood there was another picture's
+    assert not page.is_visible("#inside")
+    assert not page.is_visible("#again")
+    hand_over(page, "drop", "wide.png", png(np.zeros((80, 80, 3), np.uint8)))
+    wait_until(page, "document.getElementById('trouble-words').textContent.includes('5,000')")
+
+
+def test_a_busy_server_is_asked_again(opened):
+    page, served = opened(predictor_of(), queue=4)
+    wait_until(page, "vitrail.inside !== null")
+    served.take_places(4)
+    page.locator("#examples button").first.click()
+    wait_until(page, "document.getElementById('says-words').textContent.includes('busy')")
+    served.take_places(-4)
+    wait_for_answer(page, "rose window")
+    assert not page.is_visible("#trouble")
+    served.take_places(4)
+    page.locator("#examples button").nth(1).click()
+    assert "The server is busy." in trouble(page)
+    served.take_places(-4)
+    page.click("#again")
+    wait_for_answer(page, "sunset")
+    assert not page.is_visible("#trouble")
+
+
+def test_a_server_that_is_gone_and_comes_back(opened):
+    predictor = predictor_of()
+    page, served = opened(predictor)
+    wait_until(page, "vitrail.inside !== null")
+    served.stop()
+    page.locator("#examples button").first.click()
+    assert "does not answer" in trouble(page)
+    again = Served(predictor, port=int(served.address.rpartition(":")[2]))
+    page.click("#again")
+    wait_for_answer(page, "rose window")
+    again.stop()
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab(opened):
+    secret = "a-long-enough-secret"
+    page, _ = opened(predictor_of(), token=secret)
+    for given, shown in (("not the right one at all", True), (secret, False)):
+        wait_until(page, "!document.getElementById('token-form').hidden")
+        page.fill("#token", given)
+        page.keyboard.press("Enter")
+        if shown:
+            wait_until(page, "document.getElementById('token-words').textContent.includes('did not take')")
+    wait_until(page, "vitrail.inside !== null")
+    assert not page.is_visible("#token-form")
+    page.locator("#examples button").first.click()  # the examples came with the token, too
+    wait_for_answer(page, "rose window")
+    page.reload()
+    wait_until(page, "vitrail.inside !== null")
+    assert not page.is_visible("#token-form")
+    assert secret not in page.evaluate("JSON.stringify(localStorage) + document.cookie + location.href")
+
+
+# ---- other models, and what others wrote -------------------------------------------------------------------
+
+HOSTILE = [
+    *("<img src=x onerror=alert(1)>", "\"'><script>alert(2)</script>", "a\u202eb", "שלום", "&lt;"),
+    *("very long " * 40, "x" * 3000, "javascript:alert(3)"),
+]
+
+
+def test_what_others_wrote_is_text(opened):
+    card = Card(name="</title><b>x", licence="<script>alert(4)</script>", metrics={"<i>accuracy": 0.5})
+    predictor = predictor_of(HOSTILE, card, classes=8)
+    page, _ = opened(predictor, context={"viewport": {"width": 360, "height": 700}})
+    wait_until(page, "vitrail.inside !== null")
+    name = "<img src=x onerror=alert(5)>\u202e.png"
+    for seed in range(4):
+        pixels = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        hand_over(page, "drop", name, png(pixels))
+        wait_for_answer(page, r"<img src=x onerror=alert(5)>\u202e.png")
+        top = [label.replace("\u202e", r"\u202e") for label, _ in predictor(pixels).top(5)]
+        cut = [label if len(label) <= 300 else f"{label[:300]}…" for label in top]
+        assert page.locator("#bars .label").all_text_contents() == cut
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        for one in ("#lens button", "#bars li", "#headline"):  # long words do not push the rest away
+            assert page.locator(one).first.bounding_box()["height"] < 100
+    assert page.inner_text("#model-name") == "</title><b>x"
+    assert page.title() == "</title><b>x: vitrail"
+    card = page.inner_text("#facts")
+    assert "<script>alert(4)</script>" in card
+    assert "<i>accuracy: 0.5" in card
+    assert HOSTILE[0] in card
+    assert page.locator("main b, main i:not(.chips i), main script, main a").count() == 0
+    assert page.locator("main img:not(#preview, #examples img)").count() == 0
+    assert page.evaluate("[...document.querySelectorAll('[style*=url], [onerror]')].length") == 0
+
+
+def test_a_model_that_does_not_know(opened):
+    metrics = {"temperature": 1.0, "threshold": 0.999}
+    page, served = opened(predictor_of(card=Card(metrics=metrics)))
+    page.locator("#examples button").first.click()
+    wait_for_answer(page, "rose window")
+    wanted = served.predictor(Image.open(io.BytesIO(built_in(3)[0].data)))
+    assert wanted.unsure
+    assert page.inner_text("#label") == "Not sure"
+    assert f"best guess has {percent(wanted.score)}" in page.inner_text("#says-words")
+    assert page.locator("#bars .label").all_inner_texts() == [label for label, _ in wanted.top(5)]
+
+
+def test_a_model_without_classes_or_prefix_or_positions(opened):
+    page, _ = opened(predictor_of(classes=0, class_token=False, pool="mean", position="none", depth=1))
+    page.locator("#examples button").first.click()
+    wait_for_answer(page, "rose window")
+    assert page.inner_text("#label") == "No classes"
+    assert "no classes" in page.inner_text("#model-words")
+    assert "must have positions" in page.inner_text("#no-positions")
+    assert "the patch in row 2, column 2 looks most" in page.inner_text("#attention-words")
+    assert not page.locator("#attention-map .chips").is_visible()
+
+
+def test_oblong_pictures_with_registers(opened):
+    page, _ = opened(predictor_of(size=(16, 36), patch=(8, 12), registers=2, pool="attention"))
+    page.locator("#examples button").first.click()
+    wait_for_answer(page, "rose window")
+    assert page.locator("#attention-map .chips button").count() == 3
+    canvas = page.locator("#attention-map canvas.patches")
+    size = canvas.bounding_box()
+    assert size["width"] / size["height"] == pytest.approx(36 / 16, rel=0.02)
+    canvas.hover(position={"x": size["width"] * 0.9, "y": size["height"] * 0.9})
+    assert "row 2, column 3 looks most" in page.inner_text("#attention-words")
+
+
+def test_a_model_that_cannot_be_looked_into(opened):
+    predictor = predictor_of()
+    predictor.bundle = None  # as that of an ONNX file
+    page, _ = opened(predictor)
+    wait_until(page, "document.getElementById('examples').childElementCount === 5")
+    page.locator("#examples button").nth(2).click()
+    wait_until(page, "document.getElementById('bars').childElementCount === 5")
+    check_answer(page, predictor, Image.open(io.BytesIO(built_in(3)[2].data)))
+    for name in ("inside", "positions", "filters"):
+        assert "ONNX" in page.inner_text(f"#no-{name}")
+    assert not page.is_visible(".figures")
+
+
+def test_the_policy_forbids_the_rest(browser, digits_served):
+    watched = Watched(browser, digits_served)
+    stopped = watched.page.evaluate(
+        """async () => {
+            const stopped = [];
+            document.addEventListener("securitypolicyviolation", event => stopped.push(event.effectiveDirective));
+            await fetch("https://elsewhere.invalid/").catch(() => 0);
+            const script = document.body.appendChild(document.createElement("script"));
+            script.textContent = "window.hit = true";
+            const button = document.body.appendChild(document.createElement("button"));
+            button.setAttribute("onclick", "window.hit = true");
+            button.click();
+            await new Promise(done => setTimeout(done, 50));
+            return [...stopped, window.hit ?? "no hit"];
+        }"""
+    )
+    assert stopped == ["connect-src", "script-src-elem", "script-src-attr", "no hit"]
+    watched.context.close()

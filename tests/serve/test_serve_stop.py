@@ -1,0 +1,260 @@
+"""How a server ends: nobody who is inside is lost, a second signal means it; and how it refuses to begin."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import typer
+from serving import Gated, child, picture, read_all, request, serving, statuses, toy, until
+from typer.testing import CliRunner
+
+from vitrail.cli.serve import serve
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.serve.settings import ServeConfig
+
+GET = request("/healthz", method="GET", Content_Length=None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve") / "toy.safetensors"
+    toy().save(path)
+    return path
+
+
+@pytest.fixture
+def predictor():
+    return Gated(toy())
+
+
+class Load:
+    """Clients that ask and ask; each request must have its answer, or never have been taken."""
+
+    def __init__(self, running, clients=8):
+        self.running, self.answered, self.lost = running, 0, []
+        self.threads = [threading.Thread(target=self.ask, args=[bool(n % 2)]) for n in range(clients)]
+        for thread in self.threads:
+            thread.start()
+
+    def ask(self, keep):
+        """With a connection for all, or one for each. On an old one a request may cross its end on the way:
+        HTTP lets the client try again then, and only then."""
+        data = picture()
+        client = None
+        while True:
+            fresh = client is None
+            try:
+                client = client or self.running.dial()
+            except OSError:
+                return  # the door is closed
+            said = b""
+            with suppress(OSError):
+                client.sendall(request(body=data, Connection="keep-alive" if keep else "close"))
+                while b'"seconds"' not in said and (part := client.recv(65536)):
+                    said += part
+            if statuses(said) == [200] and b'"seconds"' in said:
+                self.answered += 1
+            elif fresh or said:
+                self.lost.append(said)
+            if not keep or b"connection: close" in said.lower() or statuses(said) != [200]:
+                client.close()
+                client = None
+
+    def wait(self):
+        for thread in self.threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.mark.parametrize("delay", [0.3, 0.5, 0.75])
+def test_told_to_stop_under_load_it_loses_nobody(model, delay):
+    with child(model, batch=2) as server:
+        load = Load(server)
+        until(lambda: load.answered > 20)
+        time.sleep(delay)
+        server.signal()
+        assert server.wait() == 0
+        load.wait()
+        assert load.lost == []
+        server.reader.join(30)
+        assert not [line for line in server.lines if "bug" in line or "Traceback" in line]
+
+
+def test_readiness_ends_at_once_and_idle_clients_are_let_go(predictor):
+    """Somebody is inside, whose body is still coming: it is answered; nobody else keeps the server."""
+    body = picture()
+    with (
+        serving(predictor) as server,
+        server.dial() as inside,
+        server.dial() as idle,
+        server.dial() as asking,
+    ):
+        inside.sendall(request(body=body)[:-100])
+        idle.sendall(GET)
+        assert statuses(idle.recv(65536)) == [200]
+        until(lambda: len(server.app.connections) == 3)
+        server.stop()
+        until(lambda: server.app.stopping)
+        asking.sendall(request("/readyz", method="GET"))
+        said = read_all(asking)
+        assert statuses(said) == [503]
+        assert b"connection: close" in said.lower()
+        assert idle.recv(1000) == b""
+        with pytest.raises(OSError, match="refused"):
+            server.dial()
+        assert server.thread.is_alive()
+        inside.sendall(body[-100:])
+        said = read_all(inside)
+        assert statuses(said) == [200]
+        assert b"connection: close" in said.lower()
+        server.thread.join(10)
+        assert server.code == 0
+
+
+def test_who_is_at_the_door_is_let_in(predictor):
+    """The system has taken a client in, with its request, before we could."""
+    with serving(predictor) as server:
+        busy = threading.Event()
+        server.loop.call_soon_threadsafe(lambda: (busy.set(), time.sleep(1), server.server.stop()))
+        assert busy.wait(10)
+        with server.dial() as client:
+            client.sendall(request(body=picture()))
+            assert statuses(read_all(client)) == [200]
+
+
+def test_who_never_ends_is_cut_off(predictor):
+    with serving(predictor, drain=1.0) as server, server.dial() as endless:
+        endless.sendall(request(Content_Length=1000))
+        until(lambda: len(server.app.connections) == 1)
+        start = time.monotonic()
+        server.stop()
+        server.thread.join(10)
+        assert server.code == 1
+        assert 0.9 < time.monotonic() - start < 8
+        assert "clients cut off after 1 seconds: 1" in server.log
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_second_signal_means_it(model, number, code):
+    with child(model) as server, server.dial() as endless:
+        endless.sendall(request(Content_Length=1000))
+        until(lambda: server.count("vitrail_connections") == 2)
+        server.signal(number)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.signal(number)
+        assert server.wait(10) == code
+
+
+def test_nobody_is_welcome_before_the_model_is_warm():
+    predictor = Gated(toy())
+    predictor.gate.clear()
+    threading.Timer(0.5, predictor.gate.set).start()
+    seen = []
+    original = predictor.answer
+
+    def answer(some):
+        seen.append(len(some))
+        return original(some)
+
+    predictor.answer = answer
+    start = time.monotonic()
+    with serving(predictor, batch=4) as running:
+        assert time.monotonic() - start >= 0.4
+        assert seen == [1, 4]
+        assert running.get("/readyz") == (200, {"ready": True})
+
+
+def test_a_model_that_cannot_answer_is_not_served(predictor, monkeypatch):
+    monkeypatch.setattr(predictor, "answer", lambda some: 1 / 0)
+    with serving(predictor) as server:
+        server.thread.join(10)
+        assert server.code == 1
+        assert not server.app.welcome
+        assert server.log[0].startswith("bug: ZeroDivisionError in <lambda>")
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+SECRET = "a-secret-of-some-length"
+
+
+def test_it_says_what_is_served_and_where(model, tmp_path):
+    (tmp_path / "token").write_text(SECRET + "\n")
+    (tmp_path / "a.png").write_bytes(picture())
+    words = [model, "--port", 0, "--token-file", tmp_path / "token", "--examples", tmp_path, "--batch", 4]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitrail", "serve", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    first, second = (process.stdout.readline() for _ in range(2))
+    assert first == "toy: 5 classes, 32x32 pixels\n"
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+  \(for anybody with the token; Ctrl-C stops\)\n", second)
+    process.send_signal(signal.SIGINT)
+    rest = "".join(process.communicate(timeout=60))
+    assert process.returncode == 0
+    assert SECRET not in first + second + rest
+
+
+def refused(monkeypatch, *words, **environment):
+    """What the command says where it does not begin, and whether that names a secret."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    app = typer.Typer()
+    app.command()(serve)
+    found = CliRunner().invoke(app, [str(word) for word in words])
+    assert isinstance(found.exception, VitrailError), found.output
+    assert found.output == ""
+    return str(found.exception)
+
+
+def test_other_machines_need_a_token(model, monkeypatch):
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        assert "needs a token. Got --host" in refused(monkeypatch, model, "--host", host)
+    # with one, and with --public, it goes on to take the address
+    for more in ([], ["--public"]):
+        token = {} if more else {"VITRAIL_TOKEN": SECRET}
+        said = refused(monkeypatch, model, "--host", "192.0.2.1", *more, **token)
+        assert said.startswith("The address must be this machine's, and free. Got 192.0.2.1:8000 (")
+        monkeypatch.delenv("VITRAIL_TOKEN", raising=False)
+
+
+def test_what_it_refuses(model, tmp_path, monkeypatch):
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "short").write_text("not-long-enough")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for words, given in {
+            "must be this machine's, and free. Got 127.0.0.1:": [model, "--port", port],
+            "A token must have 16 letters or more. Got a shorter one.": [
+                model,
+                "--token-file",
+                tmp_path / "short",
+            ],
+            "--token-file must name a text file.": [model, "--token-file", tmp_path / "none"],
+            "empty, which is empty": [model, "--token-file", tmp_path / "empty"],
+            "Examples must be a folder": [model, "--port", 0, "--examples", tmp_path / "none"],
+            "none.safetensors": [tmp_path / "none.safetensors", "--port", 0],
+            "deadline must be a number of seconds above 0": [model, "--deadline", "-1"],
+        }.items():
+            said = refused(monkeypatch, *given)
+            assert words in said
+            assert "not-long-enough" not in said
+
+
+def test_settings_do_not_show_the_token():
+    settings = ServeConfig(token=SECRET)
+    assert SECRET not in repr(settings) + str(settings)
+    with pytest.raises(ConfigError) as caught:
+        ServeConfig(token=SECRET + " with spaces")
+    assert SECRET not in str(caught.value)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
-from serving import LABELS, form, picture, png, request, serving, statuses, toy, until
 
 import vitrail as vt
+from serving import LABELS, form, picture, png, request, serving, statuses, toy, until
 from vitrail.serve.examples import Example
 from vitrail.serve.openapi import SCHEMAS
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
-from serving import LABELS, PATIENCE, Gated, form, picture, serving, toy, until
 
 import vitrail as vt
+from serving import LABELS, PATIENCE, Gated, form, picture, serving, toy, until
 from vitrail.predict import Prediction
 from vitrail.serve.batcher import Batcher, Expired
 from vitrail.serve.messages import Refusal

@@ -6,6 +6,7 @@ import struct
 import time
 
 import pytest
+
 from serving import Gated, form, picture, read_all, request, serving, statuses, toy, until
 
 GET = request("/healthz", method="GET", Content_Length=None)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 import pytest
+
 from serving import (
     PATIENCE,
     Gated,

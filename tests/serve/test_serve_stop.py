@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 import typer
-from serving import Gated, child, picture, read_all, request, serving, statuses, toy, until
 from typer.testing import CliRunner
 
+from serving import Gated, child, picture, read_all, request, serving, statuses, toy, until
 from vitrail.cli.serve import serve
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serve.settings import ServeConfig

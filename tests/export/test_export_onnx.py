@@ -359,6 +359,7 @@ def test_the_command_says_the_proof_and_nothing_else(export, tmp_path):
         (["--to", "tflite"], "Got 'tflite'. There is: onnx, torch-export, html."),
         (["--to", "onnx", "--out", "x.pt2"], "must end in .onnx. Got x.pt2."),
         (["--to", "torch-export", "--out", "x.onnx"], "must end in .pt2. Got x.onnx."),
+        (["--to", "onnx", "--out", "none/x.onnx"], "folder that is there. Got none, which is no folder."),
         (["--to", "onnx", "--dynamic", "height"], "--dynamic takes batch, or batch,size. Got 'height'."),
         (["--to", "html", "--dynamic", "size"], "A page takes neither"),
         (["--to", "html", "--with-preprocess"], "A page takes neither"),

@@ -69,6 +69,13 @@ def test_what_an_onnx_file_cannot_do_says_why(folder):
         Predictor(folder / "model.onnx", size=56)
 
 
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(
+        FileError, match=r"must be there\. Got .*none\.onnx: No such file .*\. Check the path\."
+    ):
+        Predictor(tmp_path / "none.onnx")
+
+
 @pytest.mark.parametrize("name", ["x.pt2", "x.ts", "x.pkl"])
 def test_files_with_programs_are_not_opened(name, tmp_path):
     with pytest.raises(FileError, match=r"could run anything. Got .*Give the vitrail file \(.safetensors\)"):
@@ -216,3 +223,29 @@ def test_hostile_files_are_refused_and_nothing_falls_over(folder, tmp_path):
         assert line.startswith("refused"), (path.name, line)
         assert word in line, (path.name, line)
         assert "\x1b" not in line
+
+
+def test_the_command_takes_it_and_says_what_it_cannot(folder, tmp_path):
+    def predict(*more):
+        command = [
+            sys.executable,
+            "-m",
+            "vitrail",
+            "predict",
+            folder / "model.onnx",
+            folder / "digits" / "1.png",
+        ]
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=120)
+
+    done = predict("--format", "jsonl", "--embeddings", tmp_path / "e.npy")
+    assert done.returncode == 0, done.stderr
+    assert (
+        json.loads(done.stdout)["label"]
+        == Predictor(folder / "model.safetensors")(folder / "digits" / "1.png").label
+    )
+    assert np.load(tmp_path / "e.npy").shape == (1, 64)
+    done = predict("--explain", tmp_path / "overlays")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "To see where a model looked takes the model itself" in done.stderr
+    assert not (tmp_path / "overlays").exists()

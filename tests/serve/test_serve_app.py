@@ -316,6 +316,7 @@ def test_other_tokens(guarded, given):
 
 def test_the_token(guarded):
     assert guarded.predict(headers=WITH)[0] == 200
+    assert guarded.predict(headers={"Authorization": f"bearer {TOKEN}"})[0] == 200
     assert guarded.get("/v1/model", headers=WITH)[0] == 200
 
 
@@ -482,6 +483,13 @@ def test_every_answer_is_as_openapi_says(server):
             check(json.loads(data), content[kind]["schema"], f"{method} {path} {status}")
         met.add(status)
     assert met >= {200, 400, 403, 404, 405, 413, 415, 422}
+
+
+def test_openapi_has_what_any_request_may_meet(server):
+    for methods in server.get("/openapi.json")[1]["paths"].values():
+        assert {"400", "405", "408", "431", "500", "501", "503"} <= set(
+            *(m["responses"] for m in methods.values())
+        )
 
 
 def test_openapi_knows_of_the_token(guarded, server):

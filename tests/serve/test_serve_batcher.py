@@ -59,6 +59,18 @@ def test_whatever_waits_goes_together_and_nobody_waits_for_company():
         assert one.label == other.label
 
 
+def test_pictures_of_their_own_sizes_go_alone():
+    """As those do that an ONNX file resizes: together they would only wait for each other."""
+    predictor = Gated(toy())
+    predictor.engine.one_by_one = True
+    with serving(predictor) as running:
+        body, kind = form(*[picture()] * 3)
+        assert running.predict(body, kind=kind)[0] == 200
+        assert predictor.batches == [1, 1, 1]
+        limits = running.get("/v1/model")[1]["limits"]
+        assert (limits["batch"], limits["queue"], limits["files"]) == (1, 8, 8)  # whole pictures wait: fewer
+
+
 def test_a_call_has_the_model_to_itself_and_keeps_its_turn():
     predictor = Gated(toy())
 

@@ -72,6 +72,10 @@ def test_an_address_as_proxies_write_it(server):
     assert statuses(server.talk(request("http://a.b/healthz", method="GET", Connection="close"))) == [200]
 
 
+def test_an_address_within_an_address_is_no_proxys(server):
+    assert server.ask("/healthz?from=http://x/nowhere")[0] == 200
+
+
 def test_a_body_in_chunks(server):
     data = picture()
     chunks = [
@@ -291,6 +295,7 @@ def test_a_head_that_is_too_long(server, at_once):
     head = request(Long="x" * 20_000, Connection="close")
     said = server.talk(head) if at_once else server.talk(head[:17_000])
     assert statuses(said) == [431]
+    assert b"may have 16,384 bytes" in said
 
 
 # ---- badly --------------------------------------------------------------------------------------
@@ -324,6 +329,14 @@ MALFORMED = {
     "OPTIONS": (b"OPTIONS * HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 404),
     "an upgrade": (b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n", 200),
 }
+
+
+def test_what_is_wrong_is_said(server):
+    for name, words in {
+        "nonsense": b"must be HTTP/1.1",
+        "an unknown encoding": b"Got another Transfer-Encoding",
+    }.items():
+        assert words.replace(b"Got ", b'"got": "') in server.talk(MALFORMED[name][0], half=True)
 
 
 @pytest.mark.parametrize("name", MALFORMED)

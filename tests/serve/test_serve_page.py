@@ -245,6 +245,25 @@ def test_the_last_picture_wins(sample, digits_served):
     check_answer(sample, digits_served.predictor, digit(6))
 
 
+def test_the_last_picture_wins_also_before_the_model_is_known(opened):
+    predictor = predictor_of()
+    predictor.bundle = None  # as that of an ONNX file
+    page, _ = opened(predictor)
+    held, asked = [], []
+    page.route("**/v1/model", lambda route: held.append(route))
+    page.reload()
+    wait_until(page, "Boolean(window.vitrail)")
+    page.on("request", lambda request: asked.append(request.method))
+    pictures = [np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8) for seed in (0, 1)]
+    for number, pixels in enumerate(pictures):
+        hand_over(page, "drop", f"{number}.png", png(pixels))
+    held[0].continue_()
+    wait_until(page, "document.getElementById('bars').childElementCount === 5")
+    check_answer(page, predictor, pictures[1])
+    page.wait_for_timeout(300)
+    assert asked.count("POST") == 1
+
+
 # ---- inside --------------------------------------------------------------------------------------------
 
 
@@ -345,6 +364,23 @@ def test_the_slider_looks_in_after_another_layer(three):
     assert painted(three, "attention") == before[0]
     three.locator("#lens button").first.click()
     wait_until(three, "vitrail.inside.found.layer === 0")
+
+
+def test_the_slider_moves_while_a_picture_is_on_its_way(three):
+    held = []
+    three.route("**/v1/explain?layer=1*", lambda route: held.append(route))
+    three.locator("#examples button").nth(7).click()
+    for _ in range(PATIENCE * 40):
+        if held:
+            break
+        three.wait_for_timeout(25)
+    three.locator("#lens button").first.click()
+    wait_until(three, "vitrail.layers.has(0)")
+    held[0].continue_()
+    wait_for_answer(three, "digit 7")
+    wait_until(three, "vitrail.inside.found.layer === 0")
+    assert three.inner_text("#depth-words") == "layer 1 of 2"
+    assert three.inner_text("#attention-words").startswith("In layer 1,")
 
 
 def test_rollout_is_that_of_the_figure(three):
@@ -552,7 +588,7 @@ def test_a_server_that_is_gone_and_comes_back(opened):
 def test_a_token_is_asked_for_and_kept_for_the_tab(opened):
     secret = "a-long-enough-secret"
     page, _ = opened(predictor_of(), token=secret)
-    for given, shown in (("not the right one at all", True), (secret, False)):
+    for given, shown in (("not the right one at all", True), ("“in clever quotes”", True), (secret, False)):
         wait_until(page, "!document.getElementById('token-form').hidden")
         page.fill("#token", given)
         page.keyboard.press("Enter")

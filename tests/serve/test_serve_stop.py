@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from serving import Gated, child, picture, read_all, request, serving, statuses, toy, until
-from vitrail.cli.serve import serve
+from vitrail.cli.serve import name_of, serve
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serve.settings import ServeConfig
 
@@ -128,6 +129,21 @@ def test_who_is_at_the_door_is_let_in(predictor):
             assert statuses(read_all(client)) == [200]
 
 
+def test_who_was_slow_to_take_an_answer_is_not_waited_for_afterwards(predictor):
+    """Its answer was under way, with a promise of more, when the server was told to stop."""
+    with serving(predictor, drain=20.0) as server, server.dial() as slow:
+        server.app.page["/"] = ("text/html", bytes(64 * 2**20))  # more than any system takes at once
+        slow.sendall(request("/", method="GET"))
+        assert slow.recv(1)
+        server.stop()
+        time.sleep(1.5)
+        found = 1
+        while found < 64 * 2**20:
+            found += len(slow.recv(2**20))
+        server.thread.join(10)
+        assert server.code == 0
+
+
 def test_who_never_ends_is_cut_off(predictor):
     with serving(predictor, drain=1.0) as server, server.dial() as endless:
         endless.sendall(request(Content_Length=1000))
@@ -202,6 +218,23 @@ def test_it_says_what_is_served_and_where(model, tmp_path):
     rest = "".join(process.communicate(timeout=60))
     assert process.returncode == 0
     assert SECRET not in first + second + rest
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
+def test_it_leaves_in_peace_where_it_cannot_say_its_address(model):
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
+        found = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[0].startswith("vitrail: The system refused: No space left")
+    assert "terminate" not in found.stderr
+
+
+def test_a_model_has_a_name(predictor, tmp_path, monkeypatch):
+    (tmp_path / "pets").mkdir()
+    monkeypatch.chdir(tmp_path / "pets")
+    for model, name in {".": "pets", "best.safetensors": "best", "hf:owner/cats": "cats"}.items():
+        assert name_of(predictor, model) == name
 
 
 def refused(monkeypatch, *words, **environment):

@@ -45,7 +45,8 @@ def export(
     """Put a model into another form, and prove that it gives the same answers.
 
     An ONNX or .pt2 file is run beside the model on the same inputs before it gets its name; the comparison,
-    the versions and the time both took are in a .proof.json beside it. vitrail predict takes the .onnx.
+    the versions and the time both took are in a .proof.json beside it. vitrail predict and vitrail serve
+    take the .onnx.
 
     The HTML file holds a small model to draw for, in any browser, without a server. A model that a form
     cannot hold is refused, with the field that stands in the way.

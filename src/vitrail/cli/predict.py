@@ -71,6 +71,7 @@ def predict(
         check_headless(top, embeddings)
     heading, line = lines(form, top or 1, config.classes)
     if explain is not None:
+        predictor.parts()  # what cannot be explained is said before there is a folder for it
         explain.mkdir(exist_ok=True)
     count = bad = 0
     with ExitStack() as stack:

@@ -20,20 +20,24 @@ TOKEN = "VITRAIL_TOKEN"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A weight file, a folder with one, or hf:owner/name.")],
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    model: Annotated[
+        str, typer.Argument(help="A weight file, a folder with one, hf:owner/name, or an .onnx file.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all of this machine's.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     token_file: Annotated[
         Path | None, typer.Option(help=f"A file with the token that clients must send; or set {TOKEN}.")
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Other machines may ask without a token. They are not encrypted.")
+        bool, typer.Option("--public", help="Other machines may ask without a token. Nothing is encrypted.")
     ] = False,
     examples: Annotated[
         Path | None, typer.Option(help="A folder of pictures that the page offers, instead of its own.")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="The most pictures in the model at once.")] = 16,
-    queue: Annotated[int, typer.Option(min=1, help="Pictures inside; more are told to come again.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="The most pictures inside; more must come again.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Threads that decode pictures.")] = 2,
     device: Annotated[str | None, typer.Option(help="Where the model runs, such as cuda.")] = None,
@@ -72,7 +76,7 @@ def serve(
     with bind(settings) as listener:  # what is wrong is said before anything slow
         offered = None if examples is None else from_folder(examples)
         predictor = Predictor(model, **options.facts(family, keys, given, size, device=device))
-        name = predictor.card.name or Path(model).stem
+        name = name_of(predictor, model)
         code = run(
             predictor,
             settings,
@@ -83,6 +87,11 @@ def serve(
         )
     sys.stdout.flush()
     os._exit(code)  # a thread that is still computing for a client who has gone must not hold us up
+
+
+def name_of(predictor: Predictor, model: str) -> str:
+    """As its card has it, or its file or folder, which may be "."."""
+    return predictor.card.name or Path(os.path.abspath(model)).stem
 
 
 def read_token(path: Path | None) -> str | None:

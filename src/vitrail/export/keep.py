@@ -24,9 +24,12 @@ from vitrail.weights.bundle import versions
 
 
 def check_place(place: Path, suffix: str) -> Path:
-    """The file and its proof must be new."""
+    """The file and its proof must be new, in a folder that is there."""
     if place.suffix != suffix:
         raise InputError(f"The name of such a file must end in {suffix}.", printable(place), "Name it so.")
+    if not place.parent.is_dir():
+        got = f"{printable(place.parent)}, which is no folder"
+        raise InputError("An export goes into a folder that is there.", got, "Make it, or name another.")
     for path in (place, proof_of(place)):
         if os.path.lexists(path):
             got = f"{printable(path)}, which is there already"

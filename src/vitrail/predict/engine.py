@@ -65,7 +65,9 @@ def open_engine(model: Bundle | str | Path, options: dict[str, Any]) -> Engine:
         return TorchEngine(load(model, **options))
     if options:
         got = f"{printable(model)} with {', '.join(options)}"
-        raise InputError("An ONNX file is taken as it is.", got, "Give these when it is exported.")
+        raise InputError(
+            "An ONNX file is taken as it is.", got, "Leave that out; a size is given to vitrail export."
+        )
     return OnnxEngine(Path(model))
 
 

@@ -65,6 +65,9 @@ def read_onnx(path: Path) -> Described:
         takes = json.loads(metadata.get(TAKES, "null"), object_pairs_hook=unique)
         if ABOUT not in metadata or not isinstance(takes, dict):
             raise ValueError("it does not say which model it is")
+    except FileNotFoundError as error:
+        got = f"{printable(path)}: {error.strerror}"
+        raise FileError("An ONNX file must be there.", got, "Check the path.") from error
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise refused(path, reason) from error

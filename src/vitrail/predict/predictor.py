@@ -107,20 +107,24 @@ class Predictor:
         """Pooled vectors (B, D) and logits (B, K) of levels."""
         return self.engine.run(pixels)
 
-    def explain(self, picture: Any, *, method: Method = "rollout") -> Figure:
-        """The picture, and over it how much of each patch reached the answer: see vitrail.inspect.rollout."""
-        from vitrail.inspect import rollout
-
+    def parts(self) -> Bundle:
+        """The model with its weights, to look into."""
         if self.bundle is None:
             got = "an ONNX file, which has a graph and no parts to look into"
             do = "Use the vitrail file (.safetensors) that it was exported from."
             raise InputError("To see where a model looked takes the model itself.", got, do)
+        return self.bundle
+
+    def explain(self, picture: Any, *, method: Method = "rollout") -> Figure:
+        """The picture, and over it how much of each patch reached the answer: see vitrail.inspect.rollout."""
+        from vitrail.inspect import rollout
+
+        model = self.parts().model
         try:
             pixels = levels(picture, self.preprocess)
         except (OSError, ValueError) as error:
             got = reason_of(error).rstrip(".")
             raise InputError("The picture must be readable.", got, "Give another.") from error
-        model = self.bundle.model
         images = self.preprocess.normalise(pixels)[None].to(next(model.parameters()).dtype)
         return rollout.draw(rollout.compute(model, images, method=method), pixels[None])
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import VitrailError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vitrail.serve.examples import Example
 
 MOST_TOP = 100
+WHOLE = 8  # pictures inside of a model that resizes by itself: each may have as many pixels as are allowed
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class App(Site):
         examples: Sequence[Example],
         log: Callable[[str], None],
     ) -> None:
+        if predictor.engine.one_by_one:
+            # A batch wins nothing, and each would wait for all. What waits are whole pictures: fewer fit.
+            queue = min(settings.queue, WHOLE)
+            settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
         super().__init__(settings)
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
         self.metrics, self.ready = Metrics(), False
@@ -143,8 +148,8 @@ class App(Site):
             allow = "GET, HEAD" if route.method == "GET" else route.method
             must = f"This route takes {allow}."
             raise Refusal(405, "wrong_method", must, "another method", "Use that one.", (("Allow", allow),))
-        given = request.headers.get("authorization", "")
-        token = self.settings.token
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        given, token = f"{scheme.capitalize()} {sent}", self.settings.token  # HTTP takes "bearer" too
         if token and route.guarded and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             header = (("WWW-Authenticate", "Bearer"),)
             must = "This route needs the server's token."

@@ -12,10 +12,9 @@ from socket import SO_ERROR, SOL_SOCKET
 
 import h11
 
-from vitrail.serve.messages import Refusal, Request, Response, busy, malformed, slow, too_large
+from vitrail.serve.messages import HEAD, Refusal, Request, Response, busy, malformed, slow, too_large
 from vitrail.serve.settings import ServeConfig
 
-HEAD = 16 * 2**10  # bytes of a request's head, and of any line between the chunks of a body
 CHUNKS = 2**14  # of one body
 AHEAD = 2**16  # bytes that may come before anybody wants them
 LINGER = 2.0  # seconds for a client that is still sending to read why nobody listens
@@ -220,9 +219,10 @@ class Connection(asyncio.Protocol):
     async def begins(self) -> bool:
         """Whether a request comes; a connection without any is closed without a word."""
         settings, first = self.site.settings, self.parser.their_http_version is None
+        patience = settings.header_time if first else settings.idle_time
         self.idle = True
         try:
-            async with asyncio.timeout(settings.header_time if first else settings.idle_time):
+            async with asyncio.timeout(GRACE if self.site.stopping else patience):
                 while not any(self.parser.trailing_data):
                     await self.more()
         except TimeoutError:
@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
         if not isinstance(event, h11.Request) or not event.http_version.startswith(b"1."):
             raise malformed(400)
         target = event.target.decode("ascii")
-        if "://" in target:  # as proxies write it
+        if not target.startswith("/") and "://" in target:  # as proxies write it
             target = "/" + target.partition("://")[2].partition("/")[2]
         path, _, query = target.partition("?")
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}

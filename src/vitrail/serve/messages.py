@@ -9,6 +9,8 @@ from typing import Any
 
 Headers = tuple[tuple[str, str], ...]
 
+HEAD = 16 * 2**10  # bytes of a request's head, and of any line between the chunks of a body
+
 
 @dataclass
 class Request:
@@ -70,5 +72,11 @@ def slow(what: str, seconds: float) -> Refusal:
 
 
 def malformed(status: int) -> Refusal:
-    """Not HTTP as we know it: 400, or what HTTP has for it (431 too long a head, 501 an unknown encoding)."""
+    """Not HTTP as we know it: 400, or what HTTP has for it."""
+    if status == 431:
+        must = f"The head of a request may have {HEAD:,} bytes."
+        return Refusal(status, "long_head", must, "more", "Send fewer or shorter headers.")
+    if status == 501:
+        must, got = "A body must have a Content-Length, or come in chunks.", "another Transfer-Encoding"
+        return Refusal(status, "unknown_encoding", must, got, "Use one of these.")
     return Refusal(status, "malformed", "A request must be HTTP/1.1 or 1.0.", "none", "Use an HTTP client.")

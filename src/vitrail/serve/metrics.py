@@ -69,9 +69,9 @@ class Metrics:
     def __init__(self) -> None:
         self.requests = Counter("vitrail_requests_total", "Answers.", "method", "route", "status")
         self.latency = Histogram("vitrail_request_seconds", "From a request's head to the end of its answer.")
-        self.pictures = Counter("vitrail_pictures_total", "Pictures the model was asked about.")
+        self.pictures = Counter("vitrail_pictures_total", "Pictures that could be read.")
         self.bad = Counter("vitrail_bad_pictures_total", "Pictures that could not be read.")
-        self.rejected = Counter("vitrail_rejected_total", "Requests that found no place.")
+        self.rejected = Counter("vitrail_rejected_total", "Requests for whose pictures there was no place.")
         self.expired = Counter("vitrail_expired_total", "Requests that were not answered in time.")
         self.abandoned = Counter("vitrail_abandoned_total", "Requests whose client left.")
         self.dropped = Counter("vitrail_dropped_total", "Jobs that left the queue without being run.")

@@ -92,7 +92,10 @@ SCHEMAS["Explanation"] = {
 }
 
 # What any request may meet, what a guarded route may, and what work may.
-ALWAYS = {400: "Malformed", 405: "Another method", 408: "Too slow", 431: "Too long a head", 500: "A bug"}
+ALWAYS = {
+    **{400: "Malformed", 405: "Another method", 408: "Too slow", 431: "Too long a head", 500: "A bug"},
+    **{501: "An unknown Transfer-Encoding", 503: "Too many clients: come again after Retry-After"},
+}
 GUARDED = {401: "No token, or another"}
 WORKING = {503: "Busy: come again after Retry-After", 504: "Not answered in time"}
 PICTURES = {

@@ -112,12 +112,12 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.on_signal, number)
-        self.app.batcher.start(lambda: loop.call_soon_threadsafe(self.stop, 1))
         self.listener.listen(BACKLOG)
+        host, port = self.listener.getsockname()[:2]
+        started(f"http://{f'[{host}]' if ':' in host else host}:{port}")  # it may fail; no model runs yet
+        self.app.batcher.start(lambda: loop.call_soon_threadsafe(self.stop, 1))
         loop.add_reader(self.listener, self.accept)
         warming = loop.create_task(self.warm_up())
-        host, port = self.listener.getsockname()[:2]
-        started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
         await self.told.wait()
         warming.cancel()
         await self.drain()

@@ -33,6 +33,7 @@ export class Inside {
     this.listAnswers(found.lens);
     this.cutApart();
     this.paint();
+    if (found.layer !== this.layer) await this.look();  // the slider was moved meanwhile
   }
 
   build({ prefix, grid: [h, w], attention }) {
@@ -85,13 +86,16 @@ export class Inside {
     this.paintDepth();
     $("attention-map").classList.add("waiting");
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.attempt(async () => {
-      const found = await this.fetchLayer(layer);
-      if (layer !== this.layer) return;
-      this.found = found;
-      this.weights = found.attention.reason ? null : unpack(found.attention);
-      this.paintAttention();
-    }), PAUSE);
+    this.timer = setTimeout(() => this.attempt(() => this.look()), PAUSE);
+  }
+
+  /** Fetch and show the attention of the layer we are at. */
+  async look() {
+    const { layer } = this, found = await this.fetchLayer(layer);
+    if (layer !== this.layer) return;
+    this.found = found;
+    this.weights = found.attention.reason ? null : unpack(found.attention);
+    this.paintAttention();
   }
 
   /** The picture comes apart along its patches, unless the user wants pages that keep still. */

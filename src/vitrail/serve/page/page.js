@@ -54,9 +54,10 @@ const say = (words) => { $("says-words").textContent = words; };
 
 function take(file, name) {
   state.going.abort();
-  state.going = new AbortController();
+  const { signal } = state.going = new AbortController();
   attempt(async () => {
     await ready();
+    signal.throwIfAborted();  // another picture came while we waited
     check(file, name, state.model.limits.bytes);
     state.file = file;
     state.layers.clear();

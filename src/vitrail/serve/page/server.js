@@ -31,7 +31,9 @@ export async function ask(path, { body, signal, waiting = () => {} } = {}) {
 export const askJSON = async (path, options) => (await ask(path, options)).json();
 
 async function send(path, body, signal) {
-  const headers = token.get() ? { Authorization: `Bearer ${token.get()}` } : {};
+  const known = token.get() ?? "";
+  if (/[^ -~]/.test(known)) throw new Trouble("token", "A token has no such letters.");  // nor has a header
+  const headers = known ? { Authorization: `Bearer ${known}` } : {};
   if (body) headers["Content-Type"] = body.type.startsWith("image/") ? body.type : "application/octet-stream";
   try {
     return await fetch(path, { method: body ? "POST" : "GET", body, headers, signal, cache: "no-store" });

@@ -16,7 +16,7 @@ from scipy import stats
 from vitrail.data.sources import open_data
 from vitrail.errors import VitrailError
 from vitrail.labs.interval import interval, t_point
-from vitrail.labs.study import Study, best_rate, study
+from vitrail.labs.study import Difference, Study, best_rate, study
 from vitrail.labs.trial import Trial
 
 TINY = dict(
@@ -184,6 +184,17 @@ def test_interval_is_that_of_students_t():
             stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values)), abs=1e-4
         )
     assert interval([1.0]) is None
+
+
+def test_a_difference_is_paired_by_seed():
+    found = Difference.of([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
+    assert (found.mean, found.n, found.clear) == (pytest.approx(0.1), 3, True)
+    assert found.interval == pytest.approx((0.1, 0.1)), "what both share does not count"
+    assert Difference.of([0.4, 0.6], [0.5, 0.2]).mean == pytest.approx(0.15)
+    assert not Difference.of([0.4, 0.6], [0.5, 0.2]).clear
+    assert Difference.of([0.5], [0.4]).interval is None
+    with pytest.raises(ValueError, match="shorter"):
+        Difference.of([0.5, 0.7], [0.4])
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,20 @@ LABS = {
     "walk": "walk",
     "scale": "scale",
     "permutation": "permutation",
+    "positions": "positions",
+    "practice": "practice",
+    "pool": "pool",
+    "norms": "norms",
     "activation": "activation",
+    "blocks": "blocks",
+    "translation": "translation",
+    "convolution": "convolution",
     "association": "association",
     "double-if": "double_if",
-    "convolution": "convolution",
+    "resolution": "resolution",
+    "attention-distance": "attention_distance",
+    "characters": "characters",
+    "encoder-decoder": "encoder_decoder",
 }
 RESULTS = Path(__file__).with_name("results.json")
 
@@ -131,7 +141,7 @@ def perform(name: str, place: Path, size: Size = "full", data: str | Path | None
         "name": name,
         "note": lab.NOTE,
         "claim": lab.CLAIM,
-        "command": f"vitrail lab {name}",
+        "command": f"vitrail lab {name}" + ("" if data is None else f" --data {Path(data).name}"),
     }
     said |= result.as_json() | {"size": size, "seconds": seconds, "environment": around | {"threads": 1}}
     said["data"] = None if data is None else Path(data).name

@@ -88,6 +88,12 @@ class Difference:
     """Of the mean, 95 %; None of a single seed."""
     n: int
 
+    @classmethod
+    def of(cls, first: Sequence[float], second: Sequence[float]) -> Difference:
+        """First minus second, each a score for every seed."""
+        apart = [a - b for a, b in zip(first, second, strict=True)]
+        return cls(math.fsum(apart) / len(apart), interval(apart), len(apart))
+
     @property
     def clear(self) -> bool:
         """Whether the interval leaves out zero."""
@@ -112,9 +118,7 @@ class Study:
         for name in (first, second):
             if name not in self.arms:
                 raise InputError("An arm must be one of the study's.", show(name), suggest(name, self.arms))
-        pairs = zip(self.arms[first].scores, self.arms[second].scores, strict=True)
-        differences = [a - b for a, b in pairs]
-        return Difference(math.fsum(differences) / len(differences), interval(differences), len(differences))
+        return Difference.of(self.arms[first].scores, self.arms[second].scores)
 
     @property
     def notes(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The runs of a study: one after the other or in processes of their own, each of them only once."""
+"""The runs of labs and studies, one after the other or in processes of their own; a study's only once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 
@@ -25,6 +27,11 @@ from vitrail.training.run import run
 from vitrail.training.settings import Recipe
 from vitrail.training.tally import Diverged
 
+if TYPE_CHECKING:
+    from vitrail.labs.lab import Size
+
+Given = TypeVar("Given")
+Got = TypeVar("Got")
 START = {"from_file": False, "teacher": None}  # what a study's run begins with
 
 
@@ -60,54 +67,80 @@ class Trial:
     """Since it was last begun or gone on with."""
 
 
-class Workers:
-    """Processes that stay for all runs of a study, so that torch is loaded once in each."""
+class Pool:
+    """Processes with one thread each, that stay for all they are asked, so that torch is loaded once in each.
 
-    def __init__(self, data: Dataset, processes: int) -> None:
-        self.data, self.processes = data, processes
+    What comes out does not depend on how many there are.
+    """
+
+    cure = (
+        'In a script, begin below `if __name__ == "__main__":`; if memory ran out, end other programs or '
+        "give less data."
+    )
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
         self.pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
+    def each(self, function: Callable[[Given], Got], given: Sequence[Given]) -> list[Got]:
+        """What a function gives for each, in their order."""
+        if self.processes == 1 or (self.pool is None and len(given) < 2):
+            with one_thread():
+                return [function(one) for one in given]
+        if self.pool is None:
+            if current_process().name != "MainProcess":  # a script's lines, run again by its own process
+                raise self.lost("one that was about to start others itself")
+            spawn = get_context("spawn")  # a fork would copy torch's threads, halfway through anything
+            self.pool = ProcessPoolExecutor(self.processes, spawn, begin)
+        # All that a process needs goes with each: handed over at the start, much of it would block the
+        # parent for ever where a process does not come up to read it.
+        try:
+            waiting = [self.pool.submit(function, one) for one in given]
+            return [one.result() for one in waiting]
+        except BrokenProcessPool as error:
+            raise self.lost("one that ended by itself") from error
+
+    def lost(self, got: str) -> InputError:
+        return InputError("Processes must be able to start and go on.", got, self.cure)
+
+
+class Workers(Pool):
+    """The processes of a study."""
+
+    cure = (
+        'In a script, call study() below `if __name__ == "__main__":`, or give processes=1; if memory ran '
+        "out, give fewer processes. What is finished is kept."
+    )
+
+    def __init__(self, data: Dataset, processes: int) -> None:
+        super().__init__(processes)
+        self.data = data
+
     def run(self, tasks: Sequence[Task]) -> list[Trial]:
         """Every task's trial, in their order; those finished before are read."""
         known = {task.place: finished(task, self.data) for task in tasks}
         left = [task for task in tasks if known[task.place] is None]
-        if self.processes == 1 or (self.pool is None and len(left) < 2):
-            with one_thread():
-                done = [work(task, self.data) for task in left]
-        else:
-            done = self.together(left)
+        done = self.each(partial(work, data=self.data), left)
         known |= {task.place: trial for task, trial in zip(left, done, strict=True)}
         return [trial for task in tasks if (trial := known[task.place]) is not None]
 
-    def together(self, tasks: Sequence[Task]) -> list[Trial]:
-        if self.pool is None:
-            if current_process().name != "MainProcess":  # a script's lines, run again by its own process
-                raise lost("a study that such a process was about to start itself")
-            spawn = get_context("spawn")  # a fork would copy torch's threads, halfway through anything
-            self.pool = ProcessPoolExecutor(self.processes, spawn, begin)
-        # The data goes with every task: handed over at the start, much of it would block the parent
-        # for ever where a process does not come up to read it.
-        waiting = [self.pool.submit(work, task, self.data) for task in tasks]
-        try:
-            return [one.result() for one in waiting]
-        except BrokenProcessPool as error:
-            raise lost("one that ended by itself") from error
+
+def each(function: Callable[[Given], Got], given: Sequence[Given], processes: int) -> list[Got]:
+    """The same with processes that go when it is done."""
+    with Pool(processes) as pool:
+        return pool.each(function, given)
 
 
-def lost(got: str) -> InputError:
-    return InputError(
-        "A study's processes must be able to start and go on.",
-        got,
-        'In a script, call study() below `if __name__ == "__main__":`, or give processes=1; if memory ran '
-        "out, give fewer processes. What is finished is kept.",
-    )
+def processes_for(size: Size) -> int:
+    """How many runs of a lab there are at a time: as many as there are cores, up to 16."""
+    return 1 if size == "small" else max(2, min(16, os.cpu_count() or 2))
 
 
 # ---- in a process of its own ----------------------------------------------------------------

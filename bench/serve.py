@@ -170,9 +170,9 @@ def speed(model: Path, rounds: int, seconds: float, peers: list[str]) -> dict[st
                 seen = asyncio.run(closed(port, path, bodies, CLIENTS, seconds))
                 rate.setdefault(name, []).append(len(seen.seconds) / (time.perf_counter() - begin))
                 idle = asyncio.run(closed(port, path, bodies, 1, seconds / 2))
-                alone.setdefault(name, []).append(idle.latency(0.5))
                 if seen.refused or seen.other or idle.other:
                     raise SystemExit(f"{name} did not answer everything: {seen.other}, {len(seen.refused)}")
+                alone.setdefault(name, []).append(idle.latency(0.5))
         print({name: round(values[-1], 2) for name, values in rate.items()}, flush=True)
     loop = [max(pair) for pair in zip(rate["loop, in between"], rate["loop, two threads"], strict=True)]
     return {

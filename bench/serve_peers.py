@@ -5,8 +5,6 @@
 the serving differs.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import sys
@@ -26,39 +24,49 @@ def fastapi(model: str, port: int) -> None:
     app, predict = FastAPI(), Predictor(model)
 
     @app.post("/v1/predict")
-    async def answer(request: Request) -> Any:
+    async def answer(request: Request) -> Any:  # not as text: FastAPI looks for the class
         data = await request.body()
         found = await run_in_threadpool(lambda: predict(Image.open(io.BytesIO(data))))
         return {"label": found.label, "score": found.score}
 
-    answer.__annotations__["request"] = Request  # FastAPI looks for it among the module's names
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
+try:
+    from litserve import LitAPI, LitServer
+except ImportError:  # then it cannot be started either
+    LitAPI = object
+
+
+class Api(LitAPI):  # type: ignore[misc]
+    """In LitServe's own process: it takes the class from this module, by its name."""
+
+    model = ""
+
+    def setup(self, device: str) -> None:
+        self.ask = Predictor(self.model)
+
+    def decode_request(self, request: dict[str, str]) -> Any:
+        picture = Image.open(io.BytesIO(base64.b64decode(request["image"])))
+        return self.ask.preprocess.pixels(picture)
+
+    def batch(self, inputs: list[Any]) -> Any:
+        return np.stack(inputs)
+
+    def predict(self, x: Any) -> Any:
+        return list(self.ask.answer([("", one) for one in x]))
+
+    def unbatch(self, output: Any) -> Any:
+        return output
+
+    def encode_response(self, output: Any) -> Any:
+        return {"label": output.label, "score": output.score}
+
+
 def litserve(model: str, port: int) -> None:
-    import litserve as ls
-
-    class Api(ls.LitAPI):  # type: ignore[misc]
-        def setup(self, device: str) -> None:
-            self.predict_ = Predictor(model)
-
-        def decode_request(self, request: dict[str, str]) -> Any:
-            picture = Image.open(io.BytesIO(base64.b64decode(request["image"])))
-            return self.predict_.preprocess.pixels(picture)
-
-        def batch(self, inputs: list[Any]) -> Any:
-            return np.stack(inputs)
-
-        def predict(self, x: Any) -> Any:
-            return list(self.predict_.answer([("", one) for one in x]))
-
-        def unbatch(self, output: Any) -> Any:
-            return output
-
-        def encode_response(self, output: Any) -> Any:
-            return {"label": output.label, "score": output.score}
-
-    server = ls.LitServer(Api(max_batch_size=16, batch_timeout=0.01), accelerator="cpu")
+    api = Api(max_batch_size=16, batch_timeout=0.01)
+    api.model = model
+    server = LitServer(api, accelerator="cpu")
     server.run(port=port, host="127.0.0.1", log_level="warning", generate_client_file=False)
 
 

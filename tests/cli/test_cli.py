@@ -186,3 +186,18 @@ def test_a_bug_of_ours_is_a_sentence_and_a_trace_on_demand(tmp_path):
     )
     done = vitrail_command("demo", "--out", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), VITRAIL_DEBUG="1")
     assert "Traceback" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no file that is always full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_output_that_cannot_be_written_is_a_sentence(tmp_path, buffered):
+    """Also where Python would find out only when it shuts down."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "vitrail", "notes", "--markdown"]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("vitrail: The system refused: No space left on device.")
+    assert done.stderr.count("\n") == 1

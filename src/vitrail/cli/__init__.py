@@ -67,11 +67,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        app()
+        _run()
     except VitrailError as error:
         _fail(str(error), 2)
     except BrokenPipeError:  # whoever read our output (`| head`) has gone: nothing to say to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         sys.exit(1)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
@@ -89,9 +89,26 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {error}. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.", 1)
 
 
+def _run() -> None:
+    """The command, to its last letter: what cannot be written is our affair, not Python's at the very end."""
+    try:
+        app()
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+
+
 def _fail(message: str, code: int) -> None:
     print(f"vitrail: {message}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try once more, complain, and leave with a code of its own
+        _give_up_output()
     sys.exit(code)
+
+
+def _give_up_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stop() -> None:

@@ -1,6 +1,7 @@
 """What all tests share: a fixed seed, and models whose every parameter matters."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -54,3 +55,24 @@ def tiny():
 @pytest.fixture
 def pictures(tiny):
     return torch.randn(4, tiny.config.channels, *tiny.config.pixels)
+
+
+SWITCHES = [  # of Debian's Chromium, which needs no network and no GPU
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run"),
+]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "CI must have a Chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        yield browser
+        browser.close()

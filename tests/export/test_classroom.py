@@ -1,41 +1,19 @@
 """The classroom page in a real browser: its numbers are PyTorch's, and it does what a hand asks of it."""
 
-import os
-import shutil
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import vitrail as vt
-from conftest import shake
+from conftest import needs_chromium, shake
 from vitrail.export.html import write_classroom
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_model, sample_pictures
 from vitrail.model import record
 from vitrail.weights.bundle import Bundle, Card
 
-SWITCHES = [
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-sync", "--no-first-run"),
-]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
-)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM, "CI must have a Chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
-        yield browser
-        browser.close()
+pytestmark = needs_chromium
 
 
 class Watched:

@@ -3,9 +3,7 @@
 import asyncio
 import base64
 import io
-import os
 import re
-import shutil
 import threading
 from contextlib import ExitStack
 
@@ -15,7 +13,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from conftest import shake
+from conftest import needs_chromium, shake
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_model, sample_pictures
 from vitrail.serve.app import App
@@ -24,15 +22,7 @@ from vitrail.serve.server import Server, bind, page_files
 from vitrail.serve.settings import ServeConfig
 from vitrail.weights.bundle import Bundle, Card
 
-SWITCHES = [
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-sync", "--no-first-run"),
-]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
-)
+pytestmark = needs_chromium
 
 PATIENCE = 30  # seconds, for a machine that has other things to do
 SMALL = dict(width=12, depth=2, heads=3, patch=8, size=24, channels=3, classes=5)
@@ -98,17 +88,6 @@ class Watched:
         assert [url for url in self.asked if not url.startswith(here)] == []
         refused = "Failed to load resource"  # what the browser says of every answer that is an error
         assert [text for text in self.complaints if not text.startswith(refused)] == []
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM, "CI must have a Chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, needs, printable
@@ -71,6 +72,11 @@ def open_engine(model: Bundle | str | Path, options: dict[str, Any]) -> Engine:
     return OnnxEngine(Path(model))
 
 
+def batch_of(levels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, like: Tensor) -> Tensor:
+    """Levels (H, W, C) of several pictures as `evaluate` makes them an input, (B, C, H, W)."""
+    return inputs_of(torch.from_numpy(np.stack(levels)).permute(0, 3, 1, 2), preprocess, like)
+
+
 class TorchEngine(Engine):
     """The model itself, normalised and run as `evaluate` does it."""
 
@@ -83,8 +89,7 @@ class TorchEngine(Engine):
         self.labels, self.card = bundle.labels, bundle.card
 
     def run(self, levels: Sequence[NDArray[np.uint8]]) -> Rows:
-        pixels = torch.from_numpy(np.stack(levels)).permute(0, 3, 1, 2)
-        images = inputs_of(pixels, self.preprocess, next(self.model.parameters()))
+        images = batch_of(levels, self.preprocess, next(self.model.parameters()))
         with evaluating(self.model):
             pooled = self.model.encode(images).pooled
             logits = self.model.logits(self.model.head(pooled))
@@ -109,7 +114,7 @@ class OnnxEngine(Engine):
 
     def run(self, levels: Sequence[NDArray[np.uint8]]) -> Rows:
         if not self.whole:
-            return self.answers(normalised(np.stack(levels), self.preprocess))
+            return self.answers(batch_of(levels, self.preprocess, torch.zeros(())).contiguous().numpy())
         rows = [self.answers(picture[None]) for picture in levels]
         embeddings, logits = zip(*rows, strict=True)
         return np.concatenate(embeddings), np.concatenate(logits)
@@ -164,10 +169,3 @@ def check_ends(session: Any, found: Described, path: Path) -> str:
         took = [(one.name, one.type, one.shape) for one in inputs]
         raise refused(path, f"it takes {took} and gives {sorted(outputs)}, which its config does not say")
     return name
-
-
-def normalised(levels: NDArray[np.uint8], preprocess: Preprocess) -> NDArray[np.float32]:
-    """Levels (B, H, W, C) as `inputs_of` makes them an input, (B, C, H, W)."""
-    scale, mean, std = (np.array(n, np.float32) for n in (preprocess.scale, preprocess.mean, preprocess.std))
-    x = (levels.astype(np.float32) * scale - mean) / std
-    return np.ascontiguousarray(x.transpose(0, 3, 1, 2), dtype=np.float32)

@@ -316,3 +316,11 @@ def test_a_folder_without_pictures_and_a_picture_that_is_none(tmp_path):
     (tmp_path / "x.png").write_text("<script>alert(1)</script>")
     with pytest.raises(InputError, match=r"x\.png"):
         from_folder(tmp_path)
+
+
+def test_a_small_model_gets_digits_without_a_margin():
+    """As the demo's model learned them: with one, half of its 8 x 8 pixels would be empty."""
+    inked, framed = (np.asarray(Image.open(io.BytesIO(built_in(1, side)[1].data))) for side in (8, 28))
+    assert (inked.shape, framed.shape) == ((20, 20), (28, 28))
+    assert np.array_equal(inked, framed[4:24, 4:24])
+    assert framed[:4].max() == 0

@@ -82,7 +82,9 @@ def serve(
             settings,
             listener=listener,
             name=name,
-            examples=built_in(predictor.config.channels) if offered is None else offered,
+            examples=built_in(predictor.config.channels, min(predictor.preprocess.target))
+            if offered is None
+            else offered,
             started=lambda address: print(welcome(predictor, settings, name, address), flush=True),
         )
     sys.stdout.flush()

@@ -75,10 +75,17 @@ def as_png(name: str, picture: Image) -> Example:
     return Example(name, "image/png", file.getvalue())
 
 
-def built_in(channels: int) -> list[Example]:
-    """Pictures for a model of so many channels; none for numbers of channels that no picture file has."""
+SHEET, MARGIN = 28, 4  # pixels of a digit as MNIST has it
+
+
+def built_in(channels: int, side: int = SHEET) -> list[Example]:
+    """Pictures for a model of so many channels; none for numbers of channels that no picture file has.
+
+    Args:
+        side: of the model's picture. A small one has no room for the margin that MNIST's digits have.
+    """
     if channels == 1:
-        return digits()
+        return digits(MARGIN if side >= SHEET - 2 * MARGIN else 0)
     if channels not in (3, 4):
         return []
     windows = {"rose window": rose, "sunset": sunset, "flower": flower, "fish": fish, "night": night}
@@ -88,7 +95,7 @@ def built_in(channels: int) -> list[Example]:
 # ---- digits -----------------------------------------------------------------------------------------
 
 
-def digits() -> list[Example]:
+def digits(margin: int) -> list[Example]:
     """Ten of scikit-learn's; where that is not installed, some of a few strokes."""
     from PIL import Image
 
@@ -99,7 +106,8 @@ def digits() -> list[Example]:
     except (MissingExtra, ImportError):
         return [as_png(f"digit {digit}", strokes(points)) for digit, points in STROKES.items()]
     both = zip(found.names, found.pixels, strict=True)
-    return [as_png(name, Image.fromarray(pixels[..., 0])) for name, pixels in both]
+    inked = slice(MARGIN - margin, SHEET - MARGIN + margin)
+    return [as_png(name, Image.fromarray(pixels[inked, inked, 0])) for name, pixels in both]
 
 
 STROKES: dict[int, list[Point]] = {  # on a sheet of 28 x 28

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vitrail.labs import attention_distance as lab
-from vitrail.labs.given import fields_for, opened
+from vitrail.labs.given import of_the_notes, opened
 from vitrail.labs.lab import Verdict
 from vitrail.labs.study import settled
 from vitrail.labs.trial import one_thread
@@ -41,7 +41,7 @@ def test_the_slope_is_that_of_a_straight_line():
 def test_a_model_that_looks_at_all_alike_is_at_one():
     """With q and k zero, attention is uniform in every layer."""
     data = opened(None, 20, 10)
-    recipe = settled("mnist-notes", data, {}, {"model": {**fields_for(data), "depth": 3}}, 1e-3, 0)
+    recipe = settled("mnist-notes", data, {}, {"model": {**of_the_notes(data), "depth": 3}}, 1e-3, 0)
     torch.manual_seed(0)
     state = {name: tensor.numpy().copy() for name, tensor in lab.ViT(recipe.model).state_dict().items()}
     for name in state:

@@ -16,7 +16,7 @@ from vitrail.inspect import distance
 from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
 from vitrail.inspect.distance import GLOBAL, LOCAL
 from vitrail.inspect.pictures import from_files, from_pixels
-from vitrail.labs.given import described, enlarged, fields_for, opened
+from vitrail.labs.given import described, enlarged, of_the_notes, opened
 from vitrail.labs.interval import interval
 from vitrail.labs.job import Job, do, fill
 from vitrail.labs.lab import Result, Size, Verdict
@@ -50,7 +50,7 @@ LOOKED_AT = 200  # pictures
 def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     small = size == "small"
     pictures = opened(data, *((200, 50) if small else (10_000, 2_000)))
-    model = fields_for(pictures) | {"width": 48, "depth": 6, "heads": 4}
+    model = of_the_notes(pictures) | {"width": 48, "depth": 6, "heads": 4}
     if data is None:  # 8 x 8 pixels, enlarged: 36 places to look at, not 16
         pictures = enlarged(pictures, SIDE)
         model["size"] = SIDE

@@ -203,10 +203,15 @@ def draw(
         for arm, x, time_of_step in zip(arms, count, times, strict=True):
             if arm.interval is not None:
                 left.plot([x, x], arm.interval, color=colour, linewidth=1.5, alpha=0.5)
-            place = {"xytext": (6, -8) if wider else (-5, 3), "ha": "left" if wider else "right"}
+            place: dict[str, Any] = {
+                "xytext": (6, -8) if wider else (-5, 3),
+                "ha": "left" if wider else "right",
+            }
             name = {"text": arm.name, "textcoords": "offset points", "fontsize": 7, "color": colour}
             right.annotate(xy=(x, time_of_step), **place, **name)
-            if wider:
+            if wider:  # of two that are as large, the better one's name goes above
+                others = [one.mean for one, there in zip(arms, count, strict=True) if 0.9 < there / x < 1.1]
+                place["xytext"] = (6, 2 if arm.mean > min(others) else -8)
                 left.annotate(xy=(x, arm.mean), **place, **name)
     figure.legend(loc="outside lower center", ncols=2)
     left.set(xscale="log", xlabel="parameters", title="held-out pictures right, 95 % interval")

@@ -80,6 +80,12 @@ def patch_of(side: int) -> int:
     return 2 if side < TINY and side % 2 == 0 else patch_for(side)
 
 
+def of_the_notes(data: Dataset) -> dict[str, Any]:
+    """The same for the recipe `mnist-notes`, whose large first positions hide what learning makes of them:
+    here they are as small as the paper's."""
+    return fields_for(data) | {"position_sigma": None}
+
+
 def plainly(data: Dataset, epochs: int, **model: Any) -> Mapping[str, Any]:
     """Changes to the recipe `small` that leave only the model and AdamW: nothing that hides what an arm does.
 

@@ -53,6 +53,8 @@ LABS = {
     "attention-distance": "attention_distance",
     "characters": "characters",
     "encoder-decoder": "encoder_decoder",
+    "speech": "speech",
+    "towers": "towers",
 }
 RESULTS = Path(__file__).with_name("results.json")
 

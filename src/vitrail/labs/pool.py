@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.data.sources import Dataset
 from vitrail.inspect.canvas import LINES, canvas, in_our_style
-from vitrail.labs.given import described, fields_for, opened
+from vitrail.labs.given import described, of_the_notes, opened
 from vitrail.labs.job import Job, do
 from vitrail.labs.lab import Result, Size, Verdict
 from vitrail.labs.study import Difference, Study, draw_arm, mean_at, settled, study
@@ -36,7 +36,7 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     pictures = opened(data, *((300, 100) if small else (10_000, 10_000)))
     rates, seeds = ([3e-3, 1e-2], 2) if small else ([3e-4, 1e-3, 3e-3, 1e-2], 5)
     epochs = 3 if small else 20 if data is None else 10
-    model = fields_for(pictures) | ({"width": 16, "depth": 1, "heads": 2} if small else {})
+    model = of_the_notes(pictures) | ({"width": 16, "depth": 1, "heads": 2} if small else {})
     changes: dict[str, Any] = {"model": model, "batch": 30 if small else 64, "epochs": epochs}
     changes |= {"evaluate_every": epochs, "save_every": epochs}
     count = processes_for(size)

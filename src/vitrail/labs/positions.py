@@ -16,7 +16,7 @@ from vitrail.data.sources import Dataset
 from vitrail.inspect import positions
 from vitrail.inspect.canvas import LINES, bar, canvas, in_our_style
 from vitrail.inspect.positions import Positions
-from vitrail.labs.given import described, fields_for, opened
+from vitrail.labs.given import described, of_the_notes, opened
 from vitrail.labs.interval import interval
 from vitrail.labs.job import Job, do, fill
 from vitrail.labs.lab import Result, Size, Verdict
@@ -56,7 +56,7 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     pictures = opened(data, *((300, 100) if small else (10_000, 10_000)))
     rates, seeds = ([1e-2], 2) if small else ([1e-3, 3e-3, 1e-2], 5)
     epochs, later = (3, 5) if small else (10, 10) if given else (20, 50)
-    shared: dict[str, Any] = {"model": fields_for(pictures), "batch": 30 if small else 64}
+    shared: dict[str, Any] = {"model": of_the_notes(pictures), "batch": 30 if small else 64}
     if small:
         shared["model"] |= {"width": 16, "depth": 1, "heads": 2}
     length = {"epochs": epochs, "evaluate_every": epochs, "save_every": epochs}

@@ -166,7 +166,7 @@ def climbed(batches: int, epochs: int) -> list[Step]:
 
 
 def recipe_for(step: Step, data: Dataset, seed: int) -> Recipe:
-    model = {"channels": data.channels or 3, **step.model}
+    model = {"channels": data.channels or 3, "position_sigma": None, **step.model}
     changes = {**step.train, "model": model}
     return settled("mnist-notes", data, {}, changes, changes.pop("lr"), seed)
 

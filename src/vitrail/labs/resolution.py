@@ -14,7 +14,7 @@ from vitrail.config import by
 from vitrail.data.sources import Dataset
 from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
 from vitrail.labs import job as jobs
-from vitrail.labs.given import described, enlarged, fields_for, opened
+from vitrail.labs.given import described, enlarged, of_the_notes, opened
 from vitrail.labs.interval import interval
 from vitrail.labs.job import Job, do, fill
 from vitrail.labs.lab import Result, Size, Verdict
@@ -48,7 +48,7 @@ Scores = Mapping[str, Sequence[float]]
 def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     small, digits = size == "small", data is None
     pictures = opened(data, *((200, 60) if small else (10_000, 5_000)))
-    fields = fields_for(pictures)
+    fields = of_the_notes(pictures)
     if digits:  # 8 x 8 pixels, enlarged: patches of 4 have more to see than single pixels
         fields |= {"size": (16, 16), "patch": (4, 4)}
     if small:

@@ -103,7 +103,7 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
 
 def judge(scores: Mapping[str, float], stranger: float | None, epochs: int) -> Verdict:
     """Which kinds of tokens do, and whether a voice must have been heard before."""
-    poor = [f"{name} ({score:.0%})" for name, score in scores.items() if score < WORKS]
+    poor = [f"{name} ({score:.1%})" for name, score in scores.items() if score < WORKS]
     if len(poor) == len(scores):
         return Verdict("does not hold", f": at best {max(scores.values()):.0%} are right")
     conditions = [f"tokens are not {' or '.join(poor)}, after {epochs} epochs"] if poor else []
@@ -249,21 +249,20 @@ def count(patch: tuple[int, int], sides: tuple[int, int]) -> int:
 @in_our_style
 def draw(found: Found) -> Figure:
     """One example cut in every way; below, what each way gets right."""
-    figure = canvas(7.2, 4.0)
-    grid = figure.add_gridspec(2, 12, height_ratios=(1, 1.2))  # 12 can be shared by 1, 2, 3 or 4
+    figure = canvas(7.2, 4.6)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.2))[:, 0]
     spoken = PIECES in found.arms
     kinds = OF_SPEECH if spoken else OF_PICTURES
     assert found.data.train.images is not None
-    for n, (name, patch) in enumerate(kinds.items()):
-        wide = 12 // len(kinds)
-        axis = figure.add_subplot(grid[0, n * wide : (n + 1) * wide])
+    tops = above.subplots(1, len(kinds), squeeze=False)[0]
+    for n, (axis, (name, patch)) in enumerate(zip(tops, kinds.items(), strict=True)):
         show_tokens(axis, found.data.train.images[0, :, :, 0], patch, name)
         if spoken:
             axis.set(xlabel="time", ylabel="frequency" if n == 0 else "")
-    half = 6 if found.strangers else 12
-    draw_arms(figure.add_subplot(grid[1, :half]), found)
+    bottoms = below.subplots(1, 2 if found.strangers else 1, squeeze=False)[0]
+    draw_arms(bottoms[0], found)
     if found.strangers:
-        draw_strangers(figure.add_subplot(grid[1, half:]), found)
+        draw_strangers(bottoms[1], found)
     return figure
 
 

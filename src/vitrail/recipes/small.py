@@ -10,6 +10,7 @@ from vitrail.preprocess import Preprocess
 from vitrail.training.settings import Recipe, TrainConfig
 
 PICTURES_SEEN = 60_000  # of a run by `small`, about: fewer pictures are seen more often
+SEEN_BY_A_FILE = 12_000  # the same from a weight file, that has seen others before
 SIDE = 128  # of pictures that come as files
 
 
@@ -57,7 +58,13 @@ def small(data: Dataset) -> Recipe:
         else Augment(turn=10, zoom=1.1, shift=0.1),
         mixing=Mixing(mixup=0.2, share=0.5) if files else Mixing(),
     )
-    return Recipe(model, preprocess_for(data, model), train)
+    epochs = min(40, max(10, round(SEEN_BY_A_FILE / len(data.train))))
+    return Recipe(
+        model,
+        preprocess_for(data, model),
+        train,
+        from_file={"tune": "llrd", "lr": 1e-4, "epochs": epochs},
+    )
 
 
 def digits(data: Dataset) -> Recipe:

@@ -94,8 +94,11 @@ def settle(
             raise ConfigError(
                 "A run takes the fields of TrainConfig.", f"{key}={show(fields[key])}", suggest(key, known)
             )
-    inner = {part: replace(getattr(chosen.train, part), **more) for part, more in nested.items()}
-    settings, notes = replace(chosen.train, **fields, **inner), chosen.notes
+    usual, notes = chosen.train, chosen.notes
+    if start is not None and chosen.from_file:
+        usual, notes = for_a_file(chosen, fields)
+    inner = {part: replace(getattr(usual, part), **more) for part, more in nested.items()}
+    settings = replace(usual, **fields, **inner)
     if chosen.scaled is not None and "lr" not in fields:
         settings, notes = in_proportion(settings, chosen.scaled, data, notes)
     model = sized(model, size)
@@ -112,6 +115,18 @@ def settle(
             "Leave model.classes and model.channels out.",
         )
     return Recipe(config, preprocess, settings, notes=notes), first
+
+
+def for_a_file(chosen: Recipe, said: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The recipe's settings for a start from a weight file, and a note of those that the user leaves to it.
+
+    Its rate is for all weights: where few of them learn, it stays what it is from scratch.
+    """
+    few = said.get("tune", "full") not in ("full", "llrd")
+    others = {name: value for name, value in chosen.from_file.items() if not (few and name == "lr")}
+    ours = ", ".join(f"{name}={value}" for name, value in others.items() if name not in said)
+    notes = (*chosen.notes, f"From a weight file the recipe has: {ours}.") if ours else chosen.notes
+    return replace(chosen.train, **others), notes
 
 
 def in_proportion(

@@ -58,4 +58,6 @@ def choose_machine(precision: str, local_rank: int = 0) -> Machine:
             "bf16 needs a GPU.", "a CPU, where it is slow or ends the process", "Use precision fp32 or auto."
         )
     why = "there is no GPU" if precision == "auto" else "as asked"
-    return Machine(torch.device("cpu"), torch.float32, f"{torch.get_num_threads()} CPU threads, fp32: {why}")
+    threads = torch.get_num_threads()
+    many = f"{threads} CPU threads" if threads > 1 else "one CPU thread"
+    return Machine(torch.device("cpu"), torch.float32, f"{many}, fp32: {why}")

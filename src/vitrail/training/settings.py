@@ -175,5 +175,7 @@ class Recipe:
     """(rate, batch): `lr` is this at this batch, and in proportion at others, unless it is given."""
     tuned: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model that a weight file's model gets too, such as the size it is fine-tuned at."""
+    from_file: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `train` that are others where a weight file is the start: it has learned already."""
     notes: tuple[str, ...] = ()
     """What was decided on the way, a sentence each."""

@@ -87,7 +87,8 @@ def test_the_verdict_follows_from_the_numbers():
     assert speech.judge(good, None, 9) == Verdict("holds")
     assert speech.judge(good, 0.95, 9) == Verdict("holds")
     assert (
-        speech.judge({**good, "rows": 0.6}, None, 9).condition == "tokens are not rows (60.0%), after 9 epochs"
+        speech.judge({**good, "rows": 0.6}, None, 9).condition
+        == "tokens are not rows (60.0%), after 9 epochs"
     )
     assert (
         speech.judge(good, 0.5, 9).condition

@@ -1,6 +1,5 @@
 """Servers for tests: in a thread of this process, or in a child that can be measured and killed."""
 
-import asyncio
 import io
 import json
 import os
@@ -35,7 +34,8 @@ import vitrail as vt
 from vitrail.serve.server import run
 from vitrail.serve.settings import ServeConfig
 settings = ServeConfig(**json.loads(sys.argv[2]))
-os._exit(run(vt.Predictor(sys.argv[1]), settings, name="toy", started=lambda address: print(address, flush=True)))
+predictor = vt.Predictor(sys.argv[1])
+run(predictor, settings, name="toy", started=lambda address: print(address, flush=True), ended=os._exit)
 """
 
 
@@ -172,17 +172,17 @@ def serving(predictor, *, examples=(), **settings):
     )
     running.server = Server(running.app, listener)
 
-    async def run():
-        running.loop = asyncio.get_running_loop()
-        running.code = await running.server.run()
+    def run():
+        running.server.listen()
+        running.code = running.server.run()
 
     def stop():
         """As a signal does."""
         with suppress(RuntimeError):  # it has stopped already
-            running.loop.call_soon_threadsafe(running.server.stop)
+            running.server.loop.call_soon_threadsafe(running.server.stop)
 
     running.stop = stop
-    running.thread = thread = threading.Thread(target=asyncio.run, args=[run()])
+    running.thread = thread = threading.Thread(target=run)
     thread.start()
     try:
         until(lambda: running.app.ready or not thread.is_alive())

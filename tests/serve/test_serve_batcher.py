@@ -27,7 +27,7 @@ def run(story, predictor=None, places=64, batch=16, died=lambda: None):
 
     async def whole():
         batcher = Batcher(predictor, places=places, batch=batch, metrics=Metrics())
-        batcher.start(died)
+        threading.Thread(target=batcher.run, args=[died], name="model", daemon=True).start()
         return await asyncio.wait_for(story(batcher), PATIENCE)
 
     return asyncio.run(whole())

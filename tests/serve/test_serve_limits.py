@@ -104,7 +104,7 @@ def test_also_when_the_whole_server_has_stood_still():
         until(lambda: predictor.batches == [1])
         waiting = [pool.submit(running.predict), pool.submit(ask, running, 3)]
         until(lambda: len(running.app.batcher.jobs) == 4)
-        running.loop.call_soon_threadsafe(time.sleep, 1)
+        running.server.loop.call_soon_threadsafe(time.sleep, 1)
         time.sleep(0.7)
         predictor.gate.set()
         assert [one.result()[0] for one in waiting] == [504] * 2

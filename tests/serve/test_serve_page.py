@@ -1,6 +1,5 @@
 """The page of `vitrail serve` in a real browser, before a real server: its numbers are those of the library."""
 
-import asyncio
 import base64
 import io
 import re
@@ -35,18 +34,15 @@ class Served:
         config = ServeConfig(**{"port": 0, "drain": 2.0, "deadline": 60.0, **settings})
         listener = bind(config)
         self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.predictor, self.log, ready = predictor, [], threading.Event()
+        self.predictor, self.log = predictor, []
         offered = built_in(predictor.config.channels) if examples is None else examples
         name = predictor.card.name or "small"
         self.app = App(predictor, config, name=name, page=page_files(), examples=offered, log=self.log.append)
 
-        async def serve():
-            self.loop, self.server = asyncio.get_running_loop(), Server(self.app, listener)
-            await self.server.run(lambda address: ready.set())
-
-        self.thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+        self.server = Server(self.app, listener)
+        self.server.listen()
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        assert ready.wait(PATIENCE)
 
     def take_places(self, count):
         """Let so many pictures more, or less, be inside."""
@@ -54,11 +50,11 @@ class Served:
         def change():
             self.app.batcher.taken += count
 
-        self.loop.call_soon_threadsafe(change)
+        self.server.loop.call_soon_threadsafe(change)
 
     def stop(self):
         if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.server.stop)
+            self.server.loop.call_soon_threadsafe(self.server.stop)
             self.thread.join(PATIENCE)
         assert not [line for line in self.log if line.startswith("bug")]
 

@@ -122,7 +122,7 @@ def test_who_is_at_the_door_is_let_in(predictor):
     """The system has taken a client in, with its request, before we could."""
     with serving(predictor) as server:
         busy = threading.Event()
-        server.loop.call_soon_threadsafe(lambda: (busy.set(), time.sleep(1), server.server.stop()))
+        server.server.loop.call_soon_threadsafe(lambda: (busy.set(), time.sleep(1), server.server.stop()))
         assert busy.wait(10)
         with server.dial() as client:
             client.sendall(request(body=picture()))

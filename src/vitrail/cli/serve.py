@@ -77,7 +77,7 @@ def serve(
         offered = None if examples is None else from_folder(examples)
         predictor = Predictor(model, **options.facts(family, keys, given, size, device=device))
         name = name_of(predictor, model)
-        code = run(
+        run(
             predictor,
             settings,
             listener=listener,
@@ -86,9 +86,14 @@ def serve(
             if offered is None
             else offered,
             started=lambda address: print(welcome(predictor, settings, name, address), flush=True),
+            ended=leave,
         )
+
+
+def leave(code: int) -> None:
+    """At once: the model, if it is still computing for a client who has gone, must not hold us up."""
     sys.stdout.flush()
-    os._exit(code)  # a thread that is still computing for a client who has gone must not hold us up
+    os._exit(code)
 
 
 def name_of(predictor: Predictor, model: str) -> str:

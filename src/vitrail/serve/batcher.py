@@ -1,4 +1,4 @@
-"""The one thread that the model runs in, and what waits for it.
+"""What waits for the model, and the one thread that the model runs in.
 
 Whatever waits goes through the model together, at most `batch` at once; nobody waits for company. What has
 lost its client or its time while it waited is not run at all.
@@ -52,14 +52,15 @@ class Batcher:
         self.taken = 0  # places; only the event loop changes this
         self.jobs: deque[Job] = deque()
         self.arrived = threading.Condition()
-        self.thread = threading.Thread(target=self.run, name="model", daemon=True)
+        self.closed = False
 
     # ---- for the event loop -----------------------------------------------------------------
 
-    def start(self, died: Callable[[], object]) -> None:
-        """Begin; `died` is called, from the model's thread, should that ever end."""
-        self.died = died
-        self.thread.start()
+    def close(self) -> None:
+        """Nothing will come any more: let the model's thread go."""
+        with self.arrived:
+            self.closed = True
+            self.arrived.notify()
 
     def check_room(self, count: int = 1) -> None:
         if self.taken + count > self.places:
@@ -92,22 +93,24 @@ class Batcher:
 
     # ---- for the model's thread -------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self, died: Callable[[], object]) -> None:
+        """Let this thread be the model's until `close`; should it end before, `died` is called."""
         jobs: list[Job] = []
         try:
-            while True:
-                jobs = self.take()
+            while jobs := self.take():
                 self.work([job for job in jobs if self.wanted(job)])
         except BaseException as error:  # whatever ends this thread ends the server
-            self.died()
+            died()
             for job in [*jobs, *self.jobs]:
                 if not job.future.done():
                     job.future.set_exception(RuntimeError(type(error).__name__))
 
     def take(self) -> list[Job]:
-        """What is next: one job that wants to be alone, or pictures up to the next of those."""
+        """What is next: one job that wants to be alone, or pictures up to the next of those; or the end."""
         with self.arrived:
-            self.arrived.wait_for(lambda: self.jobs)
+            self.arrived.wait_for(lambda: self.jobs or self.closed)
+            if self.closed:
+                return []
             some = [self.jobs.popleft()]
             while self.jobs and len(some) < self.batch and not (some[0].alone or self.jobs[0].alone):
                 some.append(self.jobs.popleft())

@@ -15,8 +15,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +53,26 @@ def run(
     name: str = "",
     examples: Sequence[Example] = (),
     started: Callable[[str], None] = lambda address: None,
+    ended: Callable[[int], None] = lambda code: None,
 ) -> int:
-    """Serve until a signal comes. The exit code: 0, or 1 where somebody who was inside got no answer."""
+    """Serve until a signal comes. The exit code: 0, or 1 where somebody who was inside got no answer.
+
+    Args:
+        started: is told the address, before the first client is let in.
+        ended: is told the exit code when everybody has left. The model may still be at work for somebody
+            who did not wait; a program that ends here need not wait either.
+    """
     log = Log()
     app = App(predictor, settings, name=name, page=page_files(), examples=examples, log=log)
+
+    def finish(code: int) -> None:
+        log.close()
+        ended(code)
+
     try:
-        return asyncio.run(Server(app, listener or bind(settings)).run(started))
+        server = Server(app, listener or bind(settings), finish)
+        started(server.listen())
+        return server.run()
     finally:
         log.close()
 
@@ -91,6 +105,27 @@ def turn_away(listener: socket.socket) -> None:
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
+@contextmanager
+def bell() -> Iterator[socket.socket | None]:
+    """A socket on which SIGTERM and SIGINT arrive, each as a byte, at once: a handler in Python would have to
+    wait until the model is done. None in a thread that may not ask for them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    heard, rung = socket.socketpair()
+    with heard, rung:
+        heard.setblocking(False)
+        rung.setblocking(False)
+        wakened = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
+        kept = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield heard
+        finally:
+            for one, handler in kept.items():
+                signal.signal(one, handler)
+            signal.set_wakeup_fd(wakened)
+
+
 def page_files() -> dict[str, tuple[str, bytes]]:
     """The page, read once: (kind, bytes) by path. Nothing but these is ever served from a disk."""
     files = {path: (KINDS[path.suffix], path.read_bytes()) for path in PAGE.iterdir() if path.suffix in KINDS}
@@ -98,37 +133,59 @@ def page_files() -> dict[str, tuple[str, bytes]]:
 
 
 class Server:
-    """An app on a socket."""
+    """An app on a socket: the model in the thread that runs it, clients in another.
 
-    def __init__(self, app: App, listener: socket.socket) -> None:
-        self.app, self.listener = app, listener
+    It is that way round because a process's first thread is the one that PyTorch is fastest in: memory that
+    is freed there stays at hand (docs/serve.md).
+    """
+
+    def __init__(
+        self, app: App, listener: socket.socket, ended: Callable[[int], object] = lambda code: None
+    ) -> None:
+        self.app, self.listener, self.ended = app, listener, ended
         self.told = asyncio.Event()
         self.arrivals: set[asyncio.Task[Any]] = set()
         self.signals = self.code = 0
 
-    async def run(self, started: Callable[[str], None] = lambda address: None) -> int:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self.trouble)
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.on_signal, number)
+    def listen(self) -> str:
+        """Let the system collect clients for us. The address they are given."""
         self.listener.listen(BACKLOG)
         host, port = self.listener.getsockname()[:2]
-        started(f"http://{f'[{host}]' if ':' in host else host}:{port}")  # it may fail; no model runs yet
-        self.app.batcher.start(lambda: loop.call_soon_threadsafe(self.stop, 1))
-        loop.add_reader(self.listener, self.accept)
-        warming = loop.create_task(self.warm_up())
-        await self.told.wait()
-        warming.cancel()
-        await self.drain()
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> int:
+        with bell() as heard:
+            clients = threading.Thread(target=asyncio.run, args=[self.attend(heard)], name="clients")
+            clients.start()
+            self.app.batcher.run(died=lambda: self.loop.call_soon_threadsafe(self.stop, 1))
+            clients.join()
         return self.code
 
-    def on_signal(self, number: int) -> None:
+    async def attend(self, heard: socket.socket | None) -> None:
+        """What clients see of a server, from the first to the last."""
+        self.loop = loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self.trouble)
+        if heard:
+            loop.add_reader(heard, self.on_signals, heard)
+        loop.add_reader(self.listener, self.accept)
+        warming = loop.create_task(self.warm_up())
+        try:
+            await self.told.wait()
+            warming.cancel()
+            await self.drain()
+        except Exception as error:
+            self.app.failed(error)
+            self.code = 1
+        self.app.batcher.close()
+        self.ended(self.code)
+
+    def on_signals(self, heard: socket.socket) -> None:
         """The first asks us to leave; the second means it."""
-        self.signals += 1
-        if self.signals > 1:
-            os._exit(128 + number)
-        self.stop()
+        for number in heard.recv(100):
+            self.signals += 1
+            if self.signals > 1:
+                os._exit(128 + number)
+            self.stop()
 
     def stop(self, code: int = 0) -> None:
         self.code = max(self.code, code)

@@ -27,6 +27,14 @@ class Seen:
     lost: int = 0
     """Requests that were sent whole and got no answer."""
 
+    def add(self, other: Seen) -> None:
+        self.seconds += other.seconds
+        self.refused += other.refused
+        self.wrong += other.wrong
+        self.lost += other.lost
+        for status, count in other.other.items():
+            self.other[status] = self.other.get(status, 0) + count
+
     def latency(self, share: float) -> float:
         """A quantile, in milliseconds."""
         ordered = sorted(self.seconds)

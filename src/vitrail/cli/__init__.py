@@ -22,6 +22,7 @@ from vitrail.cli.export import export
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
+from vitrail.cli.memory import keep_freed_memory
 from vitrail.cli.predict import predict
 from vitrail.cli.serve import serve
 from vitrail.cli.train import train
@@ -66,6 +67,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal without our letters shows "?", and goes on
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    keep_freed_memory()
     try:
         _run()
     except VitrailError as error:

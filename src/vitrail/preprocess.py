@@ -126,8 +126,8 @@ class Preprocess(Config):
             steps.get(self.resize, f"not resized: it must be {H}x{W}"),
             *([f"centre {H}x{W}"] if self.crops else []),
             "levels / 255" if self.scale == 1 / 255 else f"levels times {self.scale:g}",
-            f"minus {self.mean}",
-            f"over {self.std}",
+            f"minus {self.mean if len(self.mean) > 1 else self.mean[0]}",
+            f"over {self.std if len(self.std) > 1 else self.std[0]}",
         ]
 
     # ---- pictures ---------------------------------------------------------------------------

@@ -136,7 +136,11 @@ def statuses(said):
 
 def request(path="/v1/predict", body=b"", method="POST", **headers):
     """The bytes of a request."""
-    rows = {"Host": "x", "Content-Length": len(body), **{k.replace("_", "-"): v for k, v in headers.items()}}
+    rows = {
+        "Host": "localhost",
+        "Content-Length": len(body),
+        **{k.replace("_", "-"): v for k, v in headers.items()},
+    }
     head = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in rows.items() if v is not None), "", ""]
     return "\r\n".join(head).encode() + body
 

@@ -349,6 +349,32 @@ def test_pages_of_other_servers_may_not_ask(server):
         assert server.predict(headers={"Origin": origin})[0] == expected
 
 
+def test_a_name_that_somebody_else_lets_lead_here_is_refused(server):
+    """DNS rebinding: to the browser, the page of evil.example and this server are then one and the same."""
+    for host, expected in [
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("vitrail.localhost:8000", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
+        ("192.168.0.7", 200),  # a forwarded port; nobody can give an address another meaning
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+    ]:
+        status, said = server.predict(headers={"Host": host, "Origin": f"http://{host}"})
+        assert status == expected, (host, said)
+        assert status == 200 or said["error"]["code"] == "other_host"
+    assert server.ask("/metrics", headers={"Host": "evil.example"})[0] == 403
+    assert server.ask("/healthz", headers={"Host": "evil.example"})[0] == 200
+
+
+def test_a_token_or_public_makes_any_name_good(guarded, bundle):
+    assert guarded.ask("/metrics", headers={**WITH, "Host": "pets.example"})[0] == 200
+    with serving(vt.Predictor(bundle), public=True) as running:
+        assert running.predict(headers={"Host": "pets.example"})[0] == 200
+
+
 # ---- what is counted and written ----------------------------------------------------------------
 
 

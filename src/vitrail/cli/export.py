@@ -75,7 +75,7 @@ def export(
 
 
 def words(dynamic: str | None) -> tuple[str, ...]:
-    found = tuple(word.strip() for word in (dynamic or "batch").split(","))
+    found = tuple(word.strip() for word in ("batch" if dynamic is None else dynamic).split(","))
     for word in found:
         if word not in FREE:
             raise InputError(

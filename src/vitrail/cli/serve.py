@@ -31,7 +31,8 @@ def serve(
         Path | None, typer.Option(help=f"A file with the token that clients must send; or set {TOKEN}.")
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public", help="Other machines may ask without a token. Nothing is encrypted.")
+        bool,
+        typer.Option("--public", help="Whoever reaches it may ask. Nothing is encrypted."),
     ] = False,
     examples: Annotated[
         Path | None, typer.Option(help="A folder of pictures that the page offers, instead of its own.")
@@ -60,6 +61,7 @@ def serve(
         host=host,
         port=port,
         token=read_token(token_file),
+        public=public,
         batch=batch,
         queue=queue,
         deadline=deadline,

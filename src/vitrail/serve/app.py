@@ -155,6 +155,10 @@ class App(Site):
             must = "This route needs the server's token."
             do = "Send it as Authorization: Bearer."
             raise Refusal(401, "no_token", must, "none, or another", do, header)
+        if route.guarded and not self.settings.knows(request.headers.get("host", "").lower()):
+            must = "This server must be asked by an address or as localhost."
+            do = "Or let it be started with a token, or with --public."
+            raise Refusal(403, "other_host", must, "another name", do)
         origin = request.headers.get("origin")
         if route.method == "POST" and origin and origin.partition("://")[2] != request.headers.get("host"):
             do = "Open the page that this server has."

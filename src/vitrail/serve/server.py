@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -263,7 +264,7 @@ class Log:
 
     def __call__(self, line: str) -> None:
         with suppress(queue.Full):
-            self.lines.put_nowait(line)
+            self.lines.put_nowait(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}")
 
     def write(self) -> None:
         with suppress(OSError):  # nobody reads any more

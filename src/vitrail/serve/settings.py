@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from vitrail.errors import ConfigError
-from vitrail.fields import Config, declare, number, show, whole
+from vitrail.fields import Config, declare, number, show, switch, whole
 
 SHORTEST_TOKEN = 16  # letters; below that it can be guessed
 
@@ -35,6 +35,7 @@ class ServeConfig(Config):
     host: str = words("The address that is listened on", "127.0.0.1")
     port: int = whole("The port; 0 takes a free one", least=0, default=8000)
     token: str | None = words("What clients must send as Authorization: Bearer; nothing when not given", None)
+    public: bool = switch("Whether whoever reaches it may ask, by any name, with no token", default=False)
 
     # ---- work
     queue: int = whole("Pictures inside at once: being decoded, waiting, or in the model", default=64)
@@ -75,3 +76,17 @@ class ServeConfig(Config):
             return ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    def knows(self, host: str) -> bool:
+        """Whether a client that asked for this host, of which HTTP tells us, was sent here by nobody else.
+
+        A web page may have its own name lead to this machine, and would then count as the server's. It
+        cannot do that with an address, nor with localhost.
+        """
+        if not self.local or self.token or self.public or not host:
+            return True
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        try:
+            return bool(ip_address(name))
+        except ValueError:
+            return name == "localhost" or name.endswith(".localhost")

@@ -35,6 +35,14 @@ from vitrail.serve.server import run
 from vitrail.serve.settings import ServeConfig
 settings = ServeConfig(**json.loads(sys.argv[2]))
 predictor = vt.Predictor(sys.argv[1])
+if sys.argv[3:]:  # every answer after those of the warm-up takes many seconds of one call into PyTorch
+    usual, calls = predictor.answer, []
+    def answer(some):
+        calls.append(len(some))
+        if len(calls) > 2:
+            torch.linalg.matrix_power(torch.eye(4000), 2**12)
+        return usual(some)
+    predictor.answer = answer
 run(predictor, settings, name="toy", started=lambda address: print(address, flush=True), ended=os._exit)
 """
 
@@ -201,9 +209,9 @@ def serving(predictor, *, examples=(), **settings):
 
 
 class Child(Running):
-    def __init__(self, path, settings):
+    def __init__(self, path, settings, slow):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(path), json.dumps({"port": 0, **settings})],
+            [sys.executable, "-c", CHILD, str(path), json.dumps({"port": 0, **settings}), *["slow"] * slow],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -233,8 +241,8 @@ class Child(Running):
 
 
 @contextmanager
-def child(path, **settings):
-    found = Child(path, settings)
+def child(path, *, slow=False, **settings):
+    found = Child(path, settings, slow)
     try:
         yield found
     finally:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -166,6 +167,37 @@ def test_the_second_signal_means_it(model, number, code):
         assert server.process.poll() is None
         server.signal(number)
         assert server.wait(10) == code
+
+
+def busy(server, pool):
+    """A client for whom the model is deep inside PyTorch, where Python handles no signals."""
+    pool.submit(server.predict)  # its answer never comes
+    until(lambda: server.count("vitrail_queue_depth") == 1)
+    time.sleep(0.3)
+
+
+def reachable(server):
+    with suppress(OSError), server.dial(timeout=0.2):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_also_while_the_model_is_busy(model, number, code):
+    with child(model, slow=True) as server, ThreadPoolExecutor(1) as pool:
+        busy(server, pool)
+        server.signal(number)
+        until(lambda: not reachable(server), 3)  # it hears at once, and takes no more clients
+        assert server.process.poll() is None
+        server.signal(number)
+        assert server.wait(3) == code
+
+
+def test_a_busy_model_does_not_hold_up_the_end(model):
+    with child(model, slow=True, drain=1.0) as server, ThreadPoolExecutor(1) as pool:
+        busy(server, pool)
+        server.signal()
+        assert server.wait(5) == 1
 
 
 def test_nobody_is_welcome_before_the_model_is_warm():

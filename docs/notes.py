@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vitrail.labs.lab import find, known, number_in_words
+from vitrail.labs.lab import find, joined, known, number_in_words
 
 PAGE = Path(__file__).parent / "notes.md"
 IMAGES = Path(__file__).parent / "images" / "labs"
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- labs -->", "<!-- end of labs -->"
 def section(result: dict[str, Any]) -> str:
     """A claim, what was measured, the verdict, and the picture."""
     name = str(result["name"])
-    verdict = f"**{result['verdict']}** {result['condition']}".rstrip()
+    verdict = joined(f"**{result['verdict']}**", result["condition"])
     return (
         f"## {name}\n\nNote {result['note']}. {result['claim']}\n\n"
         f"{number_in_words(result)}: {verdict}.\n\n{result['sentence']}\n\n"

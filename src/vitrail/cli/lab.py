@@ -27,7 +27,7 @@ def lab(
 
     The folder gets NAME.json, with all numbers, and NAME.png and NAME.svg.
     """
-    from vitrail.labs.lab import LABS, find, number_in_words, perform
+    from vitrail.labs.lab import LABS, find, joined, number_in_words, perform
 
     if name is None:
         longest = max(map(len, LABS))
@@ -41,7 +41,7 @@ def lab(
     print(f"note:    {found['note']}")
     print(f"claim:   {found['claim']}")
     print(f"number:  {number_in_words(found)}")
-    print(f"verdict: {found['verdict']} {found['condition']}".rstrip())
+    print(f"verdict: {joined(found['verdict'], found['condition'])}")
     print(found["sentence"])
     print(f"Written: {printable(place)}, with {name}.json, {name}.png and {name}.svg.")
 

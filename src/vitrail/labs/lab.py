@@ -59,6 +59,11 @@ LABS = {
 RESULTS = Path(__file__).with_name("results.json")
 
 
+def joined(word: str, condition: str) -> str:
+    """A verdict in words; some conditions begin with a colon."""
+    return f"{word}{condition}" if condition.startswith(":") else f"{word} {condition}".rstrip()
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether a claim holds, and under which condition."""
@@ -68,7 +73,7 @@ class Verdict:
     """With `holds if`, what must be so; with `does not hold`, what is so instead."""
 
     def __str__(self) -> str:
-        return f"{self.word} {self.condition}".strip()
+        return joined(self.word, self.condition)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +184,7 @@ def known(file: Path = RESULTS) -> list[dict[str, Any]]:
 
 def row(result: Mapping[str, Any]) -> tuple[str, ...]:
     """A result as the table has it."""
-    verdict = f"{result['verdict']} {result['condition']}".strip()
+    verdict = joined(result["verdict"], result["condition"])
     return result["note"], result["claim"], result["command"], number_in_words(result), verdict
 
 

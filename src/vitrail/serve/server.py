@@ -123,7 +123,7 @@ def bell() -> Iterator[socket.socket | None]:
             yield heard
         finally:
             for one, handler in kept.items():
-                signal.signal(one, handler)
+                signal.signal(one, handler or signal.SIG_DFL)  # None where it was not Python that had set it
             signal.set_wakeup_fd(wakened)
 
 
@@ -201,10 +201,12 @@ class Server:
     # ---- its parts --------------------------------------------------------------------------
 
     def accept(self) -> bool:
-        """Let in one client, if one is there."""
+        """Let in one client, if one is there; whether another may be."""
         loop = asyncio.get_running_loop()
         try:
             found, _ = self.listener.accept()
+        except ConnectionAbortedError:
+            return True  # this one has gone; others may be there
         except OSError as error:
             if error.errno in EXHAUSTED:  # to look again at once would help nobody
                 self.app.log("no more file descriptors: clients have to wait")

@@ -113,7 +113,7 @@ def test_a_verdict_for_every_outcome():
     some = judge(judge_all(moved, never, fades, fades))
     assert some.word == "holds if"
     assert some.condition.startswith(
-        "equivariance and hybrids alone is meant. equivariance: holds; small data: does"
+        "only equivariance and hybrids are meant (equivariance: holds; small data: does"
     )
     wrong = {**moved, "CNN without pools, trained": moves}
     assert judge(judge_all(wrong, never, never, never)).word == "does not hold"

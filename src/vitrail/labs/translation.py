@@ -105,7 +105,8 @@ def judge(statements: Mapping[str, tuple[bool, str]]) -> Verdict:
     if not good:
         return Verdict("does not hold", f": {said}")
     if len(good) < len(statements):
-        return Verdict("holds if", f"{' and '.join(good)} alone is meant. {said}")
+        verb = "is" if len(good) == 1 else "are"
+        return Verdict("holds if", f"only {' and '.join(good)} {verb} meant ({said})")
     return Verdict("holds if", POOLS) if POOLS in said else Verdict("holds")
 
 

@@ -200,6 +200,35 @@ def test_a_busy_model_does_not_hold_up_the_end(model):
         assert server.wait(5) == 1
 
 
+def test_other_signals_are_none_of_its_business(model):
+    with child(model) as server:
+        for _ in range(2):
+            server.signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert server.get("/healthz") == (200, {"live": True})
+        server.signal()
+        assert server.wait(10) == 0
+
+
+EARLY = """
+import os, signal, sys
+import vitrail as vt
+from vitrail.serve.server import run
+from vitrail.serve.settings import ServeConfig
+run(
+    vt.Predictor(sys.argv[1]),
+    ServeConfig(port=0),
+    started=lambda address: os.kill(os.getpid(), signal.SIGTERM),
+    ended=os._exit,
+)
+"""
+
+
+def test_a_signal_as_soon_as_the_address_is_known_is_heard(model):
+    found = subprocess.run([sys.executable, "-c", EARLY, str(model)], timeout=60, check=False)
+    assert found.returncode == 0
+
+
 def test_nobody_is_welcome_before_the_model_is_warm():
     predictor = Gated(toy())
     predictor.gate.clear()

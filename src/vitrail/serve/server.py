@@ -40,6 +40,7 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
+STOPS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 128  # clients that the system keeps for us until we have time
 LINES = 10_000  # of the log that may wait for whoever reads it
 SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
@@ -72,8 +73,9 @@ def run(
 
     try:
         server = Server(app, listener or bind(settings), finish)
-        started(server.listen())
-        return server.run()
+        with bell() as heard:  # before anybody knows the address, and with it whom to stop
+            started(server.listen())
+            return server.run(heard)
     finally:
         log.close()
 
@@ -118,7 +120,7 @@ def bell() -> Iterator[socket.socket | None]:
         heard.setblocking(False)
         rung.setblocking(False)
         wakened = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
-        kept = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGTERM, signal.SIGINT)}
+        kept = {one: signal.signal(one, lambda *_: None) for one in STOPS}
         try:
             yield heard
         finally:
@@ -154,23 +156,27 @@ class Server:
         host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def run(self) -> int:
-        with bell() as heard:
-            clients = threading.Thread(target=asyncio.run, args=[self.attend(heard)], name="clients")
-            clients.start()
-            self.app.batcher.run(died=lambda: self.loop.call_soon_threadsafe(self.stop, 1))
-            clients.join()
+    def run(self, heard: socket.socket | None = None) -> int:
+        """Serve until told to stop. The exit code.
+
+        Args:
+            heard: a socket on which signals arrive, as from `bell`.
+        """
+        clients = threading.Thread(target=asyncio.run, args=[self.attend(heard)], name="clients")
+        clients.start()
+        self.app.batcher.run(died=lambda: self.loop.call_soon_threadsafe(self.stop, 1))
+        clients.join()
         return self.code
 
     async def attend(self, heard: socket.socket | None) -> None:
         """What clients see of a server, from the first to the last."""
         self.loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(self.trouble)
-        if heard:
-            loop.add_reader(heard, self.on_signals, heard)
-        loop.add_reader(self.listener, self.accept)
-        warming = loop.create_task(self.warm_up())
         try:
+            if heard:
+                loop.add_reader(heard, self.on_signals, heard)
+            loop.add_reader(self.listener, self.accept)
+            warming = loop.create_task(self.warm_up())
             await self.told.wait()
             warming.cancel()
             await self.drain()
@@ -183,6 +189,8 @@ class Server:
     def on_signals(self, heard: socket.socket) -> None:
         """The first asks us to leave; the second means it."""
         for number in heard.recv(100):
+            if number not in STOPS:
+                continue  # others that the program listens to come this way too
             self.signals += 1
             if self.signals > 1:
                 os._exit(128 + number)

@@ -55,7 +55,7 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     small, given = size == "small", data is not None
     pictures = opened(data, *((300, 100) if small else (10_000, 10_000)))
     rates, seeds = ([1e-2], 2) if small else ([1e-3, 3e-3, 1e-2], 5)
-    epochs, later = (3, 5) if small else (10 if given else 20, 50)
+    epochs, later = (3, 5) if small else (10, 10) if given else (20, 50)
     shared: dict[str, Any] = {"model": of_the_notes(pictures), "batch": 30 if small else 64}
     if small:
         shared["model"] |= {"width": 16, "depth": 1, "heads": 2}

@@ -233,10 +233,11 @@ def loop(model: str, seconds: float) -> None:
 
 
 def overload(model: Path, known: dict[str, Any], rounds: int, seconds: float) -> dict[str, Any]:
-    """Four times as many requests as can be answered, at random moments, beside 16 patient clients."""
+    """Four times as many requests as can be answered, at random moments, after 16 patient clients."""
     rate = 4 * known["pictures_per_s"]["ours"]
     bodies = as_bodies("ours", pictures(64, 224))
     goodput: list[float] = []
+    grown: list[float] = []
     whole = Seen()
     with serving("ours", model) as (port, process):
         asyncio.run(closed(port, "/v1/predict", bodies, CLIENTS, 2))
@@ -249,7 +250,7 @@ def overload(model: Path, known: dict[str, Any], rounds: int, seconds: float) ->
             seen = asyncio.run(open_loop(port, "/v1/predict", bodies, rate, seconds))
             goodput.append(len(seen.seconds) / (time.perf_counter() - begin) / usual)
             whole.add(seen)
-        grown = memory(process) - start
+            grown.append(round(memory(process) - start, 1))
         time.sleep(1)
         after = asyncio.run(closed(port, "/v1/predict", bodies, 1, 3))
     refused = Seen(seconds=whole.refused)
@@ -262,7 +263,7 @@ def overload(model: Path, known: dict[str, Any], rounds: int, seconds: float) ->
         "lost": whole.lost,
         "refused_p99_ms": refused.latency(0.99) if whole.refused else None,
         "answered_p99_ms": whole.latency(0.99),
-        "grown_mb": round(grown, 1),
+        "grown_mb_by_round": grown,
         "a_second_later_p50_ms": after.latency(0.5),
     }
 

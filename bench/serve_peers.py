@@ -1,8 +1,8 @@
 """The servers that bench.serve compares ours with: python -m bench.serve_peers NAME MODEL PORT
 
 `fastapi` is what one writes first: a route that decodes the picture and asks the model, one at a time.
-`litserve` decodes in its route, too, and gathers up to 16 pictures. Both use our Predictor, so that only
-the serving differs.
+`litserve` decodes in its route, too, and gathers up to 16 pictures. Both use our Predictor and keep freed
+memory as our commands do, so that only the serving differs.
 """
 
 import base64
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vitrail.cli.memory import keep_freed_memory
 from vitrail.predict import Predictor
 
 
@@ -44,6 +45,7 @@ class Api(LitAPI):  # type: ignore[misc]
     model = ""
 
     def setup(self, device: str) -> None:
+        keep_freed_memory()  # this is another process than the one below
         self.ask = Predictor(self.model)
 
     def decode_request(self, request: dict[str, str]) -> Any:
@@ -71,4 +73,5 @@ def litserve(model: str, port: int) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     {"fastapi": fastapi, "litserve": litserve}[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

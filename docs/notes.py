@@ -18,6 +18,7 @@ def section(result: dict[str, Any]) -> str:
     verdict = joined(f"**{result['verdict']}**", result["condition"])
     return (
         f"## {name}\n\nNote {result['note']}. {result['claim']}\n\n"
+        f"    {result['command']}\n\n"
         f"{number_in_words(result)}: {verdict}.\n\n{result['sentence']}\n\n"
         f"![{name}: {find(name).CLAIM}](images/labs/{name}.png)"
     )

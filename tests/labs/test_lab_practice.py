@@ -83,15 +83,17 @@ def clear(mean):
 def test_the_verdict_can_go_every_way():
     names = [step.name for step in lab.STEPS]
     up = dict.fromkeys(names, clear(0.1))
-    assert lab.judge(clear(0.5), up, 0.985) == Verdict("holds")
-    assert lab.judge(clear(0.5), up, 0.961).condition.endswith("gain; the end is 96.1% here, not 98%")
+    assert lab.judge(clear(0.5), up, 0.985, 60_000) == Verdict("holds")
+    assert lab.judge(clear(0.5), up, 0.961, 20_000).condition.endswith(
+        "gain (with 20,000 pictures the end is 96.1%, not 98%)"
+    )
     flat = dict.fromkeys(names, Difference(0.01, (-0.1, 0.12), 3))
-    found = lab.judge(clear(0.5), flat | {"2 layers": clear(-0.1), "batch 256": clear(0.1)}, 0.985)
+    found = lab.judge(clear(0.5), flat | {"2 layers": clear(-0.1), "batch 256": clear(0.1)}, 0.985, 60_000)
     assert found.word == "holds if"
     assert "batch 256 gains, 2 layers costs, the others" in found.condition
     assert "weight decay and batch 256 gain" not in found.condition
-    assert "no step alone" in lab.judge(clear(0.5), flat, 0.985).condition
+    assert "no step alone" in lab.judge(clear(0.5), flat, 0.985, 60_000).condition
     both = flat | {"10 epochs": clear(0.1), "rate 0.001": clear(0.1), "batch 256": clear(0.1)}
-    assert "rate 0.001, batch 256 and 10 epochs gain," in lab.judge(clear(0.5), both, 0.985).condition
+    assert "rate 0.001, batch 256 and 10 epochs gain," in lab.judge(clear(0.5), both, 0.985, 60_000).condition
     for bad in (clear(-0.5), Difference(0.5, (-0.1, 1.1), 2), Difference(0.5, None, 1)):
-        assert lab.judge(bad, up, 0.985).word == "does not hold"
+        assert lab.judge(bad, up, 0.985, 60_000).word == "does not hold"

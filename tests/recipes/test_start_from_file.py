@@ -46,7 +46,22 @@ def test_where_few_weights_learn_the_rate_stays(weights: Path, tune: str) -> Non
     assert found.notes[-1] == f"{SAID}epochs=10."
 
 
-def test_recipes_that_are_for_files_stay_as_they_are(weights: Path) -> None:
+def test_a_recipe_without_such_settings_stays_as_it_is(weights: Path) -> None:
     found, _ = settle("digits", open_data("digits"), weights, {})
     assert found.train.lr == 3e-3
     assert not found.notes
+
+
+def test_other_positions_leave_the_recipes_first_values_of_learned_ones_behind() -> None:
+    fields = dict(size=8, patch=2)
+    found, _ = settle("mnist-notes", open_data("digits"), None, {"model": fields})
+    assert found.model.position_sigma == 1
+    found, _ = settle("mnist-notes", open_data("digits"), None, {"model": {**fields, "position": "sincos1d"}})
+    assert found.model.position_sigma is None
+    with pytest.raises(vt.ConfigError, match="learned positions"):
+        settle(
+            "mnist-notes",
+            open_data("digits"),
+            None,
+            {"model": {**fields, "position": "sincos1d", "position_sigma": 0.5}},
+        )

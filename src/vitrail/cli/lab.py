@@ -47,7 +47,7 @@ def lab(
 
 
 def notes(
-    run: Annotated[bool, typer.Option("--run", help="Run all labs first: some minutes.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Run all labs first: an hour on two cores.")] = False,
     out: Annotated[Path, typer.Option(help="With --run, a new or empty folder.")] = Path("notes"),
     small: Annotated[bool, typer.Option("--small", help="With --run, fewer and smaller.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,

@@ -22,7 +22,9 @@ LONGEST = 1 << 16  # bytes of one path in a list; no system has longer ones
 
 
 def predict(
-    model: Annotated[str, typer.Argument(help="A weight file, a folder with one, or hf:owner/name.")],
+    model: Annotated[
+        str, typer.Argument(help="A weight file, a folder with one, hf:owner/name, or an .onnx file.")
+    ],
     paths: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PATHS]...", help="Pictures, folders of them, or - for a list on stdin."),

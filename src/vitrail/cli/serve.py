@@ -79,7 +79,7 @@ def serve(
         offered = None if examples is None else from_folder(examples)
         predictor = Predictor(model, **options.facts(family, keys, given, size, device=device))
         name = name_of(predictor, model)
-        run(
+        code = run(
             predictor,
             settings,
             listener=listener,
@@ -90,6 +90,7 @@ def serve(
             started=lambda address: print(welcome(predictor, settings, name, address), flush=True),
             ended=leave,
         )
+    leave(code)
 
 
 def leave(code: int) -> None:

@@ -117,7 +117,8 @@ def judge(
     last = interval(near[max(near)])
     if last is None or last[1] > NEAR:
         r = fmean(near[max(near)])
-        needed.append(f"nearness is not asked of learned rows (their similarity and distance: r = {r:+.2f})")
+        after = f"similarity and distance after {max(near)} epochs: r = {r:+.2f}"
+        needed.append(f"nearness is not asked of learned rows ({after})")
     return Verdict("holds if", "; ".join(needed)) if needed else Verdict("holds")
 
 

@@ -62,8 +62,8 @@ WEAK = Step(
     {**PLAIN, "lr": 5e-3, "batch": 128, "epochs": 5, "weight_decay": 0.0},
 )
 STEPS = [
-    Step("28 px, patches of 4", {"size": 28, "patch": 4}),
-    Step("width 64, 4 heads", {"width": 64, "heads": 4}),
+    Step("28 px in patches of 4", {"size": 28, "patch": 4}),
+    Step("width 64 with 4 heads", {"width": 64, "heads": 4}),
     Step("2 layers", {"depth": 2}),
     Step("rate 0.001", train={"lr": 1e-3}),
     Step("batch 256", train={"batch": 256}),
@@ -99,7 +99,7 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
         number=100 * whole.mean,
         unit="percentage points more right with the solution than at the start",
         n=seeds,
-        verdict=judge(whole, gains, fmean(scores[SOLVED])),
+        verdict=judge(whole, gains, fmean(scores[SOLVED]), len(pictures.train)),
         sentence=tell(scores, gains, pictures, matrix),
         figure=draw(scores, gains),
         interval=whole.interval and (100 * whole.interval[0], 100 * whole.interval[1]),
@@ -113,14 +113,14 @@ def run(place: Path, size: Size, data: str | Path | None = None) -> Result:
     )
 
 
-def judge(whole: Difference, gains: Mapping[str, Difference], solved: float) -> Verdict:
+def judge(whole: Difference, gains: Mapping[str, Difference], solved: float, pictures: int) -> Verdict:
     """The way as a whole must gain; then it is said which of its steps do, and where it ends."""
     if not whole.clear or whole.mean < 0:
         return Verdict("does not hold", f": from start to solution it is {100 * whole.mean:+.1f} points")
     way = {step.name: gains[step.name] for step in STEPS}
     up = [name for name, one in way.items() if one.clear and one.mean > 0]
     down = [name for name, one in way.items() if one.clear and one.mean < 0]
-    short = "" if solved >= SAID else f"; the end is {solved:.1%} here, not {SAID:.0%}"
+    short = "" if solved >= SAID else f" (with {pictures:,} pictures the end is {solved:.1%}, not {SAID:.0%})"
     if len(up) == len(way) and not short:
         return Verdict("holds")
     words = [f"{listed(up)} gain{'s' * (len(up) == 1)}" if up else "no step alone gains clearly"]

@@ -234,7 +234,7 @@ def order_in_words(found: Found) -> str:
         apart = Difference.of(arm.scores, patches.scores)
         if apart.clear:
             word = "better" if apart.mean > 0 else "worse"
-            sure.append(f"{name} are {word} than patches by {abs(apart.mean):.1%} ")
+            sure.append(f"{name} are {word} than patches by {100 * abs(apart.mean):.1f} points ")
     said = "and ".join(sure) if sure else "no other kind is clearly better or worse than patches "
     return f"Over {patches.n} seeds {said.strip()}."
 

@@ -1,4 +1,4 @@
-"""Recipes for data and machines that are small: a ViT from scratch, in minutes on two cores."""
+"""Recipes for data and machines that are small: a ViT in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIDE = 128  # of pictures that come as files
 
 
 def small(data: Dataset) -> Recipe:
-    """The default: some hundred to some ten thousand pictures of a user's own, from scratch.
+    """The default: some hundred to some ten thousand pictures of a user's own, from scratch or from a file.
 
     Fixed positions and a mean pool, as in Simple ViT (Beyer et al. 2022): with little data, learned
     positions hardly get anywhere from their small first values.
@@ -26,6 +26,9 @@ def small(data: Dataset) -> Recipe:
 
         vitrail train hymenoptera/ --seed 0
         vitrail train hymenoptera/ --seed 0 --from flowers.safetensors
+
+    From a file, all weights learn, each block at 3/4 of the next one's rate (`tune=llrd`), the head at 1e-4,
+    for 12,000 pictures' worth of epochs, 10 at least and 40 at most.
 
     The file was made by this recipe, of 102 kinds of flowers (45 epochs, 68.8 % right of those held out); one
     that has seen more will give more. The settings for a file were chosen by these ants and bees: with those

@@ -48,7 +48,8 @@ def train(
         data: what `vitrail.data.sources.open_data` takes: a folder of pictures, a table, an array file.
         out: the run's folder; it must be empty or new, unless `resume` is given.
         recipe: where the settings come from.
-        start: a weight file to start from, of any family; its head is replaced.
+        start: a weight file to start from, of any family; its head is replaced. Some recipes have other
+            settings then (`small`: tune="llrd", lr=1e-4, 10 to 40 epochs); what you give goes before.
         teacher: a model to learn from besides the labels (distillation): what `vitrail.load` takes, or
             a Bundle. It must have the classes of the data. `distill` says what is learned of it.
         size: the picture's side, or (H, W), of the model and of its preprocessing. The positions of a
@@ -165,6 +166,8 @@ def fresh(chosen: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Preproce
         named = preset(name)
         said = (*NAMED, "size") if "@" in name else NAMED
         fields = {**{field: getattr(named, field) for field in said}, **fields}
+    if fields.get("position", chosen.model.position) != chosen.model.position:
+        fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
     config, preprocess = replace(chosen.model, **fields), chosen.preprocess
     if config.pixels != preprocess.target or config.channels != preprocess.channels:
         preprocess = fitted(preprocess, config)

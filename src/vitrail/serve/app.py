@@ -47,7 +47,7 @@ class Route:
 
     @property
     def guarded(self) -> bool:
-        """Whether it needs the token, where there is one."""
+        """Whether it needs the token, where there is one, and else a name that is surely ours."""
         return self.template.startswith("/v1/") or self.template == "/metrics"
 
 
@@ -164,7 +164,7 @@ class App(Site):
             do = "Open the page that this server has."
             raise Refusal(403, "other_origin", "Only its own page may ask this server.", "another", do)
 
-    def failed(self, error: Exception) -> Refusal:
+    def failed(self, error: BaseException) -> Refusal:
         """A mistake of ours. The client learns that it was; the log, where."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].name}, line {frames[-1].lineno}" if frames else "asyncio"

@@ -93,14 +93,14 @@ class Batcher:
 
     # ---- for the model's thread -------------------------------------------------------------
 
-    def run(self, died: Callable[[], object]) -> None:
-        """Let this thread be the model's until `close`; should it end before, `died` is called."""
+    def run(self, died: Callable[[BaseException], object]) -> None:
+        """Let this thread be the model's until `close`; should it end before, `died` is told why."""
         jobs: list[Job] = []
         try:
             while jobs := self.take():
                 self.work([job for job in jobs if self.wanted(job)])
         except BaseException as error:  # whatever ends this thread ends the server
-            died()
+            died(error)
             for job in [*jobs, *self.jobs]:
                 if not job.future.done():
                     job.future.set_exception(RuntimeError(type(error).__name__))

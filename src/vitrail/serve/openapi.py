@@ -96,11 +96,13 @@ ALWAYS = {
     **{400: "Malformed", 405: "Another method", 408: "Too slow", 431: "Too long a head", 500: "A bug"},
     **{501: "An unknown Transfer-Encoding", 503: "Too many clients: come again after Retry-After"},
 }
-GUARDED = {401: "No token, or another"}
+GUARDED = {401: "No token, or another", 403: "Asked by a name that is not this server's"}
 WORKING = {503: "Busy: come again after Retry-After", 504: "Not answered in time"}
 PICTURES = {
-    **{403: "From a page of another server", 413: "Too many bytes, pixels or pictures"},
-    **{415: "Not a picture", 422: "A broken picture"},
+    403: "From a page of another server, or by a name that is not this one's",
+    413: "Too many bytes, pixels or pictures",
+    415: "Not a picture",
+    422: "A broken picture",
 }
 
 

@@ -88,11 +88,15 @@ def bind(settings: ServeConfig) -> socket.socket:
         found.bind((settings.host, settings.port))
     except OSError as error:
         found.close()
-        got = f"{settings.host}:{settings.port} ({error.strerror or 'no such address'})"
-        do = "Name another --port or --host; --port 0 takes a free one."
-        raise InputError("The address must be this machine's, and free.", printable(got), do) from error
+        raise taken(settings, error) from error
     found.setblocking(False)
     return found
+
+
+def taken(settings: ServeConfig, error: OSError) -> InputError:
+    got = f"{settings.host}:{settings.port} ({error.strerror or 'no such address'})"
+    do = "Name another --port or --host; --port 0 takes a free one."
+    return InputError("The address must be this machine's, and free.", printable(got), do)
 
 
 def turn_away(listener: socket.socket) -> None:
@@ -152,7 +156,10 @@ class Server:
 
     def listen(self) -> str:
         """Let the system collect clients for us. The address they are given."""
-        self.listener.listen(BACKLOG)
+        try:
+            self.listener.listen(BACKLOG)
+        except OSError as error:  # another has had the address in the meantime, and was first to listen
+            raise taken(self.app.settings, error) from error
         host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -162,29 +169,37 @@ class Server:
         Args:
             heard: a socket on which signals arrive, as from `bell`.
         """
-        clients = threading.Thread(target=asyncio.run, args=[self.attend(heard)], name="clients")
+        clients = threading.Thread(target=self.serve_clients, args=[heard], name="clients")
         clients.start()
-        self.app.batcher.run(died=lambda: self.loop.call_soon_threadsafe(self.stop, 1))
+        self.app.batcher.run(self.model_died)
         clients.join()
         return self.code
+
+    def serve_clients(self, heard: socket.socket | None) -> None:
+        """In a thread of its own. However it ends, the model's thread must not wait for ever."""
+        try:
+            asyncio.run(self.attend(heard))
+        except BaseException as error:
+            self.app.failed(error)
+            self.code = 1
+        self.app.batcher.close()
+        self.ended(self.code)
+
+    def model_died(self, error: BaseException) -> None:
+        self.app.failed(error)
+        self.loop.call_soon_threadsafe(self.stop, 1)
 
     async def attend(self, heard: socket.socket | None) -> None:
         """What clients see of a server, from the first to the last."""
         self.loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(self.trouble)
-        try:
-            if heard:
-                loop.add_reader(heard, self.on_signals, heard)
-            loop.add_reader(self.listener, self.accept)
-            warming = loop.create_task(self.warm_up())
-            await self.told.wait()
-            warming.cancel()
-            await self.drain()
-        except Exception as error:
-            self.app.failed(error)
-            self.code = 1
-        self.app.batcher.close()
-        self.ended(self.code)
+        if heard:
+            loop.add_reader(heard, self.on_signals, heard)
+        loop.add_reader(self.listener, self.accept)
+        warming = loop.create_task(self.warm_up())
+        await self.told.wait()
+        warming.cancel()
+        await self.drain()
 
     def on_signals(self, heard: socket.socket) -> None:
         """The first asks us to leave; the second means it."""

@@ -75,7 +75,7 @@ def test_the_slides_text_is_judged_by_its_rows(tmp_path, monkeypatch):
     found = run(tmp_path, SHAKESPEARE)
     assert "The slide's rows come with its seed, 1337" in found.sentence
     assert found.numbers["xb"] == table(XB).tolist()
-    assert str(found.verdict) == "does not hold : a trained decoder is no better than counts of pairs"
+    assert str(found.verdict) == "does not hold: a trained decoder is no better than counts of pairs"
     monkeypatch.setattr(characters, "SEED", 1)
     found = run(tmp_path, SHAKESPEARE)
     assert "do not come" in found.sentence

@@ -39,7 +39,7 @@ def test_the_verdict_can_go_every_way():
     assert lab.judge(ALIKE, ALIKE).condition.startswith("less than 1.4 points do not count")
     better = Difference(0.1, (0.08, 0.12), 3)
     assert (
-        str(lab.judge(better, ALIKE)) == "does not hold : the mean of the patches gets 10.0 points more right"
+        str(lab.judge(better, ALIKE)) == "does not hold: the mean of the patches gets 10.0 points more right"
     )
     assert "10.0 points less" in lab.judge(CLEAR, CLEAR).condition
     assert lab.judge(Difference(0.0, None, 1), ALIKE).word == "does not hold"

@@ -106,7 +106,7 @@ def test_a_sure_difference_is_named_and_an_unsure_one_is_not():
     patches, rows = arm("patches", [0.90, 0.91, 0.92]), arm("rows", [0.80, 0.811, 0.82])
     unsure = arm("columns", [0.95, 0.86, 0.95])
     found = speech.Found({"patches": patches, "rows": rows, "columns": unsure}, None, 0.9, 9)
-    assert speech.order_in_words(found) == "Over 3 seeds rows are worse than patches by 10.0%."
+    assert speech.order_in_words(found) == "Over 3 seeds rows are worse than patches by 10.0 points."
 
 
 # ---- pictures of sounds ---------------------------------------------------------------------

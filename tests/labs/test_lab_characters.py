@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slide_003 import WHEN, XB, YB
 from vitrail.errors import VitrailError
 from vitrail.labs import characters
 from vitrail.labs.characters import SETTINGS, as_on_the_slide, judge, lessons
@@ -16,30 +17,7 @@ from vitrail.labs.trial import one_thread
 from vitrail.model import Decoder, DecoderConfig
 
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
-# Note 003, "Decoder", as printed.
-XB = "24 43 58 5 57 1 46 43  44 53 56 1 58 46 39 58  52 58 1 58 46 39 58 1  25 17 27 10 0 21 1 54"
-YB = "43 58 5 57 1 46 43 39  53 56 1 58 46 39 58 1  58 1 58 46 39 58 1 46  17 27 10 0 21 1 54 39"
-WHEN = """
-when input is [24] the target: 43
-when input is [24, 43] the target: 58
-when input is [24, 43, 58] the target: 5
-when input is [24, 43, 58, 5] the target: 57
-when input is [24, 43, 58, 5, 57] the target: 1
-when input is [24, 43, 58, 5, 57, 1] the target: 46
-when input is [24, 43, 58, 5, 57, 1, 46] the target: 43
-when input is [24, 43, 58, 5, 57, 1, 46, 43] the target: 39
-when input is [44] the target: 53
-when input is [44, 53] the target: 56
-when input is [44, 53, 56] the target: 1
-when input is [44, 53, 56, 1] the target: 58
-when input is [44, 53, 56, 1, 58] the target: 46
-when input is [44, 53, 56, 1, 58, 46] the target: 39
-"""
 LESS, BETTER = [2.5, 2.6, 2.7], [2.0, 2.01, 2.02]
-
-
-def table(numbers):
-    return torch.tensor([int(n) for n in numbers.split()]).view(4, 8)
 
 
 def run(place, data=None):
@@ -61,8 +39,8 @@ def test_the_slides_rows_come_digit_for_digit():
     text = read(SHAKESPEARE)
     assert (len(text.numbers), len(text.kinds), text.known) == (1_115_394, 65, True)
     xb, yb = characters.first_batch(text.train)
-    assert torch.equal(xb, table(XB))
-    assert torch.equal(yb, table(YB))
+    assert torch.equal(xb, XB)
+    assert torch.equal(yb, YB)
     assert lessons(xb, yb)[:14] == WHEN.strip().splitlines()
     assert not as_numbers(text.write(text.numbers[1:]), "one character less").known
 
@@ -74,7 +52,7 @@ def test_the_slides_text_is_judged_by_its_rows(tmp_path, monkeypatch):
     monkeypatch.setitem(characters.SETTINGS, "small", short)
     found = run(tmp_path, SHAKESPEARE)
     assert "The slide's rows come with its seed, 1337" in found.sentence
-    assert found.numbers["xb"] == table(XB).tolist()
+    assert found.numbers["xb"] == XB.tolist()
     assert str(found.verdict) == "does not hold: a trained decoder is no better than counts of pairs"
     monkeypatch.setattr(characters, "SEED", 1)
     found = run(tmp_path, SHAKESPEARE)
@@ -83,8 +61,14 @@ def test_the_slides_text_is_judged_by_its_rows(tmp_path, monkeypatch):
 
 
 def test_the_constants_are_the_slides():
-    assert torch.equal(characters.XB, table(XB))
-    assert torch.equal(characters.YB, table(YB))
+    assert torch.equal(characters.XB, XB)
+    assert torch.equal(characters.YB, YB)
+
+
+def test_a_python_without_sources_is_told_what_to_do(monkeypatch):
+    monkeypatch.setattr("vitrail.labs.text.MODULES", ["argparse", "sys"])  # sys has no file
+    with pytest.raises(VitrailError, match=r"Got a Python without it .*Give --data a text file"):
+        read(None)
 
 
 def test_small_run(result):
@@ -92,7 +76,7 @@ def test_small_run(result):
     low, high = result.interval
     assert low < result.number < high < result.numbers["bigram"] < result.numbers["uniform"]
     assert str(result.verdict).startswith("holds if the slide's rows are left out")
-    assert result.sentence.startswith("The package's own source files, ")
+    assert result.sentence.startswith("The source of 9 modules of Python's library, ")
     assert result.numbers["change before"] == 0
     assert len(result.numbers["sample"]) == SETTINGS["small"].sample
     json.dumps(result.as_json())

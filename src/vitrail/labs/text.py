@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,6 +14,17 @@ from vitrail.errors import FileError, InputError, printable
 
 TRAINED = 0.9  # the first part of a text; the rest is held out
 LEAST, MOST, MOST_KINDS = 1_000, 2_000_000, 5_000  # characters of a text
+MODULES = [
+    "argparse",
+    "difflib",
+    "doctest",
+    "inspect",
+    "optparse",
+    "statistics",
+    "tarfile",
+    "textwrap",
+    "typing",
+]
 SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # sha256
 
 
@@ -40,12 +52,9 @@ class Text:
 
 
 def read(data: str | Path | None) -> Text:
-    """A file's text, or that of our own source files one after the other."""
+    """A file's text, or one that every Python comes with."""
     if data is None:
-        home = Path(__file__).parents[1]
-        files = sorted(home.rglob("*.py"), key=lambda file: file.relative_to(home).as_posix())
-        text = "".join(file.read_text(encoding="utf-8") for file in files)
-        return as_numbers(text[:MOST], named("The package's own source files", text))
+        return as_numbers(of_python(), f"The source of {len(MODULES)} modules of Python's library")
     try:
         with open(data, encoding="utf-8") as file:
             text = file.read(MOST)
@@ -56,6 +65,19 @@ def read(data: str | Path | None) -> Text:
             "Give --data a text file, or leave it out.",
         ) from error
     return as_numbers(text, named(printable(Path(data).name), text))
+
+
+def of_python() -> str:
+    """MODULES one after the other: they stay as they are whatever becomes of us."""
+    origins = [spec.origin or "" for name in MODULES if (spec := find_spec(name))]
+    try:
+        return "".join(Path(origin).read_text(encoding="utf-8") for origin in origins)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "Without --data, this lab reads the source of Python's library.",
+            f"a Python without it ({type(error).__name__})",
+            "Give --data a text file.",
+        ) from error
 
 
 def named(name: str, text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from vitrail.config import by
 from vitrail.data.sources import Dataset
 from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
-from vitrail.labs.given import described, enlarged, opened
+from vitrail.labs.given import described, enlarged, of_the_notes, opened
 from vitrail.labs.job import Job, do
 from vitrail.labs.lab import Result, Size, Verdict
 from vitrail.labs.study import Difference, settled
@@ -169,7 +169,7 @@ def climbed(batches: int, epochs: int) -> list[Step]:
 
 
 def recipe_for(step: Step, data: Dataset, seed: int) -> Recipe:
-    model = {"channels": data.channels or 3, "position_sigma": None, **step.model}
+    model = {**of_the_notes(data), **step.model}
     changes = {**step.train, "model": model}
     return settled("mnist-notes", data, {}, changes, changes.pop("lr"), seed)
 

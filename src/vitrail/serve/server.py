@@ -142,8 +142,8 @@ def page_files() -> dict[str, tuple[str, bytes]]:
 class Server:
     """An app on a socket: the model in the thread that runs it, clients in another.
 
-    It is that way round because a process's first thread is the one that PyTorch is fastest in: memory that
-    is freed there stays at hand (docs/serve.md).
+    It is that way round because PyTorch on a CPU was seen to be faster in a process's first thread than in
+    any other (docs/serve.md).
     """
 
     def __init__(
@@ -187,7 +187,8 @@ class Server:
 
     def model_died(self, error: BaseException) -> None:
         self.app.failed(error)
-        self.loop.call_soon_threadsafe(self.stop, 1)
+        with suppress(RuntimeError):  # the last client has left already
+            self.loop.call_soon_threadsafe(self.stop, 1)
 
     async def attend(self, heard: socket.socket | None) -> None:
         """What clients see of a server, from the first to the last."""

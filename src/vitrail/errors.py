@@ -8,20 +8,21 @@ from contextlib import contextmanager
 
 
 class VitrailError(Exception):
-    """An error meant for the user. The command line prints its text and exits with 2.
+    """An error meant for the user. The command line prints its message and exits with 2.
 
-    Args:
-        must: what must hold, a sentence in the user's words.
-        got: what came instead, without a full stop.
-        do: what to do about it, a sentence.
+    A message is one or two natural sentences that say what must hold, what came, and what to do.
+    (Three arguments are joined into such a message; new code passes one.)
     """
 
-    def __init__(self, must: str, got: str, do: str) -> None:
-        super().__init__(must, got, do)  # all three, so that the error survives pickling
+    def __init__(self, message: str, got: str | None = None, do: str | None = None) -> None:
+        # All of them, so that the error survives pickling.
+        super().__init__(*(part for part in (message, got, do) if part is not None))
 
     def __str__(self) -> str:
-        must, got, do = self.args
-        return f"{must} Got {got}. {do}"
+        if len(self.args) == 3:
+            must, got, do = self.args
+            return f"{must} Got {got}. {do}"
+        return str(self.args[0])
 
 
 class ConfigError(VitrailError, ValueError):

@@ -44,13 +44,15 @@ class Refusal(Exception):
     Its texts are ours alone: no paths, no reprs, no words of a library, nothing that a client sent.
     """
 
-    def __init__(self, status: int, code: str, must: str, got: str, do: str, headers: Headers = ()) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, got: str = "", do: str = "", headers: Headers = ()
+    ) -> None:
         super().__init__(code)
         self.status, self.headers = status, headers
-        self.error = {"code": code, "must": must, "got": got, "do": do}
+        self.error = {"code": code, "message": f"{message} Got {got}. {do}" if do else message}
 
     def __str__(self) -> str:
-        return "{must} Got {got}. {do}".format_map(self.error)
+        return self.error["message"]
 
     def response(self) -> Response:
         plain = as_json({"error": self.error}, self.status)

@@ -41,7 +41,7 @@ ARRAY = thing(shape=listing(WHOLE), dtype=TEXT, data={"type": "string", "content
 FIGURE: Schema = {"type": "object", "properties": {"model": TEXT}, "required": ["model"]}
 
 SCHEMAS = {
-    "Error": thing(error=thing(code=TEXT, must=TEXT, got=TEXT, do=TEXT)),
+    "Error": thing(error=thing(code=TEXT, message=TEXT)),
     "Prediction": thing(
         name=either(TEXT, NOTHING),
         label=either(TEXT, NOTHING),

@@ -46,7 +46,7 @@ async function send(path, body, signal) {
 async function troubleOf(answer) {
   if (answer.status === 401) return new Trouble("token", "The server asks for a token.");
   const { error } = await answer.json().catch(() => ({}));
-  const words = error ? [error.must, error.got && `Got ${error.got}.`, error.do].filter(Boolean).join(" ") : "";
+  const words = error?.message ?? "";
   if (answer.status === 503) return new Trouble("later", `The server is busy. ${words}`);
   const kind = answer.status >= 500 || answer.status === 408 ? "later" : "refused";
   return new Trouble(kind, words || `The server answered with an error (${answer.status}).`);

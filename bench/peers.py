@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.telemetry import disable_telemetry
+
+disable_telemetry()  # before any of them is loaded
 
 
 def make_torchvision_importable() -> None:

@@ -8,7 +8,6 @@ import sys
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 
@@ -23,6 +22,7 @@ from vitrail.export.onnx import check_weight, write_onnx
 from vitrail.export.resize import Levels
 from vitrail.inspect.sample import FILE
 from vitrail.model import surgery
+from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Source
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
@@ -61,6 +61,7 @@ def bundle_of(**fields):
 
 
 def session(path):
+    onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -14,6 +14,7 @@ from vitrail.export.keep import check_place, write_proven
 from vitrail.export.proof import Proof, Run, prove
 from vitrail.predict.engine import OnnxEngine, session_of
 from vitrail.predict.onnx_file import ABOUT, MOST_BYTES, TAKES
+from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def write_onnx(
         dynamic: "size" for pictures of any size; the batch is free in any case.
         with_preprocess: whether the graph takes 8-bit pictures (B, h, w, C) and resizes them itself.
     """
+    onnxruntime = import_onnxruntime()  # before onnxscript and torch.onnx, which can load it too
     with needs("export"):
         import onnx
-        import onnxruntime  # type: ignore[import-untyped]
         import onnxscript  # noqa: F401  # torch asks for it late, in words of its own
     place = check_place(Path(path), ".onnx")
     plan = plan_for(bundle, dynamic=dynamic, with_preprocess=with_preprocess)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.errors import FileError, InputError, needs, printable
+from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.forward import inputs_of
 from vitrail.model.modes import evaluating
 from vitrail.predict.onnx_file import Described, read_onnx, refused
 from vitrail.preprocess import Preprocess
+from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
 
@@ -100,8 +101,7 @@ class OnnxEngine(Engine):
     """A graph that `vitrail export` has written, in ONNX Runtime on the CPU."""
 
     def __init__(self, path: Path) -> None:
-        with needs("export"):
-            import onnxruntime  # type: ignore[import-untyped]
+        onnxruntime = import_onnxruntime()
         found = read_onnx(path)
         self.path, self.config, self.labels, self.card = path, found.config, found.labels, found.card
         self.whole = self.one_by_one = found.whole

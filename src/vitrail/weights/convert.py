@@ -16,6 +16,7 @@ from vitrail.errors import ConfigError, FileError, VitrailError, printable, sugg
 from vitrail.fields import show
 from vitrail.preprocess import Preprocess
 from vitrail.published import from_hf
+from vitrail.telemetry import disable_telemetry
 from vitrail.weights.bundle import Bundle, Source, as_they_were, exactly, golden_inputs
 from vitrail.weights.describe import listed, own_rows, with_rows
 from vitrail.weights.families import FAMILIES
@@ -275,6 +276,7 @@ def compare(
     reasons = cannot(family, bundle.model.config) if family.expresses is not None else []
     if reasons:
         return None, f"nobody: {'; '.join(reasons)}"
+    disable_telemetry()  # the other libraries load huggingface_hub
     extras = set(bundle.extras)
     inputs = bundle.as_input(golden_inputs(bundle.model.config))
     try:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from vitrail.errors import FileError, needs, printable
+from vitrail.telemetry import disable_telemetry
 from vitrail.weights.folder import SETTINGS, WEIGHTS, shards
 
 Name = re.Match[str]  # of NAME
@@ -60,6 +61,7 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
     if not text.startswith("hf:"):
         return path, {}
     name = parse(text)
+    disable_telemetry()
     with needs("hub"):
         from huggingface_hub import constants
     offline = offline or constants.HF_HUB_OFFLINE  # from the environment
@@ -97,7 +99,6 @@ def fetch_file(name: Name, file: str, revision: str | None, offline: bool) -> Pa
     """A file in the cache: models--owner--name/snapshots/commit/file."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    # Offline not with local_files_only=True, which still asks the hub for a list of coding agents.
     get = try_to_load_from_cache if offline else hf_hub_download
     with explained(name, file, offline):
         return Path(get(name["repo"], file, revision=revision))  # type: ignore[arg-type]  # or it is explained

@@ -1,0 +1,273 @@
+"""No telemetry: commands reach out to nobody, and write nothing but what they are asked for.
+
+Each runs in a process of its own that the kernel kills when it reaches out (no_network.py), with a home
+folder that is empty and an environment that asks for telemetry. Of the variables around us only PATH goes
+in: ONNX Runtime keeps silent where it sees a CI system, and the test would be of that.
+"""
+
+import ast
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+
+import no_network
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitrail as vt
+from conftest import shake
+from vitrail import telemetry
+from vitrail.errors import MissingExtra
+
+ROOT = Path(__file__).parents[2]
+XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
+FOR_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_TELEMETRY": "0"}
+LOOK_UP = "import socket; socket.getaddrinfo('vitrail.invalid', 80)"
+PHOTO = "photos/test/cat/0.png"
+WAIT = 75  # seconds; without the switch, ONNX Runtime looks up its collector after nine
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform != "linux" or platform.machine() not in no_network.NUMBERS) and "CI" not in os.environ,
+    reason="the guard is for Linux on x86-64 and arm64, and this is not CI",
+)
+
+# Several commands, one after another, as separate processes would run them; a line of JSON after each.
+COMMANDS = """
+import json, os, sys
+from vitrail.cli import app
+before = dict(os.environ)
+for words in json.loads(sys.argv[1]):
+    code = 0
+    try:
+        app(words)
+    except SystemExit as stop:
+        code = stop.code
+    hub = sys.modules.get("huggingface_hub.constants")
+    with open(sys.argv[2], "a") as report:
+        print(json.dumps([words[0], code, hub is None or hub.HF_HUB_DISABLE_TELEMETRY]), file=report)
+    os.environ.clear()
+    os.environ.update(before)
+"""
+
+
+class Guard:
+    """Runs Python where reaching out is death, and knows what was written at home."""
+
+    def __init__(self, place):
+        self.home, self.work = place / "home", place / "work"
+        self.home.mkdir(parents=True)
+        self.work.mkdir(exist_ok=True)
+        folders = {"TMPDIR": self.home / "tmp", **{name: self.home / name.lower() for name in XDG}}
+        for folder in folders.values():
+            folder.mkdir()
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+        self.env = {name: str(folder) for name, folder in folders.items()} | {
+            **{"HOME": str(self.home), "USER": "nobody", "PATH": os.environ["PATH"], "PYTHONPATH": path},
+            **{"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **FOR_TELEMETRY},
+        }
+
+    def start(self, *words, **more):
+        """With pipes for what it says."""
+        words = [sys.executable, no_network.__file__, sys.executable, *map(str, words)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(words, cwd=self.work, env={**self.env, **more}, **pipes)
+
+    def run(self, *words, timeout=120, **more):
+        with self.start(*words, **more) as child:
+            said = child.communicate(timeout=timeout)
+        return child.returncode, *said
+
+    def vitrail(self, *words):
+        code, out, error = self.run("-m", "vitrail", *words)
+        assert code == 0, f"{'it reached out' if code == -signal.SIGSYS else code}: {error}"
+        return out
+
+    def written(self):
+        """Files at home, but for the list of fonts that matplotlib keeps."""
+        files = [str(file.relative_to(self.home)) for file in self.home.rglob("*") if not file.is_dir()]
+        return [name for name in sorted(files) if "/matplotlib/" not in name]
+
+
+@pytest.fixture
+def guard(tmp_path):
+    return Guard(tmp_path)
+
+
+def toy(folder):
+    """A model of two classes, and pictures of them."""
+    bundle = vt.Bundle(model=shake(vt.create("mu/4", classes=2)), labels=["cat", "dog"])
+    bundle.save(folder / "toy.safetensors")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 4), ("test", 2)):
+        for label in bundle.labels:
+            (folder / "photos" / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (36, 40, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / "photos" / split / label / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The toy as an ONNX file, from the command, and the guard that it ran under."""
+    guard = Guard(tmp_path_factory.mktemp("exported"))
+    toy(guard.work)
+    guard.vitrail("export", "toy.safetensors", "--to", "onnx", "--out", "toy.onnx")
+    return guard
+
+
+def served(child, photo, seconds=0.0):
+    """The answer of a server on a free port, after a while, and its exit code."""
+    address = next(line for line in child.stdout if "http://" in line)
+    port = int(address.split("http://")[1].split(":")[1].split()[0].strip("/."))
+    time.sleep(seconds)
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", "/v1/predict", photo.read_bytes(), {"Content-Type": "image/png"})
+    answer = connection.getresponse().status
+    connection.close()
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    return answer, child.returncode
+
+
+# ---- the guard itself ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        LOOK_UP,
+        "import socket; socket.socket().connect(('192.0.2.1', 443))",
+        "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 53))",
+        f"import threading; threading.Thread(target=exec, args=({LOOK_UP!r},)).start()",
+        f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {LOOK_UP!r}]))",
+    ],
+    ids=["look-up", "connect", "datagram", "thread", "child"],
+)
+def test_the_guard_kills_what_reaches_out(reach, guard):
+    assert abs(guard.run("-c", reach)[0]) in (signal.SIGSYS, 256 - signal.SIGSYS)
+
+
+def test_the_guard_sees_onnxruntime_without_the_switch(guard):
+    """Or no test here would say anything about it."""
+    assert guard.run("-c", "import onnxruntime")[0] == 0
+    assert any(name.endswith("/deviceid") for name in guard.written())
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+def test_commands(guard, tmp_path):
+    toy(guard.work)
+    solution = ROOT / "tests" / "exercises" / "solution.py"
+    model, photos, photo = "toy.safetensors", "photos", PHOTO
+    commands = [
+        ["info", model],
+        ["verify", model],
+        ["doctor", photos],
+        ["predict", model, photo],
+        ["evaluate", model, photos, "--html", "evaluation.html"],
+        ["walk", model, photo],
+        ["inspect", model, photo, "--out", "figures"],
+        ["train", photos, "--epochs", "1", "--out", "run"],
+        ["export", model, "--to", "torch-export"],
+        ["export", model, "--to", "html"],
+        ["check", str(solution)],
+        ["notes"],
+        ["convert", model, "hf", "--to", "hf"],
+        ["convert", model, "timm", "--to", "timm"],
+    ]
+    report = tmp_path / "report"
+    code, _, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
+    done = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [code, done] == [0, [[words[0], 0, True] for words in commands]], error
+    assert guard.written() == []
+
+
+def test_export_to_onnx(exported):
+    assert exported.written() == []
+
+
+def test_predict_with_onnx(exported, guard):
+    rows = guard.vitrail("predict", exported.work / "toy.onnx", exported.work / "photos", "--format", "csv")
+    assert rows.count(".png,") == 12
+    assert guard.written() == []
+
+
+def test_serve_with_onnx(exported, guard):
+    with guard.start("-m", "vitrail", "serve", exported.work / "toy.onnx", "--port", "0") as child:
+        assert served(child, exported.work / PHOTO) == (200, 0)
+    assert guard.written() == []
+
+
+@pytest.mark.slow
+def test_a_server_that_runs_for_a_while(exported, guard):
+    with guard.start("-m", "vitrail", "serve", exported.work / "toy.onnx", "--port", "0") as child:
+        assert served(child, exported.work / PHOTO, WAIT) == (200, 0)
+    assert guard.written() == []
+
+
+@pytest.mark.slow
+def test_without_the_switch_onnxruntime_reaches_out(guard):
+    code, *_ = guard.run("-c", f"import time, onnxruntime; time.sleep({WAIT})")
+    assert code == -signal.SIGSYS
+
+
+@pytest.mark.slow
+def test_demo(guard):
+    guard.vitrail("demo", "--epochs", "1")
+    assert guard.written() == []
+
+
+# ---- the switches --------------------------------------------------------------------------------
+
+
+def test_a_library_that_is_loaded_already_is_switched_off(monkeypatch):
+    from huggingface_hub import constants
+
+    onnxruntime, calls = telemetry.import_onnxruntime(), []
+    monkeypatch.setattr(onnxruntime, "disable_telemetry_events", lambda: calls.append(1))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", False)
+    for name in telemetry.SWITCHES:
+        monkeypatch.setenv(name, "0")
+    telemetry.import_onnxruntime()
+    assert calls == [1]
+    assert constants.HF_HUB_DISABLE_TELEMETRY is True
+    assert telemetry.SWITCHES.items() <= os.environ.items()
+
+
+def test_without_onnxruntime_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtra, match=r"vitrail\[export\]"):
+        telemetry.import_onnxruntime()
+
+
+def importers(folder, packages):
+    """Files of ours that import one of these packages, wherever in the file."""
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if packages & {name.split(".")[0] for name in names}:
+                yield str(file.relative_to(ROOT))
+
+
+def test_one_place_imports_onnxruntime():
+    found = {name for folder in ("src", "bench", "docs", "tests") for name in importers(folder, {"onnxruntime"})}
+    assert found == {"src/vitrail/telemetry.py"}
+
+
+def test_who_imports_libraries_that_report():
+    """A new one must call disable_telemetry first, or be called by what does; then it belongs in this list."""
+    reporting = {"huggingface_hub", "hf_xet", "transformers", "timm", "onnxscript"}
+    families = {f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")}  # called by convert.compare
+    own = {"src/vitrail/export/onnx.py", "src/vitrail/weights/hub.py"}
+    assert set(importers("src", reporting)) == own | families
+    assert set(importers("bench", reporting)) == {"bench/peers.py"}

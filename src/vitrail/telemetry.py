@@ -19,7 +19,7 @@ SWITCHES = {
 
 
 def disable_telemetry() -> None:
-    """Set the switches, for this process and its children. Call it before a library that has one is loaded."""
+    """Set the switches, for this process and its children; before a library that has one is loaded."""
     os.environ.update(SWITCHES)
     hub = sys.modules.get("huggingface_hub.constants")
     if hub is not None:  # the user's own code has loaded it, and it has read its switch
@@ -27,7 +27,7 @@ def disable_telemetry() -> None:
 
 
 def import_onnxruntime() -> Any:
-    """ONNX Runtime, silent. No other code may import it: loading alone writes a device id into the user's cache."""
+    """ONNX Runtime without telemetry. No other code imports it: loading it can write a device id."""
     disable_telemetry()
     with needs("export"):
         import onnxruntime  # type: ignore[import-untyped]

@@ -9,6 +9,7 @@ import ast
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import time
 from http.client import HTTPConnection
 from pathlib import Path
 
-import no_network
 import numpy as np
 import pytest
 from PIL import Image
 
+import no_network
 import vitrail as vt
 from conftest import shake
 from vitrail import telemetry
@@ -38,12 +39,16 @@ pytestmark = pytest.mark.skipif(
     reason="the guard is for Linux on x86-64 and arm64, and this is not CI",
 )
 
-# Several commands, one after another, as separate processes would run them; a line of JSON after each.
+# Several commands, one after another, each with the environment of the first; a line of JSON after each.
 COMMANDS = """
 import json, os, sys
-from vitrail.cli import app
 before = dict(os.environ)
+from bench.peers import make_torchvision_importable
+from vitrail.cli import app
+make_torchvision_importable()  # or the peers of `convert` would not load
 for words in json.loads(sys.argv[1]):
+    os.environ.clear()
+    os.environ.update(before)
     code = 0
     try:
         app(words)
@@ -51,14 +56,12 @@ for words in json.loads(sys.argv[1]):
         code = stop.code
     hub = sys.modules.get("huggingface_hub.constants")
     with open(sys.argv[2], "a") as report:
-        print(json.dumps([words[0], code, hub is None or hub.HF_HUB_DISABLE_TELEMETRY]), file=report)
-    os.environ.clear()
-    os.environ.update(before)
+        print(json.dumps([words[0], code, hub and hub.HF_HUB_DISABLE_TELEMETRY]), file=report)
 """
 
 
 class Guard:
-    """Runs Python where reaching out is death, and knows what was written at home."""
+    """Runs Python under no_network.py with an empty home folder, and lists what was written there."""
 
     def __init__(self, place):
         self.home, self.work = place / "home", place / "work"
@@ -67,7 +70,7 @@ class Guard:
         folders = {"TMPDIR": self.home / "tmp", **{name: self.home / name.lower() for name in XDG}}
         for folder in folders.values():
             folder.mkdir()
-        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         self.env = {name: str(folder) for name, folder in folders.items()} | {
             **{"HOME": str(self.home), "USER": "nobody", "PATH": os.environ["PATH"], "PYTHONPATH": path},
             **{"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **FOR_TELEMETRY},
@@ -79,7 +82,7 @@ class Guard:
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen(words, cwd=self.work, env={**self.env, **more}, **pipes)
 
-    def run(self, *words, timeout=120, **more):
+    def run(self, *words, timeout=300, **more):
         with self.start(*words, **more) as child:
             said = child.communicate(timeout=timeout)
         return child.returncode, *said
@@ -90,9 +93,12 @@ class Guard:
         return out
 
     def written(self):
-        """Files at home, but for the list of fonts that matplotlib keeps."""
-        files = [str(file.relative_to(self.home)) for file in self.home.rglob("*") if not file.is_dir()]
-        return [name for name in sorted(files) if "/matplotlib/" not in name]
+        """Files in the home folder but for the list of fonts that matplotlib keeps, and names in the working folder."""
+        home = [str(file.relative_to(self.home)) for file in self.home.rglob("*") if not file.is_dir()]
+        home = [
+            name for name in home if not re.fullmatch(r"xdg_cache_home/matplotlib/fontlist-.*\.json", name)
+        ]
+        return sorted(home), sorted(file.name for file in self.work.iterdir())
 
 
 @pytest.fixture
@@ -101,7 +107,7 @@ def guard(tmp_path):
 
 
 def toy(folder):
-    """A model of two classes, and pictures of them."""
+    """A model of two classes, and images of them."""
     bundle = vt.Bundle(model=shake(vt.create("mu/4", classes=2)), labels=["cat", "dog"])
     bundle.save(folder / "toy.safetensors")
     rng = np.random.default_rng(0)
@@ -158,7 +164,7 @@ def test_the_guard_kills_what_reaches_out(reach, guard):
 def test_the_guard_sees_onnxruntime_without_the_switch(guard):
     """Or no test here would say anything about it."""
     assert guard.run("-c", "import onnxruntime")[0] == 0
-    assert any(name.endswith("/deviceid") for name in guard.written())
+    assert any(name.endswith("/deviceid") for name in guard.written()[0])
 
 
 # ---- the commands --------------------------------------------------------------------------------
@@ -175,7 +181,7 @@ def test_commands(guard, tmp_path):
         ["predict", model, photo],
         ["evaluate", model, photos, "--html", "evaluation.html"],
         ["walk", model, photo],
-        ["inspect", model, photo, "--out", "figures"],
+        ["inspect", model, photo, "--out", "figures", "--only", "attention"],
         ["train", photos, "--epochs", "1", "--out", "run"],
         ["export", model, "--to", "torch-export"],
         ["export", model, "--to", "html"],
@@ -187,31 +193,35 @@ def test_commands(guard, tmp_path):
     report = tmp_path / "report"
     code, _, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
     done = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [code, done] == [0, [[words[0], 0, True] for words in commands]], error
-    assert guard.written() == []
+    expected = [[words[0], 0, True if words[0] == "convert" else None] for words in commands]
+    assert [code, done] == [0, expected], error
+    inputs, outputs = ["photos", "toy.safetensors"], ["classroom.html", "evaluation.html", "figures", "hf"]
+    outputs += ["model.pt2", "model.pt2.proof.json", "run", "timm"]
+    assert guard.written() == ([], sorted(inputs + outputs))
 
 
 def test_export_to_onnx(exported):
-    assert exported.written() == []
+    files = ["photos", "toy.onnx", "toy.onnx.proof.json", "toy.safetensors"]
+    assert exported.written() == ([], files)
 
 
 def test_predict_with_onnx(exported, guard):
     rows = guard.vitrail("predict", exported.work / "toy.onnx", exported.work / "photos", "--format", "csv")
     assert rows.count(".png,") == 12
-    assert guard.written() == []
+    assert guard.written() == ([], [])
 
 
 def test_serve_with_onnx(exported, guard):
     with guard.start("-m", "vitrail", "serve", exported.work / "toy.onnx", "--port", "0") as child:
         assert served(child, exported.work / PHOTO) == (200, 0)
-    assert guard.written() == []
+    assert guard.written() == ([], [])
 
 
 @pytest.mark.slow
 def test_a_server_that_runs_for_a_while(exported, guard):
     with guard.start("-m", "vitrail", "serve", exported.work / "toy.onnx", "--port", "0") as child:
         assert served(child, exported.work / PHOTO, WAIT) == (200, 0)
-    assert guard.written() == []
+    assert guard.written() == ([], [])
 
 
 @pytest.mark.slow
@@ -223,7 +233,7 @@ def test_without_the_switch_onnxruntime_reaches_out(guard):
 @pytest.mark.slow
 def test_demo(guard):
     guard.vitrail("demo", "--epochs", "1")
-    assert guard.written() == []
+    assert guard.written() == ([], ["runs"])
 
 
 # ---- the switches --------------------------------------------------------------------------------
@@ -252,7 +262,8 @@ def test_without_onnxruntime_the_extra_is_named(monkeypatch):
 def importers(folder, packages):
     """Files of ours that import one of these packages, wherever in the file."""
     for file in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if any(name in text for name in packages) else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             if packages & {name.split(".")[0] for name in names}:
@@ -260,14 +271,27 @@ def importers(folder, packages):
 
 
 def test_one_place_imports_onnxruntime():
-    found = {name for folder in ("src", "bench", "docs", "tests") for name in importers(folder, {"onnxruntime"})}
+    found = {
+        name for folder in ("src", "bench", "docs", "tests") for name in importers(folder, {"onnxruntime"})
+    }
     assert found == {"src/vitrail/telemetry.py"}
 
 
 def test_who_imports_libraries_that_report():
     """A new one must call disable_telemetry first, or be called by what does; then it belongs in this list."""
     reporting = {"huggingface_hub", "hf_xet", "transformers", "timm", "onnxscript"}
-    families = {f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")}  # called by convert.compare
+    families = {
+        f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
+    }  # called by convert.compare
     own = {"src/vitrail/export/onnx.py", "src/vitrail/weights/hub.py"}
     assert set(importers("src", reporting)) == own | families
     assert set(importers("bench", reporting)) == {"bench/peers.py"}
+
+
+def test_the_page_names_every_switch_and_tests_that_are_there():
+    page = (ROOT / "SECURITY.md").read_text()
+    assert all(name in page for name in telemetry.SWITCHES)
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 10
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text() if test else (ROOT / file).is_file(), (file, test)

@@ -7,6 +7,7 @@ asked by a process of its own.
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -72,8 +73,9 @@ class Hub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
         self.repos = {}  # repository, revision, file
-        self.closed, self.log, self.tokens = {}, [], set()
+        self.closed, self.log, self.tokens, self.agents = {}, [], set(), set()
         self.cut = ""  # a file in whose middle the connection ends
+        self.in_xet = ""  # a file in the hub's other store, which has another client and is not there
 
     def add(self, repo, files, revision="main"):
         """Returns the commit."""
@@ -85,6 +87,10 @@ class Hub(ThreadingHTTPServer):
     def commit(self, repo, files):
         return next(name for name, one in self.repos[repo].items() if one is files and len(name) == 40)
 
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
     def asked(self, method="GET"):
         """Files asked for, without what the client asks about the repository."""
         return [path.split("/", 5)[5] for verb, path in self.log if verb == method and "/resolve/" in path]
@@ -95,8 +101,12 @@ class Answer(BaseHTTPRequestHandler):
         hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.log.append((self.command, path))
         hub.tokens.add(token := self.headers.get("Authorization", ""))
-        if path == "/api/agent-harnesses":  # which the client asks for on its own account
-            return self.give(b"{}", {"Content-Type": "application/json"})
+        hub.agents.add(self.headers.get("User-Agent", ""))
+        if path == "/xet":
+            words = {"Cas-Url": hub.address, "Access-Token": "x", "Token-Expiration": 2**32}
+            return self.give(b"", {f"X-Xet-{name}": value for name, value in words.items()})
+        if not re.match(r"/api/models/|/[^/]+/[^/]+/resolve/", path):
+            return self.refuse(404, "", token)
         parts = path.strip("/").split("/")
         listing = parts[:2] == ["api", "models"]
         repo = "/".join(parts[2:4] if listing else parts[:2])
@@ -116,9 +126,12 @@ class Answer(BaseHTTPRequestHandler):
         if name not in files:
             return self.refuse(404, "EntryNotFound", token)
         tag = hashlib.sha1(files[name]).hexdigest()
-        self.give(files[name], {"ETag": f'"{tag}"', "X-Repo-Commit": hub.commit(repo, files)}, name)
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": hub.commit(repo, files)}
+        if name == hub.in_xet:
+            headers |= {"X-Xet-Hash": "ab" * 32, "X-Xet-Refresh-Route": f"{hub.address}/xet"}
+        self.give(files[name], headers, name)
 
-    do_HEAD = do_GET
+    do_HEAD = do_POST = do_GET
 
     def give(self, content, headers, name=""):
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])  # where a broken download goes on
@@ -167,7 +180,7 @@ def run(hub, tmp_path):
             for name, value in os.environ.items()
             if "HF_" not in name and not name.lower().endswith(("_proxy", "s_offline"))
         }
-        env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", **more}
+        env |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.address, **more}
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=60
         )
@@ -345,6 +358,22 @@ def test_commands(hub, run, files, tmp_path):
     )
     said = run(COMMAND, "convert", "hf:owner/other", out, "--offline", fails=True)
     assert "Offline, a model must be in the cache. Got hf:owner/other, " in said
+
+
+def test_nothing_is_asked_or_told_but_for_the_files(hub, ask, files):
+    """The client would fetch a list of coding agents and name ours; the other store's would send a summary."""
+    hub.add("owner/tiny", files)
+    wish = {"HF_HUB_DISABLE_TELEMETRY": "0", "HF_XET_TELEMETRY_ENABLED": "1", "AI_AGENT": "somebody"}
+    ask("hf:owner/tiny", **wish)
+    assert all("/models/owner/tiny" in path or "/resolve/" in path for _, path in hub.log)
+    assert not [agent for agent in hub.agents if "torch" in agent or "agent" in agent]
+
+    hub.log.clear()
+    hub.add("owner/other", files)
+    hub.in_xet = "model.safetensors"
+    ask("hf:owner/other", **wish)
+    stores = {path.split("/")[2] for _, path in hub.log if path.startswith(("/v1/", "/v2/"))}
+    assert stores == {"reconstructions"}  # so the other client was there, and sent no "telemetry"
 
 
 # ---- it does not --------------------------------------------------------------------------------

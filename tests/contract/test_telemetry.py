@@ -25,6 +25,7 @@ import no_network
 import vitrail as vt
 from conftest import shake
 from vitrail import telemetry
+from vitrail.cli import app
 from vitrail.errors import MissingExtra
 
 ROOT = Path(__file__).parents[2]
@@ -187,16 +188,21 @@ def test_commands(guard, tmp_path):
         ["export", model, "--to", "html"],
         ["check", str(solution)],
         ["notes"],
+        ["lab", "activation", "--small"],
         ["convert", model, "hf", "--to", "hf"],
         ["convert", model, "timm", "--to", "timm"],
     ]
+    elsewhere = {"serve", "demo"}  # in tests of their own
+    every = {one.callback.__name__ for one in app.registered_commands}
+    assert {words[0] for words in commands} | elsewhere == every
     report = tmp_path / "report"
-    code, _, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
+    code, out, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
     done = [json.loads(line) for line in report.read_text().splitlines()]
     expected = [[words[0], 0, True if words[0] == "convert" else None] for words in commands]
     assert [code, done] == [0, expected], error
+    assert " ".join(out.split()).count("itself, on the golden inputs") == 2  # so both libraries were loaded
     inputs, outputs = ["photos", "toy.safetensors"], ["classroom.html", "evaluation.html", "figures", "hf"]
-    outputs += ["model.pt2", "model.pt2.proof.json", "run", "timm"]
+    outputs += ["lab-activation", "model.pt2", "model.pt2.proof.json", "run", "timm"]
     assert guard.written() == ([], sorted(inputs + outputs))
 
 

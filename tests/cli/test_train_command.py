@@ -158,7 +158,7 @@ WRONG = [
     (["nowhere"], "vitrail: DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits. Got nowhere, which is not there."),
     (["empty"], "vitrail: A folder of pictures must hold a folder for each class. Got empty with no folders."),
     (["one"], "vitrail: DATA must have at least two classes. Got one with 1."),
-    (["bad.csv"], "vitrail: A table must have rows. Got bad.csv with none."),
+    (["bad.csv"], "vitrail: bad.csv has no rows after its header"),
     (["gone.csv"], "Got gone.csv, which is not there."),
     (["gone.npz"], "gone.npz"),
     (["float.npz"], "vitrail: Pictures must have 8 or 16 bits (uint8, uint16). Got float64 in float.npz, x."),

@@ -61,7 +61,7 @@ def test_it_finds_what_was_put_there(folder):
     assert found.ill
     assert sorted(found.corrupt) == ["train/ant/broken.jpg", "train/bee/cut.png"]
     assert found.leaked == [["train: train/ant/1.png", "val: val/ant/same.bmp"]]
-    assert found.disputed == [["train: train/ant/2.png (0)", "train: train/bee/other.png (1)"]]
+    assert found.disputed == [["train: train/ant/2.png (ant)", "train: train/bee/other.png (bee)"]]
     assert found.twice == [["train: train/bee/3.png", "train: train/bee/again.tiff"]]
     assert found.few == {"cow": 1}
     assert found.small == ["train/ant/small.png"]

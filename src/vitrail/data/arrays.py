@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitrail.data.classes import listed
 from vitrail.data.decode import open_regular
 from vitrail.data.sources import MOST_CLASSES, Dataset, Split, too_many
-from vitrail.errors import InputError, needs, printable
+from vitrail.errors import FileError, InputError, needs, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,29 +49,45 @@ def read_digits() -> Dataset:
 def read_npz(file: Path) -> Dataset:
     """x_train, y_train, x_test...; or train_images, train_labels, val_images...; or images, labels."""
     arrays = load_arrays(file)
-    found = {split: pair for split, pairs in SPELLINGS.items() for pair in pairs if set(pair) <= set(arrays)}
+    found: dict[str, tuple[str, str]] = {}
+    for split, pairs in SPELLINGS.items():
+        for pair in pairs:
+            if set(pair) <= set(arrays):
+                found.setdefault(split, pair)
     if "train" not in found:
         raise InputError(
-            "A .npz of pictures must hold x_train and y_train, or train_images and train_labels.",
-            f"{printable(file)} with {printable(', '.join(arrays))}",
-            "Rename the arrays.",
+            f"{printable(file)} must hold x_train and y_train, or train_images and train_labels, but holds: "
+            f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
         )
     splits = {
         split: as_split(arrays[pixels], arrays[labels], f"{printable(file)}, {pixels}", split)
         for split, (pixels, labels) in found.items()
     }
-    return named(file.stem, splits)
+    used = {name for pair in found.values() for name in pair}
+    other = [name for name in arrays if name not in used]
+    notes = [f"Arrays of {printable(file.name)} that are not read: {listed(other)}."] if other else []
+    return named(file.stem, splits, notes)
 
 
 def load_arrays(file: Path) -> dict[str, NDArray[Any]]:
     """Every array of the file; its headers are checked before anything is taken into memory."""
     from vitrail.weights.files import open_weights
 
-    with open_weights(file) as stored:
+    try:
+        opened = open_weights(file)
+    except FileError as error:
+        reason = error.__cause__.args[0] if error.__cause__ and error.__cause__.args else error
+        raise InputError(
+            f"{printable(file)} cannot be read as an npz file: {printable(reason)}. Images and labels must "
+            "be arrays of whole numbers, saved with numpy.savez."
+        ) from error
+    with opened as stored:
         if stored.kind != "npz":
-            raise InputError("DATA must be an npz file.", f"{printable(file)}, {stored.kind}", "Check it.")
+            raise InputError(f"{printable(file)} is not an npz file but {stored.kind}; check its name.")
         if sum(entry.bytes for entry in stored.entries.values()) > MOST_BYTES:
-            raise InputError("Arrays must fit in memory.", printable(file), "Use a folder of pictures.")
+            raise InputError(
+                f"The arrays of {printable(file)} must fit in {MOST_BYTES >> 30} GiB; use a folder of images."
+            )
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -107,7 +124,7 @@ def read_idx(folder: Path) -> Dataset:
         split: as_split(idx_array(pixels), idx_array(labels), printable(pixels), split)
         for split, (pixels, labels) in files.items()
     }
-    return named(folder.resolve().name, splits)
+    return named(folder.resolve().name, splits, [])
 
 
 def idx_array(file: Path) -> NDArray[np.uint8]:
@@ -146,18 +163,25 @@ def read_upto(file: Any, count: int) -> bytes:
 def as_split(images: NDArray[Any], labels: NDArray[Any], name: str, split: str) -> Split:
     levels = as_levels(images, name)
     numbers = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    if numbers.dtype.kind not in "iub" or numbers.ndim not in (1, 2) or len(numbers) != len(levels):
+    if numbers.dtype.kind not in "iub" or numbers.ndim not in (1, 2):
         raise InputError(
-            "Labels must be whole numbers, one for each picture, or a row of 0 and 1.",
-            f"labels {labels.dtype} {labels.shape} for {len(levels)} pictures in {name}",
-            "Number the classes from 0.",
+            f"The labels of {name} must be whole numbers, one for each image, or a row of 0 and 1 for each; "
+            f"they are {labels.dtype} of shape {labels.shape}. Number the classes from 0."
         )
-    numbers = numbers.astype(np.int64)
-    if numbers.size and (numbers.min() < 0 or (numbers.ndim == 2 and numbers.max() > 1)):
+    if len(numbers) != len(levels):
+        raise InputError(f"{name} has {len(levels):,} images and {len(numbers):,} labels; give one for each.")
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
+    if low < 0 or (numbers.ndim == 2 and high > 1):
+        rows = ", and those in rows must be 0 or 1" if numbers.ndim == 2 else ""
         raise InputError(
-            "Labels must count from 0.", f"{numbers.min()} to {numbers.max()} in {name}", "Number them."
+            f"Labels must count from 0{rows}; those of {name} go from {low:,} to {high:,}. Number them anew."
         )
-    return Split(numbers, [f"{split} {i}" for i in range(len(levels))], None, levels)
+    if numbers.ndim == 1 and high >= MOST_CLASSES:  # before whole numbers of 64 bits become others
+        raise InputError(
+            f"The highest label of {name} is {high:,}, and at most {MOST_CLASSES:,} classes are possible. "
+            "Number the classes without gaps: labels = numpy.unique(labels, return_inverse=True)[1]."
+        )
+    return Split(numbers.astype(np.int64), [f"{split} {i}" for i in range(len(levels))], None, levels)
 
 
 def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
@@ -181,18 +205,22 @@ def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
     return np.ascontiguousarray(images)
 
 
-def named(name: str, splits: dict[str, Split]) -> Dataset:
+def named(name: str, splits: dict[str, Split], notes: list[str]) -> Dataset:
     """A data set whose classes are called by their numbers."""
     labels = [split.labels for split in splits.values()]
     several = labels[0].ndim == 2
     if len({some.shape[1:] for some in labels}) > 1:
         raise InputError(
-            "Every split must have labels alike.",
-            f"{', '.join(str(some.shape) for some in labels)} in {printable(name)}",
-            "Number the classes alike, or give every split as many columns.",
+            f"The splits of {printable(name)} must have labels alike, and theirs have the shapes "
+            f"{', '.join(str(some.shape) for some in labels)}. Number the classes alike, or give every split "
+            "as many columns."
         )
     count = labels[0].shape[1] if several else int(max(some.max(initial=0) for some in labels)) + 1
     if count > MOST_CLASSES:
         raise too_many(count, printable(name))
+    if several and count > 1 and all((some.sum(axis=1) == 1).all() for some in labels):
+        notes.append(
+            "The labels are one-hot and are trained as multi-label; labels.argmax(1) has one class each."
+        )
     classes = [str(number) for number in range(count)]
-    return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"))
+    return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"), notes)

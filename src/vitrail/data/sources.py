@@ -1,4 +1,4 @@
-"""From a path to labelled pictures: what kind of data lies there, and how it falls into splits.
+"""From a path to labelled images: what kind of data lies there, and how it falls into splits.
 
 | what lies there                                   | how it is read                              |
 |---------------------------------------------------|---------------------------------------------|
@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitrail.data.classes import check_gaps, class_notes
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Dataset:
     test: Split | None = None
     notes: list[str] = field(default_factory=list)
     """What was decided on the way, a sentence each."""
+    skipped: Mapping[str, list[str]] = field(default_factory=dict)
+    """Names of what lies in a folder of images and is not read, by kind (folders.py)."""
 
     @property
     def several(self) -> bool:
@@ -90,6 +93,14 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         val_share: how much of train is held out where the data has neither val nor test.
         seed: decides which.
     """
+    found = read_data(path)
+    check(found, printable(path))
+    found = replace(found, notes=[*found.notes, *skip_notes(found), *class_notes(found)])
+    return found if found.val or found.test else hold_out(found, val_share, seed)
+
+
+def read_data(path: str | Path) -> Dataset:
+    """Labelled images at a path as they are, before anything is checked or held out."""
     from vitrail.data import arrays, folders, tables
 
     place = Path(path)
@@ -97,9 +108,9 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         found = arrays.read_digits()
     elif place.is_dir():
         found = arrays.read_idx(place) if arrays.has_idx(place) else folders.read_folder(place)
-    elif place.suffix.lower() in (".csv", ".jsonl") and place.exists():
+    elif place.suffix.lower() in (".csv", ".jsonl") and place.is_file():
         found = tables.read_table(place)
-    elif place.suffix.lower() == ".npz" and place.exists():
+    elif place.suffix.lower() == ".npz" and place.is_file():
         found = arrays.read_npz(place)
     else:
         raise InputError(
@@ -109,8 +120,7 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         )
     if len(found.classes) > MOST_CLASSES:
         raise too_many(len(found.classes), printable(path))
-    check(found, printable(path))
-    return found if found.val or found.test else hold_out(found, val_share, seed)
+    return found
 
 
 def check(data: Dataset, name: str) -> None:
@@ -125,9 +135,17 @@ def check(data: Dataset, name: str) -> None:
         raise InputError("DATA must hold pictures to train on.", f"{name} with none", "Check the path.")
 
 
+def skip_notes(data: Dataset) -> list[str]:
+    """What is not read and its owner may miss; what is harmless is the doctor's affair."""
+    from vitrail.data.folders import FAULTS
+
+    found = [f"{len(data.skipped[kind]):,} {what}" for kind, what in FAULTS.items() if kind in data.skipped]
+    return [f"Not read: {', '.join(found)}; vitrail doctor names them."] if found else []
+
+
 def too_many(count: int, name: str) -> InputError:
     return InputError(
-        f"DATA may have at most {MOST_CLASSES:,} classes.", f"{name} with {count:,}", "Check the labels."
+        f"{name} has {count:,} classes, and at most {MOST_CLASSES:,} are possible; check the labels."
     )
 
 
@@ -142,11 +160,12 @@ def hold_out(data: Dataset, share: float, seed: int) -> Dataset:
     rank = np.zeros(len(order), dtype=np.int64)  # how many of the same kind come before
     kinds = labels if labels.ndim == 1 else np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(kinds)
-    for kind in np.flatnonzero(sizes):
-        rank[kinds == kind] = np.arange(sizes[kind])
+    by_kind = np.argsort(kinds, kind="stable")
+    rank[by_kind] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     wanted = np.where(sizes > 1, np.maximum(1, np.round(sizes * share)), 0)  # a single one is to learn from
     out = rank < wanted[kinds]
     if not out.any() or out.all():
+        check_gaps(data)  # which says more, where labels are not numbers of classes
         raise InputError(
             "DATA must hold enough pictures to hold some out.",
             f"{len(data.train)} in {len(data.classes)} classes",

@@ -46,7 +46,7 @@ def test_a_folder_with_a_folder_for_each_class(tmp_path):
         for name, label, path in zip(split.names, split.labels, split.paths, strict=True):
             assert path == tmp_path / "pets" / name
             assert name.split(os.sep)[0] == data.classes[label]
-    assert data.notes == ["4 of 20 pictures are held out to judge by (seed 0)."]
+    assert data.notes == ["4 of 20 images are held out for validation (seed 0)."]
 
 
 def test_names_in_folders_below_and_of_any_case(tmp_path):
@@ -126,7 +126,8 @@ def test_hostile_folders(tmp_path):
     assert time.perf_counter() - start < 1
     assert data.classes == ["a", "b", "empty"]
     assert "One class has no training image: empty." in data.notes[1]
-    assert "2 links to folders" not in data.notes[0]
+    for words in ("3 links to folders", "3 links that lead nowhere", "1 pipes", "vitrail doctor names them"):
+        assert words in data.notes[0]
     found = sorted([*names(data.train), *names(data.val)])
     assert found == [
         *[f"a/{i}.png" for i in range(4)],
@@ -149,23 +150,23 @@ def test_a_class_may_be_a_link(tmp_path):
     [
         (
             lambda f: f.mkdir(),
-            r"A folder of pictures must hold a folder for each class. Got .*set with no folders. Such as",
+            r"set must hold a folder for each class, .* and holds no folders",
         ),
-        (lambda f: picture(f / "1.jpg"), "with pictures alone"),
+        (lambda f: picture(f / "1.jpg"), "holds images and no folders"),
         (
             lambda f: photos(f, a=3),
-            r"DATA must have at least two classes. Got .*set with 1. Put the pictures",
+            r"set has 1 class; training needs at least two classes",
         ),
         (
             lambda f: [(f / n).mkdir(parents=True) for n in "ab"],
-            r"DATA must hold pictures to train on. Got .*set with none",
+            r"set holds no images to train on",
         ),
-        (lambda f: photos(f, a=1, b=1), r"enough pictures to hold some out. Got 2 in 2 classes"),
+        (lambda f: photos(f, a=1, b=1), r"too few images to hold some out for validation: 2 in 2 classes"),
         (
             lambda f: f.write_text("x"),
-            r"DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits",
+            r"set cannot be read as data; .* a .csv, .jsonl or .npz file, or the word digits",
         ),
-        (lambda f: None, r"set, which is not there"),
+        (lambda f: None, r"set does not exist"),
     ],
 )
 def test_what_is_said_of_a_folder_that_will_not_do(make, words, tmp_path):
@@ -253,9 +254,9 @@ def test_arrays_of_every_shape_and_depth(tmp_path):
     ("arrays", "words"),
     [
         (dict(a=levels(4, 8, 8)), r"must hold x_train and y_train, .* but holds: a\."),
-        (dict(x=np.zeros((4, 8, 8)), y=np.arange(4)), r"8 or 16 bits \(uint8, uint16\). Got float64 in .*, x"),
-        (dict(x=levels(4, 8), y=np.arange(4)), r"an array \(N, H, W\) or \(N, H, W, C\). Got \(4, 8\)"),
-        (dict(x=levels(4, 0, 8), y=np.arange(4)), r"Got \(4, 0, 8, 1\)"),
+        (dict(x=np.zeros((4, 8, 8)), y=np.arange(4)), r"must be uint8 or uint16, and .*, x is float64"),
+        (dict(x=levels(4, 8), y=np.arange(4)), r"an array \(N, H, W\) or \(N, H, W, C\), .* the shape \(4, 8\)"),
+        (dict(x=levels(4, 0, 8), y=np.arange(4)), r"the shape \(4, 0, 8, 1\)"),
         (dict(x=levels(4, 8, 8), y=np.arange(3)), r"t.npz, x has 4 images and 3 labels"),
         (dict(x=levels(4, 8, 8), y=np.arange(4.0)), r"must be whole numbers.* float64"),
         (dict(x=levels(4, 8, 8), y=np.array(3)), r"must be whole numbers, one for each"),
@@ -327,7 +328,7 @@ def test_idx_files(zipped, tmp_path):
 
 def test_idx_without_train(tmp_path):
     x, y = levels(4, 7, 9), np.zeros(4, np.uint8)
-    with pytest.raises(InputError, match="IDX files must include train-images and train-labels"):
+    with pytest.raises(InputError, match="must include train-images and train-labels"):
         open_data(mnist(tmp_path, False, t10k=(x, y)))
 
 
@@ -341,7 +342,7 @@ LIES = {
     "head": (b"\0\0\x08\x03\0\0", r"train-images-idx3-ubyte"),
     "float": (b"\0\0\x0d\x03" + idx(levels(4, 8, 8))[4:], r"not those of an IDX file of bytes"),
     "axes": (b"\0\0\x08\xff" + b"\0" * 2000, r"not those of an IDX file of bytes"),
-    "zeros": (struct.pack(">HBBIII", 0, 8, 3, 4, 0, 8), r"Got \(4, 0, 8, 1\)"),
+    "zeros": (struct.pack(">HBBIII", 0, 8, 3, 4, 0, 8), r"the shape \(4, 0, 8, 1\)"),
     "text": (b"<html>404</html>", r"not those of an IDX file of bytes"),
 }  # fmt: skip
 
@@ -368,9 +369,7 @@ def test_broken_gzip_and_pipes(tmp_path):
     broken[40] ^= 255
     for text in (bytes(broken), whole[:200], b"\x1f\x8b\x08\0" + b"\xff" * 50, whole[:-8] + b"\0" * 8):
         file.write_bytes(text)
-        with pytest.raises(
-            InputError, match=r"DATA must be whole IDX files. Got .*train-images-idx3-ubyte\.gz"
-        ):
+        with pytest.raises(InputError, match=r"train-images-idx3-ubyte\.gz is not a whole IDX file"):
             open_data(tmp_path)
     file.unlink()
     os.mkfifo(file)

@@ -63,7 +63,7 @@ class Section(NamedTuple):
 
 def show(found: Findings) -> None:
     counts = ", ".join(f"{count:,} in {name}" for name, count in found.pictures.items()) or "none"
-    say(f"images: {counts}; {found.classes:,} classes")
+    say(f"images: {counts}; {found.classes:,} class{'es' * (found.classes != 1)}")
     say(f"modes: {', '.join(f'{mode} {count:,}' for mode, count in found.modes.items()) or 'none'}")
     for note in found.notes:
         say(printable(note, 400))
@@ -131,11 +131,13 @@ def wrapped(text: str) -> list[str]:
 
 
 def names_of(title: str, names: Sequence[str], indent: str = "  ") -> Section:
-    """A line for each of the first few."""
+    """The first few in one line, or in a line each if they are long."""
+    more = [f"and {len(names) - MOST:,} more (--json has all)"] if len(names) > MOST else []
+    line = indent + " ".join([", ".join(names[:MOST]), *more])
+    if len(line) <= WIDTH:
+        return Section(title, len(names), [line])
     lines = [indent + printable(name, WIDTH - len(indent)) for name in names[:MOST]]
-    if len(names) > MOST:
-        lines.append(f"{indent}and {len(names) - MOST:,} more; --json has them all")
-    return Section(title, len(names), lines)
+    return Section(title, len(names), lines + [indent + text for text in more])
 
 
 def groups(title: str, found: list[list[str]]) -> Iterator[Section]:
@@ -147,7 +149,7 @@ def groups(title: str, found: list[list[str]]) -> Iterator[Section]:
             room = (WIDTH - len("   = ") - len(more)) // 2
             lines.append("  " + " = ".join(printable(name, room) for name in names[:2]) + more)
         if len(found) > MOST:
-            lines.append(f"  and {len(found) - MOST:,} more; --json has them all")
+            lines.append(f"  and {len(found) - MOST:,} more (--json has all)")
         yield Section(title, len(found), lines)
 
 
@@ -160,5 +162,5 @@ def by_reason(corrupt: dict[str, str]) -> list[str]:
     for reason, names in list(files.items())[:MOST]:
         lines += [*wrapped(f"{len(names):,}: {reason}"), *names_of("", names, "    ").lines]
     if len(files) > MOST:
-        lines.append(f"  and {len(files) - MOST:,} more reasons; --json has them all")
+        lines.append(f"  and {len(files) - MOST:,} more reasons (--json has all)")
     return lines

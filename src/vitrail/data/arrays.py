@@ -1,4 +1,4 @@
-"""Pictures in arrays: .npz files, IDX files (MNIST and its kin), and scikit-learn's digits."""
+"""Images in arrays: .npz files, IDX files (MNIST and its kin), and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 64 << 30
 IDX = {"train": "train", "t10k": "test", "test": "test", "val": "val"}  # how the files' names begin
-SPELLINGS = {  # of an npz: (pictures, labels) of each split
+SPELLINGS = {  # of an npz: (images, labels) of each split
     "train": (("x_train", "y_train"), ("train_images", "train_labels"), ("images", "labels"), ("x", "y")),
     "val": (("x_val", "y_val"), ("val_images", "val_labels")),
     "test": (("x_test", "y_test"), ("test_images", "test_labels")),
@@ -93,7 +93,7 @@ def load_arrays(file: Path) -> dict[str, NDArray[Any]]:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise InputError(
-            "DATA must be a whole npz file.", f"{printable(file)}: {error}", "Save it again."
+            f"{printable(file)} is not a whole npz file ({printable(error)}); save it again."
         ) from error
 
 
@@ -105,7 +105,7 @@ def has_idx(folder: Path) -> bool:
 
 
 def idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Pictures and labels of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz and kin."""
+    """Images and labels of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz and kin."""
     found = {}
     for start, split in IDX.items():
         pair = [sorted(folder.glob(f"{start}*{kind}*idx[1-4]-ubyte*")) for kind in ("images", "labels")]
@@ -118,7 +118,7 @@ def read_idx(folder: Path) -> Dataset:
     files = idx_files(folder)
     if "train" not in files:
         raise InputError(
-            "IDX files must include train-images and train-labels.", printable(folder), "Add them."
+            f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
         )
     splits = {
         split: as_split(idx_array(pixels), idx_array(labels), printable(pixels), split)
@@ -143,7 +143,7 @@ def idx_array(file: Path) -> NDArray[np.uint8]:
                 raise ValueError(f"it holds {len(data):,} bytes where it says {count:,}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
         raise InputError(
-            "DATA must be whole IDX files.", f"{printable(file)}: {error}", "Get it again."
+            f"{printable(file)} is not a whole IDX file: {printable(error)}. Download it again."
         ) from error
     return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(shape)  # bytes cannot be written to
 
@@ -190,7 +190,7 @@ def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
         images = images[..., None]
     if images.ndim != 4 or 0 in images.shape:
         raise InputError(
-            "Pictures must be an array (N, H, W) or (N, H, W, C).", f"{images.shape} in {name}", "Reshape it."
+            f"Images must be an array (N, H, W) or (N, H, W, C), and {name} has the shape {images.shape}."
         )
     if images.shape[1] in (1, 3, 4) and images.shape[3] not in (1, 3, 4):
         images = images.transpose(0, 2, 3, 1)
@@ -198,9 +198,7 @@ def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
         return np.rint(images / 257).astype(np.uint8)
     if images.dtype != np.uint8:
         raise InputError(
-            "Pictures must have 8 or 16 bits (uint8, uint16).",
-            f"{images.dtype} in {name}",
-            "Bring them to levels from 0 to 255.",
+            f"Images must be uint8 or uint16, and {name} is {images.dtype}; scale it to 0 to 255, as uint8."
         )
     return np.ascontiguousarray(images)
 

@@ -37,12 +37,15 @@ def class_counts(split: Split, classes: int) -> NDArray[np.int64]:
 def without_images(data: Dataset) -> dict[str, list[str]]:
     """The classes that have no image, of each split that has images at all, and of train."""
     splits = {"train": data.train, "val": data.val, "test": data.test}
-    found = {}
+    found: dict[str, list[str]] = {}
+    trained = class_counts(data.train, len(data.classes)) > 0
     for name, split in splits.items():
         if split is not None and (len(split) or name == "train"):
-            empty = np.flatnonzero(class_counts(split, len(data.classes)) == 0)
-            if len(empty):
-                found[name] = [data.classes[number] for number in empty]
+            empty = class_counts(split, len(data.classes)) == 0
+            if name != "train":
+                empty &= trained  # of the others it is said that they have no training image
+            if empty.any():
+                found[name] = [data.classes[number] for number in np.flatnonzero(empty)]
     return found
 
 

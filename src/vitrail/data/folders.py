@@ -43,11 +43,10 @@ def read_folder(root: Path) -> Dataset:
         splits = {"train": ""}
     classes = class_folders(root, splits["train"], skipped)
     if not classes:
-        alone = "pictures alone" if skipped.get("stray") else "no folders"
+        alone = "images and no folders" if skipped.get("stray") else "no folders"
         raise InputError(
-            "A folder of pictures must hold a folder for each class.",
-            f"{printable(root)} with {alone}",
-            "Such as photos/cat/1.jpg and photos/dog/2.jpg.",
+            f"{printable(root)} must hold a folder for each class, such as cat/1.jpg and dog/2.jpg, and "
+            f"holds {alone}."
         )
     found = {name: read_split(root, place, classes, skipped) for name, place in splits.items()}
     name = root.resolve().name

@@ -114,9 +114,9 @@ def read_data(path: str | Path) -> Dataset:
         found = arrays.read_npz(place)
     else:
         raise InputError(
-            "DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits.",
-            f"{printable(path)}{'' if place.exists() else ', which is not there'}",
-            "A folder of pictures holds a folder for each class.",
+            f"{printable(path)} {'cannot be read as data' if place.exists() else 'does not exist'}; DATA must "
+            "be a folder of images with a folder for each class, a .csv, .jsonl or .npz file, or the word "
+            "digits."
         )
     if len(found.classes) > MOST_CLASSES:
         raise too_many(len(found.classes), printable(path))
@@ -124,15 +124,13 @@ def read_data(path: str | Path) -> Dataset:
 
 
 def check(data: Dataset, name: str) -> None:
-    """At least two classes, at least one picture."""
+    """At least two classes, at least one image."""
     if len(data.classes) < 2 and not data.several:
         raise InputError(
-            "DATA must have at least two classes.",
-            f"{name} with {len(data.classes)}",
-            "Put the pictures of each class into a folder of its own.",
+            f"{name} has {len(data.classes)} class; training needs at least two classes with images of each."
         )
     if not len(data.train):
-        raise InputError("DATA must hold pictures to train on.", f"{name} with none", "Check the path.")
+        raise InputError(f"{name} holds no images to train on; check the path, and vitrail doctor {name}.")
 
 
 def skip_notes(data: Dataset) -> list[str]:
@@ -154,7 +152,7 @@ def hold_out(data: Dataset, share: float, seed: int) -> Dataset:
     from vitrail.data.chance import shuffle
 
     if not 0 < share < 1:
-        raise InputError("val_share must lie between 0 and 1.", str(share), "Such as 0.2.")
+        raise InputError(f"val_share must lie between 0 and 1, such as 0.2, and is {share}.")
     order = shuffle([seed, 0], len(data.train)).numpy()
     labels = data.train.labels[order]
     rank = np.zeros(len(order), dtype=np.int64)  # how many of the same kind come before
@@ -167,10 +165,9 @@ def hold_out(data: Dataset, share: float, seed: int) -> Dataset:
     if not out.any() or out.all():
         check_gaps(data)  # which says more, where labels are not numbers of classes
         raise InputError(
-            "DATA must hold enough pictures to hold some out.",
-            f"{len(data.train)} in {len(data.classes)} classes",
-            "Use at least two of a class.",
+            f"{printable(data.name)} has too few images to hold some out for validation: "
+            f"{len(data.train):,} in {len(data.classes):,} classes. Use at least two of a class."
         )
     val, train = np.sort(order[out]), np.sort(order[~out])
-    note = f"{len(val):,} of {len(order):,} pictures are held out to judge by (seed {seed})."
+    note = f"{len(val):,} of {len(order):,} images are held out for validation (seed {seed})."
     return replace(data, train=data.train.take(train), val=data.train.take(val), notes=[*data.notes, note])

@@ -113,10 +113,10 @@ def read_data(path: str | Path) -> Dataset:
     elif place.suffix.lower() == ".npz" and place.is_file():
         found = arrays.read_npz(place)
     else:
+        what = "cannot be read as data" if place.exists() else "does not exist"
         raise InputError(
-            f"{printable(path)} {'cannot be read as data' if place.exists() else 'does not exist'}; DATA must "
-            "be a folder of images with a folder for each class, a .csv, .jsonl or .npz file, or the word "
-            "digits."
+            f"{printable(path)} {what}; DATA must be a folder of images with a folder for each class, "
+            "a .csv, .jsonl or .npz file, or the word digits."
         )
     if len(found.classes) > MOST_CLASSES:
         raise too_many(len(found.classes), printable(path))

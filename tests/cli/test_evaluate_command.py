@@ -383,5 +383,5 @@ def test_as_a_user_runs_it(file, tmp_path):
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("vitrail: DATA must be a folder of pictures")
+    assert done.stderr.startswith("vitrail: no-data does not exist; DATA must be a folder of images")
     assert done.stdout == ""

@@ -78,7 +78,7 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
     (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
     how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
     said = vitrail(*how, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
-    assert "pictures are held out to judge by (seed 3)." in said
+    assert "are held out for validation (seed 3)." in said
     assert said.count("bee/3.png could not be read: A picture must be one of JPEG") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
     monkeypatch.chdir(tmp_path)
@@ -155,13 +155,13 @@ def there(tmp_path_factory):
 
 
 WRONG = [
-    (["nowhere"], "vitrail: DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits. Got nowhere, which is not there."),
-    (["empty"], "vitrail: A folder of pictures must hold a folder for each class. Got empty with no folders."),
-    (["one"], "vitrail: DATA must have at least two classes. Got one with 1."),
-    (["bad.csv"], "vitrail: A table must have rows. Got bad.csv with none."),
-    (["gone.csv"], "Got gone.csv, which is not there."),
+    (["nowhere"], "vitrail: nowhere does not exist; DATA must be a folder of images with a folder for each class, a .csv,"),
+    (["empty"], "vitrail: empty must hold a folder for each class"),
+    (["one"], "vitrail: one has 1 class; training needs at least two classes"),
+    (["bad.csv"], "vitrail: bad.csv has no rows after its header"),
+    (["gone.csv"], "gone.csv does not exist"),
     (["gone.npz"], "gone.npz"),
-    (["float.npz"], "vitrail: Pictures must have 8 or 16 bits (uint8, uint16). Got float64 in float.npz, x."),
+    (["float.npz"], "vitrail: Images must be uint8 or uint16, and float.npz, x is float64"),
     (["data.npz", "--recipe=smal"], "vitrail: The recipe must be one there is. Got 'smal'. Did you mean 'small'?"),
     (["data.npz", "--set=epoch=3"], "vitrail: A run takes the fields of TrainConfig. Got epoch=3. Did you mean 'epochs'?"),
     (["data.npz", "--set=model.dept=3"], "Did you mean 'depth'?"),

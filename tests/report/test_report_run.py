@@ -127,7 +127,7 @@ def test_files_that_could_not_be_read_and_steps_left_out(run, tmp_path):
     broken = [n for n in open_data(tmp_path / "pets").held_out.names if n.endswith(("one.png", "two.png"))]
     assert ("Pictures that could not be read" in text) == bool(broken)
     assert f"{done.metrics[-1]['corrupt']} training picture" in text
-    assert "pictures are held out to judge by (seed 0)." in text
+    assert "are held out for validation (seed 0)." in text
     assert "the best on these held-out pictures" in text
     lines = (done.out / "metrics.jsonl").read_text().splitlines()
     rows = [{**json.loads(line), "left_out": 2} for line in lines]

@@ -1,4 +1,4 @@
-"""Pictures in arrays: .npz files, IDX files (MNIST and its kin), and scikit-learn's digits."""
+"""Images in arrays: .npz files, IDX files (MNIST and its kin), and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitrail.data.classes import listed
 from vitrail.data.decode import open_regular
 from vitrail.data.sources import MOST_CLASSES, Dataset, Split, too_many
-from vitrail.errors import InputError, needs, printable
+from vitrail.errors import FileError, InputError, needs, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_BYTES = 64 << 30
 IDX = {"train": "train", "t10k": "test", "test": "test", "val": "val"}  # how the files' names begin
-SPELLINGS = {  # of an npz: (pictures, labels) of each split
+SPELLINGS = {  # of an npz: (images, labels) of each split
     "train": (("x_train", "y_train"), ("train_images", "train_labels"), ("images", "labels"), ("x", "y")),
     "val": (("x_val", "y_val"), ("val_images", "val_labels")),
     "test": (("x_test", "y_test"), ("test_images", "test_labels")),
@@ -48,35 +49,51 @@ def read_digits() -> Dataset:
 def read_npz(file: Path) -> Dataset:
     """x_train, y_train, x_test...; or train_images, train_labels, val_images...; or images, labels."""
     arrays = load_arrays(file)
-    found = {split: pair for split, pairs in SPELLINGS.items() for pair in pairs if set(pair) <= set(arrays)}
+    found: dict[str, tuple[str, str]] = {}
+    for split, pairs in SPELLINGS.items():
+        for pair in pairs:
+            if set(pair) <= set(arrays):
+                found.setdefault(split, pair)
     if "train" not in found:
         raise InputError(
-            "A .npz of pictures must hold x_train and y_train, or train_images and train_labels.",
-            f"{printable(file)} with {printable(', '.join(arrays))}",
-            "Rename the arrays.",
+            f"{printable(file)} must hold x_train and y_train, or train_images and train_labels, but holds: "
+            f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
         )
     splits = {
         split: as_split(arrays[pixels], arrays[labels], f"{printable(file)}, {pixels}", split)
         for split, (pixels, labels) in found.items()
     }
-    return named(file.stem, splits)
+    used = {name for pair in found.values() for name in pair}
+    other = [name for name in arrays if name not in used]
+    notes = [f"Arrays of {printable(file.name)} that are not read: {listed(other)}."] if other else []
+    return named(file.stem, splits, notes)
 
 
 def load_arrays(file: Path) -> dict[str, NDArray[Any]]:
     """Every array of the file; its headers are checked before anything is taken into memory."""
     from vitrail.weights.files import open_weights
 
-    with open_weights(file) as stored:
+    try:
+        opened = open_weights(file)
+    except FileError as error:
+        reason = error.__cause__.args[0] if error.__cause__ and error.__cause__.args else error
+        raise InputError(
+            f"{printable(file)} cannot be read as an npz file: {printable(reason)}. Images and labels must "
+            "be arrays of whole numbers, saved with numpy.savez."
+        ) from error
+    with opened as stored:
         if stored.kind != "npz":
-            raise InputError("DATA must be an npz file.", f"{printable(file)}, {stored.kind}", "Check it.")
+            raise InputError(f"{printable(file)} is not an npz file but {stored.kind}; check its name.")
         if sum(entry.bytes for entry in stored.entries.values()) > MOST_BYTES:
-            raise InputError("Arrays must fit in memory.", printable(file), "Use a folder of pictures.")
+            raise InputError(
+                f"The arrays of {printable(file)} must fit in {MOST_BYTES >> 30} GiB; use a folder of images."
+            )
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise InputError(
-            "DATA must be a whole npz file.", f"{printable(file)}: {error}", "Save it again."
+            f"{printable(file)} is not a whole npz file ({printable(error)}); save it again."
         ) from error
 
 
@@ -88,7 +105,7 @@ def has_idx(folder: Path) -> bool:
 
 
 def idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Pictures and labels of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz and kin."""
+    """Images and labels of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz and kin."""
     found = {}
     for start, split in IDX.items():
         pair = [sorted(folder.glob(f"{start}*{kind}*idx[1-4]-ubyte*")) for kind in ("images", "labels")]
@@ -101,13 +118,13 @@ def read_idx(folder: Path) -> Dataset:
     files = idx_files(folder)
     if "train" not in files:
         raise InputError(
-            "IDX files must include train-images and train-labels.", printable(folder), "Add them."
+            f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
         )
     splits = {
         split: as_split(idx_array(pixels), idx_array(labels), printable(pixels), split)
         for split, (pixels, labels) in files.items()
     }
-    return named(folder.resolve().name, splits)
+    return named(folder.resolve().name, splits, [])
 
 
 def idx_array(file: Path) -> NDArray[np.uint8]:
@@ -126,7 +143,7 @@ def idx_array(file: Path) -> NDArray[np.uint8]:
                 raise ValueError(f"it holds {len(data):,} bytes where it says {count:,}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as error:
         raise InputError(
-            "DATA must be whole IDX files.", f"{printable(file)}: {error}", "Get it again."
+            f"{printable(file)} is not a whole IDX file: {printable(error)}. Download it again."
         ) from error
     return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(shape)  # bytes cannot be written to
 
@@ -146,18 +163,25 @@ def read_upto(file: Any, count: int) -> bytes:
 def as_split(images: NDArray[Any], labels: NDArray[Any], name: str, split: str) -> Split:
     levels = as_levels(images, name)
     numbers = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-    if numbers.dtype.kind not in "iub" or numbers.ndim not in (1, 2) or len(numbers) != len(levels):
+    if numbers.dtype.kind not in "iub" or numbers.ndim not in (1, 2):
         raise InputError(
-            "Labels must be whole numbers, one for each picture, or a row of 0 and 1.",
-            f"labels {labels.dtype} {labels.shape} for {len(levels)} pictures in {name}",
-            "Number the classes from 0.",
+            f"The labels of {name} must be whole numbers, one for each image, or a row of 0 and 1 for each; "
+            f"they are {labels.dtype} of shape {labels.shape}. Number the classes from 0."
         )
-    numbers = numbers.astype(np.int64)
-    if numbers.size and (numbers.min() < 0 or (numbers.ndim == 2 and numbers.max() > 1)):
+    if len(numbers) != len(levels):
+        raise InputError(f"{name} has {len(levels):,} images and {len(numbers):,} labels; give one for each.")
+    low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
+    if low < 0 or (numbers.ndim == 2 and high > 1):
+        rows = ", and those in rows must be 0 or 1" if numbers.ndim == 2 else ""
         raise InputError(
-            "Labels must count from 0.", f"{numbers.min()} to {numbers.max()} in {name}", "Number them."
+            f"Labels must count from 0{rows}; those of {name} go from {low:,} to {high:,}. Number them anew."
         )
-    return Split(numbers, [f"{split} {i}" for i in range(len(levels))], None, levels)
+    if numbers.ndim == 1 and high >= MOST_CLASSES:  # before whole numbers of 64 bits become others
+        raise InputError(
+            f"The highest label of {name} is {high:,}, and at most {MOST_CLASSES:,} classes are possible. "
+            "Number the classes without gaps: labels = numpy.unique(labels, return_inverse=True)[1]."
+        )
+    return Split(numbers.astype(np.int64), [f"{split} {i}" for i in range(len(levels))], None, levels)
 
 
 def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
@@ -166,7 +190,7 @@ def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
         images = images[..., None]
     if images.ndim != 4 or 0 in images.shape:
         raise InputError(
-            "Pictures must be an array (N, H, W) or (N, H, W, C).", f"{images.shape} in {name}", "Reshape it."
+            f"Images must be an array (N, H, W) or (N, H, W, C), and {name} has the shape {images.shape}."
         )
     if images.shape[1] in (1, 3, 4) and images.shape[3] not in (1, 3, 4):
         images = images.transpose(0, 2, 3, 1)
@@ -174,25 +198,27 @@ def as_levels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
         return np.rint(images / 257).astype(np.uint8)
     if images.dtype != np.uint8:
         raise InputError(
-            "Pictures must have 8 or 16 bits (uint8, uint16).",
-            f"{images.dtype} in {name}",
-            "Bring them to levels from 0 to 255.",
+            f"Images must be uint8 or uint16, and {name} is {images.dtype}; scale it to 0 to 255, as uint8."
         )
     return np.ascontiguousarray(images)
 
 
-def named(name: str, splits: dict[str, Split]) -> Dataset:
+def named(name: str, splits: dict[str, Split], notes: list[str]) -> Dataset:
     """A data set whose classes are called by their numbers."""
     labels = [split.labels for split in splits.values()]
     several = labels[0].ndim == 2
     if len({some.shape[1:] for some in labels}) > 1:
         raise InputError(
-            "Every split must have labels alike.",
-            f"{', '.join(str(some.shape) for some in labels)} in {printable(name)}",
-            "Number the classes alike, or give every split as many columns.",
+            f"The splits of {printable(name)} must have labels alike, and theirs have the shapes "
+            f"{', '.join(str(some.shape) for some in labels)}. Number the classes alike, or give every split "
+            "as many columns."
         )
     count = labels[0].shape[1] if several else int(max(some.max(initial=0) for some in labels)) + 1
     if count > MOST_CLASSES:
         raise too_many(count, printable(name))
+    if several and count > 1 and all((some.sum(axis=1) == 1).all() for some in labels):
+        notes.append(
+            "The labels are one-hot and are trained as multi-label; labels.argmax(1) has one class each."
+        )
     classes = [str(number) for number in range(count)]
-    return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"))
+    return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"), notes)

@@ -1,4 +1,4 @@
-"""From a path to labelled pictures: what kind of data lies there, and how it falls into splits.
+"""From a path to labelled images: what kind of data lies there, and how it falls into splits.
 
 | what lies there                                   | how it is read                              |
 |---------------------------------------------------|---------------------------------------------|
@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitrail.data.classes import check_gaps, class_notes
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Dataset:
     test: Split | None = None
     notes: list[str] = field(default_factory=list)
     """What was decided on the way, a sentence each."""
+    skipped: Mapping[str, list[str]] = field(default_factory=dict)
+    """Names of what lies in a folder of images and is not read, by kind (folders.py)."""
 
     @property
     def several(self) -> bool:
@@ -90,6 +93,14 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         val_share: how much of train is held out where the data has neither val nor test.
         seed: decides which.
     """
+    found = read_data(path)
+    check(found, printable(path))
+    found = replace(found, notes=[*found.notes, *skip_notes(found), *class_notes(found)])
+    return found if found.val or found.test else hold_out(found, val_share, seed)
+
+
+def read_data(path: str | Path) -> Dataset:
+    """Labelled images at a path as they are, before anything is checked or held out."""
     from vitrail.data import arrays, folders, tables
 
     place = Path(path)
@@ -97,37 +108,42 @@ def open_data(path: str | Path, *, val_share: float = 0.2, seed: int = 0) -> Dat
         found = arrays.read_digits()
     elif place.is_dir():
         found = arrays.read_idx(place) if arrays.has_idx(place) else folders.read_folder(place)
-    elif place.suffix.lower() in (".csv", ".jsonl") and place.exists():
+    elif place.suffix.lower() in (".csv", ".jsonl") and place.is_file():
         found = tables.read_table(place)
-    elif place.suffix.lower() == ".npz" and place.exists():
+    elif place.suffix.lower() == ".npz" and place.is_file():
         found = arrays.read_npz(place)
     else:
+        what = "cannot be read as data" if place.exists() else "does not exist"
         raise InputError(
-            "DATA must be a folder of pictures, a .csv, .jsonl or .npz file, or the word digits.",
-            f"{printable(path)}{'' if place.exists() else ', which is not there'}",
-            "A folder of pictures holds a folder for each class.",
+            f"{printable(path)} {what}; DATA must be a folder of images with a folder for each class, "
+            "a .csv, .jsonl or .npz file, or the word digits."
         )
     if len(found.classes) > MOST_CLASSES:
         raise too_many(len(found.classes), printable(path))
-    check(found, printable(path))
-    return found if found.val or found.test else hold_out(found, val_share, seed)
+    return found
 
 
 def check(data: Dataset, name: str) -> None:
-    """At least two classes, at least one picture."""
+    """At least two classes, at least one image."""
     if len(data.classes) < 2 and not data.several:
         raise InputError(
-            "DATA must have at least two classes.",
-            f"{name} with {len(data.classes)}",
-            "Put the pictures of each class into a folder of its own.",
+            f"{name} has {len(data.classes)} class; training needs at least two classes with images of each."
         )
     if not len(data.train):
-        raise InputError("DATA must hold pictures to train on.", f"{name} with none", "Check the path.")
+        raise InputError(f"{name} holds no images to train on; check the path, and vitrail doctor {name}.")
+
+
+def skip_notes(data: Dataset) -> list[str]:
+    """What is not read and its owner may miss; what is harmless is the doctor's affair."""
+    from vitrail.data.folders import FAULTS
+
+    found = [f"{len(data.skipped[kind]):,} {what}" for kind, what in FAULTS.items() if kind in data.skipped]
+    return [f"Not read: {', '.join(found)}; vitrail doctor names them."] if found else []
 
 
 def too_many(count: int, name: str) -> InputError:
     return InputError(
-        f"DATA may have at most {MOST_CLASSES:,} classes.", f"{name} with {count:,}", "Check the labels."
+        f"{name} has {count:,} classes, and at most {MOST_CLASSES:,} are possible; check the labels."
     )
 
 
@@ -136,22 +152,22 @@ def hold_out(data: Dataset, share: float, seed: int) -> Dataset:
     from vitrail.data.chance import shuffle
 
     if not 0 < share < 1:
-        raise InputError("val_share must lie between 0 and 1.", str(share), "Such as 0.2.")
+        raise InputError(f"val_share must lie between 0 and 1, such as 0.2, and is {share}.")
     order = shuffle([seed, 0], len(data.train)).numpy()
     labels = data.train.labels[order]
     rank = np.zeros(len(order), dtype=np.int64)  # how many of the same kind come before
     kinds = labels if labels.ndim == 1 else np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(kinds)
-    for kind in np.flatnonzero(sizes):
-        rank[kinds == kind] = np.arange(sizes[kind])
+    by_kind = np.argsort(kinds, kind="stable")
+    rank[by_kind] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     wanted = np.where(sizes > 1, np.maximum(1, np.round(sizes * share)), 0)  # a single one is to learn from
     out = rank < wanted[kinds]
     if not out.any() or out.all():
+        check_gaps(data)  # which says more, where labels are not numbers of classes
         raise InputError(
-            "DATA must hold enough pictures to hold some out.",
-            f"{len(data.train)} in {len(data.classes)} classes",
-            "Use at least two of a class.",
+            f"{printable(data.name)} has too few images to hold some out for validation: "
+            f"{len(data.train):,} in {len(data.classes):,} classes. Use at least two of a class."
         )
     val, train = np.sort(order[out]), np.sort(order[~out])
-    note = f"{len(val):,} of {len(order):,} pictures are held out to judge by (seed {seed})."
+    note = f"{len(val):,} of {len(order):,} images are held out for validation (seed {seed})."
     return replace(data, train=data.train.take(train), val=data.train.take(val), notes=[*data.notes, note])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import ViTConfig
+from vitrail.data.classes import check_gaps
 from vitrail.data.sources import Dataset, open_data
 from vitrail.errors import ConfigError, suggest
 from vitrail.fields import show
@@ -62,6 +63,7 @@ def train(
     """
     seed = changes.get("seed", 0)
     dataset = data if isinstance(data, Dataset) else open_data(data, seed=seed if type(seed) is int else 0)
+    check_gaps(dataset)
     chosen, first = settle(recipe, dataset, start, changes, size)
     chosen = replace(chosen, train=with_teacher(chosen.train, changes, teacher is not None))
     guide = teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)

@@ -236,6 +236,22 @@ class ViTConfig(Config):
             return self.patches * self.width
         return 2 * self.width if self.head == "distilled" or self.pool == "class-mean" else self.width
 
+    @property
+    def matrices(self) -> dict[str, int]:
+        """How many numbers the large parts of a model hold; the rest is small beside them."""
+        one_row = self.position in ("learned", "sincos1d", "sincos2d")  # for each token; others have less
+        pairs = self.depth * self.heads * self.tokens**2 if self.position == "pairwise" else 0
+        two_layers = self.head in ("mlp", "tanh")
+        before_logits = self.head_hidden or self.width if two_layers else self.pooled_width
+        return {
+            "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
+            "the position table": self.tokens * self.width * one_row + pairs,
+            "attention": 4 * self.depth * self.width * self.heads_width,
+            "the MLPs": 2 * self.depth * self.width * self.F,
+            "the head": before_logits * self.classes,
+            "the vocabulary": self.width * (self.vocabulary or 0),
+        }
+
     # ---- checks -----------------------------------------------------------------------------
 
     def _check_heads(self) -> None:
@@ -264,25 +280,17 @@ class ViTConfig(Config):
             )
 
     def _check_scale(self) -> None:
-        """Refuse absurd models by their matrices alone; the rest is small beside them."""
+        """Refuse absurd models by their matrices alone."""
         if self.depth > MOST_BLOCKS:
             raise ConfigError(
                 f"depth must be at most {MOST_BLOCKS:,}.", f"depth={self.depth:,}", "Use fewer blocks."
             )
-        parts = {
-            "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
-            "the position table": self.tokens * self.width,
-            "attention": 4 * self.depth * self.width * self.heads_width,
-            "the MLPs": 2 * self.depth * self.width * self.F,
-            "the head": self.width * self.classes,
-            "the vocabulary": self.width * (self.vocabulary or 0),
-        }
-        count = sum(parts.values())
+        count = sum(self.matrices.values())
         if count > MOST_PARAMETERS:
+            largest = max(self.matrices, key=self.matrices.__getitem__)
             raise ConfigError(
-                f"A model may have at most {MOST_PARAMETERS:,} parameters.",
-                f"a config that asks for {count:,}",
-                f"Most of them are in {max(parts, key=parts.__getitem__)}: make that smaller.",
+                f"A model may have at most {MOST_PARAMETERS:,} parameters, and this config asks for "
+                f"{count:,}; most of them are in {largest}: make that smaller."
             )
 
     def _check_choices(self) -> None:

@@ -73,9 +73,9 @@ def declare(doc: str, check: Check, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "check": check})
 
 
-def whole(doc: str, *, least: int = 1, default: Any = dataclasses.MISSING) -> Any:
-    """A whole number (numpy's too, but not True and not 3.0) from `least` up."""
-    return declare(doc, lambda name, value, hint: as_whole(name, value, least), default)
+def whole(doc: str, *, least: int = 1, most: int = MOST, default: Any = dataclasses.MISSING) -> Any:
+    """A whole number (numpy's too, but not True and not 3.0) from `least` to `most`."""
+    return declare(doc, lambda name, value, hint: as_whole(name, value, least, most), default)
 
 
 def sides(doc: str, default: Any = dataclasses.MISSING) -> Any:
@@ -157,14 +157,14 @@ def switch(doc: str, *, default: bool) -> Any:
     return declare(doc, check, default)
 
 
-def as_whole(name: str, value: Any, least: int) -> int:
+def as_whole(name: str, value: Any, least: int, most: int = MOST) -> int:
     try:
         found = operator.index(value)
     except TypeError:
         found = least - 1
-    if isinstance(value, bool) or not least <= found <= MOST:
+    if isinstance(value, bool) or not least <= found <= most:
         raise ConfigError(
-            f"{name} must be a whole number from {least} to {MOST:,}.",
+            f"{name} must be a whole number from {least} to {most:,}.",
             f"{name}={show(value)}",
             f"Set {name} to a whole number.",
         )

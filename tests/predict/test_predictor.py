@@ -276,7 +276,7 @@ def test_a_model_that_gives_no_numbers_says_so(bundle, photos):
 
 
 def test_what_cannot_be_a_predictor(bundle):
-    with pytest.raises(InputError, match="batch must be a number from 1 on"):
+    with pytest.raises(InputError, match="batch must be a whole number from 1"):
         Predictor(bundle, batch=0)
     with pytest.raises(InputError, match="takes no options"):
         Predictor(bundle, size=16)

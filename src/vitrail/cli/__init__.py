@@ -1,13 +1,15 @@
 """The command line: one file per command; heavy imports inside the functions.
 
-Exit codes: 0 done, 1 done with failures that are listed, 2 wrong use or bad input, 130 interrupted.
+Exit codes: 0 done, 1 done with failures that are listed, 2 wrong use or bad input, 130 interrupted, 141 when
+whoever read the output has gone (`vitrail predict ... | head`): quietly, with the code that a shell gives any
+command for it. `train` and `notes --run` do not stop for that; they go on to the end, and 0.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import sys
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -25,10 +27,11 @@ from vitrail.cli.lab import lab, notes
 from vitrail.cli.memory import keep_freed_memory
 from vitrail.cli.predict import predict
 from vitrail.cli.serve import serve
+from vitrail.cli.streams import give_up_output, open_streams, say
 from vitrail.cli.train import train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
-from vitrail.errors import VitrailError
+from vitrail.errors import InputError, VitrailError, printable
 
 app = typer.Typer(
     name="vitrail",
@@ -64,19 +67,17 @@ def _options(
 
 def main() -> None:
     """Run a command; whatever goes wrong, the user reads a sentence, not a stack trace."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal without our letters shows "?", and goes on
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    open_streams()
     keep_freed_memory()
     try:
+        check_arguments(sys.argv[1:])
         _run()
     except VitrailError as error:
         _fail(str(error), 2)
-    except BrokenPipeError:  # whoever read our output (`| head`) has gone: nothing to say to
-        _give_up_output()
-        sys.exit(1)
+    except BrokenPipeError:
+        _reader_has_gone()
     except OSError as error:
-        where = f" {error.filename}" if error.filename else ""
+        where = f" {printable(error.filename)}" if error.filename else ""
         _fail(
             f"The system refused{where}: {error.strerror or error}. Check the path, its rights and the disk.",
             2,
@@ -84,39 +85,64 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code == 130:  # how typer ends an interrupted command
             _stop()
+        if isinstance(stop.__context__, BrokenPipeError):  # how typer and rich end when the reader has gone
+            _reader_has_gone()
         raise
     except Exception as error:
-        if "VITRAIL_DEBUG" in os.environ:
-            raise
-        _fail(f"{type(error).__name__}: {error}. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.", 1)
+        _explain(error)
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """No argument may be empty: as a path it would mean the current folder, which nobody wrote."""
+    for number, argument in enumerate(arguments, start=1):
+        if not argument:
+            before = f" (after {printable(arguments[number - 2])})" if number > 1 else ""
+            raise InputError(f"argument {number}{before} is empty; is a variable of your shell not set?")
 
 
 def _run() -> None:
     """The command, to its last letter: what cannot be written is our affair, not Python's at the very end."""
     try:
         app()
-    except SystemExit:
-        sys.stdout.flush()
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            sys.stdout.flush()
         raise
 
 
+def _explain(error: Exception) -> None:
+    """An error that nothing has foreseen: memory has run out, or it is a mistake of ours."""
+    from vitrail.memory import as_text, asked_for, is_out_of_memory, memory_limit
+
+    if "VITRAIL_DEBUG" in os.environ:
+        raise error
+    if is_out_of_memory(error):
+        more, limit = asked_for(error), memory_limit()
+        wanted = f": {more} more were needed" if more else ""
+        there = f" ({as_text(limit)} in all)" if limit else ""
+        do = "Use a smaller --batch, --size or model, or a machine with more."
+        _fail(f"there is not enough memory{wanted}{there}. {do}", 2)
+    _fail(f"{type(error).__name__}: {error}. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.", 1)
+
+
 def _fail(message: str, code: int) -> None:
-    print(f"vitrail: {message}", file=sys.stderr)
+    say(message)
     try:
         sys.stdout.flush()
     except OSError:  # Python would try once more, complain, and leave with a code of its own
-        _give_up_output()
+        give_up_output()
     sys.exit(code)
 
 
-def _give_up_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _reader_has_gone() -> None:
+    give_up_output()
+    sys.exit(141)  # 128 + SIGPIPE
 
 
 def _stop() -> None:
     """End with 130 whatever was interrupted: after an interrupt inside exec() or an import, Python
     itself would leave by killing itself with the signal instead of returning our code."""
-    print("vitrail: Stopped.", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    say("Stopped.")
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(130)

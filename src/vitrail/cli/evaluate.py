@@ -52,8 +52,10 @@ def evaluate(
     html_file: Annotated[
         Path | None, typer.Option("--html", help="A new file for a page with pictures, to read in a browser.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at once; the results are the same.")] = 128,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that read pictures.")] = 2,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Pictures at once; the results are the same.")
+    ] = 128,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read pictures.")] = 2,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -75,6 +77,8 @@ def evaluate(
         raise InputError("--calibrate must name a file that ends in .safetensors.", got, "Rename it.")
     blocks = read_layers(layers)
     probes = [word.strip() for word in probe.split(",") if word.strip()]
+    if layers is not None and not probes:
+        raise InputError("--layers says what --probe looks at; add --probe knn, linear or fewshot.")
 
     from rich.console import Console
 
@@ -138,8 +142,9 @@ def read_layers(text: str | None) -> Any:
     if text is None or text == "all":
         return text
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise InputError("--layers must be all, or block numbers.", repr(text), "Such as 0,5,11.")
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
+        got = printable(repr(text))
+        raise InputError(f"--layers must be all, or block numbers such as 0,5,11, not {got}.")
     return [int(word) for word in words]
 
 

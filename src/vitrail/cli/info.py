@@ -43,6 +43,8 @@ def info(
     path, origin = fetch_model(file, offline=offline)
     with open_model(path) as stored:
         what = describe(stored, **options.facts(family, keys, given, size))
+        if size is not None:
+            replace(what.config, size=options.sides(size))  # which says what is wrong with it
         what = replace(what, card=replace(what.card, **origin))
         found = facts_of(stored, what)
         bad = scan(stored) if check else None

@@ -93,7 +93,7 @@ def number_of(target: str | None, bundle: Any) -> int | None:
     labels, count = list(bundle.labels or []), bundle.model.config.classes
     if target in labels:
         return labels.index(target)
-    if target.isdecimal() and int(target) < count:
+    if target.isdecimal() and len(target) < 10 and int(target) < count:
         return int(target)
     do = suggest(target, labels) if labels else f"A number from 0 to {count - 1}."
     raise InputError("--target must be one of the model's classes.", printable(target), do)

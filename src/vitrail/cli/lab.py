@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vitrail.cli.places import check_out
+from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
 
@@ -48,7 +50,9 @@ def lab(
 
 def notes(
     run: Annotated[bool, typer.Option("--run", help="Run all labs first: an hour on two cores.")] = False,
-    out: Annotated[Path, typer.Option(help="With --run, a new or empty folder.")] = Path("notes"),
+    out: Annotated[
+        Path | None, typer.Option(help="With --run, a new or empty folder.", show_default="notes")
+    ] = None,
     small: Annotated[bool, typer.Option("--small", help="With --run, fewer and smaller.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     table: Annotated[
@@ -61,20 +65,23 @@ def notes(
     """
     from vitrail.labs import lab as labs
 
-    if small and not run:
-        raise InputError("--small is for --run.", "--small alone", "Add --run, or leave it out.")
+    if (small or out is not None) and not run:
+        option = "--small" if small else "--out"
+        raise InputError(f"{option} is for --run.", f"{option} alone", "Add --run, or leave it out.")
     if table:
         if run:
             raise InputError("Published results are not run.", "--table --run", "Leave one of them out.")
         show_published(markdown)
         return
-    results = run_all(out, small) if run else labs.known()
-    if markdown:
-        print(labs.markdown(results), end="")
-    else:
-        show(results)
-    if run:
-        print(f"Written: {printable(out)}, with results.json, and every lab's numbers and picture.")
+    place = Path("notes") if out is None else out
+    with outlasting(printable(place / "results.json")) if run else nullcontext():
+        results = run_all(place, small) if run else labs.known()
+        if markdown:
+            print(labs.markdown(results), end="")
+        else:
+            show(results)
+        if run:
+            print(f"Written: {printable(place)}, with results.json, and every lab's numbers and picture.")
 
 
 def show_published(markdown: bool) -> None:

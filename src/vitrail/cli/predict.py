@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from vitrail.cli import facts as options
+from vitrail.cli.streams import stdin_bytes
 from vitrail.errors import InputError, needs, printable
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def predict(
         typer.Argument(metavar="[PATHS]...", help="Pictures, folders of them, or - for a list on stdin."),
     ] = None,
     top: Annotated[
-        int | None, typer.Option(min=1, help="So many classes for each picture.", show_default="1")
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="So many classes for each picture.", show_default="1"),
     ] = None,
     form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
     out: Annotated[Path | None, typer.Option(help="A new file for the rows, instead of stdout.")] = None,
@@ -40,8 +42,10 @@ def predict(
     explain: Annotated[
         Path | None, typer.Option(help="A new or empty folder: for each picture where the model looked.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at once; the results are the same.")] = 32,
-    workers: Annotated[int, typer.Option(min=0, help="Threads that read pictures.")] = 2,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Pictures at once; the results are the same.")
+    ] = 32,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read pictures.")] = 2,
     stdin: Annotated[bool, typer.Option("--stdin", help="Read paths from stdin, a line each.")] = False,
     null: Annotated[
         bool, typer.Option("--null", "-0", help="These end with a zero byte, as find -print0 has it.")
@@ -60,6 +64,8 @@ def predict(
     wanted = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
     if not wanted:
         raise InputError("There must be pictures.", "no path", "Name files or folders, or - for stdin.")
+    if "-" in wanted:
+        stdin_bytes()  # one that is closed is said before the model is loaded
     check_files(out, embeddings, explain)
 
     from vitrail.predict import Predictor
@@ -131,7 +137,7 @@ def listed(wanted: Iterable[str], end: bytes) -> Iterator[str]:
     """The paths, and for - those that stand on stdin, as they come."""
     for path in wanted:
         if path == "-":
-            yield from names_in(sys.stdin.buffer, end)
+            yield from names_in(stdin_bytes(), end)
         else:
             yield path
 

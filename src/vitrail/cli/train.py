@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.facts import parsed, sides
+from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -69,10 +70,14 @@ def train(
             metavar="FILE", help="Learn from this model too (--set distill=hard or soft, distill_weight=0.5)."
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="How often every picture is seen.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Pictures in one step.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, help="How often every picture is seen.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, max=10**12, help="Pictures in one step.")] = None,
     lr: Annotated[float | None, typer.Option(help="The highest learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Where all chance comes from.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, help="Where all chance comes from.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     given: Annotated[
         list[str] | None,
@@ -85,7 +90,8 @@ def train(
 
     A folder of pictures holds a folder for each class. The run's folder gets config.json,
     metrics.jsonl, log.txt, checkpoints/, last.safetensors, best.safetensors and report.html, a page to
-    read. Stopped by Ctrl-C or SIGTERM, it saves first; --resume goes on as if nothing had happened.
+    read. Stopped by Ctrl-C or SIGTERM, it saves first; --resume goes on as if nothing had happened. It does
+    not stop because nobody reads what it prints.
     """
     options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -96,7 +102,13 @@ def train(
     how: dict[str, Any] = {"recipe": recipe, "start": start, "teacher": teacher, "resume": resume}
     how["size"] = None if size is None else sides(size)
 
-    from vitrail.recipes.start import train as run
+    with outlasting(printable(out / "log.txt")):
+        run(data, out, how, changes)
+
+
+def run(data: str, out: Path, how: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Train, and tell of it where this is the process that prints."""
+    from vitrail.recipes.start import train as start
     from vitrail.training.listen import Silent
     from vitrail.training.loop import Stopped
     from vitrail.training.parallel import join, leave
@@ -104,7 +116,7 @@ def train(
     first = join().first
     listener = Teller() if first else Silent()
     try:
-        done = run(data, out=out, listener=listener, **how, **changes)
+        done = start(data, out=out, listener=listener, **how, **changes)
     except Stopped as stop:
         if isinstance(listener, Teller):
             listener.close()

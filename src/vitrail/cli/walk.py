@@ -42,7 +42,10 @@ def walk(
     html_file: Annotated[
         Path | None, typer.Option("--html", help="A new file for the stages with small pictures.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws the weights of a size.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, help="Draws the weights of a size.", show_default="0"),
+    ] = None,
     given: Set = None,
 ) -> None:
     """Take one picture through a model and see every step: equation, shape, meaning, numbers.
@@ -74,7 +77,7 @@ def walk(
         write_new(html_file, page(stages, facts, vit.config))
 
 
-def load_model(name: str, seed: int, facts: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
+def load_model(name: str, seed: int | None, facts: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
     """The model, its preprocessing, and a sentence on its weights."""
     import torch
 
@@ -85,11 +88,14 @@ def load_model(name: str, seed: int, facts: dict[str, Any]) -> tuple[ViT, Prepro
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in WEIGHTS:
         from vitrail.weights.load import load
 
+        if seed is not None:
+            raise InputError(f"--seed draws the weights of a size, and {printable(name)} has its own.")
         bundle = load(name, **facts)
         check_tokens(name, bundle.model.config)
         return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
     config = preset(name, **facts)
     check_tokens(name, config)
+    seed = seed or 0
     torch.manual_seed(seed)
     half = (0.5,) * config.channels
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]

@@ -35,6 +35,8 @@ from vitrail.evaluation.probes import (
     unpack,
 )
 from vitrail.evaluation.probes import probe as run_probes
+from vitrail.fields import show
+from vitrail.memory import check_fits, forward_bytes
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import listed
 from vitrail.weights.load import load
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MOST_BYTES = 64 << 30  # of features in memory
+MOST_BATCH = 1_000_000
 WORDNET = re.compile(r"n\d{8}")
 
 Ahead = Callable[[str, int, int], None]
@@ -112,8 +115,8 @@ def evaluate(
     start = time.perf_counter()
     names = check_probes([probe] if isinstance(probe, str) else probe)
     check_precision(precision)
-    if not isinstance(batch, int) or batch < 1:
-        raise InputError("batch must be at least 1.", repr(batch), "Such as 128.")
+    if not isinstance(batch, int) or not 1 <= batch <= MOST_BATCH:
+        raise InputError(f"batch must be a whole number from 1 to {MOST_BATCH:,}, not {show(batch)}.")
     bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
     data = data if isinstance(data, Dataset) else open_data(data)
     word, pictures = choose_split(data, split)
@@ -191,6 +194,10 @@ def one_pass(
     if 4 * numbers * len(pictures) > MOST_BYTES:
         got = f"{numbers:,} numbers for each of {len(pictures):,} pictures"
         raise InputError("Features must fit in memory.", got, "Probe fewer layers, or fewer pictures.")
+    if device_of(bundle).type == "cpu":
+        count = min(batch, len(pictures))
+        do = "use a smaller --batch or --size"
+        check_fits(forward_bytes(config, count), config, count, "An evaluation", do)
     together = dist.is_available() and dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     rows, kept = outputs_of(

@@ -16,7 +16,14 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.canvas import bar, canvas, in_our_style, lay_over, show_picture
-from vitrail.inspect.pictures import check_finite, check_number, check_pictures, check_pixels, device_of
+from vitrail.inspect.pictures import (
+    check_finite,
+    check_number,
+    check_pictures,
+    check_pixels,
+    check_weights_fit,
+    device_of,
+)
 from vitrail.model import ViT, record
 from vitrail.model.modes import evaluating
 
@@ -65,6 +72,7 @@ def compute(
     query = default_query(config) if query is None else query
     layer = check_number("layer", layer, config.depth)
     heads = range(config.heads) if head is None else [check_number("head", head, config.heads)]
+    check_weights_fit(model, len(images))
     asked = query_row(config, query).to(device_of(model))
     name = POOL if query == "pool" else f"blocks.{layer}.attention.weights"
     with evaluating(model), record(model, name) as tape:

@@ -31,6 +31,7 @@ from vitrail.inspect.answers import (
     on_device,
 )
 from vitrail.inspect.canvas import SIGNED, bar, canvas, in_our_style, lay_over, show_picture
+from vitrail.inspect.pictures import check_weights_fit
 from vitrail.inspect.sample import sample_model, sample_pictures, show
 from vitrail.model import ViT, record
 from vitrail.model.modes import evaluating
@@ -143,6 +144,7 @@ def _gradient_attention(ask: _Question) -> Tensor:
     """
     config = ask.model.config
     pooled = config.pool == "attention"
+    check_weights_fit(ask.model, min(BATCH, len(ask.images)))
     name = "pool.attention.weights" if pooled else f"blocks.{config.depth - 1}.attention.weights"
     maps = []
     for images, target in zip(ask.images.split(BATCH), ask.target.split(BATCH), strict=True):

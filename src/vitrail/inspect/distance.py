@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
 from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
-from vitrail.inspect.pictures import check_finite, check_pictures, device_of
+from vitrail.inspect.pictures import check_finite, check_pictures, check_weights_fit, device_of
 from vitrail.model import ViT, edit
 from vitrail.model.modes import evaluating
 
@@ -74,6 +74,7 @@ def compute(model: ViT, batches: Tensor | Iterable[Tensor]) -> Distances:
             got = type(images).__name__
             raise InputError("Every batch must be a tensor of pictures.", got, "Pass the pictures alone.")
         check_pictures(model, images)
+        check_weights_fit(model, len(images))
         with evaluating(model), edit(model, edits):
             model.encode(images.to(device))
         sums.pictures += len(images)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vitrail.data.decode import open_picture, quiet
 from vitrail.errors import InputError, printable
+from vitrail.memory import check_fits, weights_bytes
 from vitrail.model import ViT
 from vitrail.preprocess import Preprocess
 
@@ -56,10 +57,19 @@ def check_pictures(model: ViT, images: Tensor | None = None) -> None:
         raise InputError("Pictures must come as a batch (B, C, H, W).", got, "Add the batch axis.")
 
 
+def check_weights_fit(model: ViT, pictures: int, blocks: int = 1) -> None:
+    """Attention that is looked at is written down: for each head a number for every pair of tokens."""
+    if device_of(model).type == "cpu":
+        needed = blocks * weights_bytes(model.config, pictures)
+        do = "use a smaller --size or fewer images at once"
+        check_fits(needed, model.config, pictures, "Looking at attention", do)
+
+
 def check_number(what: str, number: int, count: int) -> int:
     """A layer or head by its number, from 0; a negative one counts from the end."""
     if not isinstance(number, int) or not -count <= number < count:
-        raise InputError(f"{what} must be a number from 0 to {count - 1}.", printable(number), "Choose one.")
+        do = f"Choose one; -1 is the last, -{count} the first."
+        raise InputError(f"{what} must be a number from 0 to {count - 1}.", printable(number), do)
     return number % count
 
 

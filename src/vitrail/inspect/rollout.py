@@ -35,7 +35,13 @@ from vitrail.inspect.attention import (
     query_words,
 )
 from vitrail.inspect.canvas import bar, canvas, in_our_style, lay_over, show_picture
-from vitrail.inspect.pictures import check_finite, check_pictures, check_pixels, device_of
+from vitrail.inspect.pictures import (
+    check_finite,
+    check_pictures,
+    check_pixels,
+    check_weights_fit,
+    device_of,
+)
 from vitrail.model import ViT, edit, record
 from vitrail.model.modes import evaluating
 
@@ -99,6 +105,7 @@ def compute(
     row = row.to(images.device)
     by_pool = to == "pool" or (to == "auto" and config.pool == "attention")
     methods = ("rollout", "gradient") if method == "both" else (method,)
+    check_weights_fit(model, len(images), config.depth if "gradient" in methods else 1)
     reached, targets = [], None
     if "rollout" in methods:
         reached.append(roll(model, images, None if by_pool else row, heads, discard))

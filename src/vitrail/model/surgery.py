@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, suggest
+from vitrail.memory import check_parameters
 from vitrail.model.resample import resize_grid, resize_kernel
 from vitrail.model.vit import ViT
 
@@ -146,9 +147,11 @@ def rebuild(model: ViT, config: ViTConfig, change: Callable[[State], None]) -> V
             f"{model.config.patches} patches that become {config.patches}",
             'Use a model with another pool, such as "mean".',
         )
+    weight = model.tokens.proj.weight
+    if weight.device.type == "cpu":
+        check_parameters(config)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change(state)
-    weight = model.tokens.proj.weight
     with torch.device(weight.device):
         new = ViT(config).to(weight.dtype)
     missing, unexpected = new.load_state_dict(state, strict=False)

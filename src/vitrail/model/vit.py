@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
+from vitrail.memory import check_parameters
 from vitrail.model.block import build_block
 from vitrail.model.head import build_head
 from vitrail.model.init import initialise
@@ -80,6 +81,8 @@ class ViT(nn.Module):
             raise InputError(
                 "ViT is built from a ViTConfig.", repr(config), 'By name it is vitrail.create("B/16").'
             )
+        if torch.empty(0).device.type == "cpu":  # on "meta" it takes none
+            check_parameters(config)
         self.config = config
         self.tokens = build_tokens(config)  # x_p -> x_p E
         prefix = nn.Parameter(torch.empty(config.prefix, config.width))

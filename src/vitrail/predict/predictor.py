@@ -9,6 +9,7 @@ for found in predict.stream(["photos/"]): ...            # one after the other, 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import InputError, printable
+from vitrail.fields import show
+from vitrail.memory import check_fits, forward_bytes, memory_limit
 from vitrail.predict.engine import open_engine
 from vitrail.predict.prediction import Prediction, scale_of
 from vitrail.predict.sources import expand, levels, read_ahead, reason_of
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from vitrail.predict.engine import Rows
     from vitrail.predict.sources import Found
 
+MOST_BATCH, MOST_THREADS = 1_000_000, 1024
 AHEAD = 3  # batches that are read before the model wants them
 
 
@@ -48,14 +52,20 @@ class Predictor:
     def __init__(
         self, model: Bundle | str | Path, *, batch: int = 32, workers: int = 2, **options: Any
     ) -> None:
-        for name, value, least in (("batch", batch, 1), ("workers", workers, 0)):
-            if not isinstance(value, int) or value < least:
-                raise InputError(f"{name} must be a number from {least} on.", repr(value), "Such as 2.")
+        for name, value, least, most in (
+            ("batch", batch, 1, MOST_BATCH),
+            ("workers", workers, 0, MOST_THREADS),
+        ):
+            if not isinstance(value, int) or not least <= value <= most:
+                raise InputError(
+                    f"{name} must be a whole number from {least} to {most:,}, not {show(value)}."
+                )
         self.engine = engine = open_engine(model, options)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
         self.scale = scale_of(engine.config, engine.labels, engine.card)
         self.batch, self.workers = 1 if engine.one_by_one else batch, workers
+        self.check_fits(1)
 
     def __call__(self, pictures: Any) -> Any:
         """A Prediction for one picture; a list of them for a list, a folder, or an array (N, h, w, C).
@@ -74,7 +84,7 @@ class Predictor:
     def stream(self, pictures: Iterable[Any]) -> Iterator[Prediction]:
         """Predictions in the order of the pictures, in constant memory; `pictures` may be a generator."""
         given = [pictures] if is_one(pictures) else pictures
-        ahead = AHEAD * self.batch
+        ahead = min(AHEAD * self.batch, self.room())
         with closing(read_ahead(expand(given), self.preprocess, workers=self.workers, ahead=ahead)) as read:
             while some := list(islice(read, self.batch)):
                 yield from self.answer(some)
@@ -105,7 +115,19 @@ class Predictor:
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Rows:
         """Pooled vectors (B, D) and logits (B, K) of levels."""
+        self.check_fits(len(pixels))
         return self.engine.run(pixels)
+
+    def check_fits(self, count: int) -> None:
+        """Refuse a batch that cannot be computed in this machine's memory."""
+        if self.bundle is not None and next(self.bundle.model.parameters()).device.type == "cpu":
+            do = "use a smaller batch or size" if count > 1 else "use a smaller size"
+            check_fits(forward_bytes(self.config, count), self.config, count, "A prediction", do)
+
+    def room(self) -> int:
+        """How many pictures may wait for the model: those that fill a quarter of the memory."""
+        one = math.prod(self.preprocess.target) * self.preprocess.channels
+        return max(1, (memory_limit() or 2**62) // 4 // one)
 
     def parts(self) -> Bundle:
         """The model with its weights, to look into."""

@@ -102,6 +102,8 @@ def levels(picture: Any, preprocess: Preprocess) -> NDArray[np.uint8]:
 
 def reason_of(error: Exception) -> str:
     """Why something could not be read, in a line."""
+    if isinstance(error, MemoryError):  # most of these say nothing
+        return f"There was not enough memory. {printable(error)}".rstrip()
     return printable(getattr(error, "strerror", None) or error, 400)
 
 

@@ -11,7 +11,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.classes import check_gaps
 from vitrail.data.sources import Dataset, open_data
 from vitrail.errors import ConfigError, suggest
-from vitrail.fields import show
+from vitrail.fields import as_whole, show
 from vitrail.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
@@ -20,7 +20,7 @@ from vitrail.training.listen import Listener, Silent
 from vitrail.training.parallel import Ranks, batch_of, join
 from vitrail.training.precision import choose_machine
 from vitrail.training.run import Run, run
-from vitrail.training.settings import Recipe, TrainConfig
+from vitrail.training.settings import MOST_SEED, Recipe, TrainConfig
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import fitted
 from vitrail.weights.load import load
@@ -61,8 +61,8 @@ def train(
             with a mapping of theirs. model= may be a name, "Ti/16" or "S/16@128", of which the
             mapping has it under "name": dict(name="Ti/16", depth=6).
     """
-    seed = changes.get("seed", 0)
-    dataset = data if isinstance(data, Dataset) else open_data(data, seed=seed if type(seed) is int else 0)
+    seed = as_whole("seed", changes.get("seed", 0), 0, MOST_SEED)
+    dataset = data if isinstance(data, Dataset) else open_data(data, seed=seed)
     check_gaps(dataset)
     chosen, first = settle(recipe, dataset, start, changes, size)
     chosen = replace(chosen, train=with_teacher(chosen.train, changes, teacher is not None))

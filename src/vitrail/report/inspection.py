@@ -38,7 +38,7 @@ from vitrail.inspect import (
     similarity,
 )
 from vitrail.inspect.canvas import save
-from vitrail.inspect.pictures import Pictures, check_pictures, from_pixels
+from vitrail.inspect.pictures import Pictures, check_number, check_pictures, from_pixels
 from vitrail.report.page import Figure, Page, Section, check_extras, write_page
 from vitrail.weights.bundle import Bundle
 
@@ -203,6 +203,10 @@ def write_inspection(ask: Asked, out: Path, *, only: Sequence[str] = (), command
     """
     check_extras()
     check_pictures(ask.bundle.model)
+    config = ask.bundle.model.config
+    for what, number, count in (("--layer", ask.layer, config.depth), ("--head", ask.head, config.heads)):
+        if number is not None:  # said here: a figure that refuses it would be left out instead
+            check_number(what, number, count)
     names = chosen(only, bool(ask.paths))
     aside = out.parent / f".{secrets.token_hex(8)}.part"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.training.settings import TrainConfig
@@ -37,9 +38,13 @@ class LowRank(nn.Module):
 
 def adapt(model: ViT, settings: TrainConfig) -> None:
     """Give every block of a model its update, on the CPU; the random numbers are the seed's alone."""
+    c, rank = model.config, settings.lora_rank
+    if rank > min(c.width, c.heads_width):
+        most = min(c.width, c.heads_width)
+        raise ConfigError(f"lora_rank {rank:,} is not a low rank: a matrix of this model has at most {most}.")
     chance = torch.Generator().manual_seed(settings.seed)
     for qkv in [part for part in model.blocks.modules() if isinstance(part, QKV)]:
-        update = LowRank(qkv.weight, settings.lora_rank, settings.lora_alpha, chance)
+        update = LowRank(qkv.weight, rank, settings.lora_alpha, chance)
         parametrize.register_parametrization(qkv, "weight", update)
 
 

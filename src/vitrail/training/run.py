@@ -18,6 +18,7 @@ import torch
 from vitrail.config import by
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, VitrailError
+from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
 from vitrail.training.keeper import Keeper
 from vitrail.training.listen import Listener, Silent
@@ -61,7 +62,11 @@ def run(
     for note in (*dataset.notes, *chosen.notes):
         say.note(note)
     machine = choose_machine(chosen.train.precision, ranks.local)
-    batch_of(dataset, chosen.train, ranks)  # what cannot be is found out before there is a folder
+    batch = batch_of(dataset, chosen.train, ranks)  # what cannot be is found out before there is a folder
+    if machine.device.type == "cpu":
+        part = batch // ranks.count // chosen.train.accumulate
+        do = "use a smaller --size, --batch or model, or --set accumulate=2"
+        check_fits(training_bytes(chosen.model, part), chosen.model, part, "A training step", do)
     guide = None if teacher is None else Teacher(teacher, dataset, chosen.model.channels, machine)
     origin = {"from_file": start is not None, "teacher": guide and guide.digest}
     if prepare(place, resume, chosen, dataset, origin, ranks, say):
@@ -77,16 +82,18 @@ def run(
     keeper = Keeper(trainer, dataset, say)
     if resume:
         keeper.go_on()
-    say.plan(plan(trainer))
-    with signals(trainer):
-        try:
+    try:
+        say.plan(plan(trainer))
+        with signals(trainer):
             trainer.run(keeper.after_epoch)
-        except Stopped:
-            trainer.save()
-            say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
-            raise
-        except torch.OutOfMemoryError as error:
+    except Stopped:
+        trainer.save()
+        say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
             raise too_large(trainer) from error
+        raise
     keeper.finish()
     return Run(place, keeper.judged_best(), trainer.history)
 
@@ -105,10 +112,10 @@ def first_model(chosen: Recipe, start: Bundle | None, say: Listener) -> ViT:
 def too_large(trainer: Trainer) -> VitrailError:
     """What to do when the device's memory does not hold a step."""
     s, size = trainer.settings, by(trainer.preprocess.target)
+    parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
     return ConfigError(
-        "A step must fit in the device's memory.",
-        f"{trainer.batch} pictures of {size} in {s.accumulate} parts, {trainer.machine.dtype}",
-        f"Use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts.",
+        f"a step of {trainer.batch} images of {size}{parts} ({trainer.machine.dtype}) does not fit in the "
+        f"device's memory; use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts."
     )
 
 

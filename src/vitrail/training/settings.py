@@ -13,6 +13,9 @@ from vitrail.errors import ConfigError
 from vitrail.fields import Config, choice, declare, is_real, number, rate, show, switch, whole
 from vitrail.preprocess import Preprocess
 
+MOST_SEED = 2**63 - 1  # what torch takes
+MOST_THREADS = 1024
+
 
 def part(kind: type[Any], doc: str) -> Any:
     """A config inside a config; a mapping of its fields will do."""
@@ -50,7 +53,7 @@ class TrainConfig(Config):
     """A run: how long, how fast, how regularised, and what is done to the pictures."""
 
     # ---- how long
-    epochs: int = whole("How many times every picture is seen", default=50)
+    epochs: int = whole("How many times every picture is seen", most=1_000_000, default=50)
     batch: int = whole("Pictures in one step, over all processes", default=64)
     accumulate: int = whole("Parts that a step is computed in, one after the other", default=1)
 
@@ -138,8 +141,8 @@ class TrainConfig(Config):
     )
 
     # ---- the machine
-    seed: int = whole("Where all chance comes from", least=0, default=0)
-    workers: int = whole("Threads that decode files", least=0, default=2)
+    seed: int = whole("Where all chance comes from", least=0, most=MOST_SEED, default=0)
+    workers: int = whole("Threads that decode files", least=0, most=MOST_THREADS, default=2)
     precision: Literal["auto", "fp32", "bf16"] = choice(
         "bf16 on a GPU that has it, fp32 elsewhere, or as said", default="auto"
     )

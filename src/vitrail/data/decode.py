@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from vitrail.data.headers import EXIF, FORMATS, broken, read_header, too_much
+from vitrail.data.headers import EXIF, FORMATS, broken, read_header, too_much, walk_strips
 from vitrail.data.limits import (
     ORIENTATION,
     BrokenImage,
@@ -95,8 +95,10 @@ def decode(
     with quiet():  # Pillow warns of large images and odd metadata; we decide
         opened = open_header(file, name)
         check_size(name, *opened.size, limits)
-        check_work(name, opened, header, limits)
         try:
+            if opened.info.get("compression") == "jpeg":
+                walk_strips(file, name, opened, header, limits)
+            check_work(name, opened, header, limits)
             check_exif(opened, name)
             check_memory(name, bytes_needed(opened, header, preprocess), limits)
             if near is not None and opened.format == "JPEG":

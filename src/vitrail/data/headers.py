@@ -6,18 +6,23 @@ there are. What is counted here bounds that work; the pass itself ends where a l
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from vitrail.data.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, check_size
+from vitrail.data.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, check_size, strip_size
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
 
 SEGMENTS = 2_000  # of a JPEG; an ICC profile may have 255
 CHUNKS, OTHER_CHUNKS = 100_000, 500  # of a PNG: all, and those that hold no pixels
 BLOCKS = 10_000  # of a GIF's comments and other extensions before its first frame
 TAGS, VALUES = 4_096, 2**21  # of a TIFF: entries of a directory, and bytes of its numbers
+STRIPS = 20_000  # of a TIFF, when they are JPEGs
 METADATA = 16 * 2**20  # bytes, in all
 EXIF = 2**20  # bytes; a segment of a JPEG has 2**16
 JUNK = 2**16  # bytes before a JPEG's first scan that belong to no segment
@@ -46,7 +51,8 @@ class Header:
     """Of the file."""
     scans: int = 0
     scan_weight: int = 0
-    """Components of all scans; an arithmetic-coded one, slow and without a least size, counts as 20."""
+    """Components of all scans; an arithmetic-coded one, slow and without a least size, counts as 20.
+    In a TIFF, where each strip has its own scans, the mean of the strips."""
     cut_short: bool = False
     """There are more scans than were counted."""
     may_turn: bool = False
@@ -107,14 +113,18 @@ PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 ENDS = {SOI, EOI, *FRAMES}
 
 
-def walk_jpeg(file: BinaryIO, name: str, header: Header, limits: DecodeLimits) -> None:
+def walk_jpeg(
+    file: BinaryIO, name: str, header: Header, limits: DecodeLimits, start: int = 0, end: int | None = None
+) -> None:
     """Count scans. What lies inside a segment, like a thumbnail in EXIF, is not looked into."""
-    place, count, size, exif, junk, frame, weight, components = 2, 0, 0, 0, 0, 0, 1, 0
-    while (found := next_marker(file, place)) is not None:
+    place, count, size, exif, junk, frame, weight, components = start + 2, 0, 0, 0, 0, 0, 1, 0
+    while (found := next_marker(file, place, header.bytes if end is None else end)) is not None:
         at, marker = found
         count, junk = count + 1, junk + at - place
-        if count > SEGMENTS or size > METADATA or exif > EXIF or (junk > JUNK and not header.scans):
+        if count > SEGMENTS or size > METADATA or exif > EXIF:
             raise too_much(name, f"{count:,} segments with {size:,} bytes of metadata")
+        if junk > JUNK and not header.scans:
+            raise too_much(name, f"{junk:,} bytes before its first scan that belong to no segment")
         if header.scans and marker in ENDS:  # libjpeg reads no further
             return
         place = at + 2
@@ -140,19 +150,13 @@ def walk_jpeg(file: BinaryIO, name: str, header: Header, limits: DecodeLimits) -
                 return
 
 
-def next_marker(file: BinaryIO, place: int) -> tuple[int, int] | None:
+def next_marker(file: BinaryIO, place: int, end: int) -> tuple[int, int] | None:
     """Where the next marker is, from a place on, and its second byte."""
-    file.seek(place)
-    start = file.read(2)
-    if MARKER.match(start):  # as a rule one segment follows another
-        return place, start[1]
-    while len(start) == 2:
-        file.seek(place)
-        window = file.read(WINDOW)
-        if match := MARKER.search(window):
-            return place + match.start(), window[match.start() + 1]
-        place += max(len(window) - 1, 1)
-        start = window[-2:] if len(window) == WINDOW else b""
+    window = 2  # as a rule one segment follows another
+    while place + 1 < end:
+        if match := MARKER.search(read_at(file, place, min(window, end - place))):
+            return place + match.start(), match[0][1]
+        place, window = place + window - 1, min(window * 64, WINDOW)
     return None
 
 
@@ -253,3 +257,21 @@ def tags_of(
     for tag, kind, number, value in struct.iter_unpack(form, entries[: len(entries) // step * step]):
         size = number * WIDTHS.get(kind, 0)
         yield tag, kind, size if size > (8 if big else 4) else 0, value
+
+
+def walk_strips(file: BinaryIO, name: str, opened: ImageFile, header: Header, limits: DecodeLimits) -> None:
+    """Count the scans of a TIFF whose strips or tiles are JPEGs, each a file by itself."""
+    tags = opened.tag_v2  # type: ignore[attr-defined]
+    starts, sizes = (tags.get(one, tags.get(other, ())) for one, other in ((273, 324), (279, 325)))
+    if len(starts) > STRIPS:
+        raise too_much(name, f"{len(starts):,} strips of JPEG data")
+    if sum(sizes) > header.bytes:  # they overlap, and the same bytes would be decoded many times
+        raise broken(name)
+    scans = weight = 0
+    for start, size in zip(starts, sizes, strict=False):
+        strip = Header(header.bytes)
+        walk_jpeg(file, name, strip, limits, start, min(start + size, header.bytes))
+        scans, weight = max(scans, strip.scans), weight + strip.scan_weight
+        header.cut_short |= strip.cut_short
+    w, h = strip_size(opened)
+    header.scans, header.scan_weight = scans, math.ceil(weight * w * h / math.prod(opened.size))

@@ -67,10 +67,10 @@ def check_work(name: str, opened: ImageFile, header: Header, limits: DecodeLimit
     """Refuse small files that take long to decode: JPEGs of many scans, and large run-length BMPs."""
     pixels = math.prod(opened.size)
     if header.scans > limits.scans or header.scan_weight * pixels > SCAN_PIXELS:
+        count = f"{header.scans} scan{'s' * (header.scans > 1)}{' or more' * header.cut_short}"
         raise ImageTooLarge(
-            f"{name} is a JPEG of {header.scans} {'scans or more' if header.cut_short else 'scans'} and "
-            f"{pixels / 1e6:.1f} megapixels; the limit is {limits.scans} scans, and fewer for a large "
-            "image or arithmetic coding. Save it again as a baseline JPEG."
+            f"{name} is a JPEG of {count} and {pixels / 1e6:.1f} megapixels; the limit is {limits.scans} "
+            "scans, and fewer for a large image or arithmetic coding. Save it again as a baseline JPEG."
         )
     runs = bool(opened.tile) and opened.tile[0][0] == "bmp_rle"
     if runs and (pixels > RLE_PIXELS or header.bytes > RLE_BYTES):
@@ -141,13 +141,20 @@ def coefficient_bytes(opened: ImageFile, header: Header) -> int:
     return math.ceil(2 * math.prod(opened.size) * sum(v * h for v, h in layers) / max(most, 1))
 
 
+def strip_size(opened: ImageFile) -> tuple[int, int]:
+    """Width and height of a TIFF's tiles, or of its strips."""
+    tags = opened.tag_v2  # type: ignore[attr-defined]
+    wide, high = opened._tile_size  # type: ignore[attr-defined]
+    w, h = tags.get(322), tags.get(323)
+    return (w, h) if isinstance(w, int) and isinstance(h, int) else (wide, min(tags.get(278, high), high))
+
+
 def strip_bytes(opened: ImageFile) -> int:
     """libtiff decodes a strip or a tile at a time, as large as it says it is; TIFFs turn while they load."""
     tags = opened.tag_v2  # type: ignore[attr-defined]
-    wide, high = opened._tile_size  # type: ignore[attr-defined]
-    tile = (tags.get(322), tags.get(323))
-    w, h = tile if all(isinstance(side, int) for side in tile) else (wide, min(tags.get(278, high), high))
+    wide, high = opened.size
+    w, h = strip_size(opened)
     depths = tags.get(258, (1,))
     per_pixel = max(4, math.ceil(max(depths) * max(len(depths), tags.get(277, 1)) / 8))
     turned = STORED.get(opened.mode, 4) * wide * high if tags.get(ORIENTATION, 1) != 1 else 0
-    return int(w) * int(h) * per_pixel + turned
+    return w * h * per_pixel + turned

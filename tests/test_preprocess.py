@@ -576,6 +576,29 @@ def test_pictures_that_do_not_fit(make, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L", "I;16", "I", "F", "CMYK"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, dict(backend="torch"), dict(mean=(0,), std=(1,)), dict(mean=(0,) * 4, std=(1,) * 4)],
+    ids=str,
+)
+def test_strips_give_the_same_pixels(mode, fields, monkeypatch):
+    """Large images are changed a few rows at a time, to save memory."""
+    random = np.random.default_rng(0)
+    if mode in ("I;16", "I", "F"):
+        kind, most = {"I;16": (np.uint16, 65535), "I": (np.int32, 65535), "F": (np.float32, 1)}[mode]
+        image = Image.fromarray((random.random((50, 37)) * most).astype(kind))
+    else:
+        image = Image.frombytes("RGBA", (37, 50), random.bytes(37 * 50 * 4)).convert(mode)
+    if mode in ("P", "L"):
+        image.info["transparency"] = 7
+    assert image.mode == mode
+    settings = Preprocess(size=16, **fields)
+    at_once = settings.pixels(image)
+    monkeypatch.setattr("vitrail.preprocess.STRIP", 100)
+    assert (settings.pixels(image) == at_once).all()
+
+
 def test_pictures_that_do_not_fit_other_settings(china):
     with pytest.raises(InputError) as caught:
         Preprocess(size=(8, 9), resize="none").pixels(china)

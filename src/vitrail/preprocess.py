@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MEMORY = 512 * 2**20  # bytes that an image may take until it is the model's input
+STRIP = 2**20  # pixels of an image that are changed at once
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
 WORDS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers for them
 HALF = (0.5, 0.5, 0.5)
@@ -237,7 +238,8 @@ def resized(
     if backend == "torch":
         import torch
 
-        x = torch.from_numpy(picture.copy()).movedim(-1, 0)[None]  # (1, C, h, w)
+        ours = picture if picture.flags.writeable and picture.flags.c_contiguous else picture.copy()
+        x = torch.from_numpy(ours).movedim(-1, 0)[None]  # (1, C, h, w)
         x = torch.nn.functional.interpolate(x, (h, w), mode=interpolation, antialias=True)
         return cast("NDArray[np.uint8]", x[0].movedim(0, -1).numpy())
     # Other than RGB band by band: in RGBA, Pillow would weigh the colours by the fourth.
@@ -250,7 +252,13 @@ def levels(image: Image.Image, channels: int) -> NDArray[np.uint8]:
     """A PIL image upright, as 8-bit levels (h, w, C)."""
     import numpy as np
 
-    return np.asarray(upright(image, channels))
+    found = upright(image, channels)
+    if found.width * found.height <= STRIP:
+        return np.asarray(found)
+    array = np.empty((found.height, found.width, channels)[: 2 if channels == 1 else 3], np.uint8)
+    for box in strips(found):  # np.asarray would take the memory for all of it twice
+        array[box[1] : box[3]] = np.asarray(found.crop(box))
+    return array
 
 
 def upright(image: Image.Image, channels: int) -> Image.Image:
@@ -303,7 +311,7 @@ def turned(image: Image.Image, orientation: Any) -> Image.Image:
 
 def strips(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
     """Boxes of some whole rows: what is done to them one after the other takes little memory."""
-    rows = max(1, 2**20 // max(image.width, 1))
+    rows = max(1, STRIP // max(image.width, 1))
     for top in range(0, image.height if image.width else 0, rows):
         yield 0, top, image.width, min(top + rows, image.height)
 

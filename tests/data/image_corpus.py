@@ -221,7 +221,7 @@ def animated_webp(frames, side=8):
 
 WEBP = {
     "webp": Case(lambda: saved("WEBP", plain("RGBA", (4500, 4500)), lossless=True), OK),
-    "webp of 49 megapixels": Case(lambda: saved("WEBP", plain(size=(7000, 7000)), lossless=True), LARGE),
+    "webp canvas of 49 megapixels": Case(lambda: animated_webp(2, 7000), LARGE),
     "webp canvas": Case(lambda: animated_webp(1, 16_384), LARGE),
     "webp canvas of 2**48 pixels": Case(lambda: animated_webp(1, 2**24), LARGE),
     "webp animated": Case(lambda: animated_webp(20_000), OK),
@@ -276,7 +276,7 @@ TIFF = {
     ),
     "tiff lzw": Case(lambda: saved("TIFF", plain(size=(6900, 6900)), compression="tiff_lzw"), OK),
     "tiff jpeg": Case(lambda: saved("TIFF", plain(size=(6900, 6900)), compression="jpeg"), OK),
-    "tiff lzma": Case(lambda: saved("TIFF", plain(size=(4000, 4000)), compression="lzma"), OK),
+    "tiff lzma": Case(lambda: saved("TIFF", plain(size=(1000, 1000)), compression="lzma"), OK),
     "tiff jpeg of many scans": Case(lambda: jpeg_in_tiff(6900, 3000), LARGE),
     "tiff one strip of zeros": Case(
         lambda: tiff(7000, 7000, (278, 4, 1, 7000), data=zeros(49), compression=8), OK

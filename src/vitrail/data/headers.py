@@ -13,7 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from vitrail.data.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, check_size, strip_size
+from vitrail.data.limits import (
+    WEBP_BYTES,
+    BrokenImage,
+    DecodeLimits,
+    ImageTooLarge,
+    NotAnImage,
+    check_memory,
+    check_size,
+    strip_size,
+)
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
@@ -207,6 +216,7 @@ def check_canvas(start: bytes, name: str, limits: DecodeLimits) -> None:
         case _:
             raise broken(name)
     check_size(name, wide, high, limits)
+    check_memory(name, WEBP_BYTES * wide * high, limits)
 
 
 def read_at(file: BinaryIO, place: int, count: int) -> bytes:

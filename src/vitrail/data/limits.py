@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SCAN_PIXELS = 1_500_000_000  # scans times pixels of a JPEG: at most one second, by 0.6 ns for each
 ORIENTATION = 0x0112  # the EXIF tag that says how an image is to be turned
 RLE_PIXELS, RLE_BYTES = 8_000_000, 4_000_000  # Pillow decodes run-length BMPs in Python
+WEBP_BYTES = 16  # per pixel: two canvases, the frame as bytes, and the image
 STORED = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # bytes per pixel; others 4
 
 
@@ -101,15 +102,16 @@ def bytes_needed(opened: ImageFile, header: Header, preprocess: Preprocess | Non
     turned = header.may_turn or (opened.format not in ("PNG", "TIFF") and is_turned(opened))
     channels = preprocess.channels if preprocess is not None else 3
     # The decoded image is kept; turned, of 8 bits and of the model's channels are copies of it.
-    converted = 0 if opened.mode == "RGB" and channels == 3 else 1 + (1 if channels == 1 else 4)
+    converted = 0 if opened.mode == "RGB" and channels == 3 else 1 if channels == 1 else 4
+    converted += 1 if opened.mode.startswith(("I", "F")) else 0
     upright = (stored * (2 if turned else 1) + converted) * pixels
     if preprocess is None:
         return max(decoding, upright)
     wide, high = opened.size
     sides = [(high, wide), (wide, high)] if turned else [(high, wide)]
     resizing = max(preprocess.resize_bytes(*both) for both in sides)
-    if channels != 3 or preprocess.backend == "torch":  # through NumPy: copied twice, and torch's copies
-        resizing += (4 if preprocess.backend == "torch" else 2) * channels * pixels
+    if channels != 3 or preprocess.backend == "torch":  # as an array; torch makes floats of a single channel
+        resizing += (channels + (8 if preprocess.backend == "torch" and channels == 1 else 0)) * pixels
     return max(decoding, upright + resizing)
 
 
@@ -123,8 +125,8 @@ def codec_bytes(opened: ImageFile, header: Header) -> int:
     match opened.format:
         case "JPEG" | "MPO":
             return coefficient_bytes(opened, header)
-        case "WEBP":  # two canvases and the frame as bytes; the file twice
-            return 12 * pixels + 2 * header.bytes
+        case "WEBP":  # which is held twice besides
+            return (WEBP_BYTES - 4) * pixels + 2 * header.bytes
         case "TIFF":
             return header.tag_bytes + strip_bytes(opened)
         case "BMP" if opened.tile and opened.tile[0][0] == "bmp_rle":

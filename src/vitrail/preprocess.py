@@ -7,7 +7,7 @@ torchvision and transformers get the same, bit by bit where Pillow resizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-MOST_PIXELS = 2**27  # after resizing; a strip one pixel high would otherwise become gigabytes
+MEMORY = 512 * 2**20  # bytes that an image may take until it is the model's input
+STRIP = 2**20  # pixels of an image that are changed at once
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # Pillow's, by the number of channels
 WORDS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's numbers for them
 HALF = (0.5, 0.5, 0.5)
@@ -189,18 +190,36 @@ class Preprocess(Config):
             raise InputError(must, f"the shape {array.shape}", f"Give the shape (h, w, {self.channels}).")
         return deep
 
-    def _resized(self, high: int, wide: int) -> tuple[int, int]:
-        """Height and width after resizing. The long side is cut to whole pixels, as everybody does."""
-        if self.resize == "none" and (high, wide) != self.target:
-            must = f"With resize='none' the picture must be {self.target}, high and wide."
-            raise InputError(must, f"{(high, wide)}", "Resize it first, or set resize to another word.")
+    def resize_bytes(self, high: int, wide: int) -> int:
+        """Memory that resizing an image takes, beside the image itself; at least what Pillow and torch take.
+
+        Rows come first: w x high pixels are kept for the columns. Then w x h pixels, and their copies in
+        NumPy; and for each row and column that comes out the weights of those that go in.
+        """
+        h, w = self._after_resize(high, wide)
+        bands = 4 if self.channels > 1 else 1
+        weights = sum(8 * (7 * max(new, old) + new) for new, old in ((h, high), (w, wide)))
+        return bands * w * high + (bands + 2 * self.channels) * h * w + weights
+
+    def _after_resize(self, high: int, wide: int) -> tuple[int, int]:
+        """The long side is cut to whole pixels, as everybody does."""
         (h, w), short = self.before_crop, min(high, wide)
         if self.resize == "shortest":
             h, w = (h if side == short else int(h * side / short) for side in (high, wide))
-        if h * w > MOST_PIXELS:
-            must = f"A picture must have at most {MOST_PIXELS:,} pixels when resized."
-            got = f"{(high, wide)}, which would become {(h, w)}"
-            raise InputError(must, got, "Cut it to a shape nearer to square, or make size smaller.")
+        return h, w
+
+    def _resized(self, high: int, wide: int) -> tuple[int, int]:
+        """Height and width after resizing."""
+        if self.resize == "none" and (high, wide) != self.target:
+            must = f"With resize='none' the picture must be {self.target}, high and wide."
+            raise InputError(must, f"{(high, wide)}", "Resize it first, or set resize to another word.")
+        h, w = self._after_resize(high, wide)
+        if (needed := self.resize_bytes(high, wide)) > MEMORY:
+            raise InputError(
+                f"an image of {high} x {wide} (height x width) would become {h} x {w} and take "
+                f"{needed / 2**20:,.0f} MiB; the limit is {MEMORY / 2**20:,.0f} MiB. "
+                "Cut it to a shape nearer to square, or make size smaller."
+            )
         return h, w
 
 
@@ -219,7 +238,8 @@ def resized(
     if backend == "torch":
         import torch
 
-        x = torch.from_numpy(picture.copy()).movedim(-1, 0)[None]  # (1, C, h, w)
+        ours = picture if picture.flags.writeable and picture.flags.c_contiguous else picture.copy()
+        x = torch.from_numpy(ours).movedim(-1, 0)[None]  # (1, C, h, w)
         x = torch.nn.functional.interpolate(x, (h, w), mode=interpolation, antialias=True)
         return cast("NDArray[np.uint8]", x[0].movedim(0, -1).numpy())
     # Other than RGB band by band: in RGBA, Pillow would weigh the colours by the fourth.
@@ -232,7 +252,13 @@ def levels(image: Image.Image, channels: int) -> NDArray[np.uint8]:
     """A PIL image upright, as 8-bit levels (h, w, C)."""
     import numpy as np
 
-    return np.asarray(upright(image, channels))
+    found = upright(image, channels)
+    if found.width * found.height <= STRIP:
+        return np.asarray(found)
+    array = np.empty((found.height, found.width, channels)[: 2 if channels == 1 else 3], np.uint8)
+    for box in strips(found):  # np.asarray would take the memory for all of it twice
+        array[box[1] : box[3]] = np.asarray(found.crop(box))
+    return array
 
 
 def upright(image: Image.Image, channels: int) -> Image.Image:
@@ -242,27 +268,64 @@ def upright(image: Image.Image, channels: int) -> Image.Image:
     changed by Pillow's `convert`, but those of more than 8 bits by `eight_bit`. What is upright
     and in its mode already is not copied.
     """
-    from PIL import ExifTags, Image, ImageOps
+    from PIL import ExifTags
 
     if channels not in MODES:
         must = f"A picture of {channels} channels must be an array: PIL images have 1, 3 or 4."
         raise InputError(must, f"a PIL image of mode {image.mode}", f"Give an array (h, w, {channels}).")
     try:
         image.load()
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-        found = ImageOps.exif_transpose(image) if turned else image
+        found = turned(image, image.getexif().get(ExifTags.Base.Orientation, 1))
     except (OSError, SyntaxError, ValueError) as error:
         must, do = "The picture must be whole.", "Save or download it again."
         raise InputError(must, f"one that Pillow cannot read ({error})", do) from error
     found = eight_bit(found)
     try:
         if found.has_transparency_data and channels != 4:
-            found = found.convert("RGBA")
-            found = Image.alpha_composite(Image.new("RGBA", found.size, "white"), found)
+            return over_white(found, MODES[channels])
         return found if found.mode == MODES[channels] else found.convert(MODES[channels])
     except ValueError as error:
         must = f"Pillow must be able to change the picture to {MODES[channels]}."
         raise InputError(must, f"a PIL image of mode {image.mode}", "Make it RGB first.") from error
+
+
+def turned(image: Image.Image, orientation: Any) -> Image.Image:
+    """As EXIF's orientation says, and without that EXIF, which ImageOps.exif_transpose would write anew."""
+    from PIL.Image import Transpose as T
+
+    ways = {
+        2: T.FLIP_LEFT_RIGHT,
+        3: T.ROTATE_180,
+        4: T.FLIP_TOP_BOTTOM,
+        5: T.TRANSPOSE,
+        6: T.ROTATE_270,
+        7: T.TRANSVERSE,
+        8: T.ROTATE_90,
+    }
+    if orientation not in ways:
+        return image
+    found = image.transpose(ways[orientation])
+    found.info = {key: value for key, value in image.info.items() if key == "transparency"}
+    return found
+
+
+def strips(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
+    """Boxes of some whole rows: what is done to them one after the other takes little memory."""
+    rows = max(1, STRIP // max(image.width, 1))
+    for top in range(0, image.height if image.width else 0, rows):
+        yield 0, top, image.width, min(top + rows, image.height)
+
+
+def over_white(image: Image.Image, mode: str) -> Image.Image:
+    """A transparent image on white."""
+    from PIL import Image
+
+    found = Image.new(mode, image.size)
+    for box in strips(image):
+        part = image.crop(box).convert("RGBA")
+        part = Image.alpha_composite(Image.new("RGBA", part.size, "white"), part)
+        found.paste(part.convert(mode), box)
+    return found
 
 
 def eight_bit(image: Image.Image) -> Image.Image:
@@ -276,8 +339,15 @@ def eight_bit(image: Image.Image) -> Image.Image:
 
     if not image.mode.startswith(("I", "F")):
         return image
-    array, most = np.asarray(image), 1 if image.mode == "F" else 65535
-    if array.size and not (array.min() >= 0 and array.max() <= most):  # not so for NaN either
+    most = 1 if image.mode == "F" else 65535
+    found = Image.new("L", image.size)
+    least, largest = np.inf, -np.inf
+    for box in strips(image):
+        array = np.asarray(image.crop(box))
+        least, largest = np.minimum(least, array.min()), np.maximum(largest, array.max())
+        with np.errstate(invalid="ignore"):  # of NaN; refused below
+            found.paste(Image.fromarray(np.rint(array * (255 / most)).astype(np.uint8)), box)
+    if all(image.size) and not (least >= 0 and largest <= most):  # not so for NaN either
         must = f"A picture of mode {image.mode} must have levels from 0 to {most}."
-        raise InputError(must, f"levels from {array.min():g} to {array.max():g}", "Bring it to 8 bits first.")
-    return Image.fromarray(np.rint(array * (255 / most)).astype(np.uint8))
+        raise InputError(must, f"levels from {least:g} to {largest:g}", "Bring it to 8 bits first.")
+    return found

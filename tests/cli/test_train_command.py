@@ -79,7 +79,7 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
     how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
     said = vitrail(*how, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
     assert "are held out for validation (seed 3)." in said
-    assert said.count("bee/3.png could not be read: A picture must be one of JPEG") == 1
+    assert said.count("bee/3.png could not be read:") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
     monkeypatch.chdir(tmp_path)
     more = [

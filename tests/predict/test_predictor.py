@@ -197,7 +197,7 @@ def test_a_folder_with_everything_in_it(bundle, strange, photos):
     assert all(np.allclose(found[name].logits, good.logits, atol=1e-5) for name in right)
     reasons = {name: one.error for name, one in found.items() if one.error is not None}
     assert sorted(reasons) == ["broken.jpg", "gone.png", "pipe.png", "self.png"]
-    assert "which is none of these" in reasons["broken.jpg"]
+    assert "not an image" in reasons["broken.jpg"]
     assert reasons["gone.png"] == "No such file or directory"
     assert "a pipe or a device" in reasons["pipe.png"]
     assert found["pipe.png"].top(3) == []

@@ -96,8 +96,9 @@ def inside(place: str) -> tuple[list[str], list[str]]:
 def levels(picture: Any, preprocess: Preprocess) -> NDArray[np.uint8]:
     """The levels that the model sees: to the bit those of training and evaluation."""
     with quiet():
-        opened = open_picture(os.fsdecode(picture)) if isinstance(picture, (str, os.PathLike)) else picture
-        return preprocess.pixels(opened)
+        if isinstance(picture, (str, os.PathLike)):
+            picture = open_picture(os.fsdecode(picture), preprocess=preprocess)
+        return preprocess.pixels(picture)
 
 
 def reason_of(error: Exception) -> str:

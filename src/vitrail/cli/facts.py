@@ -9,19 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.errors import InputError, suggest
+from vitrail.errors import InputError, printable, suggest
 
 Family = Annotated[str | None, typer.Option(help="Read the file as one of this family.")]
 Keys = Annotated[
     Path | None,
-    typer.Option(help='A JSON file with a table of your own: [["their.{i}.name", "our.{i}.name"], ...].'),
+    typer.Option(
+        help='A JSON file with a table of your own: [["their.{i}.name", "our.{i}.name"], ...]; '
+        '["decoder.*", null] ignores tensors.'
+    ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="A fact that shapes cannot tell, such as heads=6, activation=relu, eps=1e-5, block=post-norm.",
+        help="What the file does not say: heads=6, activation=relu, eps=1e-5, block=post-norm; "
+        "preprocess.mean=0.485,0.456,0.406 and other fields of the preprocessing; checkpoint_key=model_ema.",
     ),
 ]
 Size = Annotated[str | None, typer.Option(help="The picture's side, or HxW.")]
@@ -42,19 +46,35 @@ def facts(
 
 
 def settings(given: Iterable[str]) -> dict[str, Any]:
-    """FIELD=VALUE, again and again, as fields of a ViTConfig."""
-    from vitrail.config import ViTConfig
+    """FIELD=VALUE, again and again, as `vitrail.load` takes them.
 
-    known = [field.name for field in dataclasses.fields(ViTConfig)]
+    A field is one of ViTConfig, "preprocess." and one of Preprocess, or checkpoint_key.
+    """
+    from vitrail.config import ViTConfig
+    from vitrail.preprocess import Preprocess
+
+    fields = [f"preprocess.{field.name}" for field in dataclasses.fields(Preprocess)]
+    known = [field.name for field in dataclasses.fields(ViTConfig)] + fields + ["checkpoint_key"]
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or name not in known:
             raise InputError(
-                "--set takes FIELD=VALUE, with a field of the model.", repr(text), suggest(name, known)
+                "--set takes FIELD=VALUE, with a field of the model or of its preprocessing, and not "
+                f"{printable(text)!r}. {suggest(name, known)}"
             )
-        found[name] = parsed(value)
+        if name in fields:
+            found.setdefault("preprocess", {})[name.removeprefix("preprocess.")] = numbers(value)
+        else:
+            found[name] = value if name == "checkpoint_key" else parsed(value)
     return found
+
+
+def numbers(text: str) -> Any:
+    """Numbers with commas between, one for each channel; or what `parsed` makes of it."""
+    found = tuple(parsed(part.strip()) for part in text.split(","))
+    plain = len(found) > 1 and all(isinstance(part, (int, float)) for part in found)
+    return found if plain else parsed(text)
 
 
 def parsed(text: str) -> Any:

@@ -41,8 +41,9 @@ def info(
     from vitrail.weights.hub import fetch_model
 
     path, origin = fetch_model(file, offline=offline)
-    with open_model(path) as stored:
-        what = describe(stored, **options.facts(family, keys, given, size))
+    how = options.facts(family, keys, given, size)
+    with open_model(path, how.pop("checkpoint_key", None)) as stored:
+        what = describe(stored, **how)
         what = replace(what, card=replace(what.card, **origin))
         found = facts_of(stored, what)
         bad = scan(stored) if check else None

@@ -36,7 +36,7 @@ from vitrail.evaluation.probes import (
 )
 from vitrail.evaluation.probes import probe as run_probes
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import listed
+from vitrail.weights.table import listed
 from vitrail.weights.load import load
 
 if TYPE_CHECKING:

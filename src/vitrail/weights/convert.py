@@ -26,13 +26,12 @@ from vitrail.weights.bundle import (
     golden_inputs,
     not_finite,
 )
-from vitrail.weights.describe import listed
 from vitrail.weights.families import FAMILIES
 from vitrail.weights.files import Entry, write_npz, write_safetensors
 from vitrail.weights.keys import KEYS, read_table, with_rows
 from vitrail.weights.layout import Sizes
 from vitrail.weights.load import load
-from vitrail.weights.table import Family, Found, Use, look, plan, write
+from vitrail.weights.table import Family, Found, Use, listed, look, plan, write
 
 if TYPE_CHECKING:
     from torch import Tensor

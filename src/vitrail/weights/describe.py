@@ -18,7 +18,7 @@ from vitrail.weights.keys import KEYS, Keys, KeyTable, incomplete, read_table, w
 from vitrail.weights.layout import Sizes
 from vitrail.weights.preprocessing import overridden, preprocess_of
 from vitrail.weights.settings import check_sizes, labels_of
-from vitrail.weights.table import Family, Found, look
+from vitrail.weights.table import Family, Found, listed, look
 
 DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
 STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
@@ -184,11 +184,6 @@ def no_place(stored: Stored, found: Found) -> FileError:
 def stem_of(found: Found) -> list[str]:
     """The tensors of a convolutional stem that has no place here."""
     return [name for name in found.unknown if any(mark in name for mark in STEMS)]
-
-
-def listed(names: list[str]) -> str:
-    shown = ", ".join(printable(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def resize_of(source: Source | None) -> Mapping[str, Any]:

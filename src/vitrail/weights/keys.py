@@ -19,7 +19,7 @@ from typing import Any
 from vitrail.errors import ConfigError, FileError, printable, suggest
 from vitrail.fields import show
 from vitrail.weights.layout import WORDS
-from vitrail.weights.table import Family, Found, Row
+from vitrail.weights.table import Family, Found, Row, listed
 
 Keys = Iterable[Sequence[Any]]
 
@@ -70,16 +70,16 @@ class KeyTable:
         ignored = self.ignored(names)
         said = []
         if ignored:
-            shown = ", ".join(printable(name) for name in ignored[:5]) + (" ..." if ignored[5:] else "")
-            said.append(f"Ignored, as the table of keys says, {len(ignored)} tensors: {shown}.")
+            said.append(f"{len(ignored)} tensors were ignored, as the table of keys says: {listed(ignored)}.")
         for pattern in self.ignore:
             if not any(fnmatchcase(name, as_pattern(pattern)) for name in names):
-                said.append(f"The table of keys ignores {pattern}, which matches no tensor.")
+                said.append(f"The table of keys ignores {printable(pattern)}, which matches no tensor.")
         made = {use.row.ours for use in found.uses if use.row.own}
         for row in self.rows:
             if row.ours not in made:
-                said.append(f"The table of keys has {', '.join(row.theirs)} for {row.ours}: no such tensor.")
-        return [printable(note, 400) for note in said]
+                theirs = listed(list(row.theirs))
+                said.append(f"The table of keys has {theirs} for {printable(row.ours)}: no such tensor.")
+        return said
 
 
 def as_pattern(name: str) -> str:
@@ -158,17 +158,16 @@ def choose(found: Found) -> dict[str, Any]:
     for name in NEEDED:
         if name.format(i=0) not in found.shapes:
             names = theirs.get(name) or theirs[name.format(i=0)]
-            some = ", ".join(printable(one) for one in list(found.entries)[:4])
             raise FileError(
-                f"The table of keys has {printable(', '.join(names))} for {name}, which is not in the file "
-                f"({some} ... are, {len(found.entries)} in all); correct that row."
+                f"The table of keys has {listed(list(names))} for {name}, which is not in the file; "
+                f"correct that row. The file has {listed(list(found.entries))}."
             )
     axes = {"tokens.proj.weight": (4, "patch_planes or patch_rows"), "prefix": (2, "tokens")}
     axes["position.table"] = (2, "lead")
     for name, (count, words) in axes.items():
         if len(found.shapes.get(name, (0,) * count)) != count:
             raise ConfigError(
-                f"{name} must have {count} axes, and {printable(', '.join(theirs[name]))} is read as "
+                f"{name} must have {count} axes, and {listed(list(theirs[name]))} is read as "
                 f"{found.shapes[name]}; give its row the layout {words}."
             )
     return {} if "norm.weight" in found.shapes else {"pool_norm": "none"}

@@ -11,13 +11,13 @@ from vitrail.config import by
 from vitrail.errors import ConfigError, FileError, printable
 from vitrail.fields import per_axis, show
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import Description, describe, listed
+from vitrail.weights.describe import Description, describe
 from vitrail.weights.folder import Stored, open_model
 from vitrail.weights.hub import fetch_model
 from vitrail.weights.keys import Keys
 from vitrail.weights.layout import Sizes
 from vitrail.weights.preprocessing import check_fields, fitted, overridden
-from vitrail.weights.table import read
+from vitrail.weights.table import listed, read
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import FileError, printable
+from vitrail.errors import FileError
 from vitrail.fields import show
+from vitrail.weights.table import listed
 
 # By transformers' name or timm's: our field. The tensors show all of these.
 SIZES = {
@@ -84,15 +85,10 @@ def labels_of(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]) 
     missing = [number for number in wanted if not isinstance(names.get(number), str)]
     spare = [number for number in names if number not in wanted]
     if missing or spare:
-        what = f"has no name for class {some(missing)}" if missing else f"names class {some(spare)}"
+        what = f"has no name for class {listed(missing)}" if missing else f"names class {listed(spare)}"
         notes.append(
             f"The labels in config.json were not used: id2label {what}, and the model has {config.classes} "
             f"classes, 0 to {config.classes - 1}."
         )
         return None
     return [names[number] for number in wanted]
-
-
-def some(numbers: list[str]) -> str:
-    shown = ", ".join(printable(number, 40) for number in numbers[:5])
-    return shown + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

@@ -20,6 +20,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.config import ViTConfig
+from vitrail.errors import printable
 from vitrail.weights.files import Entry
 from vitrail.weights.layout import Layout, Shape, Sizes, same
 
@@ -218,6 +219,12 @@ class Found:
     def depth(self) -> int:
         blocks = [int(name.split(".")[1]) for name in self.shapes if name.startswith("blocks.")]
         return max(blocks, default=-1) + 1
+
+
+def listed(names: list[str]) -> str:
+    """The first of some names from a file, and how many more there are."""
+    shown = ", ".join(printable(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def look(family: Family, entries: Mapping[str, Entry], sizes: Sizes, wrapper: str = "") -> Found | None:

@@ -136,6 +136,11 @@ def test_a_table_is_not_for_a_vitrail_file(path, tmp_path):
         vt.load(tmp_path / "ours.safetensors", keys=TABLE)
 
 
+def test_a_table_with_a_family_whose_shapes_are_others(path):
+    with pytest.raises(ConfigError, match=r"layer\.0\.mix\.weight must have three axes"):
+        vt.load(path, keys=TABLE, family="google")
+
+
 # ---- in the file's own names --------------------------------------------------------------------
 
 

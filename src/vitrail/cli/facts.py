@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,10 +50,11 @@ def settings(given: Iterable[str]) -> dict[str, Any]:
     A field is one of ViTConfig, "preprocess." and one of Preprocess, or checkpoint_key.
     """
     from vitrail.config import ViTConfig
+    from vitrail.fields import type_hints
     from vitrail.preprocess import Preprocess
 
-    fields = [f"preprocess.{field.name}" for field in dataclasses.fields(Preprocess)]
-    known = [field.name for field in dataclasses.fields(ViTConfig)] + fields + ["checkpoint_key"]
+    model, images = type_hints(ViTConfig), type_hints(Preprocess)
+    known = [*model, *(f"preprocess.{name}" for name in images), "checkpoint_key"]
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -63,18 +63,23 @@ def settings(given: Iterable[str]) -> dict[str, Any]:
                 "--set takes FIELD=VALUE, with a field of the model or of its preprocessing, and not "
                 f"{printable(text)!r}. {suggest(name, known)}"
             )
-        if name in fields:
-            found.setdefault("preprocess", {})[name.removeprefix("preprocess.")] = numbers(value)
+        field = name.removeprefix("preprocess.")
+        if name == "checkpoint_key":
+            found[name] = value
+        elif field != name:
+            found.setdefault("preprocess", {})[field] = as_value(value, images[field])
         else:
-            found[name] = value if name == "checkpoint_key" else parsed(value)
+            found[name] = as_value(value, model[name])
     return found
 
 
-def numbers(text: str) -> Any:
-    """Numbers with commas between, one for each channel; or what `parsed` makes of it."""
+def as_value(text: str, hint: Any) -> Any:
+    """One of the field's words, even "none"; numbers with commas between; or what `parsed` makes of it."""
+    from vitrail.fields import literal_words
+
     found = tuple(parsed(part.strip()) for part in text.split(","))
     plain = len(found) > 1 and all(isinstance(part, (int, float)) for part in found)
-    return found if plain else parsed(text)
+    return text if text in literal_words(hint) else found if plain else parsed(text)
 
 
 def parsed(text: str) -> Any:

@@ -81,6 +81,7 @@ def load_model(name: str, seed: int, facts: dict[str, Any]) -> tuple[ViT, Prepro
     from vitrail.model import ViT
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
+    from vitrail.weights.preprocessing import overridden
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in WEIGHTS:
         from vitrail.weights.load import load
@@ -88,13 +89,16 @@ def load_model(name: str, seed: int, facts: dict[str, Any]) -> tuple[ViT, Prepro
         bundle = load(name, **facts)
         check_tokens(name, bundle.model.config)
         return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
+    given = facts.pop("preprocess", None)
+    if "checkpoint_key" in facts:
+        raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a size; leave it out.")
     config = preset(name, **facts)
     check_tokens(name, config)
     torch.manual_seed(seed)
     half = (0.5,) * config.channels
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
     words = "nothing learned: shapes and equations are real, the answer is not."
-    return ViT(config), squash, f"Random weights (seed {seed}), {words}"
+    return ViT(config), overridden(squash, given, config, []), f"Random weights (seed {seed}), {words}"
 
 
 def check_tokens(name: str, config: ViTConfig) -> None:

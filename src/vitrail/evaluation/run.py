@@ -36,8 +36,8 @@ from vitrail.evaluation.probes import (
 )
 from vitrail.evaluation.probes import probe as run_probes
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.table import listed
 from vitrail.weights.load import load
+from vitrail.weights.table import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

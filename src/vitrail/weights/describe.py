@@ -77,7 +77,7 @@ def describe(
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise FileError(
             f"A file of the family {found.family.name} must hold a whole model.",
-            f"{printable(str(stored.path))}, where {printable(str(error))} is missing or odd"
+            f"{printable(str(stored.path))}, where {odd(error)}"
             + (f", and {listed(found.unknown)} has no place" if found.unknown else ""),
             "Give the family or a table of keys, if these belong to another model.",
         ) from error
@@ -99,6 +99,13 @@ def describe(
         Source(family=found.family.name, spelled=found.spelled, tensors=known, keys=keys),
         found.family.resize,
     )
+
+
+def odd(error: Exception) -> str:
+    """What a model lacks, or what Python says of shapes that do not fit together."""
+    if isinstance(error, KeyError):
+        return f"{printable(str(error))} is missing or odd"
+    return f"the shapes of tensors do not fit together ({printable(str(error))})"
 
 
 def recognise(stored: Stored, family: str | None, table: KeyTable, given: Mapping[str, Any]) -> Found:

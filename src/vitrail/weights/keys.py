@@ -70,7 +70,8 @@ class KeyTable:
         ignored = self.ignored(names)
         said = []
         if ignored:
-            said.append(f"{len(ignored)} tensors were ignored, as the table of keys says: {listed(ignored)}.")
+            what = f"{len(ignored)} tensors were" if ignored[1:] else "1 tensor was"
+            said.append(f"{what} ignored, as the table of keys says: {listed(ignored)}.")
         for pattern in self.ignore:
             if not any(fnmatchcase(name, as_pattern(pattern)) for name in names):
                 said.append(f"The table of keys ignores {printable(pattern)}, which matches no tensor.")

@@ -86,19 +86,21 @@ def overridden(
     if preprocess is None:
         raise ConfigError(f"preprocess is for images, and this model takes {config.input}; leave it out.")
     fields = dict(given)
+    if "size" in fields and (size := Preprocess(size=fields["size"]).target) != config.pixels:
+        raise ConfigError(
+            f"preprocess.size={by(size)} is not the {by(config.pixels)} that the model takes; leave it out, "
+            "or give the model that size."
+        )
     for name in ("mean", "std"):
         if isinstance(fields.get(name), (int, float)):
             fields[name] = (fields[name],) * config.channels
+    if fields.get("resize", preprocess.resize) != preprocess.resize:
+        fields.setdefault("resize_to", None)  # it belongs to the other way of resizing
     found = replace(preprocess, **fields)
     if found.channels != config.channels:
         raise ConfigError(
             f"preprocess.mean and preprocess.std need {config.channels} numbers each, one for every channel "
             f"of the model, and have {found.channels}."
-        )
-    if found.target != config.pixels:
-        raise ConfigError(
-            f"preprocess.size={by(found.target)} is not the {by(config.pixels)} that the model takes; leave "
-            "it out, or give the model that size."
         )
     for name in FIELDS:
         if (now := getattr(found, name)) != (before := getattr(preprocess, name)):

@@ -76,6 +76,24 @@ def from_hf(settings: Mapping[str, Any]) -> Preprocess:
     return Preprocess(backend=backend, scale=scale, mean=mean, std=std, **fields)  # type: ignore[arg-type]
 
 
+def completed(settings: Mapping[str, Any], usual: Preprocess) -> tuple[dict[str, Any], list[str]]:
+    """A preprocessor_config.json with what it needs and does not say taken from `usual`; and those keys."""
+    given = {key: value for key, value in settings.items() if value is not None}
+    (h, w), fill = usual.target, dict[str, Any]()
+    if given.get("do_center_crop", False):
+        crop = given.get("crop_size", max(h, w))
+        sides = crop.values() if isinstance(crop, dict) else [crop]
+        whole = [side for side in sides if isinstance(side, int)] or [max(h, w)]
+        fill = {"size": {"shortest_edge": max(whole)}, "crop_size": {"height": h, "width": w}}
+    else:
+        fill = {"size": {"height": h, "width": w}}
+    if given.get("do_resize", True):
+        fill["resample"] = WORDS.index(usual.interpolation)
+    if given.get("do_normalize", True):
+        fill |= {"image_mean": list(usual.mean), "image_std": list(usual.std)}
+    return {**fill, **given}, [key for key in fill if key not in given]
+
+
 def hf_size(given: Mapping[str, Any], key: str, kind: str) -> tuple[Any, bool]:
     """A size as transformers writes it, and whether it is the short side alone."""
     value = given.get(key)

@@ -418,7 +418,7 @@ def test_wrapped_state_dicts(tmp_path, held, wrapper):
 @pytest.mark.parametrize(
     ("held", "says"),
     [
-        ({"net": {"w": torch.ones(1)}, "epoch": 3}, "its keys are: net, epoch"),
+        ({"tower": {"w": torch.ones(1)}, "epoch": 3}, "its keys are: tower, epoch. .*checkpoint_key=tower"),
         ([torch.ones(1)], "holds a list"),
         (torch.ones(1), "holds one tensor"),
         (torch.nn.Linear(1, 1), "asks to run .*torch.nn.modules.linear.Linear"),
@@ -520,9 +520,7 @@ def verdicts(tmp_path_factory):
 @pytest.mark.parametrize("name", sayings())
 def test_hostile_files_are_refused(verdicts, name):
     path, says, seconds, kib = verdicts[name]
-    assert says.startswith(
-        f"A weight file must be one that can be read, whole and safe. Got {printable(path)}: "
-    )
+    assert f" {printable(path)}: " in says
     assert sayings()[name] in says
     assert says.isprintable()
     assert len(says) < 1500

@@ -16,7 +16,9 @@ def convert(
     ],
     out: Annotated[
         Path,
-        typer.Argument(help="A new .safetensors or .npz file; any other name is a folder with settings."),
+        typer.Argument(
+            help="A new .safetensors or .npz file; a name without an ending is a folder with settings."
+        ),
     ],
     to: Annotated[
         str, typer.Option(help="vitrail, hf, timm, torchvision, google, or where IN came from.")
@@ -31,7 +33,10 @@ def convert(
     keys: options.Keys = None,
     given: options.Set = None,
 ) -> None:
-    """Write a model as a file of another library, and say what was changed and how near the logits are."""
+    """Write a model as a file of another library, and say what was changed and how near the logits are.
+
+    A model with NaN or infinity in its weights is refused. The exit code is 1 where logits come out as such.
+    """
     from vitrail.weights.convert import convert as run
 
     how = options.facts(family, keys, given, size, classes=classes, channels=channels)
@@ -52,3 +57,6 @@ def convert(
         print(f"{word:<25} {printable(value)}")
     for note in report.notes:
         print(f"note: {printable(note)}")
+    if not report.holds:
+        typer.echo("vitrail: The other library's logits hold NaN or infinity; do not use OUT.", err=True)
+        raise typer.Exit(1)

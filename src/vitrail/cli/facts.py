@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vitrail.errors import InputError, suggest
+from vitrail.errors import InputError, printable, suggest
 
 Family = Annotated[str | None, typer.Option(help="Read the file as one of this family.")]
 Keys = Annotated[
     Path | None,
-    typer.Option(help='A JSON file with a table of your own: [["their.{i}.name", "our.{i}.name"], ...].'),
+    typer.Option(
+        help='A JSON file with a table of your own: [["their.{i}.name", "our.{i}.name"], ...]; '
+        '["decoder.*", null] ignores tensors.'
+    ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="A fact that shapes cannot tell, such as heads=6, activation=relu, eps=1e-5, block=post-norm.",
+        help="What the file does not say: heads=6, activation=relu, eps=1e-5, block=post-norm; "
+        "preprocess.mean=0.485,0.456,0.406 and other fields of the preprocessing; checkpoint_key=model_ema.",
     ),
 ]
 Size = Annotated[str | None, typer.Option(help="The picture's side, or HxW.")]
@@ -42,19 +45,41 @@ def facts(
 
 
 def settings(given: Iterable[str]) -> dict[str, Any]:
-    """FIELD=VALUE, again and again, as fields of a ViTConfig."""
-    from vitrail.config import ViTConfig
+    """FIELD=VALUE, again and again, as `vitrail.load` takes them.
 
-    known = [field.name for field in dataclasses.fields(ViTConfig)]
+    A field is one of ViTConfig, "preprocess." and one of Preprocess, or checkpoint_key.
+    """
+    from vitrail.config import ViTConfig
+    from vitrail.fields import type_hints
+    from vitrail.preprocess import Preprocess
+
+    model, images = type_hints(ViTConfig), type_hints(Preprocess)
+    known = [*model, *(f"preprocess.{name}" for name in images), "checkpoint_key"]
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or name not in known:
             raise InputError(
-                "--set takes FIELD=VALUE, with a field of the model.", repr(text), suggest(name, known)
+                "--set takes FIELD=VALUE, with a field of the model or of its preprocessing, and not "
+                f"{printable(text)!r}. {suggest(name, known)}"
             )
-        found[name] = parsed(value)
+        field = name.removeprefix("preprocess.")
+        if name == "checkpoint_key":
+            found[name] = value
+        elif field != name:
+            found.setdefault("preprocess", {})[field] = as_value(value, images[field])
+        else:
+            found[name] = as_value(value, model[name])
     return found
+
+
+def as_value(text: str, hint: Any) -> Any:
+    """One of the field's words, even "none"; numbers with commas between; or what `parsed` makes of it."""
+    from vitrail.fields import literal_words
+
+    found = tuple(parsed(part.strip()) for part in text.split(","))
+    plain = len(found) > 1 and all(isinstance(part, (int, float)) for part in found)
+    return text if text in literal_words(hint) else found if plain else parsed(text)
 
 
 def parsed(text: str) -> Any:

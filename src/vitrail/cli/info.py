@@ -41,8 +41,9 @@ def info(
     from vitrail.weights.hub import fetch_model
 
     path, origin = fetch_model(file, offline=offline)
-    with open_model(path) as stored:
-        what = describe(stored, **options.facts(family, keys, given, size))
+    how = options.facts(family, keys, given, size)
+    with open_model(path, how.pop("checkpoint_key", None)) as stored:
+        what = describe(stored, **how)
         if size is not None:
             replace(what.config, size=options.sides(size))  # which says what is wrong with it
         what = replace(what, card=replace(what.card, **origin))

@@ -84,6 +84,7 @@ def load_model(name: str, seed: int | None, facts: dict[str, Any]) -> tuple[ViT,
     from vitrail.model import ViT
     from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
+    from vitrail.weights.preprocessing import overridden
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in WEIGHTS:
         from vitrail.weights.load import load
@@ -93,6 +94,9 @@ def load_model(name: str, seed: int | None, facts: dict[str, Any]) -> tuple[ViT,
         bundle = load(name, **facts)
         check_tokens(name, bundle.model.config)
         return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
+    given = facts.pop("preprocess", None)
+    if "checkpoint_key" in facts:
+        raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a size; leave it out.")
     config = preset(name, **facts)
     check_tokens(name, config)
     seed = seed or 0
@@ -100,7 +104,7 @@ def load_model(name: str, seed: int | None, facts: dict[str, Any]) -> tuple[ViT,
     half = (0.5,) * config.channels
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
     words = "nothing learned: shapes and equations are real, the answer is not."
-    return ViT(config), squash, f"Random weights (seed {seed}), {words}"
+    return ViT(config), overridden(squash, given, config, []), f"Random weights (seed {seed}), {words}"
 
 
 def check_tokens(name: str, config: ViTConfig) -> None:

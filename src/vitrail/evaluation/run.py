@@ -38,8 +38,8 @@ from vitrail.evaluation.probes import probe as run_probes
 from vitrail.fields import show
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import listed
 from vitrail.weights.load import load
+from vitrail.weights.table import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from vitrail.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.published import IMAGENET, published
 from vitrail.training.settings import Recipe, TrainConfig
-from vitrail.weights.describe import fitted
+from vitrail.weights.preprocessing import fitted
 
 IMAGENET_PICTURES = 1_281_167
 BIG_VISION_DECAY = 1e-4 / 1e-3

@@ -22,8 +22,8 @@ from vitrail.training.precision import choose_machine
 from vitrail.training.run import Run, run
 from vitrail.training.settings import MOST_SEED, Recipe, TrainConfig
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import fitted
 from vitrail.weights.load import load
+from vitrail.weights.preprocessing import fitted
 
 DROPS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # what no weight file says
 NAMED = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # what a model's name says

@@ -180,7 +180,8 @@ def read_npy_header(name: str, stream: IO[bytes], member: zipfile.ZipInfo) -> tu
     code = str(header["descr"])
     order, dtype = code[:1], CODES.get(code[1:])
     if dtype is None or order not in "<>|=":
-        raise Bad(f"{name} is not an array of plain numbers but of {code!r}")
+        what = {"U": " (text)", "S": " (text)", "O": " (Python objects)"}.get(code[1:2], "")
+        raise Bad(f"{name} is not an array of plain numbers but of {code!r}{what}", "Save it as numbers.")
     entry = Entry(dtype, check_shape(name, header["shape"]))
     begin, end = 8 + width + length, member.file_size
     if begin + entry.bytes != end:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # raised when an older vitrail could no longer read the file rightly
 GOLDEN = 4
+OTHERS = (  # endings of formats that a vitrail file is not in
+    *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
+    *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
+)
 PARTS = ("format", "config", "preprocess", "labels", "card", "source", "notes")
 
 
@@ -87,11 +91,16 @@ class Bundle:
             self.labels = check_labels(self.labels, config.classes)
 
     def save(self, path: str | Path) -> None:
-        """Write the file; whole, or not at all. A file of that name is replaced."""
+        """Write the file, as safetensors; whole, or not at all. A file of that name is replaced."""
+        check_ending(path)
+        inputs = golden_inputs(self.model.config)
+        self.write(path, inputs, self.golden_logits(inputs))
+
+    def write(self, path: str | Path, inputs: Tensor, logits: Tensor) -> None:
+        """Write the file with these golden inputs and their logits."""
         state = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         tensors = {**as_they_were(state, self.source), **{f"extras/{n}": t for n, t in self.extras.items()}}
-        inputs = golden_inputs(self.model.config)
-        tensors |= {"golden/inputs": inputs, "golden/logits": self.golden_logits(inputs)}
+        tensors |= {"golden/inputs": inputs, "golden/logits": logits}
         # One entry alone: of several, safetensors writes now this one first, now that, and files that
         # hold the same would not be the same.
         write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
@@ -130,6 +139,19 @@ class Bundle:
             return levels
         pictures = levels.permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
         return torch.stack([self.preprocess.normalise(picture) for picture in pictures])
+
+
+def check_ending(path: str | Path, *written: str) -> None:
+    """A name that promises another format than the one that is written is refused."""
+    suffix = Path(path).suffix.lower()
+    if suffix in OTHERS and suffix not in written:
+        ends = " or ".join([".safetensors", *written])
+        raise FileError(f"{printable(path)} cannot be written as {suffix}: let its name end in {ends}.")
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The tensors with a NaN or an infinity."""
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
 
 def check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:

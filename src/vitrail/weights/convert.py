@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -17,13 +18,21 @@ from vitrail.fields import show
 from vitrail.preprocess import Preprocess
 from vitrail.published import from_hf
 from vitrail.telemetry import disable_telemetry
-from vitrail.weights.bundle import Bundle, Source, as_they_were, exactly, golden_inputs
-from vitrail.weights.describe import listed, own_rows, with_rows
+from vitrail.weights.bundle import (
+    Bundle,
+    Source,
+    as_they_were,
+    check_ending,
+    exactly,
+    golden_inputs,
+    not_finite,
+)
 from vitrail.weights.families import FAMILIES
 from vitrail.weights.files import Entry, write_npz, write_safetensors
+from vitrail.weights.keys import KEYS, read_table, with_rows
 from vitrail.weights.layout import Sizes
 from vitrail.weights.load import load
-from vitrail.weights.table import Family, Found, Use, look, plan, write
+from vitrail.weights.table import Family, Found, Use, listed, look, plan, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +66,11 @@ class Report:
     """Who computed the other logits, or why nobody did."""
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def holds(self) -> bool:
+        """Whether the other library's logits, where they were computed, are numbers at all."""
+        return self.difference is None or math.isfinite(self.difference)
+
 
 def convert(path: str | Path, out: str | Path, to: str, **how: Any) -> Report:
     """Write a model as a file of another family.
@@ -64,23 +78,26 @@ def convert(path: str | Path, out: str | Path, to: str, **how: Any) -> Report:
     Args:
         path: what `vitrail.load` takes: a file, a folder, or a name such as "hf:owner/name".
         out: a file that ends in .safetensors or .npz, for the tensors alone; any other name is a
-            folder, which also gets the family's settings. It must not be there yet.
+            folder, which also gets the family's settings. Endings of other formats, such as .pt, are
+            refused. It must not be there yet.
         to: a family that is written, "vitrail", or the one the file came from.
         how: what `vitrail.load` takes: classes, size, heads, eps, offline...
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise FileError("OUT must be new.", printable(str(out)), "Name another, or remove it first.")
+    check_ending(out, *([] if to == "vitrail" else [".npz"]))
     bundle = load(path, **how)
+    inputs, logits = check_finite(bundle, path)
     source = bundle.source.family if bundle.source else "vitrail"
     if to == "vitrail":
-        bundle.save(out)
+        bundle.write(out, inputs, logits)
         count = len(bundle.model.state_dict())
         return Report(source, to, 0, count, 0, [], 0.0, "the same model", bundle.notes)
     family = target_of(to, bundle)
     uses, tensors = their_tensors(bundle, family)
     store(out, family, tensors, bundle)
-    difference, checked_by = compare(bundle, family, uses, tensors)
+    difference, checked_by = compare(bundle, family, tensors, inputs, logits)
     changed = [one for one in uses if len(one.theirs) > 1 or one.row.layout.word != "same"]
     kept = [one for one in uses if one not in changed and one.theirs == (one.ours,)]
     extras = list(bundle.extras) if source == family.name else []
@@ -93,10 +110,29 @@ def convert(path: str | Path, out: str | Path, to: str, **how: Any) -> Report:
     )
 
 
+def check_finite(bundle: Bundle, path: str | Path) -> tuple[Tensor, Tensor]:
+    """The golden inputs and their logits. Without finite ones nothing can be compared, so it is refused."""
+    inputs = golden_inputs(bundle.model.config)
+    if bad := not_finite(bundle.model.state_dict()):
+        raise FileError(
+            f"{printable(str(path))} holds NaN or infinity in {listed(bad)}, so its logits mean nothing; "
+            "use a checkpoint from before it diverged."
+        )
+    logits = bundle.golden_logits(inputs)
+    if not_finite({"logits": logits}):
+        raise FileError(
+            f"The logits of {printable(str(path))} are NaN or infinity, though its weights are not; a wrong "
+            "eps, scale, mean or std can do that."
+        )
+    if bad := not_finite(bundle.extras):
+        bundle.notes.append(f"There is NaN or infinity in {listed(bad)}, which the model does not use.")
+    return inputs, logits
+
+
 def target_of(to: str, bundle: Bundle) -> Family:
     """The family to write: where the file came from, or the first of that name that can express it."""
     came = bundle.source.family if bundle.source else ""
-    named = [family for family in FAMILIES if to in (family.name, family.group)]
+    named = [family for family in (*FAMILIES, KEYS) if to in (family.name, family.group)]
     for family in named:
         if family.name == came:
             return family
@@ -176,8 +212,14 @@ def seen_again(family: Family, source: Source, config: ViTConfig) -> Found:
     """The file a model came from, through the same table as when it was read."""
     entries = {name: Entry(dtype, shape) for name, (dtype, shape) in source.tensors.items()}
     sizes = Sizes(config.heads, config.channels, config.patch_pixels)
-    found = look(with_rows(family, own_rows(source.keys)), entries, sizes, family.wrapper)
-    assert found is not None, "the file was read by this family"
+    table = read_table(source.keys)
+    own = with_rows(family, table.rows) if table.rows else family
+    found = look(own, table.kept(entries), sizes, family.wrapper)
+    if found is None:
+        raise FileError(
+            f"The model says it was read from a file of the family {family.name}, and the names it lists are "
+            "not of that family; write another family, or convert the original file."
+        )
     return found
 
 
@@ -198,8 +240,6 @@ def restack(theirs: Mapping[str, Tensor], found: Found) -> dict[str, Tensor]:
 
 def as_it_was(tensor: Tensor, before: tuple[str, tuple[int, ...]] | None) -> Tensor:
     """A tensor in the shape and dtype it had, where it still fits them."""
-    import math
-
     import torch
 
     if before is None:
@@ -266,7 +306,7 @@ def as_numpy(name: str, tensor: Tensor) -> Any:
 
 
 def compare(
-    bundle: Bundle, family: Family, uses: list[Use], tensors: dict[str, Tensor]
+    bundle: Bundle, family: Family, tensors: dict[str, Tensor], inputs: Tensor, ours: Tensor
 ) -> tuple[float | None, str]:
     """The largest difference of logits between us and the library itself, where it can be had."""
     import torch
@@ -278,12 +318,11 @@ def compare(
         return None, f"nobody: {'; '.join(reasons)}"
     disable_telemetry()  # the other libraries load huggingface_hub
     extras = set(bundle.extras)
-    inputs = bundle.as_input(golden_inputs(bundle.model.config))
     try:
         mine = {name: tensor.float() for name, tensor in tensors.items() if name not in extras}
         peer = family.peer(bundle.model.config, mine)
     except (ImportError, RuntimeError) as error:
         return None, f"nobody: {family.group} did not take it ({printable(str(error).splitlines()[0])})"
     with torch.no_grad():
-        theirs, ours = peer(inputs), bundle.golden_logits(golden_inputs(bundle.model.config))
+        theirs = peer(bundle.as_input(inputs))
     return (theirs - ours).abs().max().item(), f"{family.group} itself, on the golden inputs"

@@ -5,11 +5,13 @@ Its content says what a file is, not its name. Whatever is wrong becomes a FileE
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import secrets
 import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +45,7 @@ MAGIC = {  # how other files begin, and what they are
     b"\x93NUMPY": "a single numpy array (npy), which has no tensor names",
     b"GGUF": "a GGUF file", b"\x89HDF": "an HDF5 file (Keras?)", b"PK\5\6": "an empty zip archive",
     b"\x1f\x8b": "a gzip file", b"BZh": "a bzip2 file", b"\xfd7zXZ": "an xz file",
-    b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"%PDF": "a PDF document",
+    b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"%PDF": "a PDF document",
     b"<!doctype": "a web page: the link gave a page instead of the file", b"<html": "a web page",
     b"\x08": "perhaps an ONNX model",
 }  # fmt: skip
@@ -56,23 +58,26 @@ class WeightFile:
         entries: dtype and shape by name, in the file's order. They come from headers alone.
         metadata: the texts that a safetensors file carries.
         wrapper: the key under which a pickle held its tensors, such as "model"; "" if under none.
+        others: the usual keys under which it holds tensors too, such as "model_ema".
     """
 
-    def __init__(self, path: Path, handle: IO[bytes]) -> None:
+    def __init__(self, path: Path, handle: IO[bytes], checkpoint_key: str | None = None) -> None:
         self.path, self.handle = path, handle
         self.kind: Literal["safetensors", "npz", "pickle"] = "safetensors"
-        self.metadata, self.wrapper = dict[str, str](), ""
-        self.archive: zipfile.ZipFile | None = None
+        self.metadata, self.wrapper, self.others = dict[str, str](), "", list[str]()
         self.loaded: Any = None  # what torch made of a pickle
-        if not is_zip(handle):
+        self.archive = arrays.open_zip(handle) if is_zip(handle) else None
+        if self.archive is not None:
+            self.kind = kind_of_zip(self.archive.namelist())
+        if checkpoint_key is not None and self.kind != "pickle":
+            raise Bad("only a torch.save file has keys to choose from", "Leave out checkpoint_key.")
+        if self.archive is None:
             self.entries, self.spans, self.metadata = read_safetensors(handle)
-            return
-        self.archive = arrays.open_zip(handle)
-        self.kind = kind_of_zip(self.archive.namelist())
-        if self.kind == "npz":
+        elif self.kind == "npz":
             self.entries, self.spans = arrays.read_npz(self.archive)
         else:
-            self.entries, self.spans, self.wrapper = pickles.read_pickle(handle, self.archive)
+            read = pickles.read_pickle(handle, self.archive, checkpoint_key)
+            self.entries, self.spans, self.wrapper, self.others = read
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         """The elements of a tensor, flat and some at a time, in no promised order; bfloat16 as float32.
@@ -134,8 +139,11 @@ class WeightFile:
         self.close()
 
 
-def open_weights(path: StrPath) -> WeightFile:
-    """Open a weight file and read its headers. Use it in a `with`, or close it."""
+def open_weights(path: StrPath, checkpoint_key: str | None = None) -> WeightFile:
+    """Open a weight file and read its headers. Use it in a `with`, or close it.
+
+    `checkpoint_key` is the key of a torch.save file under which the tensors are, if not a usual one.
+    """
     with reading(path):
         # Without O_NONBLOCK, opening a named pipe would wait for someone to write into it.
         flags = getattr(os, "O_NONBLOCK", 0)
@@ -143,7 +151,7 @@ def open_weights(path: StrPath) -> WeightFile:
         try:
             if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
                 raise Bad("it is a pipe or a device, not a file")
-            return WeightFile(Path(path), handle)
+            return WeightFile(Path(path), handle, checkpoint_key)
         except BaseException:
             handle.close()
             raise
@@ -160,7 +168,7 @@ def reading(path: StrPath) -> Iterator[None]:
             reason, do = error.args
         elif isinstance(error, OSError):
             reason, do = error.strerror or str(error), "Check the path and its permissions."
-        must = "A weight file must be one that can be read, whole and safe."
+        must = "The file must be readable, whole and safe."  # not every npz that is read holds weights
         raise FileError(must, f"{printable(path)}: {printable(reason, 1000)}", do) from error
 
 
@@ -173,12 +181,19 @@ def is_zip(handle: IO[bytes]) -> bool:
     if head.startswith(b"PK\3\4"):
         return True
     what = next((MAGIC[magic] for magic in MAGIC if head.startswith(magic) or lead.startswith(magic)), "")
-    if not what and lead and all(byte >= 32 or byte in b"\t\r\n" for byte in head):
+    if not what and lead and is_text(head, strict=brace):
         what = "JSON text" if lead[:1] in b"{[" else "text"
-    if brace and not what:
+    if brace and not (what and is_text(head)):  # a length that is not true is said to be so
         return False
     what = what or ("a TensorFlow Lite model" if head[4:8] == b"TFL3" else "nothing this program knows")
     raise Bad(f"it is {what if head else 'empty'}", "Give a safetensors, npz or torch.save file.")
+
+
+def is_text(head: bytes, *, strict: bool = True) -> bool:
+    """Whether the first bytes of a file are text: UTF-8, or unless `strict` another encoding."""
+    if strict and codecs.utf_8_decode(head, "replace", False)[0].count("\ufffd"):
+        return False
+    return all((byte >= 32 and byte != 127) or byte in b"\t\r\n" for byte in head)
 
 
 def kind_of_zip(names: list[str]) -> Literal["npz", "pickle"]:
@@ -233,9 +248,14 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Of two values under one key, readers choose differently, so there may be none."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise Bad("its header has a name twice")
+        raise Bad(f"its header has a name twice: {printable(twice(pairs), 80)}")
     "".join(part for pair in pairs for part in pair if isinstance(part, str)).encode()  # no half characters
     return found
+
+
+def twice(pairs: list[tuple[str, Any]]) -> str:
+    """The name that comes most often."""
+    return Counter(name for name, _ in pairs).most_common(1)[0][0]
 
 
 def whole(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from vitrail.errors import FileError, printable
-from vitrail.weights.files import Entry, WeightFile, open_weights
+from vitrail.weights.files import Entry, WeightFile, open_weights, twice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +30,7 @@ class Stored:
         self.metadata = files[0].metadata if len(files) == 1 else {}
         self.wrapper = files[0].wrapper
         self.kind = files[0].kind
+        self.notes = [choice_note(files[0])] if files[0].others else []
         if len(self.homes) != sum(len(file.entries) for file in files):
             self.close()
             raise FileError(
@@ -57,16 +58,30 @@ class Stored:
         self.close()
 
 
-def open_model(path: str | os.PathLike[str]) -> Stored:
-    """Open the model at a path, reading headers alone."""
+def choice_note(file: WeightFile) -> str:
+    """Which of several state dicts is read: a teacher or a student, a model or its average."""
+    return (
+        f"The file holds weights under {', '.join([file.wrapper, *file.others])}; {file.wrapper} was read. "
+        "Give checkpoint_key for another."
+    )
+
+
+def open_model(path: str | os.PathLike[str], checkpoint_key: str | None = None) -> Stored:
+    """Open the model at a path, reading headers alone.
+
+    `checkpoint_key` is the key of a torch.save file under which the weights are, if not the usual one.
+    """
     path = Path(path)
     if not path.is_dir():
-        return Stored(path, [open_weights(path)], {})
+        return Stored(path, [open_weights(path, checkpoint_key)], {})
     settings = {name: read_json(path / name) for name in SETTINGS if (path / name).exists()}
     files: list[WeightFile] = []
     try:
-        for name in weight_names(path):
-            files.append(open_weights(path / name))
+        index, names = weight_names(path)
+        for name in names:
+            files.append(open_weights(path / name, checkpoint_key))
+        if index is not None:
+            check_index(index, files)
         return Stored(path, files, settings)
     except BaseException:
         for file in files:
@@ -74,25 +89,46 @@ def open_model(path: str | os.PathLike[str]) -> Stored:
         raise
 
 
-def weight_names(folder: Path) -> list[str]:
-    """The weight files of a folder: those an index lists, the one with a usual name, or the only one."""
+def weight_names(folder: Path) -> tuple[Path | None, list[str]]:
+    """The index of a folder, if it has one, and its weight files.
+
+    They are those the index lists, the one with a usual name, or the only one.
+    """
     for name in WEIGHTS:
-        if (folder / f"{name}.index.json").exists():
-            return shards(folder / f"{name}.index.json")
+        if (index := folder / f"{name}.index.json").exists():
+            return index, shards(index)
         if (folder / name).exists():
-            return [name]
+            return None, [name]
     there = sorted(
         entry.name
         for entry in folder.iterdir()
         if entry.suffix in (".safetensors", ".npz", ".pt", ".pth", ".bin")
     )
     if len(there) == 1:
-        return there
+        return None, there
     raise FileError(
         f"A model's folder must hold {' or '.join(WEIGHTS)}, or one weight file of another name.",
         f"{printable(str(folder))} with {len(there)} weight files",
         "Name the file itself." if there else "Check the path.",
     )
+
+
+def check_index(index: Path, files: list[WeightFile]) -> None:
+    """An index and its shards must agree: which tensors there are, and in which file each is."""
+    listed: dict[str, str] = read_json(index)["weight_map"]
+    there = {(name, file.path.name) for file in files for name in file.entries}
+    for name, file in listed.items():
+        if (name, file) not in there:
+            raise FileError(
+                f"{printable(str(index))} lists {printable(name)} in {printable(file)}, which holds no such "
+                "tensor; download the folder again."
+            )
+    for name, file in sorted(there):
+        if name not in listed:
+            raise FileError(
+                f"{printable(file)} holds {printable(name)}, which {printable(str(index))} does not list; "
+                "download the folder again."
+            )
 
 
 def shards(index: Path) -> list[str]:
@@ -142,5 +178,5 @@ def read_json_value(path: Path) -> Any:
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For json: an object whose keys come once each."""
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key that comes twice")
+        raise ValueError(f"the key {twice(pairs)!r} comes twice")
     return dict(pairs)

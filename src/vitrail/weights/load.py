@@ -11,11 +11,13 @@ from vitrail.config import by
 from vitrail.errors import ConfigError, FileError, printable
 from vitrail.fields import per_axis, show
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import Description, Keys, describe, fitted, listed
+from vitrail.weights.describe import Description, describe
 from vitrail.weights.folder import Stored, open_model
 from vitrail.weights.hub import fetch_model
+from vitrail.weights.keys import Keys
 from vitrail.weights.layout import Sizes
-from vitrail.weights.table import read
+from vitrail.weights.preprocessing import check_fields, fitted, overridden
+from vitrail.weights.table import listed, read
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,8 @@ def load(
     dtype: torch.dtype | None = None,
     family: str | None = None,
     keys: Keys | None = None,
+    checkpoint_key: str | None = None,
+    preprocess: Mapping[str, Any] | None = None,
     offline: bool = False,
     **facts: Any,
 ) -> Bundle:
@@ -49,20 +53,27 @@ def load(
         device, dtype: where the model goes; float32 on the CPU unless given.
         family: read the file as one of this family, instead of by its keys.
         keys: rows of a table of your own, (their name or names, ours[, layout]), tried before the
-            family's; "{i}" is the block. Layouts: vitrail.weights.layout.WORDS.
+            family's; "{i}" is the block. Layouts: vitrail.weights.layout.WORDS. (pattern, None) ignores
+            tensors. Without a family, a table that names every tensor is enough by itself.
+        checkpoint_key: where a torch.save file holds several state dicts, the key of the one to read.
+        preprocess: fields of Preprocess in place of the file's: {"mean": (0.485, 0.456, 0.406)}.
         offline: fetch nothing; a name on the hub must be in the cache.
         facts: fields of ViTConfig that shapes cannot tell: heads, head_width, activation, eps, block...
 
     What was taken on trust and what was changed is in `.notes`, a sentence each.
     """
-    wanted = {"size": size, "channels": channels, "patch": patch}
+    wanted: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
+    if preprocess is not None:
+        check_fields(preprocess)
     path, origin = fetch_model(path, offline=offline)
-    with open_model(path) as stored:
+    with open_model(path, checkpoint_key) as stored:
         what = describe(stored, family=family, keys=keys, **wanted, **facts)
         what = replace(what, card=replace(what.card, **origin))
         place = as_device(device)
         bundle = build(stored, what, dtype)
     fit(bundle, what, {"classes": classes, **wanted})
+    # Only now, as a resize_to that is given is for the size that the model has in the end.
+    bundle.preprocess = overridden(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
     bundle.model.to(place)
     return bundle
 

@@ -31,8 +31,13 @@ TENSOR, PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_pa
 ORDERED, SIZE = "collections.OrderedDict", "torch.Size"
 ALLOWED = {*STORAGES, TENSOR, PARAMETER, ORDERED, SIZE}
 
-# Where training scripts keep the weights among other things; the first that is there is taken.
-WRAPPERS = ("model", "state_dict", "model_state_dict", "teacher", "student", "model_ema", "ema", "module")
+# Where training scripts keep the weights among other things; the first that is there is taken, and said
+# where there are others. The averages (EMA) come last: who wants them gives checkpoint_key.
+WRAPPERS = (
+    *("model", "state_dict", "model_state_dict", "model_state", "network", "network_state_dict"),
+    *("net", "net_state_dict", "module", "weights", "params", "teacher", "student"),
+    *("model_ema", "state_dict_ema", "model_ema_state_dict", "ema", "ema_model", "ema_state_dict"),
+)
 
 SAVE_AGAIN = "Save the state dict again: torch.save(model.state_dict(), path)."
 DISTRUST = "Do not load it in another way unless you trust whoever made it; ask them for safetensors."
@@ -241,8 +246,11 @@ def is_contiguous(tensor: Strided) -> bool:
     return all(n < 2 or a == b for n, a, b in zip(tensor.shape, steps, tensor.stride, strict=True))
 
 
-def read_pickle(handle: IO[bytes], archive: zipfile.ZipFile) -> tuple[dict[str, Entry], dict[str, Span], str]:
-    """The tensors of a torch.save file, and the key under which they are."""
+Contents = tuple[dict[str, Entry], dict[str, Span], str, list[str]]
+
+
+def read_pickle(handle: IO[bytes], archive: zipfile.ZipFile, key: str | None) -> Contents:
+    """The tensors of a torch.save file, the key under which they are, and other keys with tensors."""
     members = {member.filename: member for member in archive.infolist()}
     root = next(name for name in members if name.endswith("/data.pkl")).removesuffix("data.pkl")
     check_layout(handle, archive, root)
@@ -252,7 +260,7 @@ def read_pickle(handle: IO[bytes], archive: zipfile.ZipFile) -> tuple[dict[str, 
     prefix = root + "data/"
     sizes = {name.removeprefix(prefix): m.file_size for name, m in members.items() if name.startswith(prefix)}
     text = b"".join(arrays.pieces(handle, archive, Span(0, program.file_size, 1, program)))
-    wrapper, tensors = choose(Machine(sizes).run(text))
+    wrapper, tensors, others = choose(Machine(sizes).run(text), key)
     mark = members.get(root + "byteorder")
     order = "big" if mark and mark.file_size < 10 and archive.read(mark) == b"big" else "little"
     entries, spans = {}, {}
@@ -264,20 +272,41 @@ def read_pickle(handle: IO[bytes], archive: zipfile.ZipFile) -> tuple[dict[str, 
             start = tensor.offset * SIZES[entry.dtype]
             stop = start + entry.bytes
         entries[name], spans[name] = entry, Span(start, stop, arrays.swap_of(entry.dtype, order), member)
-    return entries, spans, wrapper
+    return entries, spans, wrapper, others
 
 
-def choose(top: Any) -> tuple[str, dict[str, Strided]]:
-    """The state dict: what the file holds, or what it holds under one of the usual keys."""
+def choose(top: Any, key: str | None = None) -> tuple[str, dict[str, Strided], list[str]]:
+    """The state dict: what the file holds, or holds under the given key or one of the usual ones.
+
+    Tensors beside a known key that holds more of them, such as a loss beside "model", are not the weights.
+    """
     if not isinstance(top, dict):
         what = {Strided: "one tensor", tuple: "a tuple", str: "a text"}.get(type(top), "something else")
         raise Bad(f"it holds {'a list' if top is LIST else what}, not a dict of tensors", SAVE_AGAIN)
-    for wrapper, inner in [("", top), *((key, top.get(key)) for key in WRAPPERS)]:
-        items = inner.items() if isinstance(inner, dict) else ()
-        if tensors := {k: v for k, v in items if isinstance(k, str) and isinstance(v, Strided)}:
-            return wrapper, tensors
-    keys = ", ".join(printable(key, 40) for key in list(top)[:10])
-    raise Bad(f"there are no tensors in it; its keys are: {keys or 'none'}", SAVE_AGAIN)
+    held = {name: tensors for name, inner in top.items() if (tensors := tensors_in(inner))}
+    shown = ", ".join(printable(one, 40) for one in list(top)[:10]) or "none"
+    if key is not None:
+        if key not in held:
+            raise Bad(
+                f"it holds no tensors under {printable(key)}; its keys are: {shown}", "Give one of them."
+            )
+        return key, held[key], []
+    known = [name for name in WRAPPERS if name in held]
+    plain = tensors_in(top)
+    if plain and all(len(held[name]) <= len(plain) for name in known):
+        return "", plain, []
+    if known:
+        return known[0], held[known[0]], known[1:]
+    for name in held:
+        if isinstance(name, str):
+            do = f"If {printable(name, 40)} holds the weights, give checkpoint_key={printable(name, 40)}."
+            raise Bad(f"its tensors are under none of the usual keys; its keys are: {shown}", do)
+    raise Bad(f"there are no tensors in it; its keys are: {shown}", SAVE_AGAIN)
+
+
+def tensors_in(held: Any) -> dict[str, Strided]:
+    items = held.items() if isinstance(held, dict) else ()
+    return {name: tensor for name, tensor in items if isinstance(name, str) and isinstance(tensor, Strided)}
 
 
 def check_layout(handle: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:

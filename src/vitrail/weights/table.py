@@ -20,6 +20,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.config import ViTConfig
+from vitrail.errors import printable
 from vitrail.weights.files import Entry
 from vitrail.weights.layout import Layout, Shape, Sizes, same
 
@@ -48,6 +49,8 @@ class Row:
     """A name that must be there as well, for the row to be read."""
     when: tuple[str, Any] | None = None
     """A field of the config and the value that it must have, for the row to be written."""
+    own: bool = False
+    """From a user's table: its names are the file's own, before `respell` and before a stack is split."""
 
     @property
     def by_block(self) -> bool:
@@ -76,7 +79,7 @@ class Family:
     title: str
     """Whose models these are, in words."""
     anchors: tuple[str, ...]
-    """Names that must all be there; the first says what {w} and {p} are."""
+    """Names that must all be there; the first says what {w} and {p} are. Without any, they are empty."""
     without: tuple[str, ...] = ()
     """Patterns of names that belong to a relative of the family."""
     prefixes: tuple[str, ...] = ("",)
@@ -200,6 +203,14 @@ class Found:
     notes: list[str] = field(default_factory=list)
     """What the family's `choose` has to say of this file, a sentence each."""
 
+    def __post_init__(self) -> None:
+        self.spellings = {(place.original, place.index): name for name, place in self.places.items()}
+
+    def named(self, original: str, block: int | None) -> str:
+        """The table's name for a name in the file; in a stack, that of the block's slice."""
+        found = self.spellings.get((original, None)) or self.spellings.get((original, block))
+        return found or original
+
     def has(self, template: str) -> bool:
         """Whether the file holds a tensor of this name; {i} is block 0."""
         return template.format(**self.spelled, i=0) in self.places
@@ -210,13 +221,21 @@ class Found:
         return max(blocks, default=-1) + 1
 
 
+def listed(names: list[str]) -> str:
+    """The first of some names from a file, and how many more there are."""
+    shown = ", ".join(printable(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def look(family: Family, entries: Mapping[str, Entry], sizes: Sizes, wrapper: str = "") -> Found | None:
     """A file's names and shapes through a family's table; None where it is of another family."""
     if family.wrapper not in ("", wrapper):
         return None
     entries = dict(entries)
     places, shapes = spread(family, entries)
-    spelled = family.locate(places)
+    # A user's rows, and the anchors they name anew, go by the names in the file.
+    known = {*places, *entries} if any(one.own for one in family.rows) else places.keys()
+    spelled = family.locate(known) if family.anchors else {"w": "", "p": ""}
     if spelled is None:
         return None
     found = Found(family, spelled, entries, places, [], {}, {}, [], [])
@@ -263,6 +282,8 @@ def use(found: Found, rows: Iterable[Row], shapes: Mapping[str, Shape], sizes: S
 def fit(found: Found, one: Row, block: int | None, shapes: Mapping[str, Shape], sizes: Sizes) -> None:
     """Fill in a row, if its tensors are there and ours has not come from another."""
     names = tuple(name.format(**found.spelled, i=block) for name in one.theirs)
+    if one.own:
+        names = tuple(found.named(name, block) for name in names)
     there = tuple(name for name in names if 0 not in shapes.get(name, (0,)))  # an empty one is none
     ours, beside = one.ours.format(i=block), one.beside.format(**found.spelled, i=block)
     if ours in found.shapes or not there or (one.parts != "prefix" and there != names):

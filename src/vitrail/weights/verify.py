@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.errors import FileError, printable
+from vitrail.weights.bundle import not_finite
 from vitrail.weights.describe import describe
 from vitrail.weights.folder import open_model
 from vitrail.weights.layout import Shape
@@ -26,10 +27,12 @@ class Verdict:
     """For how many inputs the largest logit is still the same one."""
     written_by: dict[str, str]
     """Versions of when the file was written."""
+    not_finite: list[str]
+    """The tensors with NaN or infinity; of the logits, "logits now" and "logits then"."""
 
     @property
     def holds(self) -> bool:
-        return self.difference <= self.limit and self.same_class == self.inputs
+        return not self.not_finite and self.difference <= self.limit and self.same_class == self.inputs
 
 
 def verify(path: str | Path) -> Verdict:
@@ -52,7 +55,8 @@ def verify(path: str | Path) -> Verdict:
     difference = (now - then).abs().max().item()
     agree = int((now.argmax(1) == then.argmax(1)).sum())
     limit = LIMIT * max(1.0, then.abs().max().item())
-    return Verdict(len(inputs), difference, limit, agree, dict(what.card.versions))
+    bad = not_finite({**bundle.model.state_dict(), "logits now": now, "logits then": then})
+    return Verdict(len(inputs), difference, limit, agree, dict(what.card.versions), bad)
 
 
 def check_golden(path: str | Path, inputs: Shape, logits: Shape, one: Shape) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, printable
 from vitrail.fields import show
 from vitrail.weights.layout import (
     Layout,
@@ -88,7 +88,13 @@ def heads_in(found: Found) -> dict[str, int]:
     """k and d: flax keeps the heads apart, so that q's kernel is (D, k, d)."""
     qkv = {one.ours: one.theirs for one in found.uses}["blocks.0.attention.qkv.weight"]
     place = found.places[qkv[0]]
-    _, k, d = found.entries[place.original].shape[place.index is not None :]
+    shape = found.entries[place.original].shape[place.index is not None :]
+    if len(shape) != 3:
+        raise ConfigError(
+            f"Google's files keep the heads apart: {printable(place.original)} must have three axes (D, k, d), "
+            f"and is {shape}. Give another family, or a table of keys that is complete by itself."
+        )
+    _, k, d = shape
     return {"heads": k, "head_width": d}
 
 

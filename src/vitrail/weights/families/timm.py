@@ -56,7 +56,7 @@ def choose(found: Found) -> Mapping[str, Any]:
     fields: dict[str, Any] = {}
     if found.has("{w}{p}fc_norm.weight"):
         fields |= {"pool": "mean", "pool_norm": "after"}
-    elif not found.has("{w}{p}norm.weight"):
+    elif "norm.weight" not in found.shapes:
         fields |= {"pool_norm": "none"}
     if found.has("{w}{p}blocks.0.gamma_1"):
         fields |= {"rows": "patches"}

@@ -14,7 +14,18 @@ ROOT = Path(vitrail.__file__).parent
 
 # From the ground up: a room may import from rooms before it, never from one after it.
 ROOMS = [
-    *("errors", "telemetry", "fields", "config", "memory", "preprocess", "published", "presets", "model", "build"),
+    *(
+        "errors",
+        "telemetry",
+        "fields",
+        "config",
+        "memory",
+        "preprocess",
+        "published",
+        "presets",
+        "model",
+        "build",
+    ),
     *("weights", "data", "walkthrough", "exercises", "evaluation", "inspect", "predict", "training"),
     *("report", "export", "recipes", "labs", "demo", "serve", "cli", "__main__"),
 ]

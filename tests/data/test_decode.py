@@ -108,7 +108,7 @@ def test_what_is_no_file(tmp_path):
     start = time.perf_counter()
     with pytest.raises(InputError, match=r"pipe.png is a pipe or a device"):
         open_picture(tmp_path / "pipe.png")
-    with pytest.raises(InputError, match=r"is a folder; name an image file"):
+    with pytest.raises(InputError, match=r"is a folder; name a file"):
         open_picture(tmp_path)
     with pytest.raises(InputError, match=r"a pipe or a device"):
         open_picture("/dev/zero")

@@ -67,7 +67,7 @@ def open_regular(path: str | Path) -> BinaryIO:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-    raise InputError(f"{printable(path)} is {kind}; name an image file.")
+    raise InputError(f"{printable(path)} is {kind}; name a file.")
 
 
 def decode(

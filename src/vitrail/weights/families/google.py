@@ -91,8 +91,8 @@ def heads_in(found: Found) -> dict[str, int]:
     shape = found.entries[place.original].shape[place.index is not None :]
     if len(shape) != 3:
         raise ConfigError(
-            f"Google's files keep the heads apart: {printable(place.original)} must have three axes (D, k, d), "
-            f"and is {shape}. Give another family, or a table of keys that is complete by itself."
+            f"Google's files keep heads apart: {printable(place.original)} must have three axes (D, k, d) "
+            f"and has {shape}. Give another family, or a table of keys that is complete by itself."
         )
     _, k, d = shape
     return {"heads": k, "head_width": d}

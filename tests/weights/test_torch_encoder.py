@@ -284,6 +284,16 @@ class TestTrainedBySomebodyElse:
         assert self.right() == 8339
         assert self.right(activation="gelu", pool_norm="after") == 8368
 
+    def test_a_complete_table_needs_no_family(self):
+        around = [("pos_embed", "position.table", "lead")]
+        around += [(f"norm.{kind}", f"norm.{kind}") for kind in ("weight", "bias")]
+        around += [(f"classifier.{kind}", f"head.{kind}") for kind in ("weight", "bias")]
+        with pytest.raises(FileError, match=r"pos_embed, norm\.weight, .* besides"):
+            load(self.path, keys=self.keys, channels=1, heads=1)
+        how = dict(channels=1, heads=1, block="post-norm", activation="gelu", eps=1e-5)
+        alone, images = load(self.path, keys=[*self.keys, *around], **how).model, torch.randn(2, 1, 28, 28)
+        assert torch.equal(alone(images), self.load(activation="gelu").model(images))
+
     def test_without_the_table_it_is_not_known(self):
         with pytest.raises(FileError, match="The file must be of the family torch"):
             load(self.path, family="torch", channels=1, heads=1)

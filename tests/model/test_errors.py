@@ -58,12 +58,12 @@ CONFIG_ERRORS = [
     (dict(depth=20_000), r"depth must be at most 10,000. Got depth=20,000. Use fewer blocks."),
     (
         dict(width=3 * 10**6, mlp_width=1),
-        r"at most 100,000,000,000 parameters. Got a config .* [0-9,]+. Most of them are in attention: make",
+        r"at most 100,000,000,000 parameters, .* [0-9,]+; most of them are in attention: make",
     ),
-    (dict(mlp_width=10**11), r"Most of them are in the MLPs"),
-    (dict(classes=10**12), r"Most of them are in the head"),
-    (dict(size=4 * 10**6), r"Most of them are in the position table"),
-    (dict(channels=10**11), r"Most of them are in the patch projection"),
+    (dict(mlp_width=10**11), r"most of them are in the MLPs"),
+    (dict(classes=10**12), r"most of them are in the head"),
+    (dict(size=4 * 10**6), r"most of them are in the position table"),
+    (dict(channels=10**11), r"most of them are in the patch projection"),
     (dict(dropout=10**400), r"dropout must be at least 0 and below 1. Got dropout=a number beyond"),
     (
         dict(scale=float("nan")),

@@ -191,7 +191,7 @@ def test_spoken_digits_are_told_apart():
         (dict(TEXT, embedding_norm="before"), r"input='text' needs a norm after."),
         (dict(TEXT, position="rotary"), r"position='rotary' needs rows and columns. Got input='text'."),
         (dict(SMALL, patch=8, vocabulary=9), r"vocabulary=9 needs the input \"text\". Got input='picture'."),
-        (dict(TEXT, vocabulary=10**11), r"Most of them are in the vocabulary"),
+        (dict(TEXT, vocabulary=10**11), r"most of them are in the vocabulary"),
     ],
 )  # fmt: skip
 def test_configs_that_cannot_be(fields, message):

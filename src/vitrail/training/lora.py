@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
@@ -36,15 +37,18 @@ class LowRank(nn.Module):
         return weight + self.scale * (self.B @ self.A).flatten(0, 1)
 
 
+def check_rank(config: ViTConfig, settings: TrainConfig) -> None:
+    """An update has no more rank than the matrix it is added to."""
+    most = min(config.width, config.heads_width)
+    if settings.tune == "lora" and settings.lora_rank > most:
+        raise ConfigError(f"lora_rank must be a whole number from 1 to {most}, not {settings.lora_rank:,}.")
+
+
 def adapt(model: ViT, settings: TrainConfig) -> None:
     """Give every block of a model its update, on the CPU; the random numbers are the seed's alone."""
-    c, rank = model.config, settings.lora_rank
-    if rank > min(c.width, c.heads_width):
-        most = min(c.width, c.heads_width)
-        raise ConfigError(f"lora_rank {rank:,} is not a low rank: a matrix of this model has at most {most}.")
     chance = torch.Generator().manual_seed(settings.seed)
     for qkv in [part for part in model.blocks.modules() if isinstance(part, QKV)]:
-        update = LowRank(qkv.weight, rank, settings.lora_alpha, chance)
+        update = LowRank(qkv.weight, settings.lora_rank, settings.lora_alpha, chance)
         parametrize.register_parametrization(qkv, "weight", update)
 
 

@@ -24,6 +24,7 @@ from vitrail.training.keeper import Keeper
 from vitrail.training.listen import Listener, Silent
 from vitrail.training.log import Log
 from vitrail.training.loop import Stopped, Trainer
+from vitrail.training.lora import check_rank
 from vitrail.training.parallel import batch_of, join
 from vitrail.training.place import prepare
 from vitrail.training.precision import choose_machine
@@ -63,6 +64,7 @@ def run(
         say.note(note)
     machine = choose_machine(chosen.train.precision, ranks.local)
     batch = batch_of(dataset, chosen.train, ranks)  # what cannot be is found out before there is a folder
+    check_rank(chosen.model, chosen.train)
     if machine.device.type == "cpu":
         part = batch // ranks.count // chosen.train.accumulate
         do = "use a smaller --size, --batch or model, or --set accumulate=2"

@@ -1,0 +1,80 @@
+"""stdin, stdout and stderr that are closed, and readers that go away."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitrail.inspect.sample import FILE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from tiny_runs import write_arrays
+
+PROGRAM = f"'{sys.executable}' -m vitrail"
+INFO, PREDICT = f"{PROGRAM} info '{FILE}'", f"{PROGRAM} predict '{FILE}'"
+
+
+def shell(script, cwd):
+    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    command = ["bash", "-c", f"set -o pipefail; {script}"]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "stdout", "stderr"),
+    [
+        (f"{INFO} >&-", 2, "", "standard output is closed"),
+        (f"{PROGRAM} --help >&-", 2, "", "standard output is closed"),
+        (f"{PREDICT} - <&-", 2, "", "standard input is closed"),
+        (f"{INFO} <&-", 0, "parameters", ""),
+        (f"{INFO} 2>&-", 0, "parameters", ""),
+        (f"{PROGRAM} info nowhere 2>&-", 2, "nowhere", ""),
+        (f"{PROGRAM} info --nonsense 2>&-", 2, "No such option", ""),
+        (f"{PREDICT} - <&- 2>&-", 2, "standard input is closed", ""),
+        (f"{INFO} <&- >&- 2>&-", 2, "", ""),
+        (f"{PREDICT} - <&- >&- 2>&-", 2, "", ""),
+    ],
+)
+def test_a_closed_stream(tmp_path, script, code, stdout, stderr):
+    done = shell(script, tmp_path)
+    assert done.returncode == code
+    for found, words in ((done.stdout, stdout), (done.stderr, stderr)):
+        assert words in found
+        assert bool(words) == bool(found)
+        assert "Traceback" not in found
+        assert "bug" not in found
+
+
+@pytest.mark.parametrize(
+    "command", [INFO, f"{PROGRAM} notes", f"{PROGRAM} notes --markdown", f"{PREDICT} x.png"]
+)
+def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path, command):
+    done = shell(f"{command} | true", tmp_path)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("both", ["", "2>&1"])
+def test_training_goes_on_when_nobody_reads(tmp_path, both):
+    write_arrays(tmp_path / "data.npz")
+    sizes = " ".join(
+        f"--set model.{text}" for text in ("width=16", "depth=1", "heads=2", "patch=4", "size=8")
+    )
+    done = shell(f"{PROGRAM} train data.npz --epochs 2 --out out {sizes} {both} | head -1", tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    if not both:
+        assert "the output is closed" in done.stderr
+        assert "out/log.txt" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert {"last.safetensors", "best.safetensors", "report.html"} <= set(os.listdir(tmp_path / "out"))
+    assert "epoch    2" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_training_goes_on_when_its_output_cannot_be_written(tmp_path):
+    write_arrays(tmp_path / "data.npz")
+    done = shell(f"{PROGRAM} train data.npz --epochs 1 --out out > /dev/full", tmp_path)
+    assert done.returncode == 0
+    assert "No space left" in done.stderr
+    assert (tmp_path / "out" / "last.safetensors").exists()

@@ -84,7 +84,7 @@ def test_several_pictures_one_of_them_bad(server):
     assert status == 200
     assert [one["name"] for one in said["predictions"]] == ["f0.png", "f1.png", "f2.png"]
     assert [len(one["top"]) for one in said["predictions"]] == [2, 0, 2]
-    assert said["predictions"][1]["error"].startswith("A picture must be one of JPEG, PNG")
+    assert said["predictions"][1]["error"].startswith("This is not an image")
 
 
 def test_names_are_given_back_cut(server):

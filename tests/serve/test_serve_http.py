@@ -336,7 +336,7 @@ def test_what_is_wrong_is_said(server):
         "nonsense": b"must be HTTP/1.1",
         "an unknown encoding": b"Got another Transfer-Encoding",
     }.items():
-        assert words.replace(b"Got ", b'"got": "') in server.talk(MALFORMED[name][0], half=True)
+        assert words in server.talk(MALFORMED[name][0], half=True)
 
 
 @pytest.mark.parametrize("name", MALFORMED)

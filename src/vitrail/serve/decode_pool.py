@@ -12,7 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,15 @@ class Worker:
                 raise Ended
             found += part
 
+    def seconds(self) -> float:
+        """A clock that goes while the process computes; where the system has none, one that always goes."""
+        try:
+            return time.clock_gettime(
+                (~self.process.pid << 3) | 2
+            )  # as clock_getcpuclockid makes it on Linux
+        except OSError:
+            return time.monotonic()
+
     def kill(self) -> None:
         self.process.kill()
         self.socket.close()
@@ -181,13 +191,14 @@ class DecodePool:
 
     def dispatch(self) -> None:
         """Start what may run now. Where a quick image finds only slow ones at work, one makes room."""
+        for worker in [worker for worker in self.idle if worker.process.poll() is not None]:
+            self.idle.remove(worker)  # somebody has killed it
+            self.begin(self.replace(worker))
         while self.idle:
             job = self.queue.take(self.running) if len(self.running) < self.settings.decoders else None
             if job:
                 self.running.add(job)
-                task = asyncio.create_task(self.run(self.idle.pop(), job))
-                self.tasks.add(task)
-                task.add_done_callback(self.tasks.discard)
+                self.begin(self.run(self.idle.pop(), job))
             elif job := self.queue.to_postpone(self.running):
                 job.postponed = True
                 self.running.discard(job)
@@ -195,52 +206,68 @@ class DecodePool:
             else:
                 return
 
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
     async def run(self, worker: Worker, job: Job) -> None:
         """One decode, and what becomes of its process."""
-        loop = asyncio.get_running_loop()
-        job.started = loop.time()
-        slow = loop.call_later(QUICK, self.found_slow, job)
-        ended = ""
+        job.started = time.monotonic()
+        watch, begin, ended = asyncio.create_task(self.watch(worker, job)), worker.seconds(), ""
         try:
             async with asyncio.timeout(None) as job.timeout:
                 if not job.future.done():  # or its client has gone in the meantime
                     settle(job, await worker.decode(job.data))
-            self.idle.append(worker)
         except TimeoutError:
-            worker.kill()
             ended = "abandoned" if job.future.done() else "postponed"
         except Ended:
-            worker.kill()
             ended = "crashed"
-        slow.cancel()
+        watch.cancel()
         job.timeout = None
         self.running.discard(job)
-        self.queue.ran(job, loop.time() - job.started)
+        self.queue.ran(job, worker.seconds() - begin)
+        if ended:
+            worker.kill()
+        else:
+            self.idle.append(worker)
         if ended == "postponed":
             self.queue.put(job)
         self.dispatch()
+        if ended == "crashed":
+            ended = self.verdict(job, await worker.reaped())
+            self.dispatch()
         if ended:
-            await self.replace(worker, job, ended)
+            self.metrics.killed.add(ended)
+            await self.replace(worker)
 
-    def found_slow(self, job: Job) -> None:
-        job.slow = True
+    async def watch(self, worker: Worker, job: Job) -> None:
+        """Find out whether a decode is slow."""
+        end = worker.seconds() + QUICK
+        while (left := end - worker.seconds()) > 0:
+            await asyncio.sleep(max(left, 0.01))
+        job.slow = job.client.slow = True
         self.dispatch()
 
-    async def replace(self, worker: Worker, job: Job, ended: str) -> None:
-        """Another process for one that has ended; and the verdict on the image, if that was the reason."""
-        code = await worker.reaped()
-        self.workers.discard(worker)
-        if ended == "crashed" and code == -signal.SIGPROF:
-            ended = "late"
+    def verdict(self, job: Job, code: int) -> str:
+        """Why a decoder died over an image, by its exit code."""
+        if code == -signal.SIGPROF:
             settle(job, too_slow(self.settings.decode_time))
-        elif ended == "crashed":
-            job.crashes += 1
-            if job.crashes > 1:  # one may be the fault of whoever else uses this machine
-                settle(job, crashed())
-            elif not job.future.done():
-                self.queue.put(job)
-                self.dispatch()
-        self.metrics.killed.add(ended)
+            return "late"
+        job.crashes += 1
+        if job.crashes > 1:  # one may be the fault of whoever else uses this machine
+            settle(job, crashed())
+        elif not job.future.done():
+            self.queue.put(job)
+        return "crashed"
+
+    # ---- processes --------------------------------------------------------------------------
+
+    async def replace(self, worker: Worker) -> None:
+        """Another process for one that has ended."""
+        worker.kill()
+        await worker.reaped()
+        self.workers.discard(worker)
         while True:
             try:
                 return await self.add_worker()

@@ -1,23 +1,23 @@
 """Images that wait to be decoded, and whose turn it is.
 
 Two rules see to it that a client whose images are slow to decode waits itself, and the others do not wait
-for it. The next image is that of the client that has used the least decoding time lately, first by address
-and then by connection: behind a proxy all have one address. And a decode that takes longer than QUICK is
-slow: one decoder is kept from slow ones while others wait.
+for it. Each image is put behind those that come up to ten seconds later, for each second of decoding that
+its connection, and its address, have used: behind a proxy all have one address. And a decode that takes
+longer than QUICK is slow: one decoder is kept from slow ones while others wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.serve.messages import Client
 
-QUICK = 0.25  # seconds that suffice for most images: a photograph of 12 megapixels takes 0.15
-MEMORY = 10  # seconds for which a second of decoding is remembered
+QUICK = 0.1  # seconds of a processor that suffice for most images: 12 megapixels of JPEG take 0.09
+WEIGHT = 10  # seconds that a second of decoding puts the next image back, and is remembered
 
 
 @dataclass(eq=False)
@@ -31,9 +31,14 @@ class Job:
     postponed: bool = False
     """It was slow, and has made room for others once. It does not have to again."""
     crashes: int = 0
+    arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
     timeout: asyncio.Timeout | None = field(default=None, repr=False)
     """While it runs; to reschedule this is to end it."""
+
+    def is_suspect(self) -> bool:
+        """Whether it is known to be slow, or its client's last image was."""
+        return self.slow or self.client.slow
 
 
 class Usage:
@@ -42,12 +47,11 @@ class Usage:
     def __init__(self) -> None:
         self.until: dict[Hashable, float] = {}  # when all that a client has used is forgotten
 
-    def of(self, client: Hashable) -> float:
-        return max(0.0, self.until.get(client, 0.0) - time.monotonic())
+    def of(self, client: Hashable, now: float) -> float:
+        return max(0.0, self.until.get(client, 0.0) - now)
 
-    def add(self, client: Hashable, seconds: float) -> None:
-        now = time.monotonic()
-        self.until[client] = now + self.of(client) + MEMORY * seconds
+    def add(self, client: Hashable, seconds: float, now: float) -> None:
+        self.until[client] = now + self.of(client, now) + WEIGHT * seconds
         self.until = {one: until for one, until in self.until.items() if until > now}
 
 
@@ -60,35 +64,38 @@ class DecodeQueue:
         self.addresses, self.connections = Usage(), Usage()
 
     def put(self, job: Job) -> None:
-        """A client whose last image was slow may well send another: this one counts as slow at once."""
-        job.slow = job.slow or job.client.slow
         self.jobs.append(job)
 
     def discard(self, job: Job) -> None:
         if job in self.jobs:
             self.jobs.remove(job)
 
-    def take(self, running: Iterable[Job]) -> Job | None:
+    def take(self, running: Collection[Job]) -> Job | None:
         """The next job that may run beside these."""
-        full = sum(job.slow for job in running) >= self.most_slow
-        found = min((job for job in self.jobs if not (job.slow and full)), key=self.order, default=None)
-        self.jobs = [job for job in self.jobs if job is not found]
+        full, now = sum(job.slow for job in running) >= self.most_slow, time.monotonic()
+
+        def order(job: Job) -> float:
+            client = job.client
+            return job.arrived + self.addresses.of(client.address, now) + self.connections.of(client, now)
+
+        found = min((job for job in self.jobs if not (full and job.is_suspect())), key=order, default=None)
+        if found:
+            found.slow = found.is_suspect()
+            self.jobs.remove(found)
         return found
 
-    def order(self, job: Job) -> tuple[float, float]:
-        return self.addresses.of(job.client.address), self.connections.of(job.client)
-
-    def to_postpone(self, running: Iterable[Job]) -> Job | None:
+    def to_postpone(self, running: Collection[Job]) -> Job | None:
         """The slow job that must make room for a quick one that waits: of those that have not before, the
         last to begin."""
         slow = [job for job in running if job.slow]
-        if len(slow) <= self.most_slow or all(job.slow for job in self.jobs):
+        if len(slow) <= self.most_slow or all(job.is_suspect() for job in self.jobs):
             return None
         able = (job for job in slow if job.timeout and not job.postponed)
         return max(able, key=lambda job: job.started, default=None)
 
     def ran(self, job: Job, seconds: float) -> None:
         """Count what a decode has used, however it ended."""
-        self.addresses.add(job.client.address, seconds)
-        self.connections.add(job.client, seconds)
+        now = time.monotonic()
+        self.addresses.add(job.client.address, seconds, now)
+        self.connections.add(job.client, seconds, now)
         job.client.slow = seconds > QUICK

@@ -17,7 +17,7 @@ from PIL import Image
 import hostile
 import vitrail as vt
 from serving import PATIENCE, child, form, picture, read_all, request, serving, statuses, toy, until
-from vitrail.serve import decode_pool, decode_queue
+from vitrail.serve import decode_process, decode_queue
 from vitrail.serve.decode_queue import DecodeQueue, Job
 from vitrail.serve.messages import Client
 
@@ -34,14 +34,19 @@ def model(tmp_path_factory):
 @pytest.fixture
 def obedient(monkeypatch):
     """Servers of this process get decoders that obey images."""
-    monkeypatch.setattr(decode_pool, "COMMAND", hostile.COMMAND)
+    monkeypatch.setattr(decode_process, "COMMAND", hostile.COMMAND)
 
 
 # ---- what Linux says of processes ---------------------------------------------------------------
 
 
+def below(pid):
+    """The processes that one has started, those that these have, and so on."""
+    found = children(pid)
+    return found + [one for child in found for one in below(child)]
+
+
 def children(pid):
-    """The processes that one has started and that are not dead."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -71,7 +76,7 @@ def processor_time(pids):
 
 def memory(pid):
     """Bytes that a server and its decoders have in memory."""
-    return sum(map(rss, [pid, *children(pid)]))
+    return sum(map(rss, [pid, *below(pid)]))
 
 
 def rss(pid):
@@ -82,13 +87,15 @@ def rss(pid):
 
 
 def pids(running):
-    return [worker.process.pid for worker in running.app.decoders.workers]
+    """Of the decoders of a server in this process, and of what forks them."""
+    template = running.app.decoders.template
+    return [template.process.pid, *below(template.process.pid)] if template else []
 
 
 def at_rest(running):
     """Whether all decoders are there and none computes."""
     decoders = running.app.decoders
-    if len(decoders.idle) <= running.app.settings.decoders or decoders.running:
+    if len(decoders.idle) < running.app.settings.decoders:
         return False
     before = processor_time(pids(running))
     time.sleep(0.3)
@@ -165,11 +172,12 @@ def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
         with Honest(server.port) as usual:
             time.sleep(4)
         with Honest(server.port) as meanwhile:
+            time.sleep(0.5)
             found, most = attack(server, files)
             time.sleep(0.5)
         assert not {200, 500} & set(found), found
         assert meanwhile.statuses == usual.statuses == {200}
-        assert meanwhile.p99() < max(2 * usual.p99(), 0.3), (usual.p99(), meanwhile.p99())
+        assert meanwhile.p99() < max(2 * usual.p99(), 0.5), (usual.p99(), meanwhile.p99())
         assert most - before < budget
         assert not [line for line in server.lines if "bug" in line or "Traceback" in line]
 
@@ -247,9 +255,11 @@ def test_what_kills_a_decoder_fails_alone(obedient):
 
 def test_decoders_that_somebody_kills_are_replaced():
     with serving(vt.Predictor(toy())) as running:
-        for _ in range(3):
-            for pid in pids(running):
+        for some in (slice(1), slice(1, 2), slice(1, 3), slice(3)):
+            until(lambda: at_rest(running))
+            for pid in pids(running)[some]:
                 os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
             assert running.predict()[0] == 200
         until(lambda: at_rest(running))
 
@@ -266,8 +276,8 @@ def test_an_empty_file_and_a_large_one(obedient):
 def test_decoders_know_neither_torch_nor_the_token(model, monkeypatch):
     monkeypatch.setenv("VITRAIL_TOKEN", "correct-horse-battery-staple")
     with child(model) as server:
-        found = children(server.process.pid)
-        assert len(found) == 3  # two, and one in reserve
+        found = below(server.process.pid)
+        assert len(found) == 3  # two, and what forks them
         for pid in found:
             assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
             assert b"battery" not in Path(f"/proc/{pid}/environ").read_bytes()
@@ -327,6 +337,16 @@ def jobs_of(*clients):
     return [Job(memoryview(b""), client, None) for client in clients]
 
 
+def test_whoever_is_known_to_be_quick_goes_before_newcomers():
+    """But not for ever."""
+    queue, known = DecodeQueue(2), Client("10.0.0.1", slow=False)
+    jobs = jobs_of(Client("10.0.0.1"), known, Client("10.0.0.1"), known)
+    jobs[0].arrived -= 60
+    for job in jobs:
+        queue.put(job)
+    assert [queue.take([]) for _ in jobs] == [jobs[0], jobs[1], jobs[3], jobs[2]]
+
+
 def order(queue):
     found = []
     while job := queue.take([]):
@@ -359,7 +379,7 @@ def test_whoever_waits_is_not_overtaken_for_ever():
     (first,) = jobs_of(waiting)
     queue.ran(first, 0.01)
     queue.put(first)
-    time.sleep(0.25)
+    first.arrived -= 0.25
     for job in jobs_of(*(Client("10.0.0.1") for _ in range(5))):
         queue.put(job)
     assert queue.take([]) is first
@@ -394,14 +414,14 @@ def test_of_slow_images_one_fewer_than_there_are_decoders():
 def spinning(model, monkeypatch_code, **settings):
     """A server, its decoders, and one of them at work without end."""
     with child(model, decode_time=60.0, before=monkeypatch_code, **settings) as server:
-        found = children(server.process.pid)
+        found = below(server.process.pid)
         with server.dial() as client:
             client.sendall(request(body=hostile.told("spin")))
             until(lambda: server.count("vitrail_decodes_running") == 1)
             yield server, found, client
 
 
-OBEY = f"from vitrail.serve import decode_pool; decode_pool.COMMAND = {hostile.COMMAND!r}"
+OBEY = f"from vitrail.serve import decode_process; decode_process.COMMAND = {hostile.COMMAND!r}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -428,7 +448,7 @@ def test_signals_to_all_processes_lose_no_image(model):
         client.sendall(request(body=hostile.told("nap")))
         until(lambda: server.count("vitrail_decodes_running") == 1)
         for number in (signal.SIGINT, signal.SIGTERM):
-            for pid in children(server.process.pid):
+            for pid in below(server.process.pid):
                 os.kill(pid, number)
         server.signal()
         assert statuses(read_all(client)) == [200]
@@ -436,7 +456,7 @@ def test_signals_to_all_processes_lose_no_image(model):
 
 
 def test_without_decoders_there_is_no_server(monkeypatch):
-    monkeypatch.setattr(decode_pool, "COMMAND", ["/bin/false"])
+    monkeypatch.setattr(decode_process, "COMMAND", ["/bin/false"])
     with serving(vt.Predictor(toy())) as running:
         running.thread.join(10)
         assert running.code == 1

@@ -1,130 +1,31 @@
-"""The decoder processes: started, asked one image at a time, killed when a decode must end, and replaced.
-
-One more process than may be at work is kept ready, so that a kill costs the next image nothing.
-"""
+"""Images to pixels: which decoder gets which image, when a decode is ended, and what comes of that."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from vitrail.preprocess import Preprocess
+from vitrail.serve.decode_process import Decoder, Ended, Template
 from vitrail.serve.decode_queue import QUICK, DecodeQueue, Job
-from vitrail.serve.decode_worker import ANSWER, LENGTH, PIXELS, READY, REFUSED
 from vitrail.serve.messages import Client, Refusal
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from vitrail.serve.decode_process import Pixels
 
-    Pixels = NDArray[np.uint8]
-
-COMMAND = [sys.executable, "-P", "-c", "from vitrail.serve.decode_worker import main; main()"]
-SECRETS = ("VITRAIL_TOKEN",)  # what decodes the images of strangers need not know
 STARTING = 60.0  # seconds for a process to be ready
-PAUSE = 1.0  # seconds before another try where one could not be started
-ABANDONED = 0.2  # seconds to end by itself for a decode whose client has gone: a new process costs as much
-LONGEST_REFUSAL = 4096  # bytes
-
-
-class Ended(Exception):
-    """The process has ended."""
-
-
-class Worker:
-    """A decoder process, and the socket to it. Where it says what it should not, it counts as ended."""
-
-    def __init__(self, setup: dict[str, Any], most: int) -> None:
-        self.most = most  # bytes of pixels
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        nowhere = subprocess.DEVNULL
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    COMMAND, stdin=theirs.fileno(), stdout=nowhere, stderr=nowhere, env=environment()
-                )
-        except OSError:
-            self.socket.close()
-            raise
-        self.setup = json.dumps(setup | {"parent": os.getpid()}).encode()
-
-    async def ready(self) -> None:
-        await self.send(self.setup)
-        if (await self.head())[0] != READY:
-            raise Ended
-
-    async def decode(self, data: memoryview | bytes) -> Pixels | Refusal:
-        await self.send(data)
-        kind, *shape = await self.head()
-        if kind == PIXELS and 0 < shape[0] * shape[1] * shape[2] <= self.most:
-            pixels = np.empty(shape, np.uint8)
-            await self.receive(pixels.data.cast("B"))
-            return pixels
-        if kind == REFUSED and shape[0] <= LONGEST_REFUSAL:
-            text = bytearray(shape[0])
-            await self.receive(memoryview(text))
-            return Refusal(**json.loads(text))
-        raise Ended
-
-    async def send(self, data: memoryview | bytes) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.sock_sendall(self.socket, LENGTH.pack(len(data)))
-            await loop.sock_sendall(self.socket, data)
-        except OSError:
-            raise Ended from None
-
-    async def head(self) -> tuple[int, ...]:
-        head = bytearray(ANSWER.size)
-        await self.receive(memoryview(head))
-        return ANSWER.unpack(head)
-
-    async def receive(self, view: memoryview) -> None:
-        loop, found = asyncio.get_running_loop(), 0
-        while found < len(view):
-            try:
-                part = await loop.sock_recv_into(self.socket, view[found:])
-            except OSError:
-                part = 0
-            if not part:
-                raise Ended
-            found += part
-
-    def seconds(self) -> float:
-        """A clock that goes while the process computes; where the system has none, one that always goes."""
-        try:
-            return time.clock_gettime(
-                (~self.process.pid << 3) | 2
-            )  # as clock_getcpuclockid makes it on Linux
-        except OSError:
-            return time.monotonic()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.socket.close()
-
-    async def reaped(self) -> int:
-        """Its exit code. After `kill`, or when its socket was closed: it takes no more than moments."""
-        while (code := self.process.poll()) is None:
-            await asyncio.sleep(0.005)
-        return code
+PAUSE = 1.0  # seconds before another try where none could be started
+ABANDONED = 0.2  # seconds for a decode to end by itself when its client has gone: most do
 
 
 class DecodePool:
-    """Images to pixels, in processes. Everything here runs on the event loop.
+    """The decoders. Everything here runs on the event loop.
 
     Args:
         whole: whether images keep their own size.
@@ -150,10 +51,12 @@ class DecodePool:
             "memory": settings.decode_memory,
             "seconds": settings.decode_time,
         }
-        self.most = settings.pixels * preprocess.channels
+        self.most = settings.pixels * preprocess.channels  # bytes of an answer
         self.queue = DecodeQueue(settings.decoders)
-        self.workers: set[Worker] = set()
-        self.idle: list[Worker] = []
+        self.template: Template | None = None
+        self.forking = asyncio.Lock()
+        self.decoders: set[Decoder] = set()
+        self.idle: list[Decoder] = []
         self.running: set[Job] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -161,7 +64,9 @@ class DecodePool:
 
     async def start(self) -> None:
         """Start all processes; an error where that fails. Images may have come before, and wait."""
-        await asyncio.gather(*(self.add_worker() for _ in range(self.settings.decoders + 1)))
+        for _ in range(self.settings.decoders):
+            self.idle.append((await self.fork())[0])
+            self.dispatch()
 
     async def decode(self, data: memoryview, client: Client) -> Pixels:
         """uint8 pixels (H, W, C), or a Refusal. Cancelled, it leaves the queue, or the decode is ended."""
@@ -183,111 +88,93 @@ class DecodePool:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        for worker in self.workers:
-            worker.kill()
-        await asyncio.gather(*(worker.reaped() for worker in self.workers))
+        if self.template:
+            await self.template.end()
+        for decoder in self.decoders:
+            decoder.socket.close()
 
     # ---- jobs -------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
         """Start what may run now. Where a quick image finds only slow ones at work, one makes room."""
-        for worker in [worker for worker in self.idle if worker.process.poll() is not None]:
-            self.idle.remove(worker)  # somebody has killed it
-            self.begin(self.replace(worker))
-        while self.idle:
-            job = self.queue.take(self.running) if len(self.running) < self.settings.decoders else None
-            if job:
-                self.running.add(job)
-                self.begin(self.run(self.idle.pop(), job))
-            elif job := self.queue.to_postpone(self.running):
-                job.postponed = True
-                self.running.discard(job)
-                end(job)
-            else:
-                return
+        while self.idle and (job := self.queue.take(self.running)):
+            self.running.add(job)
+            task = asyncio.create_task(self.run(self.idle.pop(), job))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        if not self.idle and (job := self.queue.to_postpone(self.running)):
+            job.postponed = True
+            self.running.discard(job)
+            end(job)
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def run(self, worker: Worker, job: Job) -> None:
+    async def run(self, decoder: Decoder, job: Job) -> None:
         """One decode, and what becomes of its process."""
         job.started = time.monotonic()
-        watch, begin, ended = asyncio.create_task(self.watch(worker, job)), worker.seconds(), ""
+        watch, begin, ended = asyncio.create_task(self.watch(decoder, job)), decoder.seconds(), ""
         try:
             async with asyncio.timeout(None) as job.timeout:
                 if not job.future.done():  # or its client has gone in the meantime
-                    settle(job, await worker.decode(job.data))
+                    settle(job, await decoder.decode(job.data, self.most))
         except TimeoutError:
             ended = "abandoned" if job.future.done() else "postponed"
-        except Ended:
-            ended = "crashed"
+        except Ended as error:
+            ended = "dead" if error.before else "crashed"
         watch.cancel()
         job.timeout = None
         self.running.discard(job)
-        self.queue.ran(job, worker.seconds() - begin)
+        self.queue.ran(job, decoder.seconds() - begin)
         if ended:
-            worker.kill()
-        else:
-            self.idle.append(worker)
-        if ended == "postponed":
-            self.queue.put(job)
+            decoder = await self.replace(decoder, job, ended)
+        self.idle.append(decoder)
         self.dispatch()
-        if ended == "crashed":
-            ended = self.verdict(job, await worker.reaped())
-            self.dispatch()
-        if ended:
-            self.metrics.killed.add(ended)
-            await self.replace(worker)
 
-    async def watch(self, worker: Worker, job: Job) -> None:
+    async def watch(self, decoder: Decoder, job: Job) -> None:
         """Find out whether a decode is slow."""
-        end = worker.seconds() + QUICK
-        while (left := end - worker.seconds()) > 0:
+        end = decoder.seconds() + QUICK
+        while (left := end - decoder.seconds()) > 0:
             await asyncio.sleep(max(left, 0.01))
         job.slow = job.client.slow = True
         self.dispatch()
 
-    def verdict(self, job: Job, code: int) -> str:
-        """Why a decoder died over an image, by its exit code."""
-        if code == -signal.SIGPROF:
-            settle(job, too_slow(self.settings.decode_time))
-            return "late"
-        job.crashes += 1
-        if job.crashes > 1:  # one may be the fault of whoever else uses this machine
-            settle(job, crashed())
-        elif not job.future.done():
-            self.queue.put(job)
-        return "crashed"
-
     # ---- processes --------------------------------------------------------------------------
 
-    async def replace(self, worker: Worker) -> None:
-        """Another process for one that has ended."""
-        worker.kill()
-        await worker.reaped()
-        self.workers.discard(worker)
+    async def replace(self, decoder: Decoder, job: Job, ended: str) -> Decoder:
+        """Another decoder for one that has ended or must; and what that means for its image."""
+        decoder.socket.close()
+        self.decoders.discard(decoder)
+        pause = 0.0  # the first try may fail because the template has ended too
         while True:
             try:
-                return await self.add_worker()
+                new, code = await self.fork(decoder, ended in ("crashed", "dead"))
+                break
             except (OSError, Ended, TimeoutError):
-                self.log("a decoder process could not be started: trying again")
-                await asyncio.sleep(PAUSE)
+                if pause:
+                    self.log("decoders cannot be started: trying again")
+                await asyncio.sleep(pause)
+                pause = PAUSE
+        if ended == "crashed" and code == -signal.SIGPROF:
+            ended = "late"
+            settle(job, too_slow(self.settings.decode_time))
+        elif ended == "crashed" and job.crashes:
+            settle(job, crashed())
+        elif not job.future.done():
+            job.crashes += ended == "crashed"  # one may be the fault of whoever else uses this machine
+            self.queue.put(job)
+        self.metrics.killed.add(ended)
+        return new
 
-    async def add_worker(self) -> None:
-        worker = Worker(self.setup, self.most)
-        self.workers.add(worker)
-        try:
-            async with asyncio.timeout(STARTING):
-                await worker.ready()
-        except (Ended, TimeoutError):
-            worker.kill()
-            await worker.reaped()
-            self.workers.discard(worker)
-            raise
-        self.idle.append(worker)
-        self.dispatch()
+    async def fork(self, old: Decoder | None = None, ended: bool = False) -> tuple[Decoder, int]:
+        """A new decoder; and the exit code of the old one if it has ended, or 0 and it is killed."""
+        async with self.forking, asyncio.timeout(STARTING):
+            template = self.template = self.template or Template(self.setup)
+            try:
+                new, code = await template.fork(old, ended)
+            except BaseException:  # one that did not answer may answer the next question with this answer
+                self.template = None
+                await template.end()
+                raise
+        self.decoders.add(new)
+        return new, code
 
 
 def end(job: Job, seconds: float = 0.0) -> None:
@@ -299,13 +186,6 @@ def end(job: Job, seconds: float = 0.0) -> None:
 def settle(job: Job, found: Pixels | Refusal) -> None:
     if not job.future.done():
         job.future.set_result(found)
-
-
-def environment() -> dict[str, str]:
-    """That of this process, with its import path, one thread, and no secrets."""
-    kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    path = os.pathsep.join(filter(None, sys.path))
-    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def too_slow(seconds: float) -> Refusal:

@@ -1,9 +1,9 @@
 """Images that wait to be decoded, and whose turn it is.
 
 Two rules see to it that a client whose images are slow to decode waits itself, and the others do not wait
-for it. Each image is put behind those that come up to ten seconds later, for each second of decoding that
-its connection, and its address, have used: behind a proxy all have one address. And a decode that takes
-longer than QUICK is slow: one decoder is kept from slow ones while others wait.
+for it. Images are taken as they come, but each second of decoding that a connection has used, or an address,
+puts its next image back by ten: behind a proxy all have one address. And a decode that takes longer than
+QUICK is slow: one decoder is kept from slow ones while others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from vitrail.serve.messages import Client
 
-QUICK = 0.1  # seconds of a processor that suffice for most images: 12 megapixels of JPEG take 0.09
+NEWCOMER = 5.0  # seconds that the first image of a connection is put back: nobody knows it yet
+QUICK = 0.05  # seconds of a processor that suffice for most images: 6 megapixels of JPEG
 WEIGHT = 10  # seconds that a second of decoding puts the next image back, and is remembered
 
 
@@ -38,7 +39,7 @@ class Job:
 
     def is_suspect(self) -> bool:
         """Whether it is known to be slow, or its client's last image was."""
-        return self.slow or self.client.slow
+        return self.slow or bool(self.client.slow)
 
 
 class Usage:
@@ -76,7 +77,8 @@ class DecodeQueue:
 
         def order(job: Job) -> float:
             client = job.client
-            return job.arrived + self.addresses.of(client.address, now) + self.connections.of(client, now)
+            used = self.addresses.of(client.address, now) + self.connections.of(client, now)
+            return job.arrived + used + (NEWCOMER if client.slow is None else 0)
 
         found = min((job for job in self.jobs if not (full and job.is_suspect())), key=order, default=None)
         if found:

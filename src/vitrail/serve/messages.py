@@ -17,8 +17,8 @@ class Client:
     """A connection, as the decoders' queue knows it."""
 
     address: str
-    slow: bool = False
-    """Whether its last image took long to decode."""
+    slow: bool | None = None
+    """Whether its last image took long to decode; None before there was any."""
 
 
 @dataclass

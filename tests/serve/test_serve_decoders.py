@@ -217,10 +217,12 @@ def test_a_decode_ends_with_its_deadline(obedient):
         assert running.count('vitrail_killed_decodes_total{reason="abandoned"}') == 1
 
 
-def test_a_decode_ends_when_its_client_leaves(obedient):
-    with serving(vt.Predictor(toy()), decode_time=60.0) as running:
+@pytest.mark.parametrize("before", [b"", bytes(100_000), bytes(190_000)])
+def test_a_decode_ends_when_its_client_leaves(obedient, before):
+    """After a large body too, of which the end had come before anybody wanted it."""
+    with serving(vt.Predictor(toy()), decode_time=60.0, deadline=60.0) as running:
         with running.dial() as client:
-            client.sendall(request(body=hostile.told("spin")))
+            client.sendall(request(body=picture() + before + b"spin"))
             until(lambda: running.app.decoders.running)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it leaves at once
         until(lambda: at_rest(running), 5)
@@ -356,7 +358,7 @@ def order(queue):
 
 
 def test_turns_go_round_the_connections():
-    many, few, late = Client("10.0.0.1"), Client("10.0.0.1"), Client("10.0.0.1")
+    many, few, late = (Client("10.0.0.1", slow=False) for _ in range(3))
     queue, jobs = DecodeQueue(2), jobs_of(many, many, many, many, few, few, late)
     for job in jobs:
         queue.put(job)

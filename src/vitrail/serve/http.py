@@ -298,6 +298,9 @@ class Connection(asyncio.Protocol):
                         raise Refusal(413, "too_many_chunks", must, "more", "Send larger ones.")
         except TimeoutError:
             raise slow("body", settings.body_time) from None
+        self.unread = len(self.parser.trailing_data[0])
+        if self.unread <= AHEAD and not self.ended.is_set():
+            self.transport.resume_reading()  # or nobody would notice that the client leaves
         return b"".join(parts)
 
     # ---- writing ----------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
 
 
 def test_with_usual_settings_such_images_are_refused(model):
-    with child(model) as server:
+    with child(model, deadline=60.0) as server:
         assert server.predict(hostile.strip())[1]["error"]["code"] == "too_long_side"
         status, said = server.predict(hostile.many_scans())
         assert status in (413, 422), said
@@ -407,6 +407,10 @@ def test_of_slow_images_one_fewer_than_there_are_decoders():
     assert queue.take([first]) is other
     assert queue.take([first]) is None
     assert queue.take([]) is second
+    queue.ran(second, 0.001, finished=False)  # it had to make room: that says nothing
+    assert slow.slow
+    queue.ran(second, 0.001)
+    assert not slow.slow
 
 
 # ---- the end ------------------------------------------------------------------------------------

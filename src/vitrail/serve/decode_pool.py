@@ -122,7 +122,7 @@ class DecodePool:
         watch.cancel()
         job.timeout = None
         self.running.discard(job)
-        self.queue.ran(job, decoder.seconds() - begin)
+        self.queue.ran(job, decoder.seconds() - begin, not ended)
         if ended:
             decoder = await self.replace(decoder, job, ended)
         self.idle.append(decoder)

@@ -95,9 +95,10 @@ class DecodeQueue:
         able = (job for job in slow if job.timeout and not job.postponed)
         return max(able, key=lambda job: job.started, default=None)
 
-    def ran(self, job: Job, seconds: float) -> None:
-        """Count what a decode has used, however it ended."""
+    def ran(self, job: Job, seconds: float, finished: bool = True) -> None:
+        """Count what a decode has used, and note what that says of its client."""
         now = time.monotonic()
         self.addresses.add(job.client.address, seconds, now)
         self.connections.add(job.client, seconds, now)
-        job.client.slow = seconds > QUICK
+        if finished or seconds > QUICK:
+            job.client.slow = seconds > QUICK

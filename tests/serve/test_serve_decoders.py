@@ -16,6 +16,7 @@ from PIL import Image
 
 import hostile
 import vitrail as vt
+from bench.hostile import many_scans, strip
 from serving import PATIENCE, child, form, picture, read_all, request, serving, statuses, toy, until
 from vitrail.serve import decode_process, decode_queue
 from vitrail.serve.decode_queue import DecodeQueue, Job
@@ -163,7 +164,7 @@ def attack(server, files, rounds=2):
 @pytest.mark.parametrize("kind", ["scans", "strips"])
 def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
     """The limits of the header are set out of the way: what ends a decode must hold without them."""
-    files = [hostile.many_scans()] * 2 if kind == "scans" else [hostile.strip()] * 12
+    files = [many_scans()] * 2 if kind == "scans" else [strip()] * 12
     with child(model, side=10**9, decode_time=1.5) as server:
         for _ in range(20):
             server.predict()
@@ -184,8 +185,8 @@ def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
 
 def test_with_usual_settings_such_images_are_refused(model):
     with child(model, deadline=60.0) as server:
-        assert server.predict(hostile.strip())[1]["error"]["code"] == "too_long_side"
-        status, said = server.predict(hostile.many_scans())
+        assert server.predict(strip())[1]["error"]["code"] == "too_long_side"
+        status, said = server.predict(many_scans())
         assert status in (413, 422), said
 
 

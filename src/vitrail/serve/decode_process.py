@@ -97,7 +97,9 @@ class Decoder:
         if kind == PIXELS and 0 < size <= most:
             return np.frombuffer(await receive(self.socket, size), np.uint8).reshape(shape)
         if kind == REFUSED and shape[0] <= LONGEST_REFUSAL:
-            return Refusal(**json.loads(await receive(self.socket, shape[0])))
+            text = await receive(self.socket, shape[0])
+            with suppress(ValueError, TypeError):
+                return Refusal(**json.loads(text))
         raise Ended
 
     def seconds(self) -> float:

@@ -65,11 +65,12 @@ def main() -> None:
 def bury(dying: list[int], pid: int, ended: bool) -> int:
     """How a decoder has ended: minus the signal, as subprocess has it. One that has not is killed."""
     dying[:] = [one for one in dying if not os.waitpid(one, os.WNOHANG)[0]]
+    if not pid:
+        return 0
+    os.kill(pid, signal.SIGKILL)  # of one that is dead already this changes nothing
     if ended:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if pid:
-        os.kill(pid, signal.SIGKILL)
-        dying.append(pid)  # to free its memory may take long: nobody waits for that
+    dying.append(pid)  # to free its memory may take long: nobody waits for that
     return 0
 
 

@@ -26,7 +26,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,24 @@ def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def memory(process: subprocess.Popen[bytes]) -> float:
-    """Resident megabytes."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+    """Resident megabytes of a server and of the processes that it has started."""
+    return sum(map(resident, tree(process.pid)))
+
+
+def resident(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except OSError:  # it has just ended
+        return 0.0
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += [one for child in path.read_text().split() for one in tree(int(child))]
+    return found
 
 
 # ---- speed ----------------------------------------------------------------------------------

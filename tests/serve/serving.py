@@ -34,9 +34,10 @@ import vitrail as vt
 from vitrail.serve.server import run
 from vitrail.serve.settings import ServeConfig
 settings = ServeConfig(**json.loads(sys.argv[2]))
+exec(sys.argv[3])
 predictor = vt.Predictor(sys.argv[1])
 signal.signal(signal.SIGUSR1, lambda *_: None)
-if sys.argv[3:]:  # every answer after those of the warm-up takes many seconds of one call into PyTorch
+if sys.argv[4:]:  # every answer after those of the warm-up takes many seconds of one call into PyTorch
     usual, calls = predictor.answer, []
     def answer(some):
         calls.append(len(some))
@@ -210,9 +211,10 @@ def serving(predictor, *, examples=(), **settings):
 
 
 class Child(Running):
-    def __init__(self, path, settings, slow):
+    def __init__(self, path, settings, slow, before):
+        given = [str(path), json.dumps({"port": 0, **settings}), before, *["slow"] * slow]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(path), json.dumps({"port": 0, **settings}), *["slow"] * slow],
+            [sys.executable, "-c", CHILD, *given],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -242,8 +244,9 @@ class Child(Running):
 
 
 @contextmanager
-def child(path, *, slow=False, **settings):
-    found = Child(path, settings, slow)
+def child(path, *, slow=False, before="", **settings):
+    """A server in a process of its own; `before` is code that runs there first."""
+    found = Child(path, settings, slow, before)
     try:
         yield found
     finally:

@@ -84,7 +84,7 @@ def test_several_pictures_one_of_them_bad(server):
     assert status == 200
     assert [one["name"] for one in said["predictions"]] == ["f0.png", "f1.png", "f2.png"]
     assert [len(one["top"]) for one in said["predictions"]] == [2, 0, 2]
-    assert said["predictions"][1]["error"].startswith("A picture must be one of JPEG, PNG")
+    assert said["predictions"][1]["error"].startswith("This is not an image")
 
 
 def test_names_are_given_back_cut(server):
@@ -320,6 +320,14 @@ def test_the_token(guarded):
     assert guarded.get("/v1/model", headers=WITH)[0] == 200
 
 
+def test_two_tokens_are_none(guarded):
+    """One proxy may check the first of them and the next the second."""
+    for pair in [(TOKEN, "other"), ("other", TOKEN), (TOKEN, TOKEN)]:
+        rows = "".join(f"Authorization: Bearer {one}\r\n" for one in pair)
+        said = guarded.talk(f"GET /v1/model HTTP/1.1\r\nHost: a\r\n{rows}Connection: close\r\n\r\n".encode())
+        assert statuses(said) == [400]
+
+
 def test_the_token_is_compared_in_constant_time(guarded, monkeypatch):
     asked = []
     monkeypatch.setattr("vitrail.serve.app.hmac.compare_digest", lambda *pair: asked.append(pair) or False)
@@ -366,6 +374,7 @@ def test_a_name_that_somebody_else_lets_lead_here_is_refused(server):
         assert status == expected, (host, said)
         assert status == 200 or said["error"]["code"] == "other_host"
     assert server.ask("/metrics", headers={"Host": "evil.example"})[0] == 403
+    assert statuses(server.talk(b"GET /metrics HTTP/1.0\r\n\r\n")) == [403]  # no name at all
     assert server.ask("/healthz", headers={"Host": "evil.example"})[0] == 200
 
 

@@ -304,6 +304,9 @@ MALFORMED = {
     "nothing": (b"\r\n\r\n\r\n", 400),
     "nonsense": (b"hello\r\n\r\n", 400),
     "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
+    "an empty host": (b"GET / HTTP/1.1\r\nHost:\r\n\r\n", 400),
+    "a host of spaces": (b"GET / HTTP/1.0\r\nHost:   \r\n\r\n", 400),
+    "two origins": (b"POST / HTTP/1.1\r\nHost: a\r\nOrigin: a\r\nOrigin: b\r\n\r\n", 400),
     "two hosts": (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "HTTP/9": (b"GET / HTTP/9.9\r\nHost: a\r\n\r\n", 400),
@@ -336,7 +339,7 @@ def test_what_is_wrong_is_said(server):
         "nonsense": b"must be HTTP/1.1",
         "an unknown encoding": b"Got another Transfer-Encoding",
     }.items():
-        assert words.replace(b"Got ", b'"got": "') in server.talk(MALFORMED[name][0], half=True)
+        assert words in server.talk(MALFORMED[name][0], half=True)
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -521,7 +521,7 @@ def test_files_that_are_refused(opened):
     check_answer(page, served.predictor, flat)
     assert not page.is_visible("#trouble")
     hand_over(page, "drop", "words.png", b"these are words")
-    assert "must be" in trouble(page)
+    assert "not an image" in trouble(page)
     assert page.inner_text("#label") == "No answer"  # what stood there was another picture's
     assert not page.is_visible("#inside")
     assert not page.is_visible("#again")

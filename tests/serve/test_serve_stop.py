@@ -324,6 +324,7 @@ def test_other_machines_need_a_token(model, monkeypatch):
 def test_what_it_refuses(model, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "short").write_text("not-long-enough")
+    (tmp_path / "long").write_bytes(b"x" * 2**20)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -335,8 +336,10 @@ def test_what_it_refuses(model, tmp_path, monkeypatch):
                 "--token-file",
                 tmp_path / "short",
             ],
-            "--token-file must name a text file.": [model, "--token-file", tmp_path / "none"],
-            "empty, which is empty": [model, "--token-file", tmp_path / "empty"],
+            "none cannot be read": [model, "--token-file", tmp_path / "none"],
+            "zero cannot be read": [model, "--token-file", "/dev/zero"],
+            "long has more": [model, "--token-file", tmp_path / "long"],
+            "empty is empty": [model, "--token-file", tmp_path / "empty"],
             "Examples must be a folder": [model, "--port", 0, "--examples", tmp_path / "none"],
             "none.safetensors": [tmp_path / "none.safetensors", "--port", 0],
             "deadline must be a number of seconds above 0": [model, "--deadline", "-1"],

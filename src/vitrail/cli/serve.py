@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitrail.serve.settings import ServeConfig
 
 TOKEN = "VITRAIL_TOKEN"
+LONGEST_TOKEN = 4096  # bytes of its file
 
 
 def serve(
@@ -40,7 +41,7 @@ def serve(
     batch: Annotated[int, typer.Option(min=1, help="The most pictures in the model at once.")] = 16,
     queue: Annotated[int, typer.Option(min=1, help="The most pictures inside; more must come again.")] = 64,
     deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 10.0,
-    decoders: Annotated[int, typer.Option(min=1, help="Threads that decode pictures.")] = 2,
+    decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
     device: Annotated[str | None, typer.Option(help="Where the model runs, such as cuda.")] = None,
     size: options.Size = None,
     family: options.Family = None,
@@ -108,14 +109,23 @@ def read_token(path: Path | None) -> str | None:
     """From a file or the environment: on a command line every user of the machine would see it."""
     if path is None:
         return os.environ.get(TOKEN) or None
+    shown = printable(path)
     try:
-        found = path.read_text("utf-8").strip()
+        if not path.is_file():  # a device may have no end
+            raise OSError
+        with path.open("rb") as file:
+            found = file.read(LONGEST_TOKEN + 1)
+        token = found.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        got = f"{printable(path)}, which cannot be read"
-        raise InputError("--token-file must name a text file.", got, "Name another.") from error
-    if not found:
-        raise InputError("A token must be in the file.", f"{printable(path)}, which is empty", "Put one in.")
-    return found
+        message = f"--token-file must name a text file, and {shown} cannot be read as one; name another."
+        raise InputError(message) from error
+    if len(found) > LONGEST_TOKEN:
+        raise InputError(
+            f"A token may have {LONGEST_TOKEN:,} bytes, and {shown} has more; make a shorter one."
+        )
+    if not token:
+        raise InputError(f"{shown} is empty; put the token in it.")
+    return token
 
 
 def welcome(predictor: Predictor, settings: ServeConfig, name: str, address: str) -> str:

@@ -45,6 +45,9 @@ def model(predictor: Predictor, name: str, settings: ServeConfig, reason: str | 
         "limits": {
             "bytes": settings.body,
             "pixels": settings.pixels,
+            "side": settings.side,
+            "decode_seconds": settings.decode_time,
+            "decode_bytes": settings.decoders * settings.decode_memory,
             "files": settings.files,
             "queue": settings.queue,
             "batch": settings.batch,

@@ -11,21 +11,21 @@ import hmac
 import json
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import VitrailError
+from vitrail.errors import InputError, VitrailError
 from vitrail.serve import answers, insight
 from vitrail.serve.batcher import Batcher, Expired
+from vitrail.serve.decode_pool import DecodePool
 from vitrail.serve.forms import read_form, wanted
 from vitrail.serve.http import Site
-from vitrail.serve.messages import Refusal, Request, Response, as_json
+from vitrail.serve.images import unfit
+from vitrail.serve.messages import Client, Refusal, Request, Response, as_json
 from vitrail.serve.metrics import Gauge, Metrics
 from vitrail.serve.multipart import Part
 from vitrail.serve.openapi import describe
-from vitrail.serve.pictures import levels_of
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
@@ -92,13 +92,18 @@ class App(Site):
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
         self.metrics, self.ready = Metrics(), False
         self.batcher = Batcher(predictor, places=settings.queue, batch=settings.batch, metrics=self.metrics)
-        self.decoders = ThreadPoolExecutor(settings.decoders, thread_name_prefix="decode")
+        # torch is not in the decoders: where it resizes, it does so here, as a graph that resizes would
+        self.whole = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
+        self.decoders = DecodePool(
+            predictor.preprocess, settings, self.metrics, whole=self.whole, log=self.log
+        )
         self.figures: dict[str, bytes] = {}
         reason = insight.reason_against(predictor)
         self.description = as_json(answers.model(predictor, name, settings, reason))
         self.routes = {route.template: route for route in self.all_routes()}
         self.metrics.gauges = [
             Gauge("vitrail_queue_depth", "Pictures inside.", lambda: self.batcher.taken),
+            Gauge("vitrail_decodes_running", "Images being decoded.", lambda: len(self.decoders.running)),
             Gauge("vitrail_connections", "Clients connected.", lambda: len(self.connections)),
             Gauge("vitrail_ready", "1 where requests are welcome.", lambda: int(self.welcome)),
         ]
@@ -190,7 +195,9 @@ class App(Site):
         request.pictures = len(form.files)
         watch = Watch()
         async with self.inside(len(form.files)) as due:
-            found = await asyncio.gather(*(self.judge(part, due, watch) for part in form.files))
+            found = await asyncio.gather(
+                *(self.judge(part, request.client, due, watch) for part in form.files)
+            )
         if len(found) == 1 and isinstance(found[0], Refusal):
             raise found[0]
         said = [answers.prediction(one, part.name, top) for one, part in zip(found, form.files, strict=True)]
@@ -209,7 +216,7 @@ class App(Site):
             raise Refusal(400, "one_picture", "Explain takes one picture.", "several", "Send one.")
         request.pictures = 1
         async with self.inside(1) as due:
-            levels = await self.decode(form.files[0])
+            levels = await self.decode(form.files[0], request.client)
             said = await self.look(lambda: insight.explain(self.predictor, levels, layer, top), due)
         return Response(200, said)
 
@@ -224,10 +231,10 @@ class App(Site):
             except TimeoutError:
                 raise Expired from None
 
-    async def judge(self, part: Part, due: float, watch: Watch) -> Prediction | Refusal:
+    async def judge(self, part: Part, client: Client, due: float, watch: Watch) -> Prediction | Refusal:
         """The answer for one picture. Whatever is wrong with it is its own affair alone."""
         try:
-            levels = await self.decode(part)
+            levels = await self.decode(part, client)
             watch.decoded = watch.time()
             found = await self.batcher.submit(levels, due)
         except Refusal as refusal:
@@ -238,19 +245,22 @@ class App(Site):
             return self.failed(error)
         return found if found.error is None else no_answer()
 
-    async def decode(self, part: Part) -> NDArray[np.uint8]:
-        """The levels of a picture, from a thread of the decoders."""
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        preprocess, pixels = self.predictor.preprocess, self.settings.pixels
+    async def decode(self, part: Part, client: Client) -> NDArray[np.uint8]:
+        """The pixels of an image, from a process of the decoders."""
+        start = asyncio.get_running_loop().time()
         try:
-            levels = await loop.run_in_executor(self.decoders, levels_of, part.data, preprocess, pixels)
+            pixels = await self.decoders.decode(part.data, client)
+            if self.whole:
+                pixels = await asyncio.to_thread(self.predictor.preprocess.pixels, pixels)
+        except InputError as error:
+            self.metrics.bad.add()
+            raise unfit() from error
         except Refusal:
             self.metrics.bad.add()
             raise
-        self.metrics.decoding.add(loop.time() - start)
+        self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
         self.metrics.pictures.add()
-        return levels
+        return pixels
 
     # ---- the model --------------------------------------------------------------------------
 

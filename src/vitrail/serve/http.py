@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from email.utils import formatdate
 from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
 from socket import SO_ERROR, SOL_SOCKET
 
 import h11
 
-from vitrail.serve.messages import HEAD, Refusal, Request, Response, busy, malformed, slow, too_large
+from vitrail.serve.messages import HEAD, Client, Refusal, Request, Response, busy, malformed, slow, too_large
 from vitrail.serve.settings import ServeConfig
 
 CHUNKS = 2**14  # of one body
@@ -26,6 +27,7 @@ SECURITY = [
     ("Content-Security-Policy", "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'"),
     ("Referrer-Policy", "no-referrer"),
 ]
+SINGLE = (b"host", b"authorization", b"origin", b"content-type")  # what we decide by
 CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
 
 
@@ -54,6 +56,7 @@ class Connection(asyncio.Protocol):
     """One client, from its first byte to its last."""
 
     transport: asyncio.Transport
+    client: Client
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -69,6 +72,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
+        self.client = Client(network_of(transport.get_extra_info("peername")))
         transport.set_write_buffer_limits(0)  # `flushed` then means that the system has taken everything
         self.flushed.set()
         if len(self.site.connections) >= 2 * self.site.settings.connections:
@@ -245,6 +249,7 @@ class Connection(asyncio.Protocol):
             target = "/" + target.partition("://")[2].partition("/")[2]
         path, _, query = target.partition("?")
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
+        self.check_headers([name for name, _ in event.headers], headers)
         if sum(len(name) + len(value) for name, value in event.headers) + len(target) > HEAD:
             raise malformed(431)
         if {"content-length", "transfer-encoding"} <= headers.keys():  # which one counts is not ours to guess
@@ -252,7 +257,17 @@ class Connection(asyncio.Protocol):
         length = int(headers.get("content-length", 0))
         if not length and "transfer-encoding" not in headers:
             await self.next_event()  # the end of a request without a body
-        return Request(event.method.decode("ascii"), path, query, headers, lambda: self.read_body(length))
+        method = event.method.decode("ascii")
+        return Request(method, path, query, headers, lambda: self.read_body(length), self.client)
+
+    def check_headers(self, names: list[bytes], headers: dict[str, str]) -> None:
+        """Where a header that decides something came twice, or empty, whoever reads it first decides."""
+        for name in SINGLE:
+            if names.count(name) > 1:
+                message = f"The header {name.decode().title()} came more than once; send it once."
+                raise Refusal(400, "repeated_header", message)
+        if not headers.get("host", "-").strip():
+            raise Refusal(400, "no_host", "The header Host is empty; send the server's name in it.")
 
     async def read_body(self, length: int) -> bytes:
         """All of it, counted as it comes: a length is a promise, and chunks have none."""
@@ -283,6 +298,9 @@ class Connection(asyncio.Protocol):
                         raise Refusal(413, "too_many_chunks", must, "more", "Send larger ones.")
         except TimeoutError:
             raise slow("body", settings.body_time) from None
+        self.unread = len(self.parser.trailing_data[0])
+        if self.unread <= AHEAD and not self.ended.is_set():
+            self.transport.resume_reading()  # or nobody would notice that the client leaves
         return b"".join(parts)
 
     # ---- writing ----------------------------------------------------------------------------
@@ -307,6 +325,16 @@ class Connection(asyncio.Protocol):
         self.write(head, *body, h11.EndOfMessage())
         async with asyncio.timeout(self.site.settings.body_time):
             await self.flushed.wait()
+
+
+def network_of(peer: tuple[str, int] | None) -> str:
+    """A client's address. Of IPv6 the first half: the rest is each customer's own to choose from."""
+    if not peer:
+        return ""  # it has gone already
+    found = ip_address(peer[0].partition("%")[0])
+    if isinstance(found, IPv6Address):
+        return str(found.ipv4_mapped or found.exploded[:19])
+    return str(found)
 
 
 def no_room() -> Refusal:

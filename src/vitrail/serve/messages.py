@@ -12,6 +12,15 @@ Headers = tuple[tuple[str, str], ...]
 HEAD = 16 * 2**10  # bytes of a request's head, and of any line between the chunks of a body
 
 
+@dataclass(eq=False)
+class Client:
+    """A connection, as the decoders' queue knows it."""
+
+    address: str
+    slow: bool | None = None
+    """Whether its last image took long to decode; None before there was any."""
+
+
 @dataclass
 class Request:
     """What a client asks. Its body is read when a route wants it, and then once."""
@@ -21,6 +30,7 @@ class Request:
     query: str
     headers: dict[str, str]
     read: Callable[[], Awaitable[bytes]]
+    client: Client
     route: str = field(default="unknown", init=False)
     """Its template, for log and metrics: whatever the client made up stays out of these."""
     pictures: int = field(default=0, init=False)

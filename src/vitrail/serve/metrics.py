@@ -75,6 +75,7 @@ class Metrics:
         self.expired = Counter("vitrail_expired_total", "Requests that were not answered in time.")
         self.abandoned = Counter("vitrail_abandoned_total", "Requests whose client left.")
         self.dropped = Counter("vitrail_dropped_total", "Jobs that left the queue without being run.")
+        self.killed = Counter("vitrail_killed_decodes_total", "Decoder processes ended, by reason.", "reason")
         self.decoding = Histogram("vitrail_decode_seconds", "From a picture's bytes to levels, with waiting.")
         self.batches = Histogram("vitrail_batch_size", "Pictures in the model at once.", SIZES)
         self.thinking = Histogram("vitrail_model_seconds", "The model's time for a batch.")

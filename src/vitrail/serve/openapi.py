@@ -63,7 +63,10 @@ SCHEMAS = {
         parameters=either(WHOLE, NOTHING),
         preprocess=listing(TEXT),
         card=thing(licence=TEXT, metrics={"type": "object", "additionalProperties": NUMBER}),
-        limits=thing(bytes=WHOLE, pixels=WHOLE, files=WHOLE, queue=WHOLE, batch=WHOLE, deadline=NUMBER),
+        limits=thing(
+            **dict.fromkeys(("bytes", "pixels", "side", "files", "queue", "batch", "decode_bytes"), WHOLE),
+            **dict.fromkeys(("deadline", "decode_seconds"), NUMBER),
+        ),
         explain=thing(there=YES_OR_NO, reason=either(TEXT, NOTHING)),
     ),
     "Examples": listing(thing(name=TEXT, url=TEXT)),
@@ -100,9 +103,9 @@ GUARDED = {401: "No token, or another", 403: "Asked by a name that is not this s
 WORKING = {503: "Busy: come again after Retry-After", 504: "Not answered in time"}
 PICTURES = {
     403: "From a page of another server, or by a name that is not this one's",
-    413: "Too many bytes, pixels or pictures",
+    413: "Too many bytes, pixels or images, or too much memory to decode",
     415: "Not a picture",
-    422: "A broken picture",
+    422: "A broken image, or one that is too slow to decode",
 }
 
 

@@ -198,9 +198,12 @@ class Server:
             loop.add_reader(heard, self.on_signals, heard)
         loop.add_reader(self.listener, self.accept)
         warming = loop.create_task(self.warm_up())
-        await self.told.wait()
-        warming.cancel()
-        await self.drain()
+        try:
+            await self.told.wait()
+            warming.cancel()
+            await self.drain()
+        finally:
+            await self.app.decoders.close()
 
     def on_signals(self, heard: socket.socket) -> None:
         """The first asks us to leave; the second means it."""
@@ -256,7 +259,8 @@ class Server:
                 list(self.app.predictor.answer([("", blank)] * count))
 
         try:
-            await self.app.batcher.call(answer, float("inf"))
+            model = self.app.batcher.call(answer, float("inf"))
+            await asyncio.gather(self.app.decoders.start(), model)
             self.app.ready = True
         except Exception as error:
             self.app.failed(error)
@@ -277,7 +281,6 @@ class Server:
         if late:
             self.app.log(f"clients cut off after {self.app.settings.drain:g} seconds: {len(late)}")
             self.code = 1
-        self.app.decoders.shutdown(wait=False, cancel_futures=True)
 
 
 class Log:

@@ -41,12 +41,15 @@ class ServeConfig(Config):
     queue: int = whole("Pictures inside at once: being decoded, waiting, or in the model", default=64)
     batch: int = whole("The most pictures that go through the model at once", default=16)
     deadline: float = seconds("From the end of a request to its answer; afterwards it is dropped", 10.0)
-    decoders: int = whole("Threads that decode pictures", default=2)
+    decoders: int = whole("Processes that decode images", default=2)
+    decode_time: float = seconds("Processor time for decoding one image", 3.0)
+    decode_memory: int = whole("Bytes that each decoder may use for an image", default=512 * 2**20)
 
     # ---- requests
     body: int = whole("Bytes of one request", default=16 * 2**20)
     bodies: int = whole("Bytes of all requests together", default=256 * 2**20)
     pixels: int = whole("Pixels of one picture, as its header has them", default=25_000_000)
+    side: int = whole("Pixels that an image may be wide or high", default=2**15)
     files: int = whole("Pictures in one request", default=32)
     connections: int = whole("Clients connected at once", default=512)
 
@@ -83,7 +86,7 @@ class ServeConfig(Config):
         A web page may have its own name lead to this machine, and would then count as the server's. It
         cannot do that with an address, nor with localhost.
         """
-        if not self.local or self.token or self.public or not host:
+        if not self.local or self.token or self.public:
             return True
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         try:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vitrail.weights.describe import Description
     from vitrail.weights.folder import Stored
 
+SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
+
 
 def info(
     file: Annotated[
@@ -42,9 +44,9 @@ def info(
 
     path, origin = fetch_model(file, offline=offline)
     with open_model(path) as stored:
-        what = describe(stored, **options.facts(family, keys, given, size))
-        if size is not None:
-            replace(what.config, size=options.sides(size))  # which says what is wrong with it
+        told = options.facts(family, keys, given, size)
+        what = describe(stored, **told)
+        replace(what.config, **{name: told[name] for name in SHAPES if name in told})  # which checks them
         what = replace(what, card=replace(what.card, **origin))
         found = facts_of(stored, what)
         bad = scan(stored) if check else None

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,11 @@ from PIL import Image
 import vitrail as vt
 from vitrail.inspect.sample import FILE
 from vitrail.memory import asked_for, is_out_of_memory
+from vitrail.predict.sources import reason_of
+from vitrail.training import run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from tiny_runs import calm, train, write_arrays
 
 FAULTS = """
 import resource
@@ -142,3 +148,19 @@ def test_a_forward_pass_takes_no_less_than_is_counted(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     counted, measured = map(int, done.stdout.split())
     assert counted <= measured < 4 * counted
+
+
+def out_of_memory(*_):
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 128000 bytes.")
+
+
+@pytest.mark.parametrize(("home", "name"), [(run, "seconds_left"), (run.Trainer, "take_step")])
+def test_a_step_that_does_not_fit_names_the_setting(tmp_path, monkeypatch, home, name):
+    """Also the one that only measures the time."""
+    monkeypatch.setattr(home, name, out_of_memory)
+    with pytest.raises(vt.ConfigError, match="accumulate=4"):
+        train(write_arrays(tmp_path / "data.npz"), out=tmp_path / "out", **calm())
+
+
+def test_a_picture_without_memory_for_it_has_a_reason():
+    assert "not enough memory" in reason_of(MemoryError())

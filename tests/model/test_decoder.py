@@ -493,8 +493,8 @@ CONFIG_ERRORS = [
     (dict(dropout=1), r"dropout must be at least 0 and below 1. Got dropout=1."),
     (dict(eps=0), r"eps must be above 0 and at most 1. Got eps=0."),
     (dict(depth=20_000), r"depth must be at most 10,000."),
-    (dict(vocabulary=10**11), r"at most 100,000,000,000 parameters. .* Most of them are in the head"),
-    (dict(length=10**11), r"Most of them are in the position table"),
+    (dict(vocabulary=10**11), r"at most 100,000,000,000 parameters, .* most of them are in the head"),
+    (dict(length=10**11), r"most of them are in the position table"),
     (
         dict(context_width=8, block="parallel"),
         r"context_width=8 needs pre-norm blocks. Got block='parallel'. Change context_width or block.",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import hostile
+import hostile_images
 import vitrail as vt
 from bench.hostile import many_scans, strip
 from serving import PATIENCE, child, form, picture, read_all, request, serving, statuses, toy, until
@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def obedient(monkeypatch):
     """Servers of this process get decoders that obey images."""
-    monkeypatch.setattr(decode_process, "COMMAND", hostile.COMMAND)
+    monkeypatch.setattr(decode_process, "COMMAND", hostile_images.COMMAND)
 
 
 # ---- what Linux says of processes ---------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_with_usual_settings_such_images_are_refused(model):
 def test_a_decode_beyond_its_time_is_ended(obedient):
     with serving(vt.Predictor(toy()), decode_time=0.3) as running:
         start = time.monotonic()
-        status, said = running.predict(hostile.told("spin"))
+        status, said = running.predict(hostile_images.told("spin"))
         assert (status, said["error"]["code"]) == (422, "slow_image")
         assert time.monotonic() - start < 5
         until(lambda: at_rest(running), 5)
@@ -213,7 +213,7 @@ def test_a_large_good_image_beyond_its_time_is_ended_too():
 
 def test_a_decode_ends_with_its_deadline(obedient):
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=0.5) as running:
-        assert running.predict(hostile.told("spin"))[0] == 504
+        assert running.predict(hostile_images.told("spin"))[0] == 504
         until(lambda: at_rest(running), 5)
         assert running.count('vitrail_killed_decodes_total{reason="abandoned"}') == 1
 
@@ -232,7 +232,7 @@ def test_a_decode_ends_when_its_client_leaves(obedient, before):
 
 def test_an_image_has_so_much_memory_and_no_more(obedient):
     with serving(vt.Predictor(toy()), decode_memory=100 * MiB) as running:
-        most, asked = 0, threading.Thread(target=lambda: found.append(running.predict(hostile.told("eat"))))
+        most, asked = 0, threading.Thread(target=lambda: found.append(running.predict(hostile_images.told("eat"))))
         found = []
         asked.start()
         while asked.is_alive():
@@ -247,11 +247,11 @@ def test_an_image_has_so_much_memory_and_no_more(obedient):
 
 def test_what_kills_a_decoder_fails_alone(obedient):
     with serving(vt.Predictor(toy())) as running:
-        body, kind = form(picture(1), hostile.told("die"), picture(2))
+        body, kind = form(picture(1), hostile_images.told("die"), picture(2))
         status, said = running.predict(body, kind=kind)
         assert status == 200
         assert [one["error"] is None for one in said["predictions"]] == [True, False, True]
-        status, said = running.predict(hostile.told("die"))
+        status, said = running.predict(hostile_images.told("die"))
         assert (status, said["error"]["code"]) == (422, "broken_picture")
         assert not [line for line in running.log if line.startswith("bug")]
 
@@ -307,7 +307,7 @@ def test_where_torch_resizes_or_the_model_does_the_answer_is_the_same(whole):
 @contextmanager
 def flood(running, word, files):
     """A client with a request of many such images, until the end of the block."""
-    body, kind = form(*[hostile.told(word)] * files)
+    body, kind = form(*[hostile_images.told(word)] * files)
     with running.dial() as client:
         client.sendall(request(body=body, Content_Type=kind))
         until(lambda: len(running.app.decoders.running) == running.app.settings.decoders)
@@ -329,7 +329,7 @@ def test_slow_images_never_hold_all_decoders(obedient):
 
 def test_alone_a_client_may_use_all_decoders(obedient):
     with serving(vt.Predictor(toy()), deadline=60.0) as running:
-        body, kind = form(*[hostile.told("nap")] * 2)
+        body, kind = form(*[hostile_images.told("nap")] * 2)
         start = time.monotonic()
         assert running.predict(body, kind=kind)[0] == 200
         assert time.monotonic() - start < 1.1  # not one after the other
@@ -423,12 +423,12 @@ def spinning(model, monkeypatch_code, **settings):
     with child(model, decode_time=60.0, before=monkeypatch_code, **settings) as server:
         found = below(server.process.pid)
         with server.dial() as client:
-            client.sendall(request(body=hostile.told("spin")))
+            client.sendall(request(body=hostile_images.told("spin")))
             until(lambda: server.count("vitrail_decodes_running") == 1)
             yield server, found, client
 
 
-OBEY = f"from vitrail.serve import decode_process; decode_process.COMMAND = {hostile.COMMAND!r}"
+OBEY = f"from vitrail.serve import decode_process; decode_process.COMMAND = {hostile_images.COMMAND!r}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -452,7 +452,7 @@ def test_a_second_signal_leaves_none_behind(model):
 def test_signals_to_all_processes_lose_no_image(model):
     """As Ctrl-C in a terminal sends them, and a service manager."""
     with child(model, before=OBEY) as server, server.dial() as client:
-        client.sendall(request(body=hostile.told("nap")))
+        client.sendall(request(body=hostile_images.told("nap")))
         until(lambda: server.count("vitrail_decodes_running") == 1)
         for number in (signal.SIGINT, signal.SIGTERM):
             for pid in below(server.process.pid):

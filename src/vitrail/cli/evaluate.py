@@ -77,6 +77,8 @@ def evaluate(
         raise InputError("--calibrate must name a file that ends in .safetensors.", got, "Rename it.")
     blocks = read_layers(layers)
     probes = [word.strip() for word in probe.split(",") if word.strip()]
+    if probe and not probes:
+        raise InputError(f"--probe takes some of knn, linear and fewshot, with commas, not {probe!r}.")
     if layers is not None and not probes:
         raise InputError("--layers says what --probe looks at; add --probe knn, linear or fewshot.")
 

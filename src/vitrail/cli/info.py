@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vitrail.weights.describe import Description
     from vitrail.weights.folder import Stored
 
+SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
+
 
 def info(
     file: Annotated[
@@ -41,11 +43,10 @@ def info(
     from vitrail.weights.hub import fetch_model
 
     path, origin = fetch_model(file, offline=offline)
-    how = options.facts(family, keys, given, size)
-    with open_model(path, how.pop("checkpoint_key", None)) as stored:
-        what = describe(stored, **how)
-        if size is not None:
-            replace(what.config, size=options.sides(size))  # which says what is wrong with it
+    told = options.facts(family, keys, given, size)
+    with open_model(path, told.pop("checkpoint_key", None)) as stored:
+        what = describe(stored, **told)
+        replace(what.config, **{name: told[name] for name in SHAPES if name in told})  # which checks them
         what = replace(what, card=replace(what.card, **origin))
         found = facts_of(stored, what)
         bad = scan(stored) if check else None

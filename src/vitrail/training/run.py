@@ -84,18 +84,18 @@ def run(
     keeper = Keeper(trainer, dataset, say)
     if resume:
         keeper.go_on()
-    try:
-        say.plan(plan(trainer))
-        with signals(trainer):
+    with signals(trainer):
+        try:
+            say.plan(plan(trainer))
             trainer.run(keeper.after_epoch)
-    except Stopped:
-        trainer.save()
-        say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
-            raise too_large(trainer) from error
-        raise
+        except Stopped:
+            trainer.save()
+            say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise too_large(trainer) from error
+            raise
     keeper.finish()
     return Run(place, keeper.judged_best(), trainer.history)
 

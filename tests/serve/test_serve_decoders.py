@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
+import hostile_images
 import pytest
 from PIL import Image
 
-import hostile_images
 import vitrail as vt
 from bench.hostile import many_scans, strip
 from serving import PATIENCE, child, form, picture, read_all, request, serving, statuses, toy, until

@@ -277,7 +277,7 @@ def test_what_does_not_fit(bundle, digits, tiny):
         match=r"^The pictures must have the model's 2 channels. Got 1 in digits. Load the model with channels=1.$",
     ):
         evaluate(vt.Bundle(model=tiny), digits)
-    with pytest.raises(InputError, match="batch must be a whole number from 1 to .*, not 0"):
+    with pytest.raises(InputError, match=r"batch must be a whole number from 1 to .*, not 0"):
         evaluate(bundle, digits, batch=0)
     with pytest.raises(
         InputError, match=r"^A precision must be above 0 and at most 1. Got 0. Such as 0.95.$"

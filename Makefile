@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-slow docs lint types clean
 
 ## Train a small ViT on real digits and see where it looks, in about a minute
 demo: .venv/demo-installed
@@ -12,6 +12,14 @@ demo: .venv/demo-installed
 test: .venv/dev-installed lint types
 	.venv/bin/python -m pytest -n 2 -m 'not slow and not alone'
 	.venv/bin/python -m pytest -m alone
+
+## The long proofs: kills, exports of every option, examples; some 20 minutes on two cores
+test-slow: .venv/dev-installed
+	.venv/bin/python -m pytest -m slow
+
+## The documentation as a site in site/; a broken link is an error
+docs: .venv/dev-installed
+	.venv/bin/mkdocs build --strict -q
 
 lint: .venv/dev-installed
 	.venv/bin/ruff check .

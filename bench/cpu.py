@@ -25,7 +25,7 @@ from vitrail.config import ViTConfig
 from vitrail.presets import preset
 
 # task: batch, rounds. A round is one step of each library: short, so that what slows the machine
-# slows neighbours alike, and many, so that the median of their ratios settles.
+# slows neighbors alike, and many, so that the median of their ratios settles.
 TASKS = {"inference, batch 1": (1, 240), "inference, batch 8": (8, 24), "training, batch 8": (8, 20)}
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from bench.load import Body, closed
 from bench.measure import environment, save
-from bench.serve import as_bodies, make_model, memory, pictures, serving
+from bench.serve import as_bodies, make_images, make_model, memory, serving
 
 HONEST = 4
 
@@ -51,7 +51,7 @@ def strip(wide: int = 1, high: int = 24_900_000) -> bytes:
 
 async def beside(port: int, process: subprocess.Popen[bytes], body: Body, count: int, seconds: float) -> Any:
     """Honest clients beside so many others."""
-    honest, most = as_bodies("ours", pictures(16, 224)), [0.0]
+    honest, most = as_bodies("ours", make_images(16, 224)), [0.0]
 
     async def watch() -> None:
         while True:

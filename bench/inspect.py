@@ -6,7 +6,7 @@ Three questions, on the CPU in fp32 with one thread. Are recorded weights softma
 does the model answer as without recording? How much longer does B/16 take while the weights of three
 layers are recorded (first, middle, last), and of all twelve, than the same model plain? Rounds are
 interleaved in random order; the ratio is the median of each round's own. How much does the process
-grow while attention distances are computed over 10,000 pictures?
+grow while attention distances are computed over 10,000 images?
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ ROUNDS = {1: 30, 8: 8}  # by batch
 SHARPER = (1, 2, 3, 5)  # q and k are multiplied with these
 LAYERS = (0, 6, 11)
 SMALL = dict(width=64, depth=4, heads=4, patch=4, size=32, registers=2, classes=10)
-PICTURES, BATCH = 10_000, 50
+IMAGES, BATCH = 10_000, 50
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", type=float, default=1.0, help="of rounds and pictures, for a quick look")
+    parser.add_argument("--share", type=float, default=1.0, help="of rounds and images, for a quick look")
     parser.add_argument("--out", type=Path, default=Path("bench/results/inspect.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     # Memory first: what B/16 leaves to the allocator would hide growth.
-    memory = growth(max(10 * BATCH, int(PICTURES * args.share)))
+    memory = growth(max(10 * BATCH, int(IMAGES * args.share)))
     print(memory, flush=True)
     torch.manual_seed(0)
     model = vt.create("B/16").eval()
@@ -109,14 +109,14 @@ def cost(model: vt.ViT, batch: int, rounds: int) -> dict[str, Any]:
     return {"model": "B/16", "batch": batch, "rounds": rounds, "milliseconds": middle, "ratio": ratios}
 
 
-def growth(pictures: int) -> dict[str, Any]:
+def growth(images: int) -> dict[str, Any]:
     """How far the process grows over all batches but the first ten, which fill the allocator's stores."""
     torch.manual_seed(0)
     model = vt.ViT(vt.ViTConfig(**SMALL))
     marks: list[float] = []
 
     def batches() -> Iterator[Tensor]:
-        for number in range(pictures // BATCH):
+        for number in range(images // BATCH):
             if number == 10:
                 marks.append(resident())
             yield torch.randn(BATCH, 3, 32, 32)
@@ -124,9 +124,9 @@ def growth(pictures: int) -> dict[str, Any]:
     found = distance.compute(model, batches())
     marks.append(resident())
     config = model.config
-    kept = 4 * found.pictures * config.depth * config.heads * config.tokens**2 / 2**20
+    kept = 4 * found.images * config.depth * config.heads * config.tokens**2 / 2**20
     return {
-        "pictures": found.pictures,
+        "images": found.images,
         "batch": BATCH,
         "model": SMALL,
         "after_ten_batches_mib": round(marks[0], 1),

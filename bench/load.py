@@ -23,7 +23,7 @@ class Seen:
     """Seconds until each 503."""
     other: dict[int, int] = field(default_factory=dict)
     wrong: int = 0
-    """Answers that were not this picture's."""
+    """Answers that were not this image's."""
     lost: int = 0
     """Requests that were sent whole and got no answer."""
 

@@ -22,7 +22,7 @@ import torch
 
 def interleave(jobs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run every job once per round, in another order each time (what a job leaves in the caches
-    meets each neighbour equally often); seconds by name."""
+    meets each neighbor equally often); seconds by name."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     order, chance = list(jobs), random.Random(0)
     for _ in range(rounds):

@@ -2,8 +2,8 @@
 
     python -m bench.patches
 
-On the GPU if there is one (B/16's projection, 256 pictures, bf16, eager and compiled), else on the
-CPU (8 pictures, fp32, eager). Interleaved; the median round counts.
+On the GPU if there is one (B/16's projection, 256 images, bf16, eager and compiled), else on the
+CPU (8 images, fp32, eager). Interleaved; the median round counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.measure import clock, environment, interleave, save
-from vitrail.model.tokens import cut
+from vitrail.model.tokens import patchify
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     weight, bias = torch.randn(768, 3, 16, 16, **options), torch.randn(768, **options)
 
     def product() -> torch.Tensor:
-        return F.linear(cut(x, (16, 16)), weight.flatten(1), bias)
+        return F.linear(patchify(x, (16, 16)), weight.flatten(1), bias)
 
     def convolution() -> torch.Tensor:
         return F.conv2d(x, weight, bias, stride=16).flatten(2).transpose(1, 2)

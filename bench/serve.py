@@ -2,8 +2,8 @@
 
     python -m bench.serve
 
-The model is S/16 with random weights; pictures are cut from scikit-learn's two photographs, 224 pixels,
-JPEG. The plain loop decodes a picture and asks the model, 16 at a time, in one process without HTTP; the
+The model is S/16 with random weights; images are cut from scikit-learn's two photographs, 224 pixels,
+JPEG. The plain loop decodes an image and asks the model, 16 at a time, in one process without HTTP; the
 faster of decoding in between and in two threads counts. Rounds are interleaved. The soak and the stops
 run on the toy model `mu/4`, where a mistake has the most chances. Everything shares the same cores,
 clients included.
@@ -36,7 +36,7 @@ from PIL import Image
 import vitrail as vt
 from bench.load import Body, Client, Seen, ask, closed, open_loop, until_gone
 from bench.measure import environment, save
-from vitrail.cli.memory import keep_freed_memory
+from vitrail.cli.malloc import keep_freed_memory
 
 CLIENTS, BATCH = 16, 16
 SERVERS = {
@@ -91,7 +91,7 @@ def make_model(name: str, folder: Path) -> Path:
     return path
 
 
-def pictures(count: int, side: int) -> list[bytes]:
+def make_images(count: int, side: int) -> list[bytes]:
     """Different cuts of two photographs."""
     from sklearn.datasets import load_sample_images
 
@@ -168,8 +168,8 @@ def tree(pid: int) -> list[int]:
 
 
 def speed(model: Path, rounds: int, seconds: float, peers: list[str]) -> dict[str, Any]:
-    """Pictures per second at 16 clients, and milliseconds for one client alone, by server and for loops."""
-    images = pictures(64, 224)
+    """Images per second at 16 clients, and milliseconds for one client alone, by server and for loops."""
+    images = make_images(64, 224)
     rate: dict[str, list[float]] = {}
     alone: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -192,7 +192,7 @@ def speed(model: Path, rounds: int, seconds: float, peers: list[str]) -> dict[st
         print({name: round(values[-1], 2) for name, values in rate.items()}, flush=True)
     loop = [max(pair) for pair in zip(rate["loop, in between"], rate["loop, two threads"], strict=True)]
     return {
-        "pictures_per_s": {name: round(statistics.median(values), 2) for name, values in rate.items()},
+        "images_per_s": {name: round(statistics.median(values), 2) for name, values in rate.items()},
         "ratio_to_loop": {
             name: round(statistics.median(a / b for a, b in zip(rate[name], loop, strict=True)), 3)
             for name in ["ours", *peers]
@@ -224,7 +224,7 @@ def plain(model: Path, seconds: float) -> dict[str, float]:
 
 def loop(model: str, seconds: float) -> None:
     keep_freed_memory()  # as our commands do, so that only what a server adds is compared
-    images = [io.BytesIO(image) for image in pictures(64, 224)]
+    images = [io.BytesIO(image) for image in make_images(64, 224)]
     found: dict[str, float] = {}
     for name, workers in (("in between", 0), ("two threads", 2)):
         predict = vt.Predictor(model, batch=BATCH, workers=workers)
@@ -249,8 +249,8 @@ def loop(model: str, seconds: float) -> None:
 
 def overload(model: Path, known: dict[str, Any], rounds: int, seconds: float) -> dict[str, Any]:
     """Four times as many requests as can be answered, at random moments, after 16 patient clients."""
-    rate = 4 * known["pictures_per_s"]["ours"]
-    bodies = as_bodies("ours", pictures(64, 224))
+    rate = 4 * known["images_per_s"]["ours"]
+    bodies = as_bodies("ours", make_images(64, 224))
     goodput: list[float] = []
     grown: list[float] = []
     whole = Seen()
@@ -287,8 +287,8 @@ def overload(model: Path, known: dict[str, Any], rounds: int, seconds: float) ->
 
 
 async def soak(model: Path, requests: int) -> dict[str, Any]:
-    """8 clients, every answer compared with what the picture gives alone; every twentieth is no picture."""
-    images, bad = pictures(200, 32), (b"not a picture", "image/jpeg")
+    """8 clients, every answer compared with what the image gives alone; every twentieth is no image."""
+    images, bad = make_images(200, 32), (b"not an image", "image/jpeg")
     predict = vt.Predictor(model)
     scores = [predict(Image.open(io.BytesIO(image))).top(10) for image in images]
     seen, left = Seen(), iter(range(requests))
@@ -303,9 +303,9 @@ async def soak(model: Path, requests: int) -> dict[str, Any]:
             if n % 20 == 19:
                 await ask(client, bad, seen)
             else:
-                picture = n % len(images)
-                body = (images[picture], "image/jpeg")
-                await ask(client, body, seen, lambda answer, n=picture: right(n, answer))
+                image = n % len(images)
+                body = (images[image], "image/jpeg")
+                await ask(client, body, seen, lambda answer, n=image: right(n, answer))
 
     with serving("ours", model) as (port, process):
         warm, left = left, iter(range(min(2000, requests)))
@@ -329,7 +329,7 @@ async def soak(model: Path, requests: int) -> dict[str, Any]:
 
 async def stop(model: Path) -> dict[str, Any]:
     """SIGTERM while 8 clients ask without a pause."""
-    bodies, count = as_bodies("ours", pictures(16, 32)), [0]
+    bodies, count = as_bodies("ours", make_images(16, 32)), [0]
     with serving("ours", model) as (port, process):
         clients = asyncio.create_task(until_gone(port, "/v1/predict", bodies, 8, count))
         await asyncio.sleep(1)

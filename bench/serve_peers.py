@@ -1,7 +1,7 @@
 """The servers that bench.serve compares ours with: python -m bench.serve_peers NAME MODEL PORT
 
-`fastapi` is what one writes first: a route that decodes the picture and asks the model, one at a time.
-`litserve` decodes in its route, too, and gathers up to 16 pictures. Both use our Predictor and keep freed
+`fastapi` is what one writes first: a route that decodes the image and asks the model, one at a time.
+`litserve` decodes in its route, too, and gathers up to 16 images. Both use our Predictor and keep freed
 memory as our commands do, so that only the serving differs.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitrail.cli.memory import keep_freed_memory
+from vitrail.cli.malloc import keep_freed_memory
 from vitrail.predict import Predictor
 
 
@@ -49,14 +49,14 @@ class Api(LitAPI):  # type: ignore[misc]
         self.ask = Predictor(self.model)
 
     def decode_request(self, request: dict[str, str]) -> Any:
-        picture = Image.open(io.BytesIO(base64.b64decode(request["image"])))
-        return self.ask.preprocess.pixels(picture)
+        image = Image.open(io.BytesIO(base64.b64decode(request["image"])))
+        return self.ask.preprocess.pixels(image)
 
     def batch(self, inputs: list[Any]) -> Any:
         return np.stack(inputs)
 
     def predict(self, x: Any) -> Any:
-        return list(self.ask.answer([("", one) for one in x]))
+        return list(self.ask.predict_batch([("", one) for one in x]))
 
     def unbatch(self, output: Any) -> Any:
         return output

@@ -1,10 +1,10 @@
-"""Write docs/errata.md from the evidence: python -m docs.errata_page"""
+"""Generate docs/errata.md: python -m docs.errata_page"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.labs.errata.page import page
+from vitrail.course.errata.page import page
 
 PAGE = Path(__file__).parent / "errata.md"
 

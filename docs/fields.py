@@ -1,4 +1,4 @@
-"""Write the table of docs/config.md from the config itself: python -m docs.fields"""
+"""Write the table of docs/config.md from ViTConfig: python -m docs.fields"""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import get_type_hints
 
 from vitrail.config import ViTConfig
-from vitrail.fields import literal_words
+from vitrail.fields import literal_values
 
 PAGE = Path(__file__).parent / "config.md"
 
 
 def table() -> str:
+    """The table of all fields."""
     hints = get_type_hints(ViTConfig)
-    lines = ["| field | default | words | meaning |", "|---|---|---|---|"]
+    lines = ["| field | default | choices | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(ViTConfig):
-        words = ", ".join(f"`{word}`" for word in literal_words(hints[field.name]))
+        choices = ", ".join(f"`{value}`" for value in literal_values(hints[field.name]))
         default = "required" if field.default is dataclasses.MISSING else f"`{field.default}`"
-        lines.append(f"| `{field.name}` | {default} | {words} | {field.metadata['doc']} |")
+        lines.append(f"| `{field.name}` | {default} | {choices} | {field.metadata['doc']} |")
     return "\n".join(lines)
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The page with an up-to-date table."""
     begin, end = "<!-- fields -->", "<!-- end of fields -->"
     return re.sub(
         f"{begin}.*{end}", lambda _: f"{begin}\n{table()}\n{end}", PAGE.read_text(), flags=re.DOTALL

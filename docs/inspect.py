@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from vitrail.inspect.sample import sample_model, sample_pictures
-from vitrail.report.inspection import FIGURES, Asked, make
+from vitrail.inspect.figure import InspectionRequest
+from vitrail.inspect.figures import FIGURES, make_figure
+from vitrail.inspect.sample import sample_images, sample_model
 
 PAGE = Path(__file__).parent / "inspect.md"
 IMAGES = Path(__file__).parent / "images" / "inspect"
@@ -16,10 +17,10 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
 def written(captions: dict[str, str]) -> str:
-    """A section for each figure: its picture, and what it says of this model."""
+    """One section per figure: title, image and caption."""
     parts = []
     for name, caption in captions.items():
-        title = FIGURES[name][0]
+        title = FIGURES[name].title
         parts.append(
             f"### {name}: {title[0].lower()}{title[1:]}\n\n![{title}](images/inspect/{name}.png)\n\n{caption}"
         )
@@ -28,18 +29,18 @@ def written(captions: dict[str, str]) -> str:
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    digits, captions = sample_pictures(10), {}
-    with TemporaryDirectory() as place:
-        folder = Path(place)
+    digits, captions = sample_images(10), {}
+    with TemporaryDirectory() as directory:
+        folder = Path(directory)
         (folder / "digits").mkdir()
         for name, pixels in zip(digits.names, digits.pixels, strict=True):
             Image.fromarray(pixels[..., 0]).save(folder / "digits" / f"{name}.png")
-        ask = Asked(sample_model(), sorted((folder / "digits").iterdir()), most=6)
+        request = InspectionRequest(sample_model(), sorted((folder / "digits").iterdir()), most=6)
         for name in FIGURES:
-            captions[name] = make(name, ask, folder).how_to_read
-            whole = Image.open(folder / f"{name}.png")
-            small = whole.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
-            small.save(IMAGES / f"{name}.png", optimize=True)  # a third of the size
+            captions[name] = make_figure(FIGURES[name], request, folder).caption
+            image = Image.open(folder / f"{name}.png")
+            reduced = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
+            reduced.save(IMAGES / f"{name}.png", optimize=True)  # a third of the size
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{written(captions)}\n{END}{rest.split(END)[1]}")
 

@@ -1,11 +1,11 @@
-"""Write the table of docs/notes.md from the results of the labs: python -m docs.notes"""
+"""Generate the results section of docs/notes.md from the saved results of the labs: python -m docs.notes"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from vitrail.labs.lab import find, joined, known, number_in_words
+from vitrail.course.labs.lab import find_lab, format_number, format_verdict, load_results
 
 PAGE = Path(__file__).parent / "notes.md"
 IMAGES = Path(__file__).parent / "images" / "labs"
@@ -13,21 +13,21 @@ BEGIN, END = "<!-- labs -->", "<!-- end of labs -->"
 
 
 def section(result: dict[str, Any]) -> str:
-    """A claim, what was measured, the verdict, and the picture."""
+    """The claim, the measurements, the verdict and the figure of a lab."""
     name = str(result["name"])
-    verdict = joined(f"**{result['verdict']}**", result["condition"])
+    verdict = format_verdict(f"**{result['verdict']}**", result["condition"])
     return (
         f"## {name}\n\nNote {result['note']}. {result['claim']}\n\n"
         f"    {result['command']}\n\n"
-        f"{number_in_words(result)}: {verdict}.\n\n{result['sentence']}\n\n"
-        f"![{name}: {find(name).CLAIM}](images/labs/{name}.png)"
+        f"{format_number(result)}. Verdict: {verdict}.\n\n{result['sentence']}\n\n"
+        f"![{name}: {find_lab(name).CLAIM}](images/labs/{name}.png)"
     )
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The complete page: the existing introduction and the current results."""
     before, rest = PAGE.read_text().split(BEGIN)
-    text = "\n\n".join(section(result) for result in known())
+    text = "\n\n".join(section(result) for result in load_results())
     return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
 
 

@@ -11,27 +11,28 @@ from vitrail.recipes import recipes
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
-GROUPS = ("Measured by us", "As published, not run by us", "Without a figure yet")
+GROUPS = ("Measured by us", "As published, not run by us", "Not measured yet")
 
 
 def group_of(text: str) -> str:
-    """By what the docstring says: a figure of ours comes with the command that gave it."""
+    """The group of a recipe: an accuracy of ours comes with its command in the docstring."""
     if "Not run by us." in " ".join(text.split()):
         return GROUPS[1]
     return GROUPS[0] if "vitrail train " in text and "%" in text else GROUPS[2]
 
 
-def section(heading: str, some: dict[str, str]) -> str:
-    """A table of some recipes, and what each says of itself."""
+def section(heading: str, texts: dict[str, str]) -> str:
+    """A table of the recipes of a group, and their docstrings."""
     lines = [f"## {heading}", "", "| recipe | for |", "|---|---|"]
-    lines += [f"| [`{name}`](#{name}) | {text.splitlines()[0]} |" for name, text in some.items()]
-    for name, text in some.items():
+    lines += [f"| [`{name}`](#{name}) | {text.splitlines()[0]} |" for name, text in texts.items()]
+    for name, text in texts.items():
         lines += ["", f"### {name}", "", text]
     return "\n".join(lines)
 
 
-def written(found: dict[str, Callable[..., Any]]) -> str:
-    texts = {name: inspect.cleandoc(function.__doc__ or "") for name, function in found.items()}
+def written(functions: dict[str, Callable[..., Any]]) -> str:
+    """All sections, as Markdown."""
+    texts = {name: inspect.cleandoc(function.__doc__ or "") for name, function in functions.items()}
     grouped = {
         group: {name: text for name, text in texts.items() if group_of(text) == group} for group in GROUPS
     }
@@ -39,7 +40,7 @@ def written(found: dict[str, Callable[..., Any]]) -> str:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The page with its recipes updated."""
     before, rest = PAGE.read_text().split(BEGIN)
     return f"{before}{BEGIN}\n{written(recipes())}\n{END}{rest.split(END)[1]}"
 

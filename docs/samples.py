@@ -1,12 +1,11 @@
-"""Tiny random models of every family, in files: what docs/weights.py measures.
+"""Tiny random models of every family, in files, for docs/weights.py.
 
-The libraries make them themselves, by the builders of tests/weights. Where the library is out of Python's
-reach here (flax), the tests' own forward stands for it.
+The libraries build them themselves, through tests/weights. For Flax and OpenAI's CLIP, which are not
+installed, the tests have their own forward pass.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,33 +19,29 @@ from torch import Tensor
 
 import vitrail as vt
 from bench.peers import make_torchvision_importable
-
-TESTS = Path(__file__).parents[1] / "tests"
+from tests.support.models import shake
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A random model of somebody else's, in a file."""
+    """A random model of another library, in a file."""
 
     path: Path
-    """What `vitrail.load` is given."""
+    """The argument of `vitrail.load`."""
     arrays: Mapping[str, np.ndarray]
-    """What the file holds."""
+    """The contents of the file."""
     theirs: Callable[[Tensor], Tensor]
-    """Pictures to logits, or to the pooled vector where there are no classes."""
+    """Images to logits, or to the pooled vector without classes."""
     reference: str
-    """Who computes that."""
-    facts: Mapping[str, Any] = field(default_factory=lambda: {"heads": 2})
-    """What the file does not tell."""
+    """Who computes them."""
+    overrides: Mapping[str, Any] = field(default_factory=lambda: {"heads": 2})
+    """What the file does not show."""
 
 
-def borrowed(name: str) -> Any:
-    """A module of tests/weights, found as pytest finds it."""
-    for folder in (TESTS / "weights", TESTS, TESTS.parent):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+def weights_tests(name: str) -> Any:
+    """A module of tests/weights, with the builders of its library's models."""
     make_torchvision_importable()  # before anything imports timm or transformers
-    return import_module(name)
+    return import_module(f"tests.weights.{name}")
 
 
 def version(package: str) -> str:
@@ -58,7 +53,7 @@ def as_arrays(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file, read by the libraries of its format and not by ours."""
+    """The arrays of a file, read by the format's own library."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
@@ -67,85 +62,87 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     return load_file(path)
 
 
-def in_file(folder: Path, state: Mapping[str, Tensor], theirs: Any, reference: str, **facts: Any) -> Sample:
+def in_file(
+    folder: Path, state: Mapping[str, Tensor], theirs: Any, reference: str, **overrides: Any
+) -> Sample:
     from safetensors.torch import save_file
 
     path = folder / "in.safetensors"
     save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, path)
-    return Sample(path, read_arrays(path), theirs, reference, {"heads": 2, **facts})
+    return Sample(path, read_arrays(path), theirs, reference, {"heads": 2, **overrides})
 
 
 def flax(folder: Path, seed: int, module: str, name: str) -> Sample:
-    made = borrowed(module)
-    model = getattr(made, name) if name.isupper() else made.MODELS[name]
+    tests = weights_tests(module)
+    model = getattr(tests, name) if name.isupper() else tests.MODELS[name]
     arrays = model.arrays(seed)
-    path = made.saved(arrays | (made.text_tower() if name == "SIGLIP" else {}), folder / "in.npz")
+    path = tests.save_npz(arrays | (tests.text_tower() if name == "SIGLIP" else {}), folder / "in.npz")
 
-    def theirs(pictures: Tensor) -> Tensor:
-        return torch.from_numpy(model.logits(arrays, pictures.movedim(1, -1).numpy()))
+    def theirs(images: Tensor) -> Tensor:
+        return torch.from_numpy(model.logits(arrays, images.movedim(1, -1).numpy()))
 
-    return Sample(path, read_arrays(path), theirs, "our own NumPy forward in tests", {})
+    return Sample(path, read_arrays(path), theirs, "NumPy forward pass in our tests", {})
 
 
 def transformers(folder: Path, seed: int, module: str, name: str) -> Sample:
-    made = borrowed(module)
-    from vitrail.weights.families.hf import quietly
+    tests = weights_tests(module)
+    from vitrail.weights.families.hf import no_progress_bar
 
-    with quietly():
-        model, theirs = made.made(name)
-        file = made.written(model, folder / "in")
+    with no_progress_bar():
+        model, theirs = tests.build(name)
+        file = tests.save_pretrained(model, folder / "in")
     return Sample(folder / "in", read_arrays(file), theirs, version("transformers"), {})
 
 
 def clip(folder: Path, seed: int, lone: bool) -> Sample:
-    made = borrowed("test_clip_family")
-    state = made.tower()
-    theirs = partial(made.reference, state, heads=2, activation=made.quick_gelu)
-    return in_file(folder, state if lone else made.whole(state), theirs, "our own PyTorch forward in tests")
+    tests = weights_tests("test_clip_family")
+    state = tests.tower()
+    theirs = partial(tests.reference, state, heads=2, activation=tests.quick_gelu)
+    return in_file(
+        folder, state if lone else tests.with_text_tower(state), theirs, "PyTorch forward pass in our tests"
+    )
 
 
 def clip_timm(folder: Path, seed: int) -> Sample:
-    trunk, proj, state = borrowed("test_clip_family").timms_tower()
+    trunk, proj, state = weights_tests("test_clip_family").timm_tower()
     return in_file(folder, state, lambda x: trunk(x) @ proj.T, f"{version('timm')}, then the projection")
 
 
 def timm(folder: Path, seed: int) -> Sample:
-    made = borrowed("test_timm")
-    model = made.shake(made.VisionTransformer(**made.SMALL))
+    tests = weights_tests("test_timm")
+    model = tests.shake(tests.VisionTransformer(**tests.SMALL))
     return in_file(folder, model.state_dict(), model, version("timm"))
 
 
 def deit(folder: Path, seed: int) -> Sample:
-    made = borrowed("test_timm")
-    model = made.shake(made.VisionTransformerDistilled(**made.SMALL))
+    tests = weights_tests("test_timm")
+    model = tests.shake(tests.VisionTransformerDistilled(**tests.SMALL))
     torch.save({"model": model.state_dict(), "epoch": 3}, folder / "in.pth")
     return Sample(folder / "in.pth", as_arrays(model.state_dict()), model, version("timm"))
 
 
 def dinov2(folder: Path, seed: int, registers: int) -> Sample:
-    model, state = borrowed("test_timm").dinov2(registers=registers, chunked=True, gated=True)
-    return in_file(folder, state, model, f"{version('timm')}, registers put in by tests")
+    model, state = weights_tests("test_timm").dinov2(registers=registers, chunked=True, gated=True)
+    return in_file(folder, state, model, f"{version('timm')}, registers inserted by tests")
 
 
 def torchvision(folder: Path, seed: int) -> Sample:
-    model = borrowed("test_torchvision").theirs()
+    model = weights_tests("test_torchvision").theirs()
     return in_file(folder, model.state_dict(), model, version("torchvision"))
 
 
-def lucidrains(folder: Path, seed: int, spelling: tuple[int, int], words: str) -> Sample:
-    model = borrowed("test_lucidrains").spelled(spelling)
-    return in_file(folder, model.state_dict(), model, version("vit-pytorch") + words)
+def lucidrains(folder: Path, seed: int, release: tuple[int, int], note: str) -> Sample:
+    model = weights_tests("test_lucidrains").build_version(release)
+    return in_file(folder, model.state_dict(), model, version("vit-pytorch") + note)
 
 
 def torch_encoder(folder: Path, seed: int) -> Sample:
-    model = borrowed("test_torch_encoder").net()
+    model = weights_tests("test_torch_encoder").net()
     return in_file(folder, model.state_dict(), model, f"{version('torch')}, nn.TransformerEncoder")
 
 
 def ours(folder: Path, seed: int) -> Sample:
-    model = borrowed("conftest").shake(
-        vt.ViT(vt.ViTConfig(width=32, depth=2, heads=2, patch=8, size=32, classes=5))
-    )
+    model = shake(vt.ViT(vt.ViTConfig(width=32, depth=2, heads=2, patch=8, size=32, classes=5)))
     vt.Bundle(model=model).save(folder / "in.safetensors")
     return Sample(folder / "in.safetensors", {}, model, "vitrail", {})
 
@@ -171,15 +168,15 @@ SAMPLES: dict[str, Callable[[Path, int], Sample]] = {
     "dinov2": partial(dinov2, registers=0),
     "timm": timm,
     "torchvision": torchvision,
-    "lucidrains": partial(lucidrains, spelling=(1, 16), words=""),
-    "lucidrains-old": partial(lucidrains, spelling=(0, 7), words=", its parts as in 0.7"),
+    "lucidrains": partial(lucidrains, release=(1, 16), note=""),
+    "lucidrains-old": partial(lucidrains, release=(0, 7), note=", structured as in 0.7"),
     "torch": torch_encoder,
     "vitrail": ours,
 }
-"""For each family a function of a folder and a seed. torch's seed is set before."""
+"""A function of a folder and a seed for each family. torch's seed is set before."""
 
 
 def make(name: str, folder: Path, seed: int) -> Sample:
-    """A random model of a family, in this folder; the same for the same seed."""
+    """A random model of a family, written to a folder; the same for the same seed."""
     torch.manual_seed(seed)
     return SAMPLES[name](folder, seed)

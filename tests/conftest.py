@@ -1,13 +1,14 @@
 """What all tests share: a fixed seed, and models whose every parameter matters."""
 
 import os
-import shutil
 
 import pytest
 import torch
 
 import vitrail as vt
 from bench.peers import make_torchvision_importable
+from tests.support.browser import CHROMIUM, SWITCHES
+from tests.support.models import shake
 
 make_torchvision_importable()  # before anything imports timm or transformers
 
@@ -33,18 +34,6 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
-def shake(model):
-    """Move every parameter away from zero and one, so that leaving one out shows.
-
-    A fresh model has a zero head, zero biases and a zero class token; compared like that, two
-    models would agree whatever they do with them.
-    """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
-
-
 @pytest.fixture
 def tiny():
     """A small, oddly shaped model: three heads, two channels, a grid of 3 x 2 oblong patches."""
@@ -53,18 +42,8 @@ def tiny():
 
 
 @pytest.fixture
-def pictures(tiny):
+def images(tiny):
     return torch.randn(4, tiny.config.channels, *tiny.config.pixels)
-
-
-SWITCHES = [  # of Debian's Chromium, which needs no network and no GPU
-    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
-    *("--disable-sync", "--no-first-run"),
-]
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and "CI" not in os.environ, reason="there is no Chromium on the path, and this is not CI"
-)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-# Each public name and the module it lives in. They load when first used, so that `import vitrail`
-# is quick and silent, and torch is loaded only by what needs it.
-_HOMES = {
+# The public names and their modules, which are imported on first use: `import vitrail` is fast, and torch
+# is imported only when it is needed.
+_MODULES = {
     "Bundle": "vitrail.weights.bundle",
     "Card": "vitrail.weights.bundle",
     "ConfigError": "vitrail.errors",
@@ -25,7 +25,7 @@ _HOMES = {
     "FileError": "vitrail.errors",
     "InputError": "vitrail.errors",
     "Predictor": "vitrail.predict",
-    "Preprocess": "vitrail.preprocess",
+    "Preprocess": "vitrail.images.preprocess",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
@@ -37,10 +37,10 @@ _HOMES = {
     "load": "vitrail.weights.load",
     "preset": "vitrail.presets",
     "record": "vitrail.model",
-    "study": "vitrail.labs.study",
+    "study": "vitrail.experiment.study",
     "surgery": "vitrail.model",
-    "train": "vitrail.recipes.start",
-    "walk": "vitrail.walkthrough",
+    "train": "vitrail.training.api",
+    "walk": "vitrail.course.walk",
 }
 
 __all__ = [
@@ -74,27 +74,27 @@ __all__ = [
 if TYPE_CHECKING:
     from vitrail.build import create
     from vitrail.config import ViTConfig
+    from vitrail.course.walk import walk
     from vitrail.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.evaluation.run import evaluate
-    from vitrail.labs.study import study
+    from vitrail.experiment.study import study
+    from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.predict import Predictor
-    from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
-    from vitrail.recipes.start import train
-    from vitrail.walkthrough import walk
+    from vitrail.training.api import train
     from vitrail.weights.bundle import Bundle, Card
     from vitrail.weights.convert import convert
     from vitrail.weights.load import load
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next look-up does not come here
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # so that __getattr__ is not called again
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULES])

@@ -1,18 +1,32 @@
-"""From a name to a model."""
+"""Building a model by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from vitrail.model import ViT
 from vitrail.presets import preset
 
 
-def create(name: str, **fields: Any) -> ViT:
-    """Build a ViT by name, freshly initialised: `create("B/16@384", classes=10)`.
+def create(
+    name: str,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **fields: Any,
+) -> ViT:
+    """Build a ViT by name, with random weights: `create("B/16@384", classes=10)`.
 
-    Any field of ViTConfig can be given by keyword; it goes before what the name says. The name's
-    grammar and the sizes are in `vitrail.presets`. To build without allocating memory, call it
-    under `with torch.device("meta"):`.
+    Args:
+        name: a size of `vitrail.presets` with patch size and, after "@", image size.
+        device: the device of its parameters; "meta" allocates no memory.
+        dtype: the dtype of its parameters; float32 by default.
+        fields: fields of ViTConfig, which override those of the name.
     """
-    return ViT(preset(name, **fields))
+    config = preset(name, **fields)
+    if device is None:
+        return ViT(config).to(dtype=dtype)
+    with torch.device(device):
+        return ViT(config).to(dtype=dtype)

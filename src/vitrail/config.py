@@ -1,8 +1,8 @@
-"""What a model is, as plain data: no torch, no files. Every field is checked as it is set.
+"""The configuration of a model, as plain data without torch. Every field is checked on construction.
 
 The letters are the paper's: C channels, H x W pixels, P patch side, h x w patch grid, N patches,
 T tokens, D width, k heads, d = D/k, F MLP width, L depth, K classes. The defaults are the paper's
-model; every other choice is a word that its field lists.
+model (Dosovitskiy et al. 2020).
 """
 
 from __future__ import annotations
@@ -10,66 +10,105 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from vitrail.errors import ConfigError
-from vitrail.fields import Config, choice, number, per_axis, rate, sides, switch, whole
+from vitrail.fields import (
+    Config,
+    boolean,
+    choice,
+    documented,
+    integer,
+    number,
+    per_axis,
+    probability,
+    side_lengths,
+)
 
-# The largest published ViT has 22 billion parameters. A config far above that is a slip of the
-# hand, or a file that wants our memory: it is refused here, before anything is allocated.
-MOST_PARAMETERS = 100_000_000_000
-MOST_BLOCKS = 10_000
+# The largest published ViT has 22 billion parameters. A config far above that is a typing mistake or a
+# malicious file; it is refused before any memory is allocated.
+MAX_PARAMETERS = 100_000_000_000
+MAX_BLOCKS = 10_000
 
 STEM_STRIDES = {"conv": 4, "resnet": 16}
 
 AXES = {
-    "picture": ("height", "width"),
+    "image": ("height", "width"),
     "video": ("frames", "height", "width"),
     "audio": ("bins", "frames"),
     "text": ("length",),
 }
 
 
+class PositionScheme(NamedTuple):
+    """The requirements of a position scheme; the scheme itself is in model/position.py."""
+
+    kind: Literal["added", "rotary", "bias", "none"]
+    learned: bool = False
+    two_d: bool = False
+    """Whether it needs rows and columns."""
+    width_multiple: int = 1
+    """The width must be a multiple of this; for rotary embeddings, the head width."""
+    table: Literal["tokens", "pairs", "small"] = "small"
+    """What the number of its parameters grows with, for the estimate of a model's size."""
+
+
+POSITIONS = {
+    "learned": PositionScheme("added", learned=True, table="tokens"),
+    "learned2d": PositionScheme("added", learned=True, two_d=True, width_multiple=2),
+    "sincos1d": PositionScheme("added", width_multiple=2, table="tokens"),
+    "sincos2d": PositionScheme("added", two_d=True, width_multiple=4, table="tokens"),
+    "rotary": PositionScheme("rotary", two_d=True, width_multiple=4),
+    "rotary-dinov3": PositionScheme("rotary", two_d=True, width_multiple=4),
+    "pairwise": PositionScheme("bias", learned=True, table="pairs"),
+    "relative": PositionScheme("bias", learned=True, two_d=True),
+    "none": PositionScheme("none"),
+}
+
+
+@documented
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Config):
-    """A Vision Transformer (Dosovitskiy et al. 2020), from pixels to logits."""
+    """A Vision Transformer, from pixels to logits (Dosovitskiy et al. 2020)."""
 
-    # ---- the shape of the model
-    width: int = whole("D, the length of every token vector")
-    depth: int = whole("L, how many blocks")
-    heads: int = whole("k, how many attention heads in each block")
-    head_width: int | None = whole("d, the width of one head; D/k when not given", default=None)
-    mlp_width: int | None = whole("F, the hidden width of the MLP; 4D when not given", default=None)
+    # ---- size
+    width: int = integer("D, the length of every token vector")
+    depth: int = integer("L, the number of blocks")
+    heads: int = integer("k, the number of attention heads in each block")
+    head_width: int | None = integer("d, the width of one head; D/k by default", default=None)
+    mlp_width: int | None = integer("F, the hidden width of the MLP; 4D by default", default=None)
 
     # ---- from pixels to tokens
-    patch: int | tuple[int, ...] = sides("P, the side of a patch in pixels, or (height, width)")
-    size: int | tuple[int, ...] = sides("The side of the picture in pixels, or (H, W)", 224)
-    channels: int = whole("C, how many channels a picture has", default=3)
-    input: Literal["picture", "video", "audio", "text"] = choice(
-        "What is cut into tokens: a picture; a video, with size and patch as (frames, height, width); "
-        "a sound's spectrogram, with size as (bins, frames); or token numbers, with size as their count",
-        default="picture",
+    patch: int | tuple[int, ...] = side_lengths("P, the patch side in pixels, or (height, width)")
+    size: int | tuple[int, ...] = side_lengths("The image side in pixels, or (H, W)", 224)
+    channels: int = integer("C, the number of image channels", default=3)
+    input: Literal["image", "video", "audio", "text"] = choice(
+        "What is cut into tokens: an image; a video, with size and patch as (frames, height, width); the "
+        "spectrogram of a waveform, with size as (bins, frames); or token ids, with size as their number",
+        default="image",
+        aliases={"picture": "image"},  # files written by version 0.1
     )
-    vocabulary: int | None = whole("How many different token numbers a text has", default=None)
+    vocabulary: int | None = integer("The number of different token ids of a text", default=None)
     remainder: Literal["refuse", "cut"] = choice(
-        "What to do with pixels that fill no whole patch: refuse the size, or cut them off",
+        "What to do with pixels that fill no complete patch: refuse the image size, or cut them off",
         default="refuse",
     )
     embedding: Literal["linear", "mlp", "conv", "resnet"] = choice(
-        "How a patch becomes a token: x_p E; two layers with a GELU (note 004, step 2.1); after a "
-        "small stack of convolutions of stride 4; after the paper's R50 stem of stride 16",
+        "How a patch becomes a token: the linear map x_p E; an MLP with one hidden layer; patches of a "
+        "small convolutional stem of stride 4; patches of the paper's ResNet-50 stem of stride 16",
         default="linear",
     )
     embedding_norm: Literal["none", "before", "after", "both"] = choice(
-        "A norm on the flat patch, on its token (note 004: linear + layer-normalization), or on both",
-        default="none",
+        "A norm on the flattened patch, on its token, or on both", default="none"
     )
-    embedding_bias: bool = switch("Whether the patch projection has a bias (CLIP's has none)", default=True)
-    class_token: bool = switch("Whether x_class stands before the patches", default=True)
-    distillation_token: bool = switch("Whether DeiT's second token follows it", default=False)
-    registers: int = whole("How many register tokens follow those", least=0, default=0)
+    embedding_bias: bool = boolean("Whether the patch projection has a bias (CLIP's has none)", default=True)
+    class_token: bool = boolean("Whether the class token x_class precedes the patches", default=True)
+    distillation_token: bool = boolean(
+        "Whether DeiT's distillation token follows the class token", default=False
+    )
+    registers: int = integer("The number of register tokens before the patches", least=0, default=0)
 
-    # ---- where tokens stand
+    # ---- positions
     position: Literal[
         "learned",
         "learned2d",
@@ -81,48 +120,48 @@ class ViTConfig(Config):
         "relative",
         "none",
     ] = choice(
-        "E_pos learned, as rows and columns apart, or fixed sines; q and k turned by their place; or "
-        "a learned number for each head added to the scores of a pair, or of a distance",
+        "The position scheme: a learned row for each token (the paper's E_pos), or learned rows and columns; "
+        "fixed sines and cosines in 1-D or 2-D; rotary embedding of q and k; a learned attention bias for "
+        "each pair of tokens, or for each relative offset; or none",
         default="learned",
     )
     rows: Literal["all", "class", "patches"] = choice(
-        "Which tokens have a row in E_pos: all; class token and patches; patches alone", default="all"
+        "Which tokens have a row in E_pos: all; the class token and the patches; only the patches",
+        default="all",
     )
     position_at: Literal["start", "every"] = choice(
-        "Whether E_pos is added once or before every block (paper, Table 8)", default="start"
+        "Whether E_pos is added once, or before every block (paper, Table 8)", default="start"
     )
-    norm_pre: bool = switch("A norm after the positions, before the first block (CLIP)", default=False)
+    norm_pre: bool = boolean("A norm after the positions, before the first block (CLIP)", default=False)
 
     # ---- the block
     block: Literal["pre-norm", "post-norm", "res-post-norm", "parallel", "no-residual"] = choice(
-        "Where the norms stand: before each branch (Eq. 2, 3), after the sum (Vaswani et al.), on the "
-        "branch before the sum (note 004's post-layernorm), both branches side by side, or no sum",
+        "Where the norms are: before each branch (Eq. 2 and 3), after the sum (Vaswani et al. 2017), on the "
+        "branch before the sum (Swin V2), both branches in parallel, or without residual connections",
         default="pre-norm",
         aliases={"post-layernorm": "res-post-norm", "pre-layernorm": "pre-norm"},
     )
-    norm: Literal["layer", "rms", "none"] = choice(
-        "LayerNorm, RMSNorm or no norm, everywhere", default="layer"
-    )
+    norm: Literal["layer", "rms", "none"] = choice("LayerNorm, RMSNorm or no norm", default="layer")
     eps: float = number(
         "Added to the variance in every norm", "above 0 and at most 1", lambda e: 0 < e <= 1, 1e-6
     )
     scale: Literal["head", "width", "none"] | float = choice(
-        "What scores are multiplied with: 1/sqrt(d) (the paper), 1/sqrt(D) (note 000), 1 (note 004), "
-        "or a number; 0 leaves only the position bias to decide who looks where",
+        "The factor of the attention scores: 1/sqrt(d) (the paper), 1/sqrt(D), 1, or a number; with 0, "
+        "attention depends on the position bias only",
         default="head",
         or_number=True,
     )
-    qkv_bias: Literal["all", "none", "no-k"] = choice("Which of q, k, v have a bias", default="all")
-    qk_norm: bool = switch("A norm on q and k in each head", default=False)
+    qkv_bias: Literal["all", "none", "no-k"] = choice("Which of q, k and v have a bias", default="all")
+    qk_norm: bool = boolean("A norm on q and k in each head", default=False)
     activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "silu"] = choice(
-        "The MLP's non-linearity; gelu is the exact one", default="gelu"
+        "The activation of the MLP; gelu is the exact one", default="gelu"
     )
     mlp: Literal["plain", "gated"] = choice(
         "fc2(activation(fc1 z)), or with half of fc1 as a gate (SwiGLU with silu)", default="plain"
     )
-    mlp_hidden: int = whole("How many hidden layers the MLP has", default=1)
+    mlp_hidden: int = integer("The number of hidden layers of the MLP", default=1)
     layer_scale: float | None = number(
-        "First value of a learned factor for each channel of a branch; none when not given",
+        "The initial LayerScale factor of each branch; no LayerScale by default",
         "above 0 and at most 10",
         lambda value: 0 < value <= 10,
         None,
@@ -131,32 +170,37 @@ class ViTConfig(Config):
     # ---- from tokens to logits
     pool: Literal["class", "mean", "mean-all", "class-mean", "attention", "flatten"] = choice(
         "How tokens become one vector: the class token, the mean of the patches or of all tokens, class "
-        "token and mean side by side, attention to the patches by a learned query (MAP), or all patches "
-        "in a row (note 004)",
+        "token and mean concatenated, attention pooling with a learned query (MAP), or all patches "
+        "concatenated",
         default="class",
     )
     pool_norm: Literal["before", "after", "none"] = choice(
-        "Whether the last norm stands before pooling, after it, or nowhere", default="before"
+        "Whether the final norm comes before pooling, after it, or nowhere", default="before"
     )
     head: Literal["linear", "mlp", "tanh", "distilled"] = choice(
-        "One layer; two with the activation between; two with tanh (the paper's pre-training head); or "
-        "one each for class and distillation token, averaged (DeiT)",
+        "One layer; two with the activation between; two with tanh (the paper's pre-training head); or one "
+        "each for class and distillation token, averaged (DeiT)",
         default="linear",
     )
-    head_bias: bool = switch("Whether a linear head has a bias (CLIP's projection has none)", default=True)
-    head_hidden: int | None = whole("Width between the head's two layers; D when not given", default=None)
-    classes: int = whole("K, how many logits; 0 for no head", least=0, default=1000)
+    head_bias: bool = boolean("Whether a linear head has a bias (CLIP's projection has none)", default=True)
+    head_hidden: int | None = integer("Width between the head's two layers; D by default", default=None)
+    classes: int = integer("K, the number of logits; 0 for no head", least=0, default=1000)
 
-    # ---- only in training
-    dropout: float = rate("Rate after the embedding and after every dense layer but q, k, v (paper, B.1)")
-    attention_dropout: float = rate("Rate on the attention weights")
-    patch_dropout: float = rate("Share of the patches that each training picture goes without")
-    drop_path: float = rate("Rate at which the last block leaves out a branch; the first has 0")
+    # ---- training only
+    dropout: float = probability(
+        "Dropout after the embedding and every dense layer except q, k, v (paper, B.1)"
+    )
+    attention_dropout: float = probability("Dropout of the attention weights")
+    patch_dropout: float = probability("The fraction of patches dropped from each training image")
+    drop_path: float = probability(
+        "Stochastic depth: the probability of skipping a branch of the last block; it grows linearly with "
+        "depth, from 0"
+    )
     init: Literal["paper", "timm", "torchvision"] = choice(
-        "Whose first values the parameters get (model/init.py)", default="paper"
+        "Whose initialization the parameters get (model/init.py)", default="paper"
     )
     position_sigma: float | None = number(
-        "Deviation of learned positions at first; 0.02 when not given, which few pictures hardly move",
+        "Standard deviation of learned positions at initialization; 0.02 by default",
         *("above 0", lambda sigma: sigma > 0),
         default=None,
     )
@@ -167,10 +211,10 @@ class ViTConfig(Config):
             self.set(name, per_axis(name, getattr(self, name), AXES[self.input]))
         self._check_heads()
         self._check_remainder()
-        self._check_choices()
-        self._check_scale()
+        self._check_combinations()
+        self._check_parameter_count()
 
-    # ---- what follows from the fields -------------------------------------------------------
+    # ---- derived -------------------------------------------------------
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -184,11 +228,11 @@ class ViTConfig(Config):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one input: (C, H, W); (C, frames, H, W), (samples,) or (length,)."""
+        """The shape of one input: (C, H, W), (C, frames, H, W), (samples,) or (length,)."""
         match self.input:
-            case "picture" | "video":
+            case "image" | "video":
                 return self.channels, *self.pixels
-            case "audio":  # windows of 2 bins samples, each half over the one before
+            case "audio":  # windows of 2 bins samples that overlap by half
                 bins, frames = self.pixels
                 return (bins * (frames + 1),)
             case "text":
@@ -196,7 +240,7 @@ class ViTConfig(Config):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """(h, w), how many patches fit down and across."""
+        """(h, w), the number of patches down and across."""
         return tuple(side // step for side, step in zip(self.pixels, self.patch_pixels, strict=True))
 
     @property
@@ -206,8 +250,14 @@ class ViTConfig(Config):
 
     @property
     def prefix(self) -> int:
-        """n, how many tokens stand before the patches: class, distillation, registers."""
+        """n, the number of tokens before the patches: class, distillation, registers."""
         return self.class_token + self.distillation_token + self.registers
+
+    @property
+    def prefix_names(self) -> list[str]:
+        """The prefix tokens by name, in their order: "class", "distillation", "register 0", ..."""
+        names = ["class"] * self.class_token + ["distillation"] * self.distillation_token
+        return names + [f"register {number}" for number in range(self.registers)]
 
     @property
     def tokens(self) -> int:
@@ -221,7 +271,7 @@ class ViTConfig(Config):
 
     @property
     def heads_width(self) -> int:
-        """k d, the width of all heads side by side; D unless head_width is given."""
+        """k d, the width of all heads concatenated; D unless head_width is given."""
         return self.heads * self.d
 
     @property
@@ -231,21 +281,24 @@ class ViTConfig(Config):
 
     @property
     def pooled_width(self) -> int:
-        """The length of the pooled vector: D, but N D for flatten and 2 D where two tokens are pooled."""
+        """The length of the pooled vector: D; N D for flatten, 2 D if two vectors are concatenated."""
         if self.pool == "flatten":
             return self.patches * self.width
         return 2 * self.width if self.head == "distilled" or self.pool == "class-mean" else self.width
 
     @property
-    def matrices(self) -> dict[str, int]:
-        """How many numbers the large parts of a model hold; the rest is small beside them."""
-        one_row = self.position in ("learned", "sincos1d", "sincos2d")  # for each token; others have less
-        pairs = self.depth * self.heads * self.tokens**2 if self.position == "pairwise" else 0
+    def parameter_counts(self) -> dict[str, int]:
+        """The approximate number of parameters in each large part of the model."""
+        tables = {
+            "tokens": self.tokens * self.width,
+            "pairs": self.depth * self.heads * self.tokens**2,
+            "small": 0,
+        }
         two_layers = self.head in ("mlp", "tanh")
         before_logits = self.head_hidden or self.width if two_layers else self.pooled_width
         return {
             "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
-            "the position table": self.tokens * self.width * one_row + pairs,
+            "the position table": tables[POSITIONS[self.position].table],
             "attention": 4 * self.depth * self.width * self.heads_width,
             "the MLPs": 2 * self.depth * self.width * self.F,
             "the head": before_logits * self.classes,
@@ -257,101 +310,85 @@ class ViTConfig(Config):
     def _check_heads(self) -> None:
         if self.head_width is None and self.width % self.heads:
             small = [i for i in range(1, math.isqrt(self.width) + 1) if self.width % i == 0]
-            fitting = sorted({*small, *(self.width // i for i in small)})  # all that divide the width
-            near = [*[k for k in fitting if k < self.heads][-1:], *[k for k in fitting if k > self.heads][:1]]
+            divisors = sorted({*small, *(self.width // i for i in small)})
+            near = [
+                *[k for k in divisors if k < self.heads][-1:],
+                *[k for k in divisors if k > self.heads][:1],
+            ]
             raise ConfigError(
-                "width must be a multiple of heads, unless head_width is given.",
-                f"width={self.width}, heads={self.heads}",
-                f"Use {' or '.join(f'heads={k}' for k in near)}, or give head_width.",
+                f"width={self.width} is not a multiple of heads={self.heads}; use "
+                f"{' or '.join(f'heads={k}' for k in near)}, or set head_width."
             )
 
     def _check_remainder(self) -> None:
-        both = list(zip(self.pixels, self.patch_pixels, strict=True))
-        if self.remainder == "cut" and all(step <= side for side, step in both):
+        axes = list(zip(self.pixels, self.patch_pixels, strict=True))
+        if self.remainder == "cut" and all(step <= side for side, step in axes):
             return
-        if any(side % step for side, step in both):
-            smaller = [side - side % step for side, step in both]
-            larger = [side + -side % step for side, step in both]
-            fitting = [by(sides) for sides in (smaller, larger) if all(sides)]
+        if any(side % step for side, step in axes):
+            smaller = [side - side % step for side, step in axes]
+            larger = [side + -side % step for side, step in axes]
+            multiples = [format_sides(sides) for sides in (smaller, larger) if all(sides)]
+            patch = format_sides(self.patch_pixels)
             raise ConfigError(
-                f"The {self.input} must be a whole number of patches along every side.",
-                f"size {by(self.pixels)} with patches of {by(self.patch_pixels)}",
-                f'Use size {" or ".join(fitting)}, another patch, or remainder="cut".',
+                f"{self.input} size {format_sides(self.pixels)} is not a multiple of the patch size {patch}; "
+                f'use {" or ".join(multiples)}, another patch, or remainder="cut".'
             )
 
-    def _check_scale(self) -> None:
-        """Refuse absurd models by their matrices alone."""
-        if self.depth > MOST_BLOCKS:
+    def _check_parameter_count(self) -> None:
+        if self.depth > MAX_BLOCKS:
+            raise ConfigError(f"depth must be at most {MAX_BLOCKS:,}, not {self.depth:,}.")
+        counts = self.parameter_counts
+        if (total := sum(counts.values())) > MAX_PARAMETERS:
             raise ConfigError(
-                f"depth must be at most {MOST_BLOCKS:,}.", f"depth={self.depth:,}", "Use fewer blocks."
-            )
-        count = sum(self.matrices.values())
-        if count > MOST_PARAMETERS:
-            largest = max(self.matrices, key=self.matrices.__getitem__)
-            raise ConfigError(
-                f"A model may have at most {MOST_PARAMETERS:,} parameters, and this config asks for "
-                f"{count:,}; most of them are in {largest}: make that smaller."
+                f"This config has {total:,} parameters, more than the limit of {MAX_PARAMETERS:,}; most of "
+                f"them are in {max(counts, key=counts.__getitem__)}."
             )
 
-    def _check_choices(self) -> None:
-        """Fields that do not go together: (it is so, the field, the other field, what it needs)."""
-        stride = STEM_STRIDES.get(self.embedding, 1)
-        added = self.position in ("learned", "learned2d", "sincos1d", "sincos2d")
-        biased = self.position in ("pairwise", "relative")
-        learned = self.position in ("learned", "learned2d")
-        drops = self.patch_dropout > 0
-        distilled = self.head == "distilled"
-        flat = self.position in ("learned2d", "sincos2d", "rotary", "rotary-dinov3", "relative")
-        text, audio, video = (self.input == word for word in ("text", "audio", "video"))
+    def _check_combinations(self) -> None:
+        """Check fields against each other: (whether they conflict, field, other field, requirement)."""
+        stride, position = STEM_STRIDES.get(self.embedding, 1), POSITIONS[self.position]
+        added, rotary, biased = (position.kind == kind for kind in ("added", "rotary", "bias"))
+        learned, classless = added and position.learned, not self.class_token
+        multiple, drops, distilled = position.width_multiple, self.patch_dropout > 0, self.head == "distilled"
+        text, audio, video = (self.input == kind for kind in ("text", "audio", "video"))
         rules = [
             (text and self.vocabulary is None, "input", "vocabulary", "a vocabulary"),
-            (self.vocabulary is not None and not text, "vocabulary", "input", 'the input "text"'),
-            (text and self.patch != (1,), "input", "patch", "a patch of 1"),
-            (text and self.embedding_norm in ("before", "both"), "input", "embedding_norm", "a norm after"),
-            (audio and self.channels != 1, "input", "channels", "one channel"),
+            (self.vocabulary is not None and not text, "vocabulary", "input", 'input="text"'),
+            (text and self.patch != (1,), "input", "patch", "patch=1"),
+            (text and self.embedding_norm in ("before", "both"), "input", "embedding_norm", "after or none"),
+            (audio and self.channels != 1, "input", "channels", "channels=1"),
             ((text or audio) and self.embedding != "linear", "input", "embedding", "a linear embedding"),
             (video and self.embedding in STEM_STRIDES, "input", "embedding", "a linear or mlp embedding"),
-            (flat and len(self.grid) != 2, "position", "input", "rows and columns"),
-            (
-                self.pool in ("class", "class-mean") and not self.class_token,
-                *("pool", "class_token", "a class token"),
-            ),
-            (self.rows == "class" and not self.class_token, "rows", "class_token", "a class token"),
-            (self.distillation_token and not self.class_token, "distillation_token", "class_token", "it too"),
+            (position.two_d and len(self.grid) != 2, "position", "input", "rows and columns"),
+            (classless and self.pool in ("class", "class-mean"), "pool", "class_token", "a class token"),
+            (classless and self.rows == "class", "rows", "class_token", "a class token"),
+            (classless and self.distillation_token, "distillation_token", "class_token", "a class token"),
             (distilled and not self.distillation_token, "head", "distillation_token", "a distillation token"),
-            (distilled and self.pool != "class", "head", "pool", "the class token as pool"),
+            (distilled and self.pool != "class", "head", "pool", 'pool="class"'),
             (not self.head_bias and self.head != "linear", "head_bias", "head", "a linear head"),
             (self.mlp == "gated" and self.mlp_hidden != 1, "mlp", "mlp_hidden", "one hidden layer"),
-            ("sincos" in self.position and self.width % 4, "position", "width", "a width that 4 divides"),
-            (self.position == "learned2d" and self.width % 2, "position", "width", "an even width"),
-            ("rotary" in self.position and self.d % 4, "position", "d", "a head width that 4 divides"),
+            (not rotary and self.width % multiple, "position", "width", f"a width divisible by {multiple}"),
+            (rotary and self.d % multiple, "position", "d", f"a head width divisible by {multiple}"),
             (self.position_at == "every" and not added, "position_at", "position", "added positions"),
             (self.position_sigma and not learned, "position_sigma", "position", "learned positions"),
-            (self.scale == 0 and not biased, "scale", "position", "pairwise or relative positions"),
+            (self.scale == 0 and not biased, "scale", "position", "a position bias"),
+            (drops and (rotary or biased), "patch_dropout", "position", "added positions"),
+            (drops and self.position_at == "every", "patch_dropout", "position_at", 'position_at="start"'),
             (
-                drops and not (added or self.position == "none"),
-                "patch_dropout",
-                "position",
-                "added positions",
+                drops and self.pool == "flatten",
+                *("patch_dropout", "pool", "a pool that takes any number of patches"),
             ),
-            (drops and self.position_at == "every", "patch_dropout", "position_at", "positions at the start"),
-            (drops and self.pool == "flatten", "patch_dropout", "pool", "a pool for any count of patches"),
             (
                 any(side % stride for side in self.patch_pixels),
-                "embedding",
-                "patch",
-                f"multiples of {stride}",
+                *("embedding", "patch", f"a patch size divisible by {stride}"),
             ),
         ]
-        for wrong, name, other, needs in rules:
-            if wrong:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} needs {needs}.",
-                    f"{other}={getattr(self, other)!r}",
-                    f"Change {name} or {other}.",
-                )
+        for conflict, name, other, needs in rules:
+            if conflict:
+                value, other_value = getattr(self, name), getattr(self, other)
+                raise ConfigError(f"{name}={value!r} needs {needs}, but {other}={other_value!r}.")
 
 
-def by(sides: Iterable[int]) -> str:
-    """Sides as people write them: 224x224."""
+def format_sides(sides: Iterable[int]) -> str:
+    """Format (224, 224) as "224x224"."""
     return "x".join(map(str, sides))

@@ -1,4 +1,4 @@
-"""Errors a user can act on: what must hold, what came, what to do."""
+"""Errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 class VitrailError(Exception):
-    """An error meant for the user. The command line prints its message and exits with 2.
+    """Base class of errors meant for the user. The command line prints the message and exits with 2.
 
-    A message is one or two natural sentences that say what must hold, what came, and what to do.
-    (Three arguments are joined into such a message; new code passes one.)
+    A message is one or two sentences that say what must hold, what came, and what to do. (Three arguments
+    are joined into such a message; new code passes one.)
     """
 
     def __init__(self, message: str, got: str | None = None, do: str | None = None) -> None:
-        # All of them, so that the error survives pickling.
+        # All arguments are passed on, so that the error can be pickled.
         super().__init__(*(part for part in (message, got, do) if part is not None))
 
     def __str__(self) -> str:
@@ -26,50 +26,49 @@ class VitrailError(Exception):
 
 
 class ConfigError(VitrailError, ValueError):
-    """A model that cannot exist, or a name that means nothing."""
+    """An invalid config, or an unknown name."""
 
 
 class InputError(VitrailError, ValueError):
-    """Something handed over that does not fit: pictures, tap names, paths."""
+    """An invalid argument: images of the wrong shape, an unknown activation, a path that does not exist."""
 
 
 class FileError(VitrailError, ValueError):
-    """A file that is not what it should be, or cannot be read or written. `got` names the file."""
+    """A file that is invalid, or cannot be read or written. The message names the file."""
 
 
 class MissingExtra(VitrailError, ImportError):
-    """An optional package that this feature needs is not installed."""
+    """An optional package that is needed and not installed."""
 
 
 @contextmanager
-def needs(extra: str) -> Iterator[None]:
-    """Wrap the imports of optional packages: one that is missing becomes a MissingExtra."""
+def require_extra(extra: str) -> Iterator[None]:
+    """Turn a failed import of an optional package into a MissingExtra that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            f"This needs the package {error.name}.",
-            "a Python without it",
-            f'Install it with: pip install "vitrail[{extra}]".',
+            f"This needs the package {error.name}, which is not installed; install it with: "
+            f'pip install "vitrail[{extra}]".'
         ) from error
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Say which choice is nearest, if one is near, and then what all of them are."""
+    """Advice for an unknown name: the closest choice, if one is close, and all of them."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
-    return f"{hint}There is: {', '.join(choices)}."
+    return f"{hint}Choose from: {', '.join(choices)}."
 
 
 def printable(text: object, most: int = 200) -> str:
-    """Text from a file or a path, made fit for a terminal.
+    """Make text from a file or a path safe to print in a terminal.
 
-    Control characters and marks that turn the writing direction become \\x1b or \\u202e; what is
-    longer than `most` loses its middle.
+    Control characters and bidirectional marks are escaped, as in \\x1b or \\u202e; text longer than `most`
+    characters is shortened in the middle.
     """
-    found = str(text)
-    found = found if len(found) <= 2 * most else found[:most] + found[-most:]  # escapes make it longer
-    found = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+    line = str(text)
+    line = line if len(line) <= 2 * most else line[:most] + line[-most:]  # before escapes make it longer
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     tail = most // 3
-    return found if len(found) <= most else found[: most - tail - 3] + "..." + found[-tail:]
+    return line if len(line) <= most else line[: most - tail - 3] + "..." + line[-tail:]

@@ -1,10 +1,10 @@
-"""The published sizes, and the grammar of their names: "B/16", "L/14@336", "S/16@256x128".
+"""The published model sizes and their names: "B/16", "L/14@336", "S/16@256x128".
 
     name  = size "/" patch [ "@" pixels ]
-    size  = mu Ti S M B L So400m H g g-opt G G-opt e     (large and small letters differ)
+    size  = mu Ti S M B L So400m H g g-opt G G-opt e     (case-sensitive)
     patch, pixels = one side, or height "x" width
 
-Without "@" a picture is 224 x 224, and 32 x 32 for the toy `mu`.
+Without "@" the image size is 224 x 224, and 32 x 32 for the test size `mu`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, suggest
+from vitrail.errors import ConfigError, printable, suggest
 
 
 class Size(NamedTuple):
@@ -34,7 +34,7 @@ SIZES = {
     "M": Size(512, 12, 2048, 8, "big_vision, models/vit.py"),
     "B": Size(768, 12, 3072, 12, "Dosovitskiy et al. 2020, Table 1"),
     "L": Size(1024, 24, 4096, 16, "Dosovitskiy et al. 2020, Table 1"),
-    "So400m": Size(1152, 27, 4304, 16, "Alabdulmohsin et al. 2023 (shape-optimised)"),
+    "So400m": Size(1152, 27, 4304, 16, "Alabdulmohsin et al. 2023 (shape-optimized)"),
     "H": Size(1280, 32, 5120, 16, "Dosovitskiy et al. 2020, Table 1"),
     "g": Size(1408, 40, 6144, 16, "Zhai et al. 2022 (Scaling vision transformers), Table 2"),
     "g-opt": Size(1536, 40, 6144, 16, "big_vision, models/vit.py"),
@@ -48,20 +48,20 @@ _NAME = re.compile(rf"([A-Za-z][\w-]*)/{_SIDES}(?:@{_SIDES})?", re.ASCII)
 
 
 def preset(name: str, **fields: Any) -> ViTConfig:
-    """The config that a name stands for; any field of ViTConfig can be given besides."""
-    found = _NAME.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
+    """The config of a model name: `preset("B/16@384", classes=10)`; keywords override its fields."""
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        shown = name if not isinstance(name, str) else printable(name, 60)
         raise ConfigError(
-            'A model name is size/patch or size/patch@pixels, such as "B/16", "L/14@336" or "S/16@256x128".',
-            repr(name),
-            f"Sizes: {', '.join(SIZES)}.",
+            f'{shown!r} is not a model name; a name is size/patch or size/patch@pixels, such as "B/16", '
+            f'"L/14@336" or "S/16@256x128", and the sizes are {", ".join(SIZES)}.'
         )
-    letters, *sides = found.groups()
-    if letters not in SIZES:
-        raise ConfigError("A model name starts with a known size.", repr(name), suggest(letters, SIZES))
-    size = SIZES[letters]
+    size_name, *sides = match.groups()
+    if size_name not in SIZES:
+        raise ConfigError(f"unknown size {size_name!r} in {name!r}. {suggest(size_name, SIZES)}")
+    size = SIZES[size_name]
     high, wide, H, W = (None if side is None else int(side) for side in sides)
-    named = {
+    config = {
         "width": size.width,
         "depth": size.depth,
         "mlp_width": None if size.mlp_width == 4 * size.width else size.mlp_width,
@@ -69,4 +69,4 @@ def preset(name: str, **fields: Any) -> ViTConfig:
         "patch": (high, high if wide is None else wide),
         "size": size.pixels if H is None else (H, H if W is None else W),
     }
-    return ViTConfig(**{**named, **fields})
+    return ViTConfig(**{**config, **fields})

@@ -1,7 +1,7 @@
-"""No telemetry: the switches of libraries that would report to their makers (SECURITY.md has the table).
+"""Disabling the telemetry of other libraries (the table is in SECURITY.md).
 
-Each library reads its switch once, when it is loaded, so `disable_telemetry` comes before that. It overrides
-what the user has set: Vitrail promises that nothing is reported, whatever the environment says.
+Each library reads its environment variable once, on import, so `disable_telemetry` must be called before.
+It overrides the user's environment: Vitrail promises that nothing is reported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from vitrail.errors import needs
+from vitrail.errors import require_extra
 
 SWITCHES = {
     "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime
@@ -19,17 +19,17 @@ SWITCHES = {
 
 
 def disable_telemetry() -> None:
-    """Set the switches, for this process and its children; before a library that has one is loaded."""
+    """Set the environment variables, for this process and its children."""
     os.environ.update(SWITCHES)
     hub = sys.modules.get("huggingface_hub.constants")
-    if hub is not None:  # the user's own code has loaded it, and it has read its switch
+    if hub is not None:  # the user's code has imported it already
         hub.HF_HUB_DISABLE_TELEMETRY = True  # type: ignore[attr-defined]
 
 
 def import_onnxruntime() -> Any:
-    """ONNX Runtime without telemetry. No other code imports it: loading it can write a device id."""
+    """Import ONNX Runtime without telemetry. No other code may import it: that can write a device id."""
     disable_telemetry()
-    with needs("export"):
+    with require_extra("export"):
         import onnxruntime  # type: ignore[import-untyped]
-    onnxruntime.disable_telemetry_events()  # where the user's own code loaded it, and on Windows
+    onnxruntime.disable_telemetry_events()  # if the user's code has imported it, and on Windows
     return onnxruntime

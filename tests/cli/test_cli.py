@@ -1,6 +1,7 @@
-"""The command line: what it says, what it writes, and how it fails."""
+"""The command line: output, files, and errors. `vitrail demo` as the example."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import vitrail
 
 
 def vitrail_command(*arguments, cwd, **environment):
-    """Run the command as a user would, in a terminal 80 columns wide without colour."""
+    """Run the command as a user would, in a terminal 80 columns wide without color."""
     return subprocess.run(
         [sys.executable, "-m", "vitrail", *arguments],
         cwd=cwd,
@@ -37,38 +38,31 @@ def test_version_and_help(tmp_path):
     assert "nothing is downloaded" in vitrail_command("demo", "-h", cwd=tmp_path).stdout
 
 
-def test_demo_tells_its_story_and_writes_a_picture(short_demo):
+def test_demo_prints_results_and_saves_files(short_demo):
     folder, done = short_demo
     assert (done.returncode, done.stderr) == (0, "")
-    for word in (
-        "1,437 to learn from, 360 to judge by",
-        "parameters",
-        "151,114",
-        "cpu, ",
-        "2/2 epochs",
-        "held-out digits",
-    ):
-        assert word in done.stdout
-    assert "Right: the digit, and where the model looked" in done.stdout
-    assert "Wrong, the surest first" in done.stdout
+    for text in ("1,437", "360", "parameters", "151,114", "CPU", "2 epochs", "held-out digits"):
+        assert text in done.stdout
+    assert "Correct: the digit" in done.stdout
+    assert "Wrong, most confident first" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    picture = folder / "runs" / "demo" / "demo.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    image = folder / "runs" / "demo" / "demo.png"
+    assert image.read_bytes().startswith(b"\x89PNG")
     for name in ("demo.png", "report.html", "best.safetensors"):
         assert (folder / "runs" / "demo" / name).exists()
         assert f"runs/demo/{name}" in done.stdout
 
 
-def test_demo_is_the_same_every_time(short_demo):
+def test_demo_is_reproducible(short_demo):
     folder, first = short_demo
     again = vitrail_command("demo", "--epochs", "2", cwd=folder)
     other = vitrail_command("demo", "--epochs", "2", "--seed", "1", cwd=folder)
 
     def result(done):
-        return [line for line in done.stdout.splitlines() if "result" in line]
+        return [line for line in done.stdout.splitlines() if "accuracy" in line]
 
     assert result(again) == result(first) != result(other)
-    assert (folder / "runs" / "demo-2" / "demo.png").exists()  # and nothing was overwritten
+    assert (folder / "runs" / "demo-2" / "demo.png").exists()  # nothing was overwritten
     assert (folder / "runs" / "demo-3" / "demo.png").exists()
 
 
@@ -77,15 +71,12 @@ def test_a_folder_with_files_is_refused_before_training(tmp_path):
     done = vitrail_command("demo", "--out", ".", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == (
-        "vitrail: --out must be a new or an empty folder: nothing of yours is overwritten. "
-        "Got ., which has files in it. Name another folder, or leave --out away.\n"
-    )
+    assert re.match(r"vitrail: --out must name a new or empty folder.* is not empty.*omit --out", done.stderr)
     done = vitrail_command("demo", "--out", "mine.txt", cwd=tmp_path)
-    assert (done.returncode, "which is a file" in done.stderr) == (2, True)
+    assert (done.returncode, "is not a folder" in done.stderr) == (2, True)
     done = vitrail_command("demo", "--out", "mine.txt/below", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "The system refused mine.txt/below: Not a directory." in done.stderr
+    assert "mine.txt/below: Not a directory." in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     assert (tmp_path / "mine.txt").read_text() == "keep me"
 
@@ -100,7 +91,7 @@ def test_a_folder_with_files_is_refused_before_training(tmp_path):
         (["demo", "extra"], "unexpected extra argument"),
     ],
 )
-def test_wrong_use_is_code_2_and_one_message(tmp_path, arguments, message):
+def test_wrong_use_is_exit_code_2_and_one_message(tmp_path, arguments, message):
     done = vitrail_command(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
@@ -108,18 +99,18 @@ def test_wrong_use_is_code_2_and_one_message(tmp_path, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_in_a_sentence(tmp_path):
+def test_a_full_disk_is_one_message(tmp_path):
     # No file may grow past 8 blocks, as if the disk ended there.
     script = f"ulimit -f 8; exec '{sys.executable}' -m vitrail demo --epochs 1 --out out"
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert "must be written whole" in done.stderr
+    assert re.search("(could not|cannot) be (written|saved)", done.stderr)
     assert "Traceback" not in done.stderr
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert left <= {"config.json", "environment.json", "log.txt", "metrics.jsonl", "checkpoints"}
 
 
-def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
+def test_interrupting_saves_a_checkpoint_and_prints_how_to_resume(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "vitrail", "demo", "--out", "out"],
         cwd=tmp_path,
@@ -131,7 +122,7 @@ def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
     )
     try:
         for line in process.stdout:
-            if "device" in line:
+            if "parameters" in line:
                 break
         time.sleep(2)
         process.send_signal(signal.SIGINT)
@@ -144,17 +135,17 @@ def test_interrupting_saves_and_says_how_to_go_on(tmp_path):
     assert list((tmp_path / "out" / "checkpoints").iterdir())
     again = ["train", "digits", "--recipe", "digits", "--seed", "1", "--resume", "--out", "out"]
     done = vitrail_command(*again, cwd=tmp_path)
-    assert "seed=1, and 0 in the run" in done.stderr  # it is the demo's run, and no other, that goes on
+    assert re.search(r"seed.*\b1\b.*\b0\b|seed.*\b0\b.*\b1\b", done.stderr)  # the resumed run is the demo's
 
 
-def test_a_reader_that_goes_away_gets_no_trace(tmp_path):
+def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
     command = f"'{sys.executable}' -m vitrail demo --epochs 1 --out out | head -3"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "learns to read digits" in done.stdout
+    assert "to read digits" in done.stdout
     assert done.stderr == ""
 
 
-def test_folder_names_are_shown_as_they_are_and_old_terminals_do(tmp_path):
+def test_folder_names_with_markup_and_ascii_terminals(tmp_path):
     done = vitrail_command(
         "demo", "--epochs", "1", "--out", "x[old][/]y", cwd=tmp_path, PYTHONIOENCODING="ascii"
     )
@@ -162,7 +153,7 @@ def test_folder_names_are_shown_as_they_are_and_old_terminals_do(tmp_path):
     assert "x[old][/]y/demo.png" in done.stdout
 
 
-def test_an_empty_folder_of_an_earlier_try_is_used_again(tmp_path):
+def test_an_empty_folder_is_reused(tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert vitrail_command("demo", "--epochs", "1", cwd=tmp_path).returncode == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
@@ -172,26 +163,24 @@ def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module', name='sklearn')")
     done = vitrail_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
-    said = 'the package sklearn. Got a Python without it. Install it with: pip install "vitrail[train]".'
-    assert said in done.stderr
+    assert "sklearn" in done.stderr
+    assert 'pip install "vitrail[train]"' in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bug_of_ours_is_a_sentence_and_a_trace_on_demand(tmp_path):
+def test_a_bug_is_one_message_and_a_traceback_on_demand(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ValueError('broken')")
     done = vitrail_command("demo", "--out", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert (
-        done.stderr == "vitrail: ValueError: broken. This is a bug in vitrail; VITRAIL_DEBUG=1 shows where.\n"
-    )
+    assert re.fullmatch("vitrail: ValueError: broken. .*bug in vitrail.*VITRAIL_DEBUG=1.*\n", done.stderr)
     done = vitrail_command("demo", "--out", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), VITRAIL_DEBUG="1")
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no file that is always full")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("buffered", ["", "1"])
-def test_output_that_cannot_be_written_is_a_sentence(tmp_path, buffered):
-    """Also where Python would find out only when it shuts down."""
+def test_output_that_cannot_be_written_is_one_message(tmp_path, buffered):
+    """Also if Python would notice only at exit."""
     environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "vitrail", "notes", "--markdown"]
@@ -199,5 +188,5 @@ def test_output_that_cannot_be_written_is_a_sentence(tmp_path, buffered):
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
         )
     assert done.returncode == 2
-    assert done.stderr.startswith("vitrail: The system refused: No space left on device.")
+    assert done.stderr.startswith("vitrail: No space left on device.")
     assert done.stderr.count("\n") == 1

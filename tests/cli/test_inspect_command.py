@@ -1,4 +1,4 @@
-"""`vitrail inspect` as a user runs it."""
+"""`vitrail inspect` in a subprocess."""
 
 import os
 import subprocess
@@ -21,26 +21,26 @@ def inspect(*arguments, cwd):
 def digits(tmp_path):
     (tmp_path / "digits").mkdir()
     for n in range(2):
-        ink = np.zeros((28, 28), dtype=np.uint8)
-        ink[4:24, 10 + 4 * n : 14 + 4 * n] = 255
-        Image.fromarray(ink).save(tmp_path / "digits" / f"{n}.png")
+        pixels = np.zeros((28, 28), dtype=np.uint8)
+        pixels[4:24, 10 + 4 * n : 14 + 4 * n] = 255
+        Image.fromarray(pixels).save(tmp_path / "digits" / f"{n}.png")
     return tmp_path / "digits"
 
 
-def test_a_page_of_some_figures(tmp_path, digits):
+def test_some_figures(tmp_path, digits):
     done = inspect(
         FILE, digits, "--only", "filters, attention", "--layer", 0, "--head", 3, "--target", 7, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "Written: inspection, with index.html and every figure as .png, .svg and .csv.\n"
-    found = {path.name for path in (tmp_path / "inspection").iterdir()}
-    assert {"index.html", "filters.png", "attention.csv"} <= found
-    assert not [name for name in found if name.startswith("rollout")]
+    assert done.stdout.startswith("Saved inspection/index.html")
+    names = {path.name for path in (tmp_path / "inspection").iterdir()}
+    assert {"index.html", "filters.png", "attention.csv"} <= names
+    assert not [name for name in names if name.startswith("rollout")]
     assert "--layer 0 --head 3" in (tmp_path / "inspection" / "index.html").read_text()
 
 
-def test_a_picture_that_cannot_be_read_is_named_with_exit_code_1(tmp_path, digits):
-    (digits / "2.png").write_bytes(b"not one")
+def test_an_unreadable_image_is_listed_with_exit_code_1(tmp_path, digits):
+    (digits / "2.png").write_bytes(b"not an image")
     done = inspect(FILE, digits, "--only", "distance", "--out", "out", cwd=tmp_path)
     assert done.returncode == 1
     assert "2.png could not be read" in done.stdout
@@ -48,24 +48,24 @@ def test_a_picture_that_cannot_be_read_is_named_with_exit_code_1(tmp_path, digit
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ([FILE, "nowhere.png"], "A picture must be there. Got nowhere.png, which is not."),
+        ([FILE, "nowhere.png"], "nowhere.png does not exist"),
         (["nowhere.safetensors"], "nowhere.safetensors"),
-        ([FILE, "empty"], "A folder must hold pictures. Got empty with none."),
+        ([FILE, "empty"], "empty has no images"),
         ([FILE, "digits", "--only", "atention"], "Did you mean 'attention'?"),
-        ([FILE, "digits", "--only", "attention", "--layer", 2], "from 0 to 1. Got 2."),
-        ([FILE, "digits", "--only", "attention", "--head", 4], "from 0 to 3. Got 4."),
-        ([FILE, "digits", "--target", "cat"], "--target must be one of the model's classes. Got cat."),
-        ([FILE, "--only", "rollout"], "The figure rollout needs pictures."),
-        ([FILE, "--out", "digits"], "--out must be a new or an empty folder"),
+        ([FILE, "digits", "--only", "attention", "--layer", 2], "from 0 to 1"),
+        ([FILE, "digits", "--only", "attention", "--head", 4], "from 0 to 3"),
+        ([FILE, "digits", "--target", "cat"], "no class 'cat' for --target"),
+        ([FILE, "--only", "rollout"], "rollout"),
+        ([FILE, "--out", "digits"], "--out must name a new or empty folder"),
         ([FILE, "digits/0.png", "--only", "attention", "--size", "30"], ""),
     ],
 )
-def test_what_is_wrong_is_a_sentence(tmp_path, digits, arguments, said):
+def test_wrong_use_is_one_message(tmp_path, digits, arguments, message):
     (tmp_path / "empty").mkdir()
     done = inspect(*arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["digits", "empty"]

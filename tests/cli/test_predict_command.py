@@ -1,4 +1,4 @@
-"""`vitrail predict`: rows in order, whole lines, safe cells, reasons for what could not be read."""
+"""`vitrail predict`: rows in order, complete lines, safe cells, reasons for unreadable images."""
 
 import csv
 import io
@@ -13,9 +13,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.cli import app
-from vitrail.errors import FileError, InputError
+from vitrail.errors import InputError
 from vitrail.predict import Predictor
 from vitrail.predict.embeddings import writing_rows
 
@@ -32,14 +32,14 @@ def bundle():
 
 @pytest.fixture
 def place(bundle, tmp_path, monkeypatch):
-    """A model, and pictures with strange names, one of them broken."""
+    """A model, and images with strange names, one of them corrupt."""
     monkeypatch.chdir(tmp_path)
     bundle.save("model.safetensors")
     os.mkdir("photos")
     for number, name in enumerate(STRANGE):
-        levels = np.random.default_rng(number).integers(0, 256, (9, 10, 3), dtype=np.uint8)
-        Image.fromarray(levels).save(os.path.join("photos", name))
-    (tmp_path / "photos" / "broken.png").write_bytes(b"no picture")
+        pixels = np.random.default_rng(number).integers(0, 256, (9, 10, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(os.path.join("photos", name))
+    (tmp_path / "photos" / "broken.png").write_bytes(b"not an image")
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def answers(bundle):
 # ---- rows -----------------------------------------------------------------------------------
 
 
-def test_json_lines_have_the_names_as_they_are(place, bundle):
+def test_json_lines_keep_the_exact_names(place, bundle):
     done = run("photos", "--format", "jsonl", "--top", 2)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     expected = answers(bundle)
@@ -81,7 +81,7 @@ def test_json_lines_have_the_names_as_they_are(place, bundle):
     [bad] = [row for row in rows if row["error"]]
     assert (bad["file"], bad["label"], bad["score"], bad["top"]) == ("photos/broken.png", None, None, [])
     assert done.exit_code == 1
-    assert done.stderr == "vitrail: 1 of 7 have no answer; their rows say why.\n"
+    assert done.stderr.startswith("vitrail: 1 of 7 images could not be classified")
 
 
 def test_csv_is_safe_in_a_spreadsheet(place, bundle):
@@ -90,7 +90,7 @@ def test_csv_is_safe_in_a_spreadsheet(place, bundle):
     text = run("-", "--format", "csv", "--top", "2", stdin=listing).stdout_bytes.decode()
     rows = list(csv.DictReader(io.StringIO(text, newline="")))
     assert list(rows[0]) == ["file", "label", "score", "label_1", "score_1", "label_2", "score_2", "error"]
-    assert text.count("\r\n") == len(rows) + 1  # the other line break is inside of quotes
+    assert text.count("\r\n") == len(rows) + 1  # the other line break is inside quotes
     assert [row["file"] for row in rows] == [
         *(name.replace("\udce9", "\\udce9") for name in expected),
         "'\tmissing.png",
@@ -106,7 +106,7 @@ def test_csv_is_safe_in_a_spreadsheet(place, bundle):
     assert rows[-1]["error"] == "No such file or directory"
 
 
-def test_names_that_begin_like_formulas_in_the_current_folder(good):
+def test_names_that_start_like_formulas(good):
     os.chdir("photos")
     done = CliRunner().invoke(
         app, ["predict", "../model.safetensors", "--format", "csv", "--", "=1+1.png", "@b.png"]
@@ -115,7 +115,7 @@ def test_names_that_begin_like_formulas_in_the_current_folder(good):
     assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["file", "'=1+1.png", "'@b.png"]
 
 
-def test_a_table_to_read(place, bundle):
+def test_table_format(place, bundle):
     done = run("photos", "--top", 2)
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["score", "label", "file"]
@@ -125,10 +125,10 @@ def test_a_table_to_read(place, bundle):
     assert lines[2] == f"{less:.4f}  {second}"
     assert "photos/two\\nlines.png" in done.stdout
     assert "photos/caf\\udce9.png" in done.stdout
-    assert re.search(r"^-  +no answer  +photos/broken.png: .*not an image", done.stdout, re.M)
+    assert re.search(r"^-  +error  +photos/broken.png: .*not an image", done.stdout, re.M)
 
 
-def test_what_the_model_does_not_know(good, bundle):
+def test_predictions_below_the_threshold(good, bundle):
     scores = sorted(one.score for one in answers(bundle).values())
     card = vt.Card(metrics={"temperature": 1.0, "threshold": scores[2] + 1e-5})
     vt.Bundle(model=bundle.model, labels=LABELS, card=card).save("model.safetensors")
@@ -140,7 +140,7 @@ def test_what_the_model_does_not_know(good, bundle):
 
 
 @pytest.mark.parametrize("form", ["table", "csv", "jsonl"])
-def test_rows_to_a_new_file(good, form):
+def test_rows_are_saved_to_a_new_file(good, form):
     shown = run("photos", "--format", form)
     done = run("photos", "--format", form, "--out", "rows")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
@@ -148,18 +148,18 @@ def test_rows_to_a_new_file(good, form):
     assert shown.stdout_bytes.endswith(b"\n")
 
 
-def test_rows_come_while_later_pictures_are_still_unread(good, bundle, monkeypatch):
-    """A run that is killed leaves what it knew, in whole lines."""
-    seen = []
+def test_rows_are_written_before_later_images_are_read(good, bundle, monkeypatch):
+    """A run that is killed leaves complete rows."""
+    counts = []
 
-    def stop(self, some):
-        seen.append(len((good / "rows").read_bytes().splitlines()))
-        yield from answer(self, some)
+    def count_rows(self, batch):
+        counts.append(len((good / "rows").read_bytes().splitlines()))
+        yield from predict_batch(self, batch)
 
-    answer = Predictor.answer
-    monkeypatch.setattr(Predictor, "answer", stop)
+    predict_batch = Predictor.predict_batch
+    monkeypatch.setattr(Predictor, "predict_batch", count_rows)
     run("photos", "--format", "jsonl", "--out", "rows", "--batch", 2)
-    assert seen == [0, 2, 4]
+    assert counts == [0, 2, 4]
 
 
 # ---- lists of paths -------------------------------------------------------------------------
@@ -173,13 +173,13 @@ def test_lists_on_stdin(place):
         assert [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()] == plain
         assert done.exit_code == 0
     done = run("photos/broken.png", "-", "photos/@b.png", "-0", "--format", "jsonl", stdin=b"\0".join(names))
-    found = [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()]
-    assert found == [b"photos/broken.png", *names, b"photos/@b.png"]
+    files = [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()]
+    assert files == [b"photos/broken.png", *names, b"photos/@b.png"]
     assert done.exit_code == 1
 
 
-def test_a_list_that_is_none(place):
-    with pytest.raises(InputError, match="A list must hold paths"):
+def test_stdin_that_is_not_a_list(place):
+    with pytest.raises(InputError, match="not a list of paths"):
         run("-", stdin=b"x" * 200_000)
 
 
@@ -187,14 +187,14 @@ def test_a_list_that_is_none(place):
 
 
 @pytest.mark.parametrize("listing", [False, True])
-def test_embeddings_stand_where_the_rows_do(place, bundle, listing):
+def test_embeddings_align_with_the_rows(place, bundle, listing):
     expected = list(answers(bundle).values())
     paths, stdin = (["-"], b"photos\n") if listing else (["photos"], None)
     done = run(*paths, "--embeddings", "e.npy", "--batch", 2, stdin=stdin)
     assert done.exit_code == 1
-    found = np.load("e.npy")
-    assert (found.dtype, found.shape) == (np.float32, (7, 12))
-    for row, one in zip(found, expected, strict=True):
+    rows = np.load("e.npy")
+    assert (rows.dtype, rows.shape) == (np.float32, (7, 12))
+    for row, one in zip(rows, expected, strict=True):
         if one.error is None:
             assert np.allclose(row, one.embedding, atol=1e-5)
         else:
@@ -202,11 +202,11 @@ def test_embeddings_stand_where_the_rows_do(place, bundle, listing):
     assert sorted(os.listdir()) == ["e.npy", "model.safetensors", "photos"]
 
 
-def test_embeddings_are_whole_or_not_there(tmp_path):
+def test_embeddings_are_complete_or_missing(tmp_path):
     with pytest.raises(AttributeError), writing_rows(tmp_path / "e.npy", 3) as add:
-        add("no row")
+        add("not a row")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(FileError, match="meanwhile"), writing_rows(tmp_path / "e.npy", 3):
+    with pytest.raises(InputError, match="already"), writing_rows(tmp_path / "e.npy", 3):
         (tmp_path / "e.npy").write_text("theirs")
     assert os.listdir(tmp_path) == ["e.npy"]
     assert (tmp_path / "e.npy").read_text() == "theirs"
@@ -218,9 +218,9 @@ def test_embeddings_are_whole_or_not_there(tmp_path):
 def test_a_model_without_a_head(good):
     model = vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=0))
     vt.Bundle(model=shake(model)).save("model.safetensors")
-    with pytest.raises(InputError, match="--top needs a model that knows classes"):
+    with pytest.raises(InputError, match="--top needs a model with classes"):
         run("photos", "--top", 5, "--embeddings", "e.npy")
-    with pytest.raises(InputError, match="gives embeddings alone"):
+    with pytest.raises(InputError, match="gives only embeddings"):
         run("photos")
     for form in ("table", "csv", "jsonl"):
         done = run("photos", "--embeddings", f"{form}.npy", "--format", form)
@@ -229,7 +229,7 @@ def test_a_model_without_a_head(good):
         assert np.isfinite(np.load(f"{form}.npy")).all()
 
 
-def test_explain_writes_an_overlay_for_each_picture(place):
+def test_explain_saves_an_overlay_of_each_image(place):
     done = run("photos/@b.png", "photos/broken.png", "photos/=1+1.png", "--explain", "why")
     assert done.exit_code == 1
     assert sorted(os.listdir("why")) == ["000001-_b.png", "000003-_1_1.png"]
@@ -243,22 +243,22 @@ def test_explain_writes_an_overlay_for_each_picture(place):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ([], "There must be pictures"),
+        ([], "No images given"),
         (["photos", "--format", "cvs"], "Did you mean 'csv'"),
-        (["photos", "--out", "model.safetensors"], "--out must name a new file"),
-        (["photos", "--embeddings", "e.bin"], "ends in .npy"),
-        (["photos", "--out", "a.npy", "--embeddings", "a.npy"], "a file of its own"),
-        (["photos", "--explain", "photos"], "--explain must name a new or an empty folder"),
+        (["photos", "--out", "model.safetensors"], "--out never overwrites"),
+        (["photos", "--embeddings", "e.bin"], "must name a .npy file"),
+        (["photos", "--out", "a.npy", "--embeddings", "a.npy"], "both name a.npy"),
+        (["photos", "--explain", "photos"], "--explain must name a new or empty folder"),
         (["photos", "--set", "hads=3"], "--set takes FIELD=VALUE"),
     ],
 )
-def test_wrong_use_is_a_sentence_and_leaves_nothing(place, arguments, said):
+def test_wrong_use_is_one_message_and_leaves_no_files(place, arguments, message):
     before = sorted(os.listdir())
     with pytest.raises(InputError) as caught:
         run(*arguments)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert sorted(os.listdir()) == before
 
 

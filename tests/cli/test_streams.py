@@ -1,16 +1,13 @@
-"""stdin, stdout and stderr that are closed, and readers that go away."""
+"""Closed stdin, stdout and stderr, and readers that go away."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_runs import write_arrays
 from vitrail.inspect.sample import FILE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from tiny_runs import write_arrays
 
 PROGRAM = f"'{sys.executable}' -m vitrail"
 INFO, PREDICT = f"{PROGRAM} info '{FILE}'", f"{PROGRAM} predict '{FILE}'"
@@ -37,26 +34,26 @@ def shell(script, cwd):
         (f"{PREDICT} - <&- >&- 2>&-", 2, "", ""),
     ],
 )
-def test_a_closed_stream(tmp_path, script, code, stdout, stderr):
+def test_closed_streams(tmp_path, script, code, stdout, stderr):
     done = shell(script, tmp_path)
     assert done.returncode == code
-    for found, words in ((done.stdout, stdout), (done.stderr, stderr)):
-        assert words in found
-        assert bool(words) == bool(found)
-        assert "Traceback" not in found
-        assert "bug" not in found
+    for output, text in ((done.stdout, stdout), (done.stderr, stderr)):
+        assert text in output
+        assert bool(text) == bool(output)
+        assert "Traceback" not in output
+        assert "bug" not in output
 
 
 @pytest.mark.parametrize(
     "command", [INFO, f"{PROGRAM} notes", f"{PROGRAM} notes --markdown", f"{PREDICT} x.png"]
 )
-def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path, command):
+def test_a_reader_that_is_gone_ends_a_command_silently(tmp_path, command):
     done = shell(f"{command} | true", tmp_path)
     assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("both", ["", "2>&1"])
-def test_training_goes_on_when_nobody_reads(tmp_path, both):
+def test_training_continues_when_the_reader_is_gone(tmp_path, both):
     write_arrays(tmp_path / "data.npz")
     sizes = " ".join(
         f"--set model.{text}" for text in ("width=16", "depth=1", "heads=2", "patch=4", "size=8")
@@ -72,7 +69,7 @@ def test_training_goes_on_when_nobody_reads(tmp_path, both):
     assert "epoch    2" in (tmp_path / "out" / "log.txt").read_text()
 
 
-def test_training_goes_on_when_its_output_cannot_be_written(tmp_path):
+def test_training_continues_when_its_output_cannot_be_written(tmp_path):
     write_arrays(tmp_path / "data.npz")
     done = shell(f"{PROGRAM} train data.npz --epochs 1 --out out > /dev/full", tmp_path)
     assert done.returncode == 0

@@ -1,21 +1,19 @@
-"""`vitrail train` as a user runs it."""
+"""`vitrail train`: its output, run directory and errors."""
 
 import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import vitrail as vt
+from tests.support.tiny_runs import everything, rows, write_arrays, write_folder
 from vitrail.cli import app
 from vitrail.recipes import recipes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from tiny_runs import everything, rows, write_arrays, write_folder
 
 TINY = [f"--set=model.{text}" for text in ("width=16", "depth=1", "heads=2")]
 
@@ -36,23 +34,22 @@ def vitrail(*arguments, cwd, code=0):
 
 
 def test_digits(tmp_path, monkeypatch):
-    how = ["digits", "--recipe", "digits", "--epochs=1", "--out", "runs/one", *TINY]
-    said = vitrail(*how, cwd=tmp_path).stdout
-    for words in (
+    options = ["digits", "--recipe", "digits", "--epochs=1", "--out", "runs/one", *TINY]
+    output = vitrail(*options, cwd=tmp_path).stdout
+    for text in (
         "Computing on ",
         "digits: 10 classes",
-        "1,437 to learn from, 360 to judge by",
-        "22 of 64 pictures, in 1 epoch",
-        "going by one step",
+        "1,437",
+        "22 of 64 images",
         "epoch    1   loss ",
-        "of 360 held-out pictures.",
-        "Written: runs/one, with best.safetensors and last.safetensors.",
-        "To read in a browser: runs/one/report.html",
+        "on 360 held-out images.",
+        "Saved runs/one/best.safetensors",
+        "Saved runs/one/last.safetensors",
+        "Saved runs/one/report.html",
     ):
-        assert words in said, words
+        assert text in output, text
     out = tmp_path / "runs" / "one"
-    found = sorted(p.name for p in out.iterdir())
-    assert found == [
+    assert sorted(path.name for path in out.iterdir()) == [
         "best.safetensors",
         "checkpoints",
         "config.json",
@@ -62,24 +59,24 @@ def test_digits(tmp_path, monkeypatch):
         "metrics.jsonl",
         "report.html",
     ]
-    assert (rows(out)[0]["step"], rows(out)[0]["val_seen"]) == (22, 360)
+    assert (rows(out)[0]["step"], rows(out)[0]["val_images"]) == (22, 360)
     bundle = vt.load(out / "best.safetensors")
     assert (bundle.model.config.classes, bundle.labels) == (10, list("0123456789"))
     before = everything(tmp_path)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["train", *how, "--resume"])
+    done = CliRunner().invoke(app, ["train", *options, "--resume"])
     assert done.exit_code == 0, done.output
-    assert "of 360 held-out pictures." in done.output
+    assert "on 360 held-out images." in done.output
     assert everything(tmp_path) == before
 
 
-def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
+def test_a_folder_of_images_then_fine_tuning(tmp_path, monkeypatch):
     write_folder(tmp_path / "pets", each=8)
     (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
-    how = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
-    said = vitrail(*how, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
-    assert "are held out for validation (seed 3)." in said
-    assert said.count("bee/3.png could not be read:") == 1
+    options = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
+    output = vitrail(*options, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
+    assert "(seed 3)" in output
+    assert output.count("bee/3.png could not be read:") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
     monkeypatch.chdir(tmp_path)
     more = [
@@ -89,21 +86,21 @@ def test_a_folder_of_pictures_then_from_the_file_it_made(tmp_path, monkeypatch):
         "--epochs=1",
         "--out=second",
     ]
-    said = CliRunner().invoke(app, ["train", "pets", *more]).output
-    assert "of which 51 learn" in said
-    assert "bee/3.png" not in said
-    assert said.count("1 file could not be read so far; --set corrupt=warn names them.") == 1
+    output = CliRunner().invoke(app, ["train", "pets", *more]).output
+    assert "51 of them trained" in output
+    assert "bee/3.png" not in output
+    assert output.count("1 file could not be read") == 1
     first, second = (vt.load(tmp_path / out / "last.safetensors").model for out in ("first", "second"))
     assert first.config.width == second.config.width == 16
 
 
-def test_a_name_a_size_lora_and_a_teacher(tmp_path, monkeypatch):
-    """A model by name teaches one from its own file, larger, by updates of low rank."""
+def test_model_name_size_lora_and_teacher(tmp_path, monkeypatch):
+    """Train a model by name; then fine-tune it with LoRA at a larger size, with itself as the teacher."""
     write_arrays(tmp_path / "data.npz")
     monkeypatch.chdir(tmp_path)
 
-    def run(*how):
-        done = CliRunner().invoke(app, ["train", "data.npz", "--epochs=1", "--batch=16", *how])
+    def run(*options):
+        done = CliRunner().invoke(app, ["train", "data.npz", "--epochs=1", "--batch=16", *options])
         assert done.exit_code == 0, done.output
         return done.output
 
@@ -116,22 +113,22 @@ def test_a_name_a_size_lora_and_a_teacher(tmp_path, monkeypatch):
     run("--model=mu/2", "--size=12x8", "--out=oblong")
     oblong = vt.load("oblong/last.safetensors")
     assert oblong.model.config.pixels == oblong.preprocess.target == (12, 8)
-    said = run(
+    output = run(
         *("--from=first/best.safetensors", "--size=16", "--tune=lora", "--set=lora_rank=2", "--out=second"),
         *("--teacher=first/best.safetensors", "--set=distill=soft"),
     )
-    assert "soft answers, 50% of the loss" in said
-    assert f"of which {2 * 2 * 3 * 32 * 2 + 99:,} learn" in said
+    assert "soft distillation, 50% of the loss" in output
+    assert f"{2 * 2 * 3 * 32 * 2 + 99:,} of them trained" in output
     second = vt.load("second/last.safetensors")
     assert second.model.config.pixels == second.preprocess.target == (16, 16)
-    known = json.loads((tmp_path / "second" / "config.json").read_text())
-    assert (known["train"]["tune"], known["train"]["distill"]) == ("lora", "soft")
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert (config["train"]["tune"], config["train"]["distill"]) == ("lora", "soft")
 
 
 def test_help_and_recipes():
-    said = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(app, ["train", "--help"]).output
-    for words in ("--model", "--from", "--size", "full|llrd|lora|head|bias", "--teacher", "--recipes lists"):
-        assert words in said, words
+    output = CliRunner(env={"COLUMNS": "120", "NO_COLOR": "1"}).invoke(app, ["train", "--help"]).output
+    for text in ("--model", "--from", "--size", "full|llrd|lora|head|bias", "--teacher", "see --recipes"):
+        assert text in output, text
     done = CliRunner().invoke(app, ["train", "--recipes"])
     assert done.exit_code == 0, done.output
     assert "digits  " in done.output
@@ -140,9 +137,9 @@ def test_help_and_recipes():
 
 
 @pytest.fixture(scope="module")
-def there(tmp_path_factory):
-    """Data, and other things, for commands that fail before they train."""
-    folder = tmp_path_factory.mktemp("there")
+def folder(tmp_path_factory):
+    """Data and other files for commands that fail before training."""
+    folder = tmp_path_factory.mktemp("folder")
     write_arrays(folder / "data.npz")
     (folder / "empty").mkdir()
     (folder / "full").mkdir()
@@ -154,84 +151,85 @@ def there(tmp_path_factory):
     return folder
 
 
-WRONG = [
-    (["nowhere"], "vitrail: nowhere does not exist; DATA must be a folder of images with a folder for each class, a .csv,"),
-    (["empty"], "vitrail: empty must hold a folder for each class"),
-    (["one"], "vitrail: one has 1 class; training needs at least two classes"),
-    (["bad.csv"], "vitrail: bad.csv has no rows after its header"),
+WRONG = [  # options, and a pattern in the message
+    (["nowhere"], "nowhere does not exist"),
+    (["empty"], "empty .*folder for each class"),
+    (["one"], "one .*1 class.*at least two"),
+    (["bad.csv"], "bad.csv has no rows"),
     (["gone.csv"], "gone.csv does not exist"),
     (["gone.npz"], "gone.npz"),
-    (["float.npz"], "vitrail: Images must be uint8 or uint16, and float.npz, x is float64"),
-    (["data.npz", "--recipe=smal"], "vitrail: The recipe must be one there is. Got 'smal'. Did you mean 'small'?"),
-    (["data.npz", "--set=epoch=3"], "vitrail: A run takes the fields of TrainConfig. Got epoch=3. Did you mean 'epochs'?"),
-    (["data.npz", "--set=model.dept=3"], "Did you mean 'depth'?"),
-    (["data.npz", "--set=augment.flips=1"], "Did you mean 'flip'?"),
-    (["data.npz", "--set=epochs"], "vitrail: --set takes PATH=VALUE. Got 'epochs'."),
-    (["data.npz", "--set=modle.depth=3"], "vitrail: --set takes PATH=VALUE. Got 'modle.depth=3'."),
-    (["data.npz", "--set=model=3"], "vitrail: --set takes PATH=VALUE. Got 'model=3'."),
-    (["data.npz", "--set=model.=3"], "vitrail: --set takes PATH=VALUE. Got 'model.=3'."),
-    (["data.npz", "--set=ema=2"], "vitrail: ema must be above 0 and below 1. Got ema=2."),
-    (["data.npz", "--set=betas=a,b"], "vitrail: betas must be two numbers from 0 to 1."),
-    (["data.npz", "--set=seed=x"], "vitrail: seed must be"),
-    (["data.npz", "--set=model.classes=9"], "vitrail: The model must have the classes of the data"),
-    (["data.npz", "--lr=-1"], "vitrail: lr must be above 0 and at most 100. Got lr=-1"),
-    (["data.npz", "--set=batch=30", "--set=accumulate=4"], "vitrail: accumulate must divide batch."),
+    (["float.npz"], "uint8 or uint16, .*float.npz, x is float64"),
+    (["data.npz", "--recipe=smal"], "'smal'.*Did you mean 'small'"),
+    (["data.npz", "--set=epoch=3"], "no field 'epoch'.*Did you mean 'epochs'"),
+    (["data.npz", "--set=out=x"], "no field 'out'"),
+    (["data.npz", "--set=model.dept=3"], "Did you mean 'depth'"),
+    (["data.npz", "--set=augment.flips=1"], "Did you mean 'flip'"),
+    (["data.npz", "--set=epochs"], "--set takes NAME=VALUE.*'epochs'"),
+    (["data.npz", "--set=modle.depth=3"], "--set takes NAME=VALUE.*'modle.depth=3'"),
+    (["data.npz", "--set=model=3"], "--set takes NAME=VALUE.*'model=3'"),
+    (["data.npz", "--set=model.=3"], "--set takes NAME=VALUE.*'model.=3'"),
+    (["data.npz", "--set=ema=2"], "ema must be above 0 and below 1"),
+    (["data.npz", "--set=betas=a,b"], "betas must be two numbers"),
+    (["data.npz", "--set=seed=x"], "seed must be"),
+    (["data.npz", "--set=model.classes=9"], "classes"),
+    (["data.npz", "--lr=-1"], "lr must be above 0 and at most 100"),
+    (["data.npz", "--set=batch=30", "--set=accumulate=4"], "accumulate"),
     (["data.npz", "--from=nowhere.pth"], "nowhere.pth"),
-    (["data.npz", "--from=a.pth", "--model=Ti/16"], "--from 'a.pth' and --model 'Ti/16'. Leave out --model to start from the file, or --from to start anew."),
-    (["data.npz", "--model=Tiny"], "vitrail: A model name is size/patch"),
-    (["data.npz", "--model=Ti/16"], "size 8x8 with patches of 16x16"),
-    (["data.npz", "--model=Ti/4@16", "--size=8"], "vitrail: The size of the pictures must be given once. Got size=8, and name='Ti/4@16'."),
-    (["data.npz", "--set=model.size=16", "--size=8"], "vitrail: The size of the pictures must be given once."),
-    (["data.npz", "--size=big"], "vitrail: --size must be a number or HxW."),
-    (["data.npz", "--tune=loar"], "vitrail: tune must be one of its words. Got tune='loar'. Did you mean 'lora'?"),
+    (["data.npz", "--from=a.pth", "--model=Ti/16"], "--from 'a.pth' and --model 'Ti/16'"),
+    (["data.npz", "--model=Tiny"], "Tiny"),
+    (["data.npz", "--model=Ti/16"], "8.*16"),
+    (["data.npz", "--model=Ti/4@16", "--size=8"], "size.* twice|size.* once"),
+    (["data.npz", "--set=model.size=16", "--size=8"], "size.* twice|size.* once"),
+    (["data.npz", "--size=big"], "--size must be .*'big'"),
+    (["data.npz", "--tune=loar"], "'loar'.*Did you mean 'lora'"),
     (["data.npz", "--teacher=nowhere.pth"], "nowhere.pth"),
-    (["data.npz", "--teacher=nowhere.pth", "--set=distill=none"], "vitrail: A teacher is there to be learned from."),
-    (["data.npz", "--set=distill=soft"], "vitrail: distill needs a teacher. Got distill='soft' without one."),
-    (["data.npz", "--set=batch=90", "--set=accumulate=3"], "vitrail: A batch must fall into equal parts for every process"),
-    (["data.npz", "--out=full"], "vitrail: --out must be a new or empty folder, or a run's. Got full. Name another, or go on with --resume."),
-    (["data.npz", "--out=/proc/vitrail"], "vitrail: The system refused /proc/vitrail: No such file or directory. Check the path, its rights and the disk."),
-    (["data.npz", "--out=data.npz"], "vitrail: --out must be a new or empty folder"),
+    (["data.npz", "--teacher=nowhere.pth", "--set=distill=none"], "teacher"),
+    (["data.npz", "--set=distill=soft"], "distill.* needs a teacher"),
+    (["data.npz", "--set=batch=90", "--set=accumulate=3"], "(?i)batch"),
+    (["data.npz", "--out=full"], "full.*--resume"),
+    (["data.npz", "--out=/proc/vitrail"], "/proc/vitrail: No such file or directory"),
+    (["data.npz", "--out=data.npz"], "--out|data.npz"),
 ]  # fmt: skip
 
 
-def test_what_is_wrong_is_one_sentence_and_code_2(there):
-    """All in one process, by the command's own entry: to start one for each would take a minute."""
+def test_wrong_use_is_one_message_and_exit_code_2(folder):
+    """All in one process: to start one for each would take a minute."""
     program = """
 import json, sys
 from vitrail.cli import main
-for given in json.load(sys.stdin):
-    sys.argv = ["vitrail", "train", *given]
+for options in json.load(sys.stdin):
+    sys.argv = ["vitrail", "train", *options]
     try:
         main()
     except SystemExit as stop:
         print(stop.code, flush=True)
         print(file=sys.stderr, flush=True)
 """
-    before = everything(there)
+    before = everything(folder)
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(
-            [[*given, *([] if "--out" in " ".join(given) else ["--out=new"])] for given, _ in WRONG]
+            [[*options, *([] if "--out" in " ".join(options) else ["--out=new"])] for options, _ in WRONG]
         ),
-        cwd=there,
+        cwd=folder,
         env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    said = done.stderr.rstrip("\n").split("\n\n")
-    assert done.stdout.split() == ["2"] * len(WRONG), list(zip(WRONG, said, strict=False))
-    for (given, words), message in zip(WRONG, said, strict=True):
-        assert words in message, (given, message)
+    messages = done.stderr.rstrip("\n").split("\n\n")
+    assert done.stdout.split() == ["2"] * len(WRONG), list(zip(WRONG, messages, strict=False))
+    for (options, pattern), message in zip(WRONG, messages, strict=True):
+        assert re.search(pattern, message), (options, message)
         assert "\n" not in message.strip()
         assert message.startswith("vitrail: ")
-    assert everything(there) == before
-    assert not (there / "new").exists()
+    assert everything(folder) == before
+    assert not (folder / "new").exists()
 
 
-@pytest.mark.parametrize("given", ["--epochs=0", "--epochs=many", "--seed=-1", "--nonsense"])
-def test_options_of_the_wrong_kind(given, there):
-    done = CliRunner().invoke(app, ["train", str(there / "data.npz"), "--out", str(there / "new"), given])
+@pytest.mark.parametrize("option", ["--epochs=0", "--epochs=many", "--seed=-1", "--nonsense"])
+def test_invalid_option_values(option, folder):
+    done = CliRunner().invoke(app, ["train", str(folder / "data.npz"), "--out", str(folder / "new"), option])
     assert done.exit_code == 2
-    assert given.split("=")[0] in done.output
-    assert not (there / "new").exists()
+    assert option.split("=")[0] in done.output
+    assert not (folder / "new").exists()

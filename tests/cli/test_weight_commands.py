@@ -1,10 +1,9 @@
-"""info, convert and verify as a user runs them; and hostile files through all three."""
+"""The commands info, convert and verify; and hostile files through all three."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
-from conftest import shake
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
-from hostile import hostile_files
+from tests.support.hostile import hostile_files
+from tests.support.models import shake
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
@@ -37,19 +34,19 @@ def vitrail(*arguments, cwd, code=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A timm file, and the same as one of ours."""
+    """A timm file, and the same model as a vitrail file."""
     folder = tmp_path_factory.mktemp("files")
     safetensors.torch.save_file(
         shake(VisionTransformer(**SMALL, reg_tokens=1)).state_dict(), folder / "timm.safetensors"
     )
     bundle = vt.load(folder / "timm.safetensors", heads=2)
-    bundle.labels, bundle.card = ["ant", "bee", "cat", "dog", "eel"], vt.Card(licence="MIT")
+    bundle.labels, bundle.card = ["ant", "bee", "cat", "dog", "eel"], vt.Card(license="MIT")
     bundle.save(folder / "ours.safetensors")
     return folder
 
 
-def test_info_says_what_is_there(folder):
-    said = vitrail("info", "timm.safetensors", "--set", "heads=2", cwd=folder).stdout
+def test_info(folder):
+    output = vitrail("info", "timm.safetensors", "--set", "heads=2", cwd=folder).stdout
     for words in (
         "timm: timm's VisionTransformer",
         "width 32, depth 2, 2 heads, MLP 128, /8@32x32",
@@ -60,31 +57,31 @@ def test_info_says_what_is_there(folder):
         "published for augreg",
         "exact GELU, eps 1e-6",
     ):
-        assert words in said, words
+        assert words in output, words
 
 
-def test_info_of_our_own_file(folder):
-    said = vitrail("info", "ours.safetensors", "--check", cwd=folder).stdout
-    for words in ("vitrail: a vitrail file", "MIT", "ant, bee, cat, dog, eel", "not finite"):
-        assert words in said
-    found = json.loads(vitrail("info", "ours.safetensors", "--json", cwd=folder).stdout)
-    assert found["parameters"] == 32453
-    assert found["labels"] == ["ant", "bee", "cat", "dog", "eel"]
+def test_info_of_a_vitrail_file(folder):
+    output = vitrail("info", "ours.safetensors", "--check", cwd=folder).stdout
+    for words in ("vitrail: a vitrail file", "MIT", "ant, bee, cat, dog, eel", "NaN or infinity"):
+        assert words in output
+    facts = json.loads(vitrail("info", "ours.safetensors", "--json", cwd=folder).stdout)
+    assert facts["parameters"] == 32453
+    assert facts["labels"] == ["ant", "bee", "cat", "dog", "eel"]
 
 
-def test_info_knows_a_published_size(tmp_path):
+def test_info_names_published_sizes(tmp_path):
     with torch.device("meta"):
         state = VisionTransformer(num_classes=1000).state_dict()
     small = {name: torch.zeros(tensor.shape, dtype=torch.float16) for name, tensor in state.items()}
     safetensors.torch.save_file(small, tmp_path / "b16.safetensors")
-    found = json.loads(vitrail("info", "b16.safetensors", "--json", cwd=tmp_path).stdout)
-    assert found["model"] == "B/16@224x224"
-    assert found["parameters"] == 86_567_656
-    assert found["taken on trust"][0].startswith("12 heads of width 64")
+    facts = json.loads(vitrail("info", "b16.safetensors", "--json", cwd=tmp_path).stdout)
+    assert facts["model"] == "B/16@224x224"
+    assert facts["parameters"] == 86_567_656
+    assert facts["notes"][0].startswith("Assumed 12 heads of width 64")
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle", "npz", "ours"])
-def test_info_does_not_load_torch(folder, kind, tmp_path):
+def test_info_does_not_import_torch(folder, kind, tmp_path):
     state = VisionTransformer(**SMALL).state_dict()
     if kind == "pickle":
         torch.save(state, tmp_path / "file")
@@ -94,10 +91,10 @@ def test_info_does_not_load_torch(folder, kind, tmp_path):
     else:
         name = "ours.safetensors" if kind == "ours" else "timm.safetensors"
         (tmp_path / "file").write_bytes((folder / name).read_bytes())
-    facts = [] if kind == "ours" else ["--set", "heads=2"]
+    options = [] if kind == "ours" else ["--set", "heads=2"]
     code = (
         "import sys; from vitrail.cli import app\n"
-        f"try: app({['info', 'file', '--check', *facts]!r})\n"
+        f"try: app({['info', 'file', '--check', *options]!r})\n"
         "finally: print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
@@ -107,7 +104,7 @@ def test_info_does_not_load_torch(folder, kind, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_check_finds_numbers_that_are_not_finite(bad, dtype, tmp_path):
+def test_check_finds_nan_and_infinity(bad, dtype, tmp_path):
     state = {name: tensor.to(dtype) for name, tensor in VisionTransformer(**SMALL).state_dict().items()}
     state["blocks.1.mlp.fc2.weight"][-1, -1] = bad
     safetensors.torch.save_file(state, tmp_path / "bad.safetensors")
@@ -119,60 +116,60 @@ def test_check_finds_numbers_that_are_not_finite(bad, dtype, tmp_path):
         app, ["info", str(tmp_path / "bad.safetensors"), "--set", "heads=2", "--check", "--json"]
     )
     assert done.exit_code == 1
-    assert json.loads(done.stdout)["not finite"] == ["blocks.1.mlp.fc2.weight"]
+    assert json.loads(done.stdout)["NaN or infinity"] == ["blocks.1.mlp.fc2.weight"]
 
 
-def test_convert_reports(folder, tmp_path):
+def test_convert_prints_a_report(folder, tmp_path):
     from typer.testing import CliRunner  # in this process, where timm can be imported
 
     from vitrail.cli import app
 
     files = [str(folder / "ours.safetensors"), str(tmp_path / "out")]
-    said = CliRunner().invoke(app, ["convert", *files, "--to", "timm"]).stdout
-    assert "timm itself, on the golden inputs" in said
-    assert "transformed               2 tensors" in said
+    output = CliRunner().invoke(app, ["convert", *files, "--to", "timm"]).stdout
+    assert "timm itself, on the golden inputs" in output
+    assert "transformed               2 tensors" in output
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    said = vitrail("convert", "out", "again.safetensors", "--classes", "7", cwd=tmp_path).stdout
-    assert "note: The head for 5 classes was replaced by a new one for 7, all zero." in said
-    assert "It holds." in vitrail("verify", "again.safetensors", cwd=tmp_path).stdout
+    output = vitrail("convert", "out", "again.safetensors", "--classes", "7", cwd=tmp_path).stdout
+    assert "note: The head for 5 classes was replaced by a new one for 7, all zero." in output
+    assert "The logits agree." in vitrail("verify", "again.safetensors", cwd=tmp_path).stdout
 
 
-def test_verify_tells_a_changed_file(folder, tmp_path):
+def test_verify_detects_a_changed_file(folder, tmp_path):
     path = tmp_path / "changed.safetensors"
     tensors = safetensors.torch.load_file(folder / "ours.safetensors")
     with safetensors.safe_open(folder / "ours.safetensors", "pt") as file:
         metadata = file.metadata()
     tensors["head.bias"] += 1
     safetensors.torch.save_file(tensors, path, metadata)
-    assert "It does not hold." in vitrail("verify", path, cwd=tmp_path, code=1).stdout
+    assert "The logits do not agree." in vitrail("verify", path, cwd=tmp_path, code=1).stdout
 
 
 WRONG = [
     (("info",), "Missing argument"),
     (("info", "nothing.safetensors"), "nothing.safetensors"),
-    (("info", "empty"), "must hold model.safetensors"),
+    (("info", "empty"), "neither model.safetensors nor"),
     (("info", "notes.txt"), "notes.txt"),
-    (("info", "timm.safetensors"), "How many heads there are must be told"),
+    (("info", "timm.safetensors"), "number of heads"),
     (("info", "timm.safetensors", "--set", "heads"), "--set takes FIELD=VALUE"),
     (("info", "timm.safetensors", "--set", "haeds=2"), "Did you mean 'heads'?"),
     (("info", "timm.safetensors", "--set", "heads=two"), "heads"),
     (("info", "timm.safetensors", "--set", "heads=2", "--size", "big"), "--size must be a number or HxW"),
     (("info", "timm.safetensors", "--family", "tim"), "Did you mean 'timm'?"),
-    (("info", "timm.safetensors", "--keys", "notes.txt"), "must be JSON"),
+    (("info", "timm.safetensors", "--keys", "notes.txt"), "not valid JSON"),
     (("info", "timm.safetensors", "--keys", "keys.json"), "A row of keys is"),
-    (("convert", "ours.safetensors", "timm.safetensors"), "OUT must be new"),
-    (("convert", "ours.safetensors", "out.npz", "--to", "tim"), "TO must be a family that is written"),
+    (("convert", "ours.safetensors", "timm.safetensors"), "already exists"),
+    (("convert", "ours.safetensors", "out.npz", "--to", "tim"), "not a family that can be written"),
     (("convert", "ours.safetensors", "no/folder/x.safetensors"), "no/folder/x.safetensors"),
-    (("convert", "ours.safetensors", "no/folder/x", "--to", "timm"), "can be written"),
-    (("convert", "ours.safetensors", "x.safetensors", "--size", "30"), "whole number of patches"),
-    (("verify", "timm.safetensors"), "How many heads"),
-    (("verify", "mnist.safetensors"), "Only a vitrail file carries golden inputs"),
+    (("convert", "ours.safetensors", "no/folder/x", "--to", "timm"), "cannot be written"),
+    (("convert", "ours.safetensors", "x.safetensors", "--size", "30"), "not a multiple of the patch size"),
+    (("verify", "timm.safetensors"), "number of heads"),
+    (("verify", "mnist.safetensors"), "has no golden inputs"),
     (("verify", "nothing.safetensors"), "nothing.safetensors"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(a) for a, _ in WRONG])
-def test_wrong_use_is_a_sentence(arguments, message, folder, tmp_path):
+def test_wrong_use_is_explained(arguments, message, folder, tmp_path):
     for name in ("timm.safetensors", "ours.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     wide = VisionTransformer(**SMALL | dict(embed_dim=128)).state_dict()
@@ -186,7 +183,7 @@ def test_wrong_use_is_a_sentence(arguments, message, folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-# All hostile files in one process with little memory; a dead process or a hang fails the test.
+# All hostile files in one process with little memory; a crash or a hang fails the test.
 RUN_ALL = """
 import io, json, resource, sys, time
 from contextlib import redirect_stderr, redirect_stdout
@@ -200,14 +197,14 @@ command, files = sys.argv[1], json.loads(sys.argv[2])
 for file in files:
     more = [file + ".out.safetensors"] if command == "convert" else []
     sys.argv = ["vitrail", command, file, *more]
-    said, start = io.StringIO(), time.perf_counter()
-    with redirect_stderr(said), redirect_stdout(said):
+    output, start = io.StringIO(), time.perf_counter()
+    with redirect_stderr(output), redirect_stdout(output):
         try:
             cli.main()
             code = 0
         except SystemExit as stop:
             code = stop.code
-    print(json.dumps([file, code, said.getvalue(), time.perf_counter() - start]))
+    print(json.dumps([file, code, output.getvalue(), time.perf_counter() - start]))
 print(json.dumps("torch" in sys.modules))
 """
 
@@ -226,16 +223,16 @@ def test_hostile_files_are_refused_by_every_command(command, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     *rows, loaded_torch = map(json.loads, done.stdout.splitlines())
     assert len(rows) == len(files)
-    for file, code, said, seconds in rows:
-        assert code == 2, (file, said)
-        assert "Traceback" not in said, file
-        assert "\x1b" not in said, file
+    for file, code, output, seconds in rows:
+        assert code == 2, (file, output)
+        assert "Traceback" not in output, file
+        assert "\x1b" not in output, file
         assert seconds < 1, file
     assert not loaded_torch
     assert not [path for path in tmp_path.rglob("*") if "canary" in path.name or ".out." in path.name]
 
 
-def test_names_are_escaped_wherever_they_are_shown(folder, tmp_path):
+def test_names_are_escaped(folder, tmp_path):
     state = safetensors.torch.load_file(folder / "timm.safetensors")
     state["\x1b[31mred\u202e<script>"] = torch.zeros(1)
     safetensors.torch.save_file(state, tmp_path / "odd\x1b[2J.safetensors")

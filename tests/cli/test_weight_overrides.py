@@ -1,4 +1,4 @@
-"""Preprocessing on the command line, and what convert and verify refuse: other endings, NaN and infinity."""
+"""Preprocessing options, and what convert and verify refuse: other file endings, NaN and infinity."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from typer.testing import CliRunner
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.cli import app, main
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.families.timm import TIMM
@@ -37,7 +37,7 @@ def run(*arguments, code=0):
 
 
 def refused(monkeypatch, capsys, *arguments):
-    """What is said where the exit code is 2."""
+    """The error message of a command that exits with 2."""
     monkeypatch.setattr("sys.argv", ["vitrail", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
         main()
@@ -53,13 +53,11 @@ def sets(*fields):
 
 
 def test_info_and_convert_take_mean_and_std(path):
-    found = json.loads(run("info", path, "--json", *sets(MEAN, STD, "preprocess.interpolation=lanczos")))
-    assert "minus (0.485, 0.456, 0.406)" in found["preprocessing"]
-    assert "over (0.229, 0.224, 0.225)" in found["preprocessing"]
-    assert any("lanczos" in step for step in found["preprocessing"])
-    assert any(
-        "preprocess.mean is (0.485, 0.456, 0.406) as given" in note for note in found["taken on trust"]
-    )
+    facts = json.loads(run("info", path, "--json", *sets(MEAN, STD, "preprocess.interpolation=lanczos")))
+    assert "minus (0.485, 0.456, 0.406)" in facts["preprocessing"]
+    assert "divided by (0.229, 0.224, 0.225)" in facts["preprocessing"]
+    assert any("lanczos" in step for step in facts["preprocessing"])
+    assert any("preprocess.mean is (0.485, 0.456, 0.406) as given" in note for note in facts["notes"])
     run("convert", path, "out.safetensors", *sets(MEAN, STD))
     spec = vt.load("out.safetensors").preprocess
     assert (spec.mean, spec.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -87,30 +85,30 @@ def test_every_field_can_be_set(path):
         assert getattr(vt.load(f"{name}.safetensors").preprocess, name) == value
 
 
-def test_a_step_can_be_taken_out(path):
+def test_steps_can_be_removed(path):
     run("convert", path, "out.safetensors", *sets("preprocess.resize=none"))
     assert vt.load("out.safetensors").preprocess.resize == "none"
-    run("convert", path, "whole.safetensors", *sets("preprocess.resize_to=none"))
-    assert vt.load("whole.safetensors").preprocess.resize_to is None
+    run("convert", path, "uncropped.safetensors", *sets("preprocess.resize_to=none"))
+    assert vt.load("uncropped.safetensors").preprocess.resize_to is None
 
 
-def test_none_is_a_word_where_the_field_has_it(path, tmp_path):
-    """pool_norm=none is one of its words, not the lack of one; as the file has a last norm, it does not fit."""
+def test_none_can_be_an_allowed_value(path, tmp_path):
+    """pool_norm=none is one of the allowed values, not None."""
     state = {n: t for n, t in safetensors.torch.load_file(path).items() if not n.startswith("norm.")}
     safetensors.torch.save_file(
         state | {"fc_norm.weight": torch.ones(32), "fc_norm.bias": torch.ones(32)}, path
     )
-    found = json.loads(run("info", path, "--json", *sets("pool_norm=none")))
-    assert found["config"]["pool_norm"] == "none"
+    facts = json.loads(run("info", path, "--json", *sets("pool_norm=none")))
+    assert facts["config"]["pool_norm"] == "none"
 
 
-def test_what_is_given_is_for_the_size_in_the_end(path):
-    """A resize_to below the model's first size, and as it is given for the new one."""
+def test_given_fields_are_for_the_final_size(path):
+    """A resize_to below the model's original size is valid for the new one."""
     bundle = vt.load(path, heads=2, size=16, preprocess={"resize_to": 20})
     assert (bundle.preprocess.target, bundle.preprocess.resize_to) == ((16, 16), (20, 20))
 
 
-def test_predict_and_evaluate_take_them(path):
+def test_predict_and_evaluate_use_them(path):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
     Image.fromarray(images[0]).save("a.png")
@@ -120,47 +118,49 @@ def test_predict_and_evaluate_take_them(path):
         for split in ("train", "test")
     }
     np.savez("data.npz", **splits)
-    said = {}
+    results = {}
     for more in ((), (MEAN, STD)):
         rows = run("predict", path, "a.png", "--format", "jsonl", *sets(*more))
         run("evaluate", path, "data.npz", "--json", f"{len(more)}.json", *sets(*more))
-        said[more] = rows, json.loads((path.parent / f"{len(more)}.json").read_text())["calibration"]
-    (plain, loss), (given, other) = said.values()
+        results[more] = rows, json.loads((path.parent / f"{len(more)}.json").read_text())["calibration"]
+    (plain, loss), (given, other) = results.values()
     assert plain != given
     assert loss != other
 
 
-def test_a_walk_takes_them(path, monkeypatch, capsys):
+def test_walk_uses_them(path, monkeypatch, capsys):
     Image.new("RGB", (40, 40), "red").save("a.png")
     for model in (path, "mu/4"):
-        said = {run("walk", model, "a.png", *sets(*more)) for more in ((), (MEAN, STD))}
-        assert len(said) == 2
-    assert "is a size" in refused(monkeypatch, capsys, "walk", "mu/4", "a.png", "--set", "checkpoint_key=ema")
+        outputs = {run("walk", model, "a.png", *sets(*more)) for more in ((), (MEAN, STD))}
+        assert len(outputs) == 2
+    assert "is a model size" in refused(
+        monkeypatch, capsys, "walk", "mu/4", "a.png", "--set", "checkpoint_key=ema"
+    )
 
 
 @pytest.mark.parametrize(
-    ("field", "words"),
+    ("field", "message"),
     [
         ("preprocess.maen=0.5", "Did you mean 'preprocess.mean'?"),
         ("preprocess=0.5", "--set takes FIELD=VALUE"),
-        ("preprocess.mean=a,b,c", "mean must be a number"),
+        ("preprocess.mean=a,b,c", "mean must be a tuple"),
         ("preprocess.mean=0.5,0.5", "as many numbers in std"),
         ("preprocess.interpolation=cubic", "interpolation"),
-        ("preprocess.size=48", "48x48 is not the 32x32 that the model takes"),
+        ("preprocess.size=48", "48x48 is not the model's size 32x32"),
         ("preprocess.std=0", "at least 1e-6"),
     ],
 )
-def test_what_is_no_preprocessing(path, field, words, monkeypatch, capsys):
-    assert words in refused(monkeypatch, capsys, "info", path, *sets(field))
-    assert words in refused(monkeypatch, capsys, "convert", path, "out.safetensors", *sets(field))
+def test_invalid_preprocessing(path, field, message, monkeypatch, capsys):
+    assert message in refused(monkeypatch, capsys, "info", path, *sets(field))
+    assert message in refused(monkeypatch, capsys, "convert", path, "out.safetensors", *sets(field))
 
 
 def test_preprocess_in_python(path):
     with pytest.raises(ConfigError, match="Did you mean 'mean'"):
         vt.load(path, heads=2, preprocess={"maen": 0.5})
-    with pytest.raises(ConfigError, match="fields by name"):
+    with pytest.raises(ConfigError, match="takes a mapping"):
         vt.load(path, heads=2, preprocess=0.5)
-    with pytest.raises(ConfigError, match="need 3 numbers each"):
+    with pytest.raises(ConfigError, match="have 1 values, but the model has 3 channels"):
         vt.load(path, heads=2, preprocess={"mean": (0.5,), "std": (0.5,)})
 
 
@@ -170,14 +170,14 @@ def test_preprocess_in_python(path):
 @pytest.mark.parametrize("to", ["vitrail", "timm"])
 @pytest.mark.parametrize("name", ["b.pt", "b.pth", "b.bin", "b.PT", "b.onnx", "b.ckpt", "b.h5"])
 def test_endings_of_other_formats_are_refused(path, name, to, monkeypatch, capsys):
-    said = refused(monkeypatch, capsys, "convert", path, name, "--to", to, *sets())
-    assert name in said
-    assert ".safetensors" in said
-    assert (".npz" in said) == (to != "vitrail")
+    message = refused(monkeypatch, capsys, "convert", path, name, "--to", to, *sets())
+    assert name in message
+    assert ".safetensors" in message
+    assert (".npz" in message) == (to != "vitrail")
     assert [one.name for one in path.parent.iterdir()] == ["timm.safetensors"]
 
 
-def test_a_vitrail_file_is_no_npz(path):
+def test_a_vitrail_file_is_not_an_npz(path):
     with pytest.raises(FileError, match=r"cannot be written as \.npz"):
         vt.convert(path, "b.npz", to="vitrail", heads=2)
     with pytest.raises(FileError, match=r"cannot be written as \.pt"):
@@ -190,52 +190,56 @@ def test_a_vitrail_file_is_no_npz(path):
 @pytest.mark.parametrize("to", ["vitrail", "timm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_convert_refuses_weights_that_are_no_numbers(path, value, everywhere, to, monkeypatch, capsys):
+def test_convert_refuses_nan_and_infinite_weights(path, value, everywhere, to, monkeypatch, capsys):
     state = safetensors.torch.load_file(path)
     for name in state if everywhere else ["blocks.1.mlp.fc2.weight"]:
         state[name].flatten()[-1] = value
     safetensors.torch.save_file(state, "bad.safetensors")
-    said = refused(monkeypatch, capsys, "convert", "bad.safetensors", "out.safetensors", "--to", to, *sets())
-    assert "NaN or infinity in" in said
-    assert everywhere or "blocks.1.mlp.fc2.weight" in said
+    message = refused(
+        monkeypatch, capsys, "convert", "bad.safetensors", "out.safetensors", "--to", to, *sets()
+    )
+    assert "NaN or infinity in" in message
+    assert everywhere or "blocks.1.mlp.fc2.weight" in message
     assert not (path.parent / "out.safetensors").exists()
 
 
-def test_convert_refuses_logits_that_are_no_numbers(path, monkeypatch, capsys):
-    """Each weight is a number, and their products are too large for one."""
+def test_convert_refuses_infinite_logits(path, monkeypatch, capsys):
+    """Each weight is finite, but their products overflow."""
     state = safetensors.torch.load_file(path)
     state["head.weight"] = torch.full_like(state["head.weight"], 3e38)
     safetensors.torch.save_file(state, "bad.safetensors")
-    said = refused(monkeypatch, capsys, "convert", "bad.safetensors", "out.safetensors", *sets())
-    assert "logits" in said
+    message = refused(monkeypatch, capsys, "convert", "bad.safetensors", "out.safetensors", *sets())
+    assert "logits" in message
     assert not (path.parent / "out.safetensors").exists()
 
 
-def test_logits_of_the_other_library_that_are_no_numbers(path, monkeypatch):
+def test_nan_logits_of_the_other_library(path, monkeypatch):
     def peer(config, state):
         return lambda images: torch.full((len(images), config.classes), float("nan"))
 
-    monkeypatch.setattr("vitrail.weights.convert.FAMILIES", [replace(TIMM, peer=peer)])
+    monkeypatch.setattr(
+        "vitrail.weights.convert.FAMILIES", [replace(TIMM, writer=replace(TIMM.writer, peer=peer))]
+    )
     vt.load(path, heads=2).save("ours.safetensors")
-    said = run("convert", "ours.safetensors", "out.safetensors", "--to", "timm", code=1)
-    assert "nan" in said
+    output = run("convert", "ours.safetensors", "out.safetensors", "--to", "timm", code=1)
+    assert "nan" in output
 
 
 def changed(path, **tensors):
-    """The same vitrail file with other tensors."""
+    """Replace tensors of a vitrail file."""
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata()
     safetensors.torch.save_file(safetensors.torch.load_file(path) | tensors, path, metadata)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_verify_says_what_is_no_number(path, value):
+def test_verify_names_nan_and_infinity(path, value):
     vt.load(path, heads=2).save("ours.safetensors")
     assert verify("ours.safetensors").holds
     changed("ours.safetensors", **{"head.bias": torch.full((5,), value)})
-    said = run("verify", "ours.safetensors", code=1)
-    assert "NaN or infinity in head.bias, logits now" in said
+    output = run("verify", "ours.safetensors", code=1)
+    assert "NaN or infinity in head.bias, logits now" in output
     changed("ours.safetensors", **{"golden/logits": torch.full((4, 5), value)})  # inf - inf and inf <= inf
-    said = run("verify", "ours.safetensors", code=1)
-    assert "logits then" in said
-    assert "It does not hold." in said
+    output = run("verify", "ours.safetensors", code=1)
+    assert "logits stored" in output
+    assert "The logits do not agree." in output

@@ -1,4 +1,4 @@
-"""The promise of the house: a picture gets the same answer in training, on the command line, over HTTP and in ONNX."""
+"""An image gets the same prediction in training, on the command line, over HTTP and in ONNX."""
 
 import json
 import re
@@ -14,20 +14,20 @@ from PIL import Image
 
 import vitrail as vt
 from vitrail.data.loader import Reader
-from vitrail.data.sources import open_data
-from vitrail.evaluation.forward import outputs_of
+from vitrail.data.sources import open_dataset
+from vitrail.evaluation.forward import run_model
 from vitrail.export.onnx import write_onnx
-from vitrail.predict.sources import levels
+from vitrail.predict.sources import read_pixels
 
 SIDES = [(61, 97), (97, 61), (40, 40), (128, 30)]
 SAME, OTHER_RUNTIME = 1e-5, 1e-4
 
 
-def draw(kind, number, path):
-    """A picture of one of two kinds; every third is turned by its EXIF tag alone, as telephones do it."""
+def write_image(kind, number, path):
+    """An image of one of two classes; every third is rotated by an EXIF tag, as in photos of phones."""
     high, wide = SIDES[number % len(SIDES)]
-    chance = np.random.default_rng(1000 * kind + number)
-    noise = chance.integers(0, 256, (high, wide, 3)).astype(np.uint8)
+    rng = np.random.default_rng(1000 * kind + number)
+    noise = rng.integers(0, 256, (high, wide, 3)).astype(np.uint8)
     noise[..., kind] = np.linspace(0, 255, wide).astype(np.uint8)
     exif = Image.Exif()
     if number % 3 == 0:
@@ -36,89 +36,90 @@ def draw(kind, number, path):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Photographs, a model trained on them, and what it was exported to."""
-    place = tmp_path_factory.mktemp("one")
+def folder(tmp_path_factory):
+    """Photos, a model trained on them, and the model exported to ONNX."""
+    root = tmp_path_factory.mktemp("one")
     for kind, name in enumerate(["reds", "greens"]):
         for split, count in (("train", 12), ("val", 6)):
-            folder = place / "photos" / split / name
-            folder.mkdir(parents=True)
+            images = root / "photos" / split / name
+            images.mkdir(parents=True)
             for number in range(count):
-                draw(kind, number + 100 * (split == "val"), folder / f"{number}.jpg")
+                write_image(kind, number + 100 * (split == "val"), images / f"{number}.jpg")
     small = dict(width=16, depth=2, heads=2)
     run = vt.train(
-        place / "photos", out=place / "run", epochs=30, lr=0.01, ema=None, size=32, model=small, report=False
+        root / "photos", out=root / "run", epochs=30, lr=0.01, ema=None, size=32, model=small, report=False
     )
-    run.bundle.save(place / "model.safetensors")
-    write_onnx(run.bundle, place / "model.onnx")
-    return place
+    run.bundle.save(root / "model.safetensors")
+    write_onnx(run.bundle, root / "model.onnx")
+    return root
 
 
 @pytest.fixture(scope="module")
-def expected(place):
-    """Levels, scores and labels of every held-out picture, as training judges them."""
-    bundle, data = vt.load(place / "model.safetensors"), open_data(place / "photos")
-    split = data.held_out
-    logits, kept = outputs_of(bundle.model, split, bundle.preprocess, batch=5)
-    assert kept.all()
-    assert logits.softmax(dim=1).std() > 0.01, "a model that says the same to all would hide a mix-up"
-    reader = Reader(split, bundle.preprocess)
-    pixels = [reader.read(number, [0.0] * 4) for number in range(len(split))]
+def expected(folder):
+    """Paths, pixels, logits and labels of the validation images, as evaluated in training."""
+    bundle, data = vt.load(folder / "model.safetensors"), open_dataset(folder / "photos")
+    split = data.eval_split
+    logits, valid = run_model(bundle.model, split, bundle.preprocess, batch=5)
+    assert valid.all()
+    assert logits.softmax(dim=1).std() > 0.01, "equal predictions would hide a mix-up"
+    (batch,) = Reader(split, bundle.preprocess).batches([(0, torch.arange(len(split)))])
+    pixels = list(batch.images.permute(0, 2, 3, 1).numpy())
     return split.paths, pixels, logits, bundle.labels
 
 
 def differences(scores, expected):
-    """Between the scores of each picture, given as {label: score}, and training's."""
+    """The largest difference between {path: {label: score}} and the expected scores."""
     paths, _, logits, labels = expected
     theirs = torch.tensor([[scores[str(path)][label] for label in labels] for path in paths])
     return (theirs - logits.double().softmax(dim=1)).abs().max().item()
 
 
-def test_the_pixels_are_the_same_to_the_bit(place, expected):
+def test_pixels_are_bit_equal(folder, expected):
     paths, pixels, _, _ = expected
-    spec = vt.load(place / "model.safetensors").preprocess
-    for path, seen in zip(paths, pixels, strict=True):
-        assert np.array_equal(levels(path, spec), np.asarray(seen).reshape(*spec.target, 3))
+    preprocess = vt.load(folder / "model.safetensors").preprocess
+    for path, image in zip(paths, pixels, strict=True):
+        actual = read_pixels(path, preprocess)
+        assert np.array_equal(actual, np.asarray(image).reshape(*preprocess.target, 3))
 
 
 @pytest.mark.parametrize(("file", "limit"), [("model.safetensors", SAME), ("model.onnx", OTHER_RUNTIME)])
-def test_on_the_command_line(place, expected, file, limit):
-    command = [sys.executable, "-m", "vitrail", "predict", place / file, place / "photos" / "val"]
+def test_on_the_command_line(folder, expected, file, limit):
+    command = [sys.executable, "-m", "vitrail", "predict", folder / file, folder / "photos" / "val"]
     done = subprocess.run(
         [*command, "--format", "jsonl", "--top", "2"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    scores = {row["file"]: {one["label"]: one["score"] for one in row["top"]} for row in rows}
+    scores = {row["file"]: {entry["label"]: entry["score"] for entry in row["top"]} for row in rows}
     assert differences(scores, expected) < limit
 
 
 @pytest.mark.parametrize(("file", "limit"), [("model.safetensors", SAME), ("model.onnx", OTHER_RUNTIME)])
-def test_over_http(place, expected, file, limit):
+def test_over_http(folder, expected, file, limit):
     scores = {}
-    with serving(place / file) as address:
+    with serving(folder / file) as address:
         for path in expected[0]:
-            asked = urllib.request.Request(
+            request = urllib.request.Request(
                 f"{address}/v1/predict?top=2", path.read_bytes(), {"Content-Type": "image/jpeg"}
             )
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                (found,) = json.load(answer)["predictions"]
-            scores[str(path)] = {one["label"]: one["score"] for one in found["top"]}
+            with urllib.request.urlopen(request, timeout=60) as response:
+                (prediction,) = json.load(response)["predictions"]
+            scores[str(path)] = {entry["label"]: entry["score"] for entry in prediction["top"]}
     assert differences(scores, expected) < limit
 
 
 @contextmanager
 def serving(model):
-    """`vitrail serve`, as a user starts it; its address."""
+    """Run `vitrail serve` as a user does, and yield its address."""
     command = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         for line in process.stdout:
-            if found := re.search(r"http://[\d.:]+", line):
-                yield found[0]
+            if match := re.search(r"http://[\d.:]+", line):
+                yield match[0]
                 break
         else:
-            raise AssertionError("the server said no address")
+            raise AssertionError("the server printed no address")
         process.terminate()
         assert process.wait(60) == 0
     finally:

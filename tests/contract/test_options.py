@@ -1,7 +1,7 @@
-"""Every option, paired with every other: shape, gradients, save and load, export, taps.
+"""Every option combined with every other: shapes, gradients, save and load, export, taps.
 
-A covering array is built greedily: a small set of configs in which each two values of two different
-fields meet at least once, wherever the config allows them to.
+A covering array is built greedily: a small set of configs in which each pair of values of two fields occurs
+at least once, if the config allows it.
 """
 
 import dataclasses
@@ -14,20 +14,20 @@ import safetensors.torch
 import torch
 
 import vitrail as vt
-from conftest import shake
-from vitrail.fields import literal_words
+from tests.support.models import shake
+from vitrail.fields import literal_values
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
 HINTS = get_type_hints(vt.ViTConfig)
-WORDS = {
-    field.name: literal_words(HINTS[field.name])
+CHOICES = {
+    field.name: literal_values(HINTS[field.name])
     for field in dataclasses.fields(vt.ViTConfig)
-    if literal_words(HINTS[field.name]) and field.name != "input"  # tests/model/test_inputs.py
+    if literal_values(HINTS[field.name]) and field.name != "input"  # tests/model/test_inputs.py
 }
 VALUES = {
-    **WORDS,
-    "scale": [*WORDS["scale"], 0.3, 0.0],
-    "embedding": ["linear", "mlp", "conv"],  # "resnet" has a patch of its own below
+    **CHOICES,
+    "scale": [*CHOICES["scale"], 0.3, 0.0],
+    "embedding": ["linear", "mlp", "conv"],  # "resnet" needs another patch size, below
     "class_token": [True, False],
     "distillation_token": [False, True],
     "registers": [0, 3],
@@ -47,9 +47,9 @@ VALUES = {
 }
 
 
-def differ(one, other):
-    """The largest difference, against the largest number (without norms logits can be large)."""
-    return (one - other).abs().max().item() / max(1, other.abs().max().item())
+def difference(actual, expected):
+    """The largest difference, relative to the largest value (without norms logits can be large)."""
+    return (actual - expected).abs().max().item() / max(1, expected.abs().max().item())
 
 
 def config_of(fields):
@@ -60,8 +60,8 @@ def config_of(fields):
 
 
 def covering():
-    """Configs that between them hold every pair of values that can stand together."""
-    chance = random.Random(0)
+    """Configs that together contain every valid pair of values."""
+    rng = random.Random(0)
     pairs = {
         ((one, x), (two, y))
         for one, two in itertools.combinations(VALUES, 2)
@@ -73,22 +73,22 @@ def covering():
         (one, x), (two, y) = min(pairs, key=repr)
         best, gain = None, -1
         for _ in range(25):
-            fields = {name: chance.choice(values) for name, values in VALUES.items()}
+            fields = {name: rng.choice(values) for name, values in VALUES.items()}
             fields |= {**companions(one, x), **companions(two, y), one: x, two: y}
-            for name in chance.sample(list(fields), len(fields)):  # what clashes goes back to its default
+            for name in rng.sample(list(fields), len(fields)):  # reset fields until the config is valid
                 if config_of(fields):
                     break
                 if name not in (one, two, *companions(one, x), *companions(two, y)):
                     fields.pop(name)
-            met = {p for p in pairs if all(fields.get(n, default(n)) == v for n, v in p)}
-            if config_of(fields) and len(met) > gain:
-                best, gain, found = fields, len(met), met
+            covered = {p for p in pairs if all(fields.get(n, default(n)) == v for n, v in p)}
+            if config_of(fields) and len(covered) > gain:
+                best, gain, best_covered = fields, len(covered), covered
         yield best
-        pairs -= found
+        pairs -= best_covered
 
 
 def companions(name, value):
-    """What a value needs beside it."""
+    """Other fields that a value needs."""
     return {
         ("pool", "class"): dict(class_token=True),
         ("pool", "class-mean"): dict(class_token=True),
@@ -111,19 +111,19 @@ CASES = [{}, dict(embedding="resnet", patch=16, size=(32, 48)), *covering()]
 
 
 def test_every_value_of_every_field_is_in_a_case():
-    seen = {(name, repr(getattr(config_of(case), name))) for case in CASES for name in VALUES}
+    covered = {(name, repr(getattr(config_of(case), name))) for case in CASES for name in VALUES}
     for name, values in VALUES.items():
-        for value in {*values, *WORDS.get(name, [])}:
-            assert (name, repr(value)) in seen
+        for value in {*values, *CHOICES.get(name, [])}:
+            assert (name, repr(value)) in covered
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_model_with_these_options(case, tmp_path):
     config = config_of(case)
-    model = shake(vt.ViT(config)).double()  # without norms fp32 can be far off by itself
+    model = shake(vt.ViT(config)).double()  # without norms float32 can be inaccurate
     images = torch.randn(2, 3, *config.pixels, dtype=torch.float64)
 
-    # Forward: shapes, alone and in a batch alike.
+    # Forward: shapes, and the same logits alone and in a batch.
     with torch.no_grad():
         logits = model(images)
         enc = model.encode(images, layers=[0])
@@ -132,9 +132,9 @@ def test_a_model_with_these_options(case, tmp_path):
     assert enc.prefix.shape == (2, config.prefix, config.width)
     assert enc.pooled.shape == enc.layers[0].pooled.shape == (2, config.pooled_width)
     assert logits.isfinite().all()
-    assert differ(model(images[:1]), logits[:1]) < 1e-5
+    assert difference(model(images[:1]), logits[:1]) < 1e-5
 
-    # Backward: every parameter is reached, and its gradient is finite.
+    # Backward: every parameter has a finite gradient.
     model.train()
     model(images).square().sum().backward()
     for name, parameter in model.named_parameters():
@@ -149,10 +149,10 @@ def test_a_model_with_these_options(case, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(images), model(images))
 
-    # Taps: all there; looking changes nothing; weights are weights.
+    # Taps: recording does not change the logits; attention weights sum to 1.
     with torch.no_grad(), vt.record(model, "blocks.*.attention.weights", "embed", "logits") as tape:
-        looked = model(images)
-    assert differ(looked, logits) < 1e-5
+        recorded = model(images)
+    assert difference(recorded, logits) < 1e-5
     if config.pool == "attention":
         with torch.no_grad(), vt.record(model, "pool.attention.weights") as pooled:
             model(images)
@@ -166,7 +166,7 @@ def test_a_model_with_these_options(case, tmp_path):
 @pytest.mark.parametrize(
     "case", CASES[:: max(1, len(CASES) // 12)], ids=range(len(CASES[:: max(1, len(CASES) // 12)]))
 )
-def test_it_exports_with_a_free_batch(case):
+def test_export_with_a_dynamic_batch(case):
     model = shake(vt.ViT(config_of(case))).double()
     shape = (3, *model.config.pixels)
     dynamic = ({0: torch.export.Dim("batch", min=1, max=64)},)
@@ -174,4 +174,4 @@ def test_it_exports_with_a_free_batch(case):
         model, (torch.randn(2, *shape, dtype=torch.float64),), dynamic_shapes=dynamic
     )
     images = torch.randn(5, *shape, dtype=torch.float64)
-    assert differ(program.module()(images), model(images)) < 1e-5
+    assert difference(program.module()(images), model(images)) < 1e-5

@@ -1,4 +1,4 @@
-"""The wheel builds, installs and imports away from the repository."""
+"""The wheel builds, installs and imports outside the repository."""
 
 import email
 import subprocess

@@ -1,8 +1,8 @@
-"""No telemetry: commands reach out to nobody, and write nothing but what they are asked for.
+"""No telemetry: commands open no connection, and write nothing but their output.
 
-Each runs in a process of its own that the kernel kills when it reaches out (no_network.py), with a home
-folder that is empty and an environment that asks for telemetry. Of the variables around us only PATH goes
-in: ONNX Runtime keeps silent where it sees a CI system, and the test would be of that.
+Each runs in a process that the kernel kills when it uses the network (tests/support/no_network.py), with an
+empty home folder and an environment that enables telemetry. Of our environment variables only PATH is passed
+on: ONNX Runtime sends nothing in a CI system, and the test would pass for that reason.
 """
 
 import ast
@@ -21,32 +21,32 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import no_network
 import vitrail as vt
-from conftest import shake
+from tests.support import no_network
+from tests.support.models import shake
 from vitrail import telemetry
 from vitrail.cli import app
 from vitrail.errors import MissingExtra
 
 ROOT = Path(__file__).parents[2]
 XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
-FOR_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_TELEMETRY": "0"}
+ENABLE_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_TELEMETRY": "0"}
 LOOK_UP = "import socket; socket.getaddrinfo('vitrail.invalid', 80)"
 PHOTO = "photos/test/cat/0.png"
 WAIT = 75  # seconds; without the switch, ONNX Runtime looks up its collector after nine
 
 pytestmark = pytest.mark.skipif(
     (sys.platform != "linux" or platform.machine() not in no_network.NUMBERS) and "CI" not in os.environ,
-    reason="the guard is for Linux on x86-64 and arm64, and this is not CI",
+    reason="the guard needs Linux on x86-64 or arm64, and this is not CI",
 )
 
-# Several commands, one after another, each with the environment of the first; a line of JSON after each.
+# Runs several commands, each with the original environment, and writes a line of JSON after each.
 COMMANDS = """
 import json, os, sys
 before = dict(os.environ)
 from bench.peers import make_torchvision_importable
 from vitrail.cli import app
-make_torchvision_importable()  # or the peers of `convert` would not load
+make_torchvision_importable()  # so that timm and transformers can be imported by `convert`
 for words in json.loads(sys.argv[1]):
     os.environ.clear()
     os.environ.update(before)
@@ -62,10 +62,10 @@ for words in json.loads(sys.argv[1]):
 
 
 class Guard:
-    """Runs Python under no_network.py with an empty home folder, and lists what was written there."""
+    """Runs Python without network and with an empty home folder, and lists what was written there."""
 
-    def __init__(self, place):
-        self.home, self.work = place / "home", place / "work"
+    def __init__(self, folder):
+        self.home, self.work = folder / "home", folder / "work"
         self.home.mkdir(parents=True)
         self.work.mkdir(exist_ok=True)
         folders = {"TMPDIR": self.home / "tmp", **{name: self.home / name.lower() for name in XDG}}
@@ -74,27 +74,29 @@ class Guard:
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
         self.env = {name: str(folder) for name, folder in folders.items()} | {
             **{"HOME": str(self.home), "USER": "nobody", "PATH": os.environ["PATH"], "PYTHONPATH": path},
-            **{"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **FOR_TELEMETRY},
+            **{"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", **ENABLE_TELEMETRY},
         }
 
-    def start(self, *words, **more):
-        """With pipes for what it says."""
-        words = [sys.executable, no_network.__file__, sys.executable, *map(str, words)]
+    def start(self, *arguments, **variables):
+        """Start Python with these arguments and environment variables, and pipes for its output."""
+        command = [sys.executable, no_network.__file__, sys.executable, *map(str, arguments)]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(words, cwd=self.work, env={**self.env, **more}, **pipes)
+        return subprocess.Popen(command, cwd=self.work, env={**self.env, **variables}, **pipes)
 
-    def run(self, *words, timeout=300, **more):
-        with self.start(*words, **more) as child:
-            said = child.communicate(timeout=timeout)
-        return child.returncode, *said
+    def run(self, *arguments, timeout=300, **variables):
+        """Exit code, stdout and stderr of a finished process."""
+        with self.start(*arguments, **variables) as child:
+            output = child.communicate(timeout=timeout)
+        return child.returncode, *output
 
-    def vitrail(self, *words):
-        code, out, error = self.run("-m", "vitrail", *words)
-        assert code == 0, f"{'it reached out' if code == -signal.SIGSYS else code}: {error}"
+    def vitrail(self, *arguments):
+        """The output of a `vitrail` command, which must succeed."""
+        code, out, error = self.run("-m", "vitrail", *arguments)
+        assert code == 0, f"{'it used the network' if code == -signal.SIGSYS else code}: {error}"
         return out
 
     def written(self):
-        """Files in the home folder but for the list of fonts that matplotlib keeps, and names in the working folder."""
+        """Files in the home folder, except matplotlib's font list, and names in the working folder."""
         home = [str(file.relative_to(self.home)) for file in self.home.rglob("*") if not file.is_dir()]
         home = [
             name for name in home if not re.fullmatch(r"xdg_cache_home/matplotlib/fontlist-.*\.json", name)
@@ -108,7 +110,7 @@ def guard(tmp_path):
 
 
 def toy(folder):
-    """A model of two classes, and images of them."""
+    """Write a model of two classes and images of them to a folder."""
     bundle = vt.Bundle(model=shake(vt.create("mu/4", classes=2)), labels=["cat", "dog"])
     bundle.save(folder / "toy.safetensors")
     rng = np.random.default_rng(0)
@@ -123,7 +125,7 @@ def toy(folder):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The toy as an ONNX file, from the command, and the guard that it ran under."""
+    """The toy model exported to ONNX by the command, and the guard that it ran under."""
     guard = Guard(tmp_path_factory.mktemp("exported"))
     toy(guard.work)
     guard.vitrail("export", "toy.safetensors", "--to", "onnx", "--out", "toy.onnx")
@@ -131,17 +133,17 @@ def exported(tmp_path_factory):
 
 
 def served(child, photo, seconds=0.0):
-    """The answer of a server on a free port, after a while, and its exit code."""
+    """The status of a prediction after some seconds, and the exit code of the server."""
     address = next(line for line in child.stdout if "http://" in line)
     port = int(address.split("http://")[1].split(":")[1].split()[0].strip("/."))
     time.sleep(seconds)
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("POST", "/v1/predict", photo.read_bytes(), {"Content-Type": "image/png"})
-    answer = connection.getresponse().status
+    status = connection.getresponse().status
     connection.close()
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
-    return answer, child.returncode
+    return status, child.returncode
 
 
 # ---- the guard itself ----------------------------------------------------------------------------
@@ -163,7 +165,7 @@ def test_the_guard_kills_what_reaches_out(reach, guard):
 
 
 def test_the_guard_sees_onnxruntime_without_the_switch(guard):
-    """Or no test here would say anything about it."""
+    """Otherwise the tests below would prove nothing."""
     assert guard.run("-c", "import onnxruntime")[0] == 0
     assert any(name.endswith("/deviceid") for name in guard.written()[0])
 
@@ -173,7 +175,7 @@ def test_the_guard_sees_onnxruntime_without_the_switch(guard):
 
 def test_commands(guard, tmp_path):
     toy(guard.work)
-    solution = ROOT / "tests" / "exercises" / "solution.py"
+    solution = ROOT / "tests" / "course" / "exercises" / "solution.py"
     model, photos, photo = "toy.safetensors", "photos", PHOTO
     commands = [
         ["info", model],
@@ -192,9 +194,9 @@ def test_commands(guard, tmp_path):
         ["convert", model, "hf", "--to", "hf"],
         ["convert", model, "timm", "--to", "timm"],
     ]
-    elsewhere = {"serve", "demo"}  # in tests of their own
-    every = {one.callback.__name__ for one in app.registered_commands}
-    assert {words[0] for words in commands} | elsewhere == every
+    separate = {"serve", "demo"}  # in tests of their own
+    registered = {command.callback.__name__ for command in app.registered_commands}
+    assert {words[0] for words in commands} | separate == registered
     report = tmp_path / "report"
     code, out, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
     done = [json.loads(line) for line in report.read_text().splitlines()]
@@ -245,7 +247,7 @@ def test_demo(guard):
 # ---- the switches --------------------------------------------------------------------------------
 
 
-def test_a_library_that_is_loaded_already_is_switched_off(monkeypatch):
+def test_telemetry_is_disabled_in_libraries_that_are_already_imported(monkeypatch):
     from huggingface_hub import constants
 
     onnxruntime, calls = telemetry.import_onnxruntime(), []
@@ -266,7 +268,7 @@ def test_without_onnxruntime_the_extra_is_named(monkeypatch):
 
 
 def importers(folder, packages):
-    """Files of ours that import one of these packages, wherever in the file."""
+    """Our files that import one of these packages, anywhere in the file."""
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text()
         for node in ast.walk(ast.parse(text)) if any(name in text for name in packages) else ():
@@ -277,14 +279,13 @@ def importers(folder, packages):
 
 
 def test_one_place_imports_onnxruntime():
-    found = {
-        name for folder in ("src", "bench", "docs", "tests") for name in importers(folder, {"onnxruntime"})
-    }
-    assert found == {"src/vitrail/telemetry.py"}
+    folders = ("src", "bench", "docs", "tests")
+    files = {name for folder in folders for name in importers(folder, {"onnxruntime"})}
+    assert files == {"src/vitrail/telemetry.py"}
 
 
-def test_who_imports_libraries_that_report():
-    """A new one must call disable_telemetry first, or be called by what does; then it belongs in this list."""
+def test_imports_of_libraries_with_telemetry():
+    """A new file must call disable_telemetry first, or be called by one that does; then add it here."""
     reporting = {"huggingface_hub", "hf_xet", "transformers", "timm", "onnxscript"}
     families = {
         f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
@@ -294,7 +295,7 @@ def test_who_imports_libraries_that_report():
     assert set(importers("bench", reporting)) == {"bench/peers.py"}
 
 
-def test_the_page_names_every_switch_and_tests_that_are_there():
+def test_security_page_names_every_switch_and_existing_tests():
     page = (ROOT / "SECURITY.md").read_text()
     assert all(name in page for name in telemetry.SWITCHES)
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)

@@ -1,4 +1,4 @@
-"""Classes without images, and classes that are one but for how they are written."""
+"""Classes without images, and classes whose names are almost the same."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vitrail.cli import app
-from vitrail.data.classes import alike, check_gaps, class_notes, quoted
-from vitrail.data.sources import Dataset, Split, open_data
+from vitrail.data.classes import check_empty_classes, class_notes, quoted, similar_names
+from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.errors import InputError
 
-SPREAD = np.repeat([0, 1000, 2000, 3000], 10)
+SPARSE = np.repeat([0, 1000, 2000, 3000], 10)
 
 
 def saved(path, labels, **more):
@@ -27,12 +27,12 @@ def doctor(path):
 # ---- gaps --------------------------------------------------------------------------------------
 
 
-def test_labels_with_gaps_are_refused_by_training_and_named_by_the_doctor(tmp_path):
-    path = saved(tmp_path / "t.npz", SPREAD)
-    code, said = doctor(path)
+def test_labels_with_gaps_are_refused_by_training_and_listed_by_the_doctor(tmp_path):
+    path = saved(tmp_path / "t.npz", SPARSE)
+    code, output = doctor(path)
     assert code == 1
-    assert "classes without a training image (2,997):" in said
-    assert "1, 2, 3, 4, 5 and 2,992 more" in said
+    assert "classes without a training image (2,997):" in output
+    assert "1, 2, 3, 4, 5 and 2,992 more" in output
     done = CliRunner().invoke(app, ["train", str(path), "--out", str(tmp_path / "out")])
     assert isinstance(done.exception, InputError)
     assert "2,997 of the 3,001 classes of t have no training image" in str(done.exception)
@@ -42,18 +42,18 @@ def test_labels_with_gaps_are_refused_by_training_and_named_by_the_doctor(tmp_pa
 
 
 def test_a_model_of_many_classes_may_be_evaluated_on_few(tmp_path):
-    """Opening is not training: images of four of ImageNet's classes are a test set like any other."""
-    data = open_data(saved(tmp_path / "t.npz", SPREAD))
+    """Images of four classes of ImageNet are a valid test set."""
+    data = open_dataset(saved(tmp_path / "t.npz", SPARSE))
     assert len(data.classes) == 3001
     assert data.notes[0].startswith(
         "2,997 of 3,001 classes have no training image: 1, 2, 3, 4, 5 and 2,992 more"
     )
 
 
-def test_few_gaps_are_said_and_trained_with(tmp_path):
+def test_few_gaps_are_noted_and_training_works(tmp_path):
     path = saved(tmp_path / "t.npz", np.repeat([1, 2, 3], 10))
-    data = open_data(path)
-    check_gaps(data)
+    data = open_dataset(path)
+    check_empty_classes(data)
     assert data.notes[0].startswith("One class has no training image: 0.")
     assert doctor(path)[0] == 1
     tiny = ["--epochs=1", "--batch=8", "--model=mu/4", "--set=model.depth=1"]
@@ -63,52 +63,52 @@ def test_few_gaps_are_said_and_trained_with(tmp_path):
 
 
 @pytest.mark.parametrize("count", [5, 6])
-def test_more_than_half_is_too_much(count):
+def test_more_than_half_of_the_classes_empty_is_refused(count):
     classes, labels = list("0123456789"), np.arange(20) % (10 - count)
     data = Dataset("t", classes, Split(labels, labels, labels))
     if count == 5:
-        check_gaps(data)
+        check_empty_classes(data)
     else:
         with pytest.raises(InputError, match="6 of the 10 classes of t"):
-            check_gaps(data)
+            check_empty_classes(data)
 
 
-def test_columns_of_labels_that_are_never_1(tmp_path):
+def test_label_columns_that_are_always_0(tmp_path):
     rows = np.zeros((12, 5), int)
     rows[:, :2] = 1
-    code, said = doctor(saved(tmp_path / "t.npz", rows))
+    code, output = doctor(saved(tmp_path / "t.npz", rows))
     assert code == 1
-    assert "2, 3, 4" in said
-    with pytest.raises(InputError, match="columns of labels that are 0"):
-        check_gaps(open_data(tmp_path / "t.npz"))
+    assert "2, 3, 4" in output
+    with pytest.raises(InputError, match="label columns that are always 0"):
+        check_empty_classes(open_dataset(tmp_path / "t.npz"))
 
 
-def test_classes_that_only_one_split_lacks(tmp_path):
+def test_classes_missing_in_one_split(tmp_path):
     y = np.arange(30) % 3
     x = np.zeros((4, 8, 8), np.uint8)
-    data = open_data(saved(tmp_path / "t.npz", y, x_val=x, y_val=np.array([0, 0, 3, 3])))
+    data = open_dataset(saved(tmp_path / "t.npz", y, x_val=x, y_val=np.array([0, 0, 3, 3])))
     assert [note.split(":")[0] for note in data.notes] == [
         "One class has no training image",
         "2 of 4 classes have no image in val",
     ]
 
 
-def test_one_hot_labels_are_said_to_be_multi_label(tmp_path):
-    data = open_data(saved(tmp_path / "t.npz", np.eye(3, dtype=int)[np.arange(12) % 3]))
-    assert data.several
+def test_one_hot_labels_are_noted_as_multi_label(tmp_path):
+    data = open_dataset(saved(tmp_path / "t.npz", np.eye(3, dtype=int)[np.arange(12) % 3]))
+    assert data.multilabel
     assert any("one-hot" in note for note in data.notes)
 
 
-def test_arrays_that_are_not_read_are_named(tmp_path):
+def test_unused_arrays_are_noted(tmp_path):
     path = saved(
         tmp_path / "t.npz", np.arange(12) % 2, x_test=np.zeros((4, 8, 8), np.uint8), extra=np.zeros(1)
     )
-    assert "that are not read: x_test, extra." in open_data(path).notes[0]
+    assert "that are not read: x_test, extra." in open_dataset(path).notes[0]
 
 
-def test_the_first_spelling_wins(tmp_path):
+def test_the_first_pair_of_names_is_used(tmp_path):
     y, pixels = np.arange(12) % 2, np.full((12, 8, 8), 7, np.uint8)
-    data = open_data(saved(tmp_path / "t.npz", y, x_train=pixels, y_train=y))
+    data = open_dataset(saved(tmp_path / "t.npz", y, x_train=pixels, y_train=y))
     assert (data.train.images == 7).all()
     assert "not read: x, y." in data.notes[0]
 
@@ -117,18 +117,18 @@ def test_the_first_spelling_wins(tmp_path):
     ("labels", "words"),
     [
         (np.array([0, 1, None, "a"], dtype=object), r"y is not an array of plain numbers"),
-        (np.array(list("abcd")), r"y is not an array of plain numbers.* arrays of whole numbers"),
+        (np.array(list("abcd")), r"y is not an array of plain numbers.* arrays of integers"),
         (np.array([0, 1, 2, 2**64 - 1], dtype=np.uint64), r"highest label .* 18,446,744,073,709,551,615"),
-        (np.array([0, 1, np.nan, 2]), r"must be whole numbers.* float64"),
+        (np.array([0, 1, np.nan, 2]), r"must be integers.* float64"),
         (np.array([0, 1, -3, 2]), r"count from 0; .* from -3 to 2"),
         (np.zeros((4, 1, 1), int), r"of shape \(4, 1, 1\)"),
         (np.zeros(5, int), r"4 images and 5 labels"),
     ],
 )
-def test_labels_that_are_no_labels(labels, words, tmp_path):
+def test_invalid_labels(labels, words, tmp_path):
     np.savez(tmp_path / "t.npz", x=np.zeros((4, 8, 8), np.uint8), y=labels)
     with pytest.raises(InputError, match=words):
-        open_data(tmp_path / "t.npz")
+        open_dataset(tmp_path / "t.npz")
 
 
 # ---- names -------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def test_labels_that_are_no_labels(labels, words, tmp_path):
     ],
 )
 def test_names_that_are_almost_the_same(names):
-    assert alike(["dog", *names, "emu"]) == [names]
+    assert similar_names(["dog", *names, "emu"]) == [names]
     shown = quoted(names)
     assert shown.isprintable()
     assert len(set(shown.split(" = "))) == len(names)  # the difference can be seen
 
 
-def test_names_that_are_not():
-    """Letters and digits as handwriting has them, grades, signs, numbers below zero."""
+def test_names_that_differ():
+    """Single letters of handwriting, grades, signs, negative numbers."""
     names = [
         "a",
         "A",
@@ -174,23 +174,23 @@ def test_names_that_are_not():
         "cats",
         "",
     ]
-    assert alike(names) == []
+    assert similar_names(names) == []
 
 
-def test_training_and_the_doctor_say_so(tmp_path):
+def test_similar_names_are_noted_and_listed_by_the_doctor(tmp_path):
     for number, name in enumerate(["Cat", "cat", "CAT", "dog"]):
         for index in range(10):
             pixels = np.random.default_rng(100 * number + index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
             (tmp_path / name).mkdir(exist_ok=True)
             Image.fromarray(pixels).save(tmp_path / name / f"{index}.png")
-    data = open_data(tmp_path)
-    assert data.notes[0] == "These are separate classes, and perhaps should not be: 'CAT' = 'Cat' = 'cat'."
-    code, said = doctor(tmp_path)
+    data = open_dataset(tmp_path)
+    assert "separate classes with similar names: 'CAT' = 'Cat' = 'cat'." in data.notes[0]
+    code, output = doctor(tmp_path)
     assert code == 1
-    assert "'CAT' = 'Cat' = 'cat'" in said
+    assert "'CAT' = 'Cat' = 'cat'" in output
 
 
-def test_many_names_are_a_short_note():
+def test_many_similar_names_give_a_short_note():
     names = [name for i in range(1000) for name in (f"class {i}", f"class_{i}")]
     data = Dataset("t", names, Split(np.arange(2000), names, names))
     [note] = class_notes(data)

@@ -1,4 +1,4 @@
-"""`vitrail doctor`: finds what was put there, and nothing else; changes nothing."""
+"""`vitrail doctor` reports every fault and nothing else, and changes no file."""
 
 import contextlib
 import hashlib
@@ -12,26 +12,26 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vitrail.cli import app
-from vitrail.data.doctor import examine
-from vitrail.data.sources import open_data
+from vitrail.data.doctor import check_images
+from vitrail.data.sources import open_dataset
 from vitrail.errors import InputError
 
 
-def picture(number, side=40):
+def make_image(number, side=40):
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twelve good pictures of each class in train, three in val."""
+    """Twelve good images of each class in train, three in val."""
     number = 0
     for split, count in (("train", 12), ("val", 3)):
         for kind in ("ant", "bee"):
-            place = tmp_path / "data" / split / kind
-            place.mkdir(parents=True)
+            directory = tmp_path / "data" / split / kind
+            directory.mkdir(parents=True)
             for index in range(count):
                 number += 1
-                picture(number).save(place / f"{index}.png")
+                make_image(number).save(directory / f"{index}.png")
     return tmp_path / "data"
 
 
@@ -39,28 +39,28 @@ def fingerprint(folder):
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_sound_data_set(folder):
-    found = examine(open_data(folder))
+def test_a_data_set_without_faults(folder):
+    found = check_images(open_dataset(folder))
     assert not found.ill
-    assert found.pictures == {"train": 24, "val": 6}
+    assert found.images == {"train": 24, "val": 6}
     assert found.modes == {"RGB": 30}
     assert [found.twice, found.few, found.small] == [[], {}, []]
 
 
-def test_it_finds_what_was_put_there(folder):
+def test_all_faults_are_found(folder):
     train, val = folder / "train", folder / "val"
-    (train / "ant" / "broken.jpg").write_bytes(b"no picture")
-    whole = (train / "ant" / "0.png").read_bytes()
-    (train / "bee" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (train / "ant" / "broken.jpg").write_bytes(b"no image")
+    complete = (train / "ant" / "0.png").read_bytes()
+    (train / "bee" / "cut.png").write_bytes(complete[: len(complete) // 2])
     Image.open(train / "ant" / "1.png").save(val / "ant" / "same.bmp")  # leaked, in another format
     Image.open(train / "ant" / "2.png").save(train / "bee" / "other.png")  # under another label
     Image.open(train / "bee" / "3.png").save(train / "bee" / "again.tiff")  # twice
-    picture(99, side=8).save(train / "ant" / "small.png")
-    picture(98).convert("L").save(train / "ant" / "grey.png")
+    make_image(99, side=8).save(train / "ant" / "small.png")
+    make_image(98).convert("L").save(train / "ant" / "gray.png")
     (train / "cow").mkdir()
-    picture(97).save(train / "cow" / "one.png")
+    make_image(97).save(train / "cow" / "one.png")
     before = fingerprint(folder)
-    found = examine(open_data(folder), workers=3)
+    found = check_images(open_dataset(folder), workers=3)
     assert fingerprint(folder) == before
     assert found.ill
     assert sorted(found.corrupt) == ["train/ant/broken.jpg", "train/bee/cut.png"]
@@ -77,7 +77,7 @@ def test_the_command(folder):
     assert done.exit_code == 0
     assert "24 in train, 6 in val" in done.stdout
     assert "Nothing must be repaired." in done.stdout
-    (folder / "train" / "ant" / "broken.jpg").write_bytes(b"no picture")
+    (folder / "train" / "ant" / "broken.jpg").write_bytes(b"no image")
     done = CliRunner().invoke(app, ["doctor", str(folder)])
     assert done.exit_code == 1
     assert "cannot be read (1):" in done.stdout
@@ -87,17 +87,17 @@ def test_the_command(folder):
 
 
 def test_arrays_are_examined_too():
-    found = examine(open_data("digits"))
-    assert found.pictures == {"train": 1437, "val": 360}
+    found = check_images(open_dataset("digits"))
+    assert found.images == {"train": 1437, "val": 360}
     assert not found.corrupt
     assert not found.leaked
     assert found.modes == {"1 channels": 1797}
 
 
-# ---- what is not read --------------------------------------------------------------------------
+# ---- skipped files -----------------------------------------------------------------------------
 
 
-def said_of(path, *more):
+def run_doctor(path, *more):
     done = CliRunner().invoke(app, ["doctor", str(path), *more])
     assert not done.exception or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout
@@ -108,70 +108,68 @@ def make_socket(path):
         made.bind(path.name)
 
 
-ODD = {  # what is put there, relative to train: how it is made, the kind, what is named, the exit code
+ENTRIES = {  # path relative to train, how it is made, the title of the section, the name in it, the exit code
     "an empty class": ("emu", lambda p: p.mkdir(), "classes without a training image (1)", "emu", 1),
     "a pipe": ("ant/p.png", os.mkfifo, "pipes, sockets or devices (1)", "train/ant/p.png", 1),
     "a pipe of another name": ("ant/pipe", os.mkfifo, "pipes, sockets or devices (1)", "train/ant/pipe", 1),
     "a socket": ("ant/s.png", make_socket, "pipes, sockets or devices (1)", "train/ant/s.png", 1),
     "a link to a device": ("ant/n.png", lambda p: p.symlink_to("/dev/null"), "pipes, sockets or devices (1)", "n.png", 1),
-    "a dangling link": ("ant/l.png", lambda p: p.symlink_to("no"), "links that lead nowhere (1)", "train/ant/l.png", 1),
-    "a dangling class": ("emu", lambda p: p.symlink_to("no"), "links that lead nowhere (1)", "train/emu", 1),
-    "a link to itself": ("ant/l.png", lambda p: p.symlink_to("l.png"), "links that lead nowhere (1)", "train/ant/l.png", 1),
-    "a folder that goes round": ("ant/r", lambda p: p.symlink_to("."), "links to folders", "train/ant/r", 1),
-    "a class that goes round": ("up", lambda p: p.symlink_to(".."), "links to folders", "train/up", 1),
+    "a dangling link": ("ant/l.png", lambda p: p.symlink_to("no"), "broken links (1)", "train/ant/l.png", 1),
+    "a dangling class": ("emu", lambda p: p.symlink_to("no"), "broken links (1)", "train/emu", 1),
+    "a link to itself": ("ant/l.png", lambda p: p.symlink_to("l.png"), "broken links (1)", "train/ant/l.png", 1),
+    "a circular folder": ("ant/r", lambda p: p.symlink_to("."), "links to folders", "train/ant/r", 1),
+    "a circular class": ("up", lambda p: p.symlink_to(".."), "links to folders", "train/up", 1),
     "a folder elsewhere": ("ant/e", lambda p: p.symlink_to("../bee"), "links to folders", "train/ant/e", 1),
-    "an image beside the classes": ("x.png", lambda p: picture(999).save(p), "images outside the class folders (1)", "train/x.png", 1),
-    "an image beside the splits": ("../x.JPG", lambda p: picture(999).save(p), "images outside the class folders (1)", "x.JPG", 1),
+    "an image beside the classes": ("x.png", lambda p: make_image(999).save(p), "images outside the class folders (1)", "train/x.png", 1),
+    "an image beside the splits": ("../x.JPG", lambda p: make_image(999).save(p), "images outside the class folders (1)", "x.JPG", 1),
     "a folder beside the splits": ("../more", lambda p: p.mkdir(), "folders beside train/ (1)", "more", 1),
-    "an image beside the classes of val": ("../val/x.png", lambda p: picture(999).save(p), "images outside the class folders (1)", "val/x.png", 1),
-    "a format that is not read": ("ant/x.HEIC", lambda p: p.write_bytes(b"heic"), "in formats that are not read (1)", "train/ant/x.HEIC", 1),
+    "an image beside the classes of val": ("../val/x.png", lambda p: make_image(999).save(p), "images outside the class folders (1)", "val/x.png", 1),
+    "a format that is not read": ("ant/x.HEIC", lambda p: p.write_bytes(b"heic"), "images in unsupported formats (1)", "train/ant/x.HEIC", 1),
     "an empty file": ("ant/x.png", lambda p: p.write_bytes(b""), "The file is empty (0 bytes)", "train/ant/x.png", 1),
-    "text in a class": ("ant/x.txt", lambda p: p.write_text("x"), "files that are not images by name (1)", "train/ant/x.txt", 0),
-    "text beside the classes": ("list.csv", lambda p: p.write_text("x"), "files that are not images by name (1)", "train/list.csv", 0),
-    "no suffix": ("ant/x", lambda p: p.write_text("x"), "files that are not images by name (1)", "train/ant/x", 0),
+    "text in a class": ("ant/x.txt", lambda p: p.write_text("x"), "files without an image suffix (1)", "train/ant/x.txt", 0),
+    "text beside the classes": ("list.csv", lambda p: p.write_text("x"), "files without an image suffix (1)", "train/list.csv", 0),
+    "no suffix": ("ant/x", lambda p: p.write_text("x"), "files without an image suffix (1)", "train/ant/x", 0),
     "a hidden file": ("ant/.x.png", lambda p: p.write_text("x"), "hidden files and folders (1)", "train/ant/.x.png", 0),
     "a hidden folder": ("__pycache__", lambda p: p.mkdir(), "hidden files and folders (1)", "train/__pycache__", 0),
     "an empty class in val": ("../val/ant/none", lambda p: [one.unlink() for one in p.parent.glob("*")], "classes without an image in val (1)", "ant", 0),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_nothing_is_passed_over_in_silence(odd, folder):
-    name, make, title, named, wanted = ODD[odd]
+@pytest.mark.parametrize("case", ENTRIES)
+def test_every_skipped_entry_is_reported(case, folder):
+    name, make, title, shown, expected = ENTRIES[case]
     make(folder / "train" / name)
-    code, said = said_of(folder)
-    assert (code, title in said) == (wanted, True), said
-    assert named in said[said.index(title) :], said
-    assert ("MUST BE REPAIRED" in said, "WORTH KNOWING" in said) == (wanted == 1, wanted == 0), said
-    if "not read" in said:
-        notes = open_data(folder).notes
-        assert any("Not read: 1 " in note for note in notes) == (wanted == 1), notes
+    code, output = run_doctor(folder)
+    assert (code, title in output) == (expected, True), output
+    assert shown in output[output.index(title) :], output
+    assert ("MUST BE REPAIRED" in output, "WORTH KNOWING" in output) == (expected == 1, expected == 0), output
+    if "not read" in output:
+        notes = open_dataset(folder).notes
+        assert any("Not read: 1 " in note for note in notes) == (expected == 1), notes
 
 
 def test_a_class_may_be_a_link_to_a_folder(folder):
     (folder / "train" / "ant").rename(folder.parent / "ants")
     (folder / "train" / "ant").symlink_to(folder.parent / "ants")
-    assert said_of(folder)[0] == 0
+    assert run_doctor(folder)[0] == 0
 
 
 def test_lists_are_short_and_80_columns_wide(folder):
-    place = folder / "train" / "ant"
+    ants = folder / "train" / "ant"
     for i in range(40):
         (
-            place / f"a name that is much too long for one line of a terminal, number {i:02} of all 40.txt"
+            ants / f"a name that is much too long for one line of a terminal, number {i:02} of all 40.txt"
         ).touch()
-        (place / f"{i:02} broken and with a long name, so that two of them are no line.png").write_bytes(
-            b"no"
-        )
-        picture(700 + i % 4).save(place / f"one of 10 copies that are all the same image, number {i}.png")
-    (place / "\x1b[31mred.png").write_bytes(b"")
-    code, said = said_of(folder)
+        (ants / f"{i:02} broken and with a long name, so that two of them are no line.png").write_bytes(b"no")
+        make_image(700 + i % 4).save(ants / f"one of 10 copies that are all the same image, number {i}.png")
+    (ants / "\x1b[31mred.png").write_bytes(b"")
+    code, output = run_doctor(folder)
     assert code == 1
-    assert max(map(len, said.splitlines())) <= 80
-    assert len(said.splitlines()) < 50
-    assert "and 35 more" in said
-    assert "\x1b" not in said
-    found = json.loads(said_of(folder, "--json")[1])
+    assert max(map(len, output.splitlines())) <= 80
+    assert len(output.splitlines()) < 50
+    assert "and 35 more" in output
+    assert "\x1b" not in output
+    found = json.loads(run_doctor(folder, "--json")[1])
     assert len(found["corrupt"]) == 41
     assert [len(names) for names in found["skipped"].values()] == [40]
     assert [len(names) for names in found["twice"]] == [10] * 4
@@ -181,75 +179,75 @@ def test_lists_are_short_and_80_columns_wide(folder):
 def test_splits_in_capitals_are_splits(name, folder):
     (folder / "train").rename(folder / name)
     (folder / "val").rename(folder / "Valid")
-    data = open_data(folder)
+    data = open_dataset(folder)
     assert (data.classes, len(data.train), len(data.val)) == (["ant", "bee"], 24, 6)
 
 
 def test_folders_that_could_be_two_things(folder):
     (folder / "valid").mkdir()
     with pytest.raises(InputError, match=r"two folders for val: val and valid"):
-        open_data(folder)
+        open_dataset(folder)
     (folder / "valid").rename(folder / "test")
     (folder / "train").rename(folder.parent / "train")
-    with pytest.raises(InputError, match=r"holds test and val and no train"):
-        open_data(folder)
+    with pytest.raises(InputError, match=r"holds test and val but no train"):
+        open_dataset(folder)
 
 
-# ---- what training would refuse ----------------------------------------------------------------
+# ---- data that training refuses ----------------------------------------------------------------
 
 
 def test_one_class(tmp_path):
     (tmp_path / "ant").mkdir()
     for number in range(12):
-        picture(number).save(tmp_path / "ant" / f"{number}.png")
-    code, said = said_of(tmp_path)
+        make_image(number).save(tmp_path / "ant" / f"{number}.png")
+    code, output = run_doctor(tmp_path)
     assert code == 1
-    assert "needs at least two classes" in said.replace("\n  ", " ")
+    assert "needs at least two classes" in output.replace("\n  ", " ")
 
 
 def test_one_image_of_each_class(tmp_path):
     for number, name in enumerate(["ant", "bee", "cow"]):
         (tmp_path / name).mkdir()
-        picture(number).save(tmp_path / name / "1.png")
-    code, said = said_of(tmp_path)
+        make_image(number).save(tmp_path / name / "1.png")
+    code, output = run_doctor(tmp_path)
     assert code == 1
-    assert "too few images to hold some out" in said.replace("\n  ", " ")
-    assert "classes with few training images (3):\n  ant: 1, bee: 1, cow: 1" in said
+    assert "too few images for a validation set" in output.replace("\n  ", " ")
+    assert "classes with few training images (3):\n  ant: 1, bee: 1, cow: 1" in output
 
 
 def test_no_images_but_others(tmp_path):
     for name in ("ant", "bee"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.heic").touch()
-    code, said = said_of(tmp_path)
+    code, output = run_doctor(tmp_path)
     assert code == 1
-    assert "holds no images to train on" in said.replace("\n  ", " ")
-    assert "formats that are not read (2):" in said
+    assert "has no training images" in output.replace("\n  ", " ")
+    assert "unsupported formats (2):" in output
 
 
 def test_the_same_image_under_two_labels_in_a_table(tmp_path):
     for number in range(24):
-        picture(number).save(tmp_path / f"{number}.png")
+        make_image(number).save(tmp_path / f"{number}.png")
     rows = [f"{number}.png,{'ab'[number % 2]},train" for number in range(24)]
     (tmp_path / "t.csv").write_text("\n".join(["path,label,split", *rows, "0.png,b,train", "3.png,b,val"]))
-    code, said = said_of(tmp_path / "t.csv")
+    code, output = run_doctor(tmp_path / "t.csv")
     assert code == 1
-    assert "train: 0.png (a) = train: 0.png (b)" in said
-    assert "train: 3.png = val: 3.png" in said
+    assert "train: 0.png (a) = train: 0.png (b)" in output
+    assert "train: 3.png = val: 3.png" in output
 
 
 def test_files_of_a_table_that_cannot_be_opened(tmp_path):
     for number in range(24):
-        picture(number).save(tmp_path / f"{number}.png")
+        make_image(number).save(tmp_path / f"{number}.png")
     (tmp_path / "folder.png").mkdir()
     os.mkfifo(tmp_path / "pipe.png")
     names = ["gone.png", "folder.png", "pipe.png", "x" * 300 + ".png"]
     rows = [f"{number}.png,{'ab'[number % 2]}" for number in range(24)] + [f"{name},a" for name in names]
     (tmp_path / "t.csv").write_text("\n".join(["path,label", *rows]))
-    code, said = said_of(tmp_path / "t.csv")
+    code, output = run_doctor(tmp_path / "t.csv")
     assert code == 1
-    assert "cannot be read (4):" in said
-    assert "No such file" in said
+    assert "cannot be read (4):" in output
+    assert "No such file" in output
     (tmp_path / "t.csv").write_text("path,label\n1\0.png,a\n")
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "t.csv")])
     assert isinstance(done.exception, InputError)  # which the command line prints, and exits with 2
@@ -261,8 +259,8 @@ def test_order_and_progress_do_not_depend_on_the_threads(folder):
     (folder / "train" / "ant" / "y.png").write_bytes(b"no")
     done: list[int] = []
     one, many = (
-        examine(open_data(folder), workers=1, ahead=done.append),
-        examine(open_data(folder), workers=7),
+        check_images(open_dataset(folder), workers=1, ahead=done.append),
+        check_images(open_dataset(folder), workers=7),
     )
     assert one == many
     assert list(one.corrupt) == ["train/ant/y.png", "train/bee/x.png"]

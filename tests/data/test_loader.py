@@ -1,25 +1,31 @@
-"""Batches: the same pictures for everybody, and files that cannot be read."""
+"""Batches: the same images for any number of workers, and files that cannot be read."""
 
 import hashlib
 import json
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests.support.tiny_runs import (
+    SETTINGS,
+    Notes,
+    everything,
+    one_thread,
+    prints,
+    rows,
+    train,
+    write_arrays,
+    write_folder,
+)
 from vitrail.data.augment import Augment
-from vitrail.data.loader import Corrupt, Reader, batch_indices, epoch_order, steps_in_epoch
-from vitrail.data.sources import Split, open_data
+from vitrail.data.loader import CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.data.sources import Split, open_dataset
 from vitrail.errors import InputError
-from vitrail.preprocess import Preprocess
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
-from tiny_runs import SETTINGS, Notes, everything, one_thread, prints, rows, train, write_arrays, write_folder
+from vitrail.images.preprocess import Preprocess
 
 __all__ = ["one_thread"]
 
@@ -28,7 +34,7 @@ SPEC = Preprocess(size=8, mean=(0.5,) * 3, std=(0.5,) * 3, resize="shortest", re
 
 @pytest.fixture
 def folder(tmp_path):
-    return write_folder(tmp_path / "pictures")
+    return write_folder(tmp_path / "images")
 
 
 def all_of(reader, batches, epoch=0):
@@ -41,8 +47,8 @@ def all_of(reader, batches, epoch=0):
 # ---- order -------------------------------------------------------------------------------------
 
 
-def test_an_epoch_sees_each_picture_once_in_another_order(tmp_path):
-    split = open_data(write_arrays(tmp_path / "a.npz")).train
+def test_an_epoch_has_every_image_once_in_its_own_order(tmp_path):
+    split = open_dataset(write_arrays(tmp_path / "a.npz")).train
     first, again, next_one, other = (
         epoch_order(split, seed=seed, epoch=epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
     )
@@ -55,22 +61,22 @@ def test_an_epoch_sees_each_picture_once_in_another_order(tmp_path):
 @pytest.mark.parametrize(
     ("count", "batch", "steps"), [(80, 16, 5), (81, 16, 5), (15, 16, 1), (16, 16, 1), (1, 1, 1)]
 )
-def test_batches_of_an_epoch(count, batch, steps):
+def test_the_batches_of_an_epoch(count, batch, steps):
     assert steps_in_epoch(count, batch) == steps
     order = torch.randperm(count)
     seen = torch.cat([batch_indices(order, step, batch) for step in range(steps)])
     assert len(seen) == steps * batch
     assert torch.equal(seen[:count], order[: len(seen)])
     if count < batch:
-        assert torch.equal(seen[count:], order[: batch - count])  # it comes round again
+        assert torch.equal(seen[count:], order[: batch - count])  # it is repeated
 
 
 # ---- reading -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("augment", [None, Augment(), Augment(crop=0.3)])
-def test_workers_read_the_same_in_the_same_order(folder, augment):
-    split = open_data(folder).train
+def test_workers_do_not_change_the_batches(folder, augment):
+    split = open_dataset(folder).train
     batches = torch.randperm(len(split)).split(7)
     found = [all_of(Reader(split, SPEC, augment=augment, workers=n), batches, epoch=3) for n in (0, 1, 4)]
     for one, two, four in zip(*found, strict=True):
@@ -85,8 +91,8 @@ def test_workers_read_the_same_in_the_same_order(folder, augment):
             assert (image.permute(1, 2, 0).numpy() == SPEC.pixels(opened)).all()
 
 
-def test_a_crop_is_another_one_in_another_epoch(folder):
-    split, batch = open_data(folder).train, [torch.arange(6)]
+def test_crops_depend_on_seed_and_epoch(folder):
+    split, batch = open_dataset(folder).train, [torch.arange(6)]
     read = {
         (seed, epoch): all_of(Reader(split, SPEC, augment=Augment(crop=0.3), seed=seed), batch, epoch)[
             0
@@ -99,8 +105,8 @@ def test_a_crop_is_another_one_in_another_epoch(folder):
     assert not torch.equal(read[0, 0], read[1, 0])
 
 
-def test_a_crop_keeps_the_share_it_is_told(tmp_path):
-    """A picture whose levels are the places: what is cut out tells how large it was and from where."""
+def test_crops_of_files_have_the_configured_areas_and_ratios(tmp_path):
+    """In an image whose pixel values are the coordinates, the range of a crop is its size."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for i in range(3):
@@ -108,7 +114,7 @@ def test_a_crop_keeps_the_share_it_is_told(tmp_path):
             Image.fromarray(np.stack([down, across, 0 * down], -1).astype(np.uint8)).save(
                 tmp_path / name / f"{i}.png"
             )
-    split = open_data(tmp_path).train
+    split = open_dataset(tmp_path).train
     for least in (0.3, 1.0):
         reader = Reader(split, SPEC, augment=Augment(crop=least, crop_ratio=1.5))
         images = torch.cat(
@@ -124,8 +130,8 @@ def test_a_crop_keeps_the_share_it_is_told(tmp_path):
             assert 1.35 < ratio.max() < 1.65
 
 
-def test_arrays_come_as_they_are(tmp_path):
-    split = open_data(write_arrays(tmp_path / "a.npz")).train
+def test_arrays_are_returned_unchanged(tmp_path):
+    split = open_dataset(write_arrays(tmp_path / "a.npz")).train
     batch = all_of(Reader(split, SPEC, workers=2), [torch.tensor([5, 3, 5])])[0]
     assert (batch.images[1, 0].numpy() == split.images[3, ..., 0]).all()
     assert torch.equal(batch.images[0], batch.images[2])
@@ -137,43 +143,41 @@ def test_arrays_come_as_they_are(tmp_path):
 
 def break_some(folder):
     """Five kinds of broken files among the good ones."""
-    whole = (folder / "ant" / "00.jpg").read_bytes()
-    (folder / "ant" / "02.jpg").write_bytes(whole[: len(whole) // 2])
-    (folder / "bee" / "03.png").write_text("no picture")
+    complete = (folder / "ant" / "00.jpg").read_bytes()
+    (folder / "ant" / "02.jpg").write_bytes(complete[: len(complete) // 2])
+    (folder / "bee" / "03.png").write_text("no image")
     (folder / "bee" / "04.jpg").write_bytes(b"")
     (folder / "cat" / "05.png").unlink()
     (folder / "cat" / "05.png").symlink_to(folder / "cat" / "07.png")
-    Image.fromarray(np.full((9, 9), 7.5, np.float32)).save(folder / "cat" / "08.tif")  # levels beyond 1
+    Image.fromarray(np.full((9, 9), 7.5, np.float32)).save(folder / "cat" / "08.tif")  # pixel values above 1
     return ["ant/02.jpg", "bee/03.png", "bee/04.jpg", "cat/08.tif"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_names_the_file(folder, workers):
     for name in break_some(folder):
-        split = open_data(folder).train
+        split = open_dataset(folder).train
         if name not in split.names:
             continue
-        reader = Reader(split, SPEC, workers=workers, corrupt=Corrupt("error"))
-        with pytest.raises(
-            InputError, match=rf"Every picture must be readable. Got .*{name}: .* use --set corrupt=skip"
-        ):
+        reader = Reader(split, SPEC, workers=workers, corrupt=CorruptFiles("error"))
+        with pytest.raises(InputError, match=rf"{name} .* --set corrupt=skip"):
             all_of(reader, [torch.tensor([split.names.index(name)])])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("policy", ["skip", "warn"])
-def test_others_are_as_if_it_were_whole(folder, workers, policy):
-    split = open_data(folder, val_share=0.05).train
+def test_unreadable_files_do_not_change_the_others(folder, workers, policy):
+    split = open_dataset(folder, val_fraction=0.05).train
     order = list(torch.randperm(len(split)).split(9))
     before = all_of(Reader(split, SPEC, workers=workers), order * 2)
     broken = [name for name in break_some(folder) if name in split.names]
     assert len(broken) >= 2
-    kept = everything(folder)
-    corrupt = Corrupt(policy)
+    files = everything(folder)
+    corrupt = CorruptFiles(policy)
     after = all_of(Reader(split, SPEC, workers=workers, corrupt=corrupt), order * 2)
     assert set(corrupt.names) == set(broken)
     where = {name: torch.cat(order).tolist().index(split.names.index(name)) for name in broken}
-    assert list(corrupt.names) == sorted(broken, key=where.get)  # as the run met them, not as threads did
+    assert list(corrupt.names) == sorted(broken, key=where.get)  # in the order of the run, not of the threads
     for one, two in zip(before, after, strict=True):
         assert torch.equal(one.indices, two.indices)
         for i, index in enumerate(one.indices.tolist()):
@@ -183,86 +187,84 @@ def test_others_are_as_if_it_were_whole(folder, workers, policy):
             elif split.names[index] != "cat/05.png":
                 assert two.kept[i] == 1
                 assert torch.equal(one.images[i], two.images[i])
-    assert everything(folder) == kept
+    assert everything(folder) == files
 
 
-def test_a_run_over_broken_files(folder, tmp_path):
-    """Named once, counted, the same for any number of workers and across a stop; and not one byte changed."""
-    from tiny_runs import stopped_and_resumed
+def test_training_with_broken_files(folder, tmp_path):
+    """Reported once, counted, the same for any number of workers and across an interruption; no file changes."""
+    from tests.support.tiny_runs import stopped_and_resumed
 
     broken = break_some(folder)
-    kept = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")}
+    files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")}
     settings = {**SETTINGS, "corrupt": "warn", "epochs": 6}
-    with pytest.raises(InputError, match="Every picture must be readable"):
+    with pytest.raises(InputError, match="To skip unreadable files"):
         train(folder, out=tmp_path / "stops", **{**settings, "corrupt": "error"})
     listener = Notes()
-    train(folder, out=tmp_path / "run", workers=2, listener=listener, **settings)
+    train(folder, out=tmp_path / "run", workers=2, callback=listener, **settings)
     named = [note.split(" could not be read: ")[0] for note in listener.notes if "could not be read" in note]
     assert sorted(named) == sorted(broken)
-    data = open_data(folder)
+    data = open_dataset(folder)
     train_broken = sum(name in data.train.names for name in broken)
     found = rows(tmp_path / "run")
-    assert found[-1]["corrupt"] == train_broken
-    assert {row["val_seen"] for row in found} == {len(data.val) - (len(broken) - train_broken)}
+    assert found[-1]["corrupt_files"] == train_broken
+    assert {row["val_images"] for row in found} == {len(data.val) - (len(broken) - train_broken)}
     assert all(np.isfinite(row["loss"]) for row in found)
     stopped_and_resumed(folder, tmp_path / "other", 7, workers=0, **settings)
     assert prints(tmp_path / "other") == prints(tmp_path / "run")
-    assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")} == kept
+    assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")} == files
 
 
-def test_a_broken_picture_counts_for_nothing(folder, tmp_path):
-    """The epoch's loss is the mean over the others, each as it would be: no mixing, rate almost 0."""
+def test_a_broken_image_does_not_count(folder, tmp_path):
+    """The loss of the epoch is the mean over the others: no mixing, and a learning rate near 0."""
     settings = dict(
         batch=2, epochs=1, lr=1e-12, ema=None, model={**SETTINGS["model"], "dropout": 0.0, "drop_path": 0.0}
     )
     settings |= dict(mixing=dict(mixup=0.0), corrupt="skip", smoothing=0.0, seed=0)
-    data = open_data(folder)
-    train(data, out=tmp_path / "whole", **settings)
+    data = open_dataset(folder)
+    train(data, out=tmp_path / "complete", **settings)
     victim = data.train.paths[0]
     victim.write_bytes(b"")
     train(data, out=tmp_path / "less", **settings)
-    (whole,), (less,) = rows(tmp_path / "whole"), rows(tmp_path / "less")
-    assert (whole["corrupt"], less["corrupt"]) == (0, 1)
-    # A fresh head is all zero: every picture has the loss log 3, and so has the mean over fewer.
-    assert whole["loss"] == pytest.approx(np.log(3), rel=1e-5)
+    (complete,), (less,) = rows(tmp_path / "complete"), rows(tmp_path / "less")
+    assert (complete["corrupt_files"], less["corrupt_files"]) == (0, 1)
+    # A fresh head is all zero: every image has the loss log 3, and so has the mean over fewer.
+    assert complete["loss"] == pytest.approx(np.log(3), rel=1e-5)
     assert less["loss"] == pytest.approx(np.log(3), rel=1e-5)
 
 
-def test_when_nothing_can_be_read_it_does_not_look_as_if_it_had_trained(folder, tmp_path):
+def test_a_run_without_readable_images_is_an_error(folder, tmp_path):
     for path in folder.rglob("*.*"):
         path.write_bytes(b"")
-    with pytest.raises(
-        InputError, match=r"Some pictures must be readable. Got an epoch without one; [abc]\w+/\d+"
-    ):
+    with pytest.raises(InputError, match=r"none of the training images could be read; [abc]\w+/\d+"):
         train(folder, out=tmp_path / "run", **SETTINGS, corrupt="skip")
 
 
 def test_names_that_no_file_can_have(folder, tmp_path):
-    lines = [dict(path=f"pictures/ant/{i:02d}.jpg", label=i % 3) for i in range(0, 22, 2)]
+    lines = [dict(path=f"images/ant/{i:02d}.jpg", label=i % 3) for i in range(0, 22, 2)]
     lines += [dict(path=name, label=0) for name in ("x" * 5000 + ".png", "y" * 300 + ".png")]
     (folder.parent / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    data = open_data(folder.parent / "t.jsonl", val_share=0.1)
-    odd = ["a\0b.png", "\ud800.png"]  # which a table may not have, and a Split from Python may
+    data = open_dataset(folder.parent / "t.jsonl", val_fraction=0.1)
+    odd = ["a\0b.png", "\ud800.png"]  # refused in a table, but possible in a Split made in Python
     split = Split(
         np.append(data.train.labels, [0, 0]),
         [*data.train.names, *odd],
         [*data.train.paths, *(folder / name for name in odd)],
     )
-    corrupt = Corrupt("skip")
+    corrupt = CorruptFiles("skip")
     (batch,) = all_of(Reader(split, SPEC, corrupt=corrupt), [torch.arange(len(split))])
-    assert batch.kept.sum() == sum(name.startswith("pictures") for name in split.names)
+    assert batch.kept.sum() == sum(name.startswith("images") for name in split.names)
     assert len(corrupt.names) == len(split) - batch.kept.sum() >= 3
     train(folder.parent / "t.jsonl", out=tmp_path / "run", **{**SETTINGS, "batch": 4, "corrupt": "skip"})
 
 
 def test_pillows_warnings_are_not_errors(tmp_path):
-    """Odd metadata, which Pillow comes to when it turns the picture upright."""
+    """Odd metadata, which Pillow reads when it applies the orientation."""
     for name in "ab":
         (tmp_path / name).mkdir()
         for i in range(4):
             exif = b"Exif\0\0II*\0\x08\0\0\0\x09\0\x12\1\3\0"
             Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.jpg", exif=exif)
-    split = open_data(tmp_path).train
+    split = open_dataset(tmp_path).train
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning):
@@ -271,9 +273,9 @@ def test_pillows_warnings_are_not_errors(tmp_path):
     assert batch.kept.all()
 
 
-def test_reading_stops_at_once_when_closed(folder):
-    """Nobody waits for pictures that nobody wants any more."""
-    split = open_data(folder).train
+def test_closing_a_reader_does_not_wait(folder):
+    """Images that are no longer needed are not decoded."""
+    split = open_dataset(folder).train
     reader = Reader(split, SPEC, workers=2)
     many = reader.batches((0, torch.arange(len(split))) for _ in range(1000))
     next(many)

@@ -1,4 +1,4 @@
-"""Tables of images: what is read, and the line of the file that a fault is in."""
+"""Tables of images: what is read, and errors with the line number."""
 
 import json
 import os
@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import InputError
 
 HEAD = "path,label\n"
 ROWS = "".join(f"{i}.png,{'ab'[i % 2]}\n" for i in range(6))
 
 
-def written(folder, name, text):
+def write(folder, name, text):
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return folder / name
 
@@ -26,27 +26,27 @@ def names(split):
 
 
 def test_a_table(tmp_path):
-    """A byte order mark, quotes, numbers in the order of numbers, and splits."""
+    """A byte order mark, quotes, numeric labels in numeric order, and splits."""
     text = "﻿path,label,split,note\n"
     rows = [("x/1.png", 10, ""), ('"a, b.png"', 2, "train"), ("3.png", 2, "VAL"), ("/abs/4.png", 10, "test")]
     (tmp_path / "set.csv").write_text(text + "".join(f"{p},{n},{s},-\n" for p, n, s in rows))
-    data = open_data(tmp_path / "set.csv")
+    data = open_dataset(tmp_path / "set.csv")
     assert (data.name, data.classes) == ("set", ["2", "10"])
     assert [str(p) for p in data.train.paths] == [f"{tmp_path}/x/1.png", f"{tmp_path}/a, b.png"]
     assert data.train.labels.tolist() == [1, 0]
     assert names(data.val) == ["3.png"]
     assert [str(p) for p in data.test.paths] == ["/abs/4.png"]
-    assert any("1 rows of set.csv name no split" in note for note in data.notes)
+    assert any("1 rows of set.csv have no split" in note for note in data.notes)
 
 
-def test_a_table_of_several_labels(tmp_path):
+def test_a_multi_label_table(tmp_path):
     lines = [
-        dict(image=f"{i}.png", labels=some)
-        for i, some in enumerate([["sea", "sky"], [], ["sky"], ["sun"]] * 3)
+        dict(image=f"{i}.png", labels=labels)
+        for i, labels in enumerate([["sea", "sky"], [], ["sky"], ["sun"]] * 3)
     ]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    data = open_data(tmp_path / "set.jsonl")
-    assert data.several
+    data = open_dataset(tmp_path / "set.jsonl")
+    assert data.multilabel
     assert data.classes == ["sea", "sky", "sun"]
     found = {
         name: row.tolist()
@@ -56,7 +56,7 @@ def test_a_table_of_several_labels(tmp_path):
     assert [found[f"{i}.png"] for i in range(4)] == [[1, 1, 0], [0, 0, 0], [0, 1, 0], [0, 0, 1]]
     assert len(data.val) == 4  # one of each kind of three
     (tmp_path / "set.csv").write_text("file,class\na.png,sea|sky\nb.png,sun\nc.png,sun\n")
-    data = open_data(tmp_path / "set.csv")
+    data = open_dataset(tmp_path / "set.csv")
     assert data.train.labels.shape == (2, 3)
 
 
@@ -74,77 +74,77 @@ def test_a_table_of_several_labels(tmp_path):
     ],
     ids=["plain", "mark", "crlf", "cr", "blank lines", "blanks", "no last end", "nameless"],
 )
-def test_the_same_table_as_programs_write_it(text, tmp_path):
-    data = open_data(written(tmp_path, "t.csv", text))
+def test_the_same_table_in_all_common_forms(text, tmp_path):
+    data = open_dataset(write(tmp_path, "t.csv", text))
     assert sorted([*names(data.train), *names(data.val)]) == [f"{i}.png" for i in range(6)]
     assert data.classes == ["a", "b"]
 
 
-def test_labels_of_thousands_of_digits_are_words(tmp_path):
+def test_labels_with_thousands_of_digits_are_strings(tmp_path):
     (tmp_path / "t.csv").write_text(
         "path,label\n" + "".join(f"{i}.png,{'9' * 5000 if i % 2 else 3}\n" for i in range(8))
     )
-    assert open_data(tmp_path / "t.csv").classes == ["3", "9" * 5000]
+    assert open_dataset(tmp_path / "t.csv").classes == ["3", "9" * 5000]
 
 
 def test_labels_of_the_same_number_are_in_a_fixed_order(tmp_path):
     """A set has no order, and Python's strings hash differently in every process."""
     labels = ["1", "01", "001", "0001", "00001", "000001"]
     text = HEAD + "".join(f"{i}.png,{labels[i % 6]}\n" for i in range(24))
-    assert open_data(written(tmp_path, "t.csv", text)).classes == sorted(labels)
+    assert open_dataset(write(tmp_path, "t.csv", text)).classes == sorted(labels)
 
 
 def test_two_columns_that_could_be_the_label(tmp_path):
     text = "path,class,label\n" + "".join(f"{i}.png,x,{i % 2}\n" for i in range(6))
-    assert open_data(written(tmp_path, "t.csv", text)).notes[0] == "The column label is used, and not class."
+    assert open_dataset(write(tmp_path, "t.csv", text)).notes[0] == "The column label is used, and not class."
 
 
-def test_labels_that_only_val_has_are_said(tmp_path):
+def test_labels_that_only_val_has_are_noted(tmp_path):
     text = "path,label,split\n1.png,a,train\n2.png,b,train\n3.png,c,val\n"
-    notes = open_data(written(tmp_path, "t.csv", text)).notes
+    notes = open_dataset(write(tmp_path, "t.csv", text)).notes
     assert any(note.startswith("One class has no training image: c.") for note in notes)
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
 
 CSV = {
     "empty": ("", r"t\.csv is empty; .* path and label"),
     "blank": ("\n\n", r"t\.csv is empty"),
     "header alone": (HEAD, r"no rows after its header"),
-    "no path": ("where,label\n1.png,a\n", r"line 1: there is no column path or image, but: where, label"),
-    "no label": ("\n\npath,kind\n1.png,a\n", r"line 3: there is no column label or labels"),
+    "no path": ("where,label\n1.png,a\n", r"line 1: the column path or image is missing; found: where, label"),
+    "no label": ("\n\npath,kind\n1.png,a\n", r"line 3: the column label or labels is missing"),
     "semicolons": ("path;label\n1.png;a\n", r"line 1: .*path;label.* separate the columns with commas"),
     "column twice": ("path,label,Label\n1.png,a,b\n", r"line 1: .* 'label' twice"),
-    "label empty": (HEAD + "1.png,a\n2.png,\n", r"t\.csv, line 3: there is no label"),
-    "label between": (HEAD + "1.png,a\n2.png,a||b\n", r"line 3: there is no label, or an empty one"),
-    "path empty": (HEAD + "1.png,a\n\n ,b\n", r"t\.csv, line 4: there is no path"),
+    "label empty": (HEAD + "1.png,a\n2.png,\n", r"t\.csv, line 3: a label is missing"),
+    "label between": (HEAD + "1.png,a\n2.png,a||b\n", r"line 3: a label is missing or empty"),
+    "path empty": (HEAD + "1.png,a\n\n ,b\n", r"t\.csv, line 4: the path is missing"),
     "short row": (HEAD + "1.png,a\n2.png\n", r"line 3: the row has 1 value, and the header has 2 columns"),
     "short, but path and label": ("path,label,split\n1.png,a\n", r"line 2: the row has 2 values, .* 3 columns"),
     "long row": (HEAD + "1.png,a\n2.png,b,c\n", r"line 3: the row has 3 values, and the header has 2"),
     "long row, empty": (HEAD + "1.png,a,\n", r"line 2: the row has 3 values"),
     "after lines in quotes": ('path,label,note\n1.png,a,"x\ny\nz"\n2.png,a\n', r"line 5: the row has 2 values"),
     "split": ("path,label,split\n1.png,a,train\n2.png,a,trian\n", r"line 3: the split is 'trian'; .* train, val or test"),
-    "test alone": ("path,label,split\n1.png,a,test\n", r"no rows to train on"),
+    "test alone": ("path,label,split\n1.png,a,test\n", r"has no training rows"),
     "open quote": (HEAD + '1.png,a\n"2.png,a\n3.png,b\n', r"line 3: a quote is opened here and never closed"),
     "open quote, then another": (HEAD + '"1.png,a\n"2.png",b\n', r"line 3: text follows a closing quote.* begins in line 2"),
     "quote inside": (HEAD + '1.png,a\n"2"x.png,a\n', r"line 3: text follows a closing quote"),
     "long value": (HEAD + "1.png,a\n2.png," + "x" * 200_000 + "\n", r"line 3: a value has more than 131,072 characters"),
     "long open quote": (HEAD + '1.png,a\n"2.png,a\n' + "3.png,b\n" * 20_000, r"line 3: a value has more than .* a quote"),
-    "NUL": (HEAD + "1.png,a\n2\0.png,b\n", r"line 3: it holds a NUL byte"),
+    "NUL": (HEAD + "1.png,a\n2\0.png,b\n", r"line 3: it contains a NUL byte"),
     "latin-1": ((HEAD + "1.png,a\ncafé.png,b\n").encode("latin-1"), r"line 3: the byte 0xe9 after 3 characters is not UTF-8"),
     "cut character": ((HEAD + "1.png,é").encode()[:-1], r"line 2: the byte 0xc3"),
     "UTF-16": ((HEAD + ROWS).encode("utf-16"), r"t\.csv is encoded in UTF-16; save it as UTF-8"),
     "UTF-16, other end": (b"\xfe\xff" + (HEAD + ROWS).encode("utf-16-be"), r"encoded in UTF-16"),
-    "UTF-16 without a mark": ((HEAD + ROWS).encode("utf-16-le"), r"line 1: it holds a NUL byte"),
+    "UTF-16 without a mark": ((HEAD + ROWS).encode("utf-16-le"), r"line 1: it contains a NUL byte"),
     "one class": (HEAD + "1.png,a\n2.png,a\n", r"at least two classes"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CSV)
-def test_what_is_said_of_csv_that_will_not_do(case, tmp_path):
+def test_invalid_csv(case, tmp_path):
     text, words = CSV[case]
     with pytest.raises(InputError, match=words):
-        open_data(written(tmp_path, "t.csv", text))
+        open_dataset(write(tmp_path, "t.csv", text))
 
 
 GOOD = '{"path": "1.png", "label": "a"}\n'
@@ -154,7 +154,7 @@ def row(label):
     return f'{{"path": "2.png", "label": {label}}}\n'
 
 
-TYPES = r"line 3: a label must be a string or a whole number, or a list of these .* not "
+TYPES = r"line 3: a label must be a string or an integer, or a list of these .* not "
 JSONL = {
     "empty": ("", r"t\.jsonl has no rows"),
     "no object": (GOOD + "[1]\n", r"line 2: the line is not an object"),
@@ -165,17 +165,17 @@ JSONL = {
     "two on a line": (GOOD + GOOD.strip() + GOOD, r"line 2: .*column 32: extra data"),
     "deep": ("[" * 100_000, r"line 1: its brackets are nested too deeply"),
     "many digits": (GOOD + row("9" * 5000), r"line 2: .*4300 digits"),
-    "key twice": (GOOD + '{"path": "2.png", "label": 1, "label": 2}\n', r"line 2: the key 'label' comes twice"),
-    "other columns": ('{"where": "1.png"}\n', r"line 1: there is no column path or image, but: where"),
-    "no path": (GOOD + '{"image": "1.png", "label": "a"}\n', r"line 2: there is no path"),
-    "path a number": (GOOD + '{"path": 3, "label": "a"}\n', r"line 2: the path must be a string, and not a number"),
-    "path NUL": (GOOD + '{"path": "1\\u0000.png", "label": "a"}\n', r"line 2: the path holds a NUL"),
-    "path surrogate": (GOOD + '{"path": "\\ud800.png", "label": "a"}\n', r"line 2: the path holds half of a surrogate pair"),
-    "label surrogate": (GOOD + row('"\\udcff"'), r"line 2: the label holds half of a surrogate pair"),
-    "label NUL": (GOOD + row('"\\u0000"'), r"line 2: the label holds a NUL"),
-    "label empty": (GOOD + row('["a", ""]'), r"line 2: there is no label, or an empty one"),
-    "label null": (GOOD + row("null"), r"line 2: there is no label"),
-    "label missing": (GOOD + '{"path": "2.png"}\n', r"line 2: there is no label"),
+    "key twice": (GOOD + '{"path": "2.png", "label": 1, "label": 2}\n', r"line 2: the key 'label' appears twice"),
+    "other columns": ('{"where": "1.png"}\n', r"line 1: the column path or image is missing; found: where"),
+    "no path": (GOOD + '{"image": "1.png", "label": "a"}\n', r"line 2: the path is missing"),
+    "path a number": (GOOD + '{"path": 3, "label": "a"}\n', r"line 2: the path must be a string, not a number"),
+    "path NUL": (GOOD + '{"path": "1\\u0000.png", "label": "a"}\n', r"line 2: the path contains a NUL"),
+    "path surrogate": (GOOD + '{"path": "\\ud800.png", "label": "a"}\n', r"line 2: the path contains a lone surrogate"),
+    "label surrogate": (GOOD + row('"\\udcff"'), r"line 2: the label contains a lone surrogate"),
+    "label NUL": (GOOD + row('"\\u0000"'), r"line 2: the label contains a NUL"),
+    "label empty": (GOOD + row('["a", ""]'), r"line 2: a label is missing or empty"),
+    "label null": (GOOD + row("null"), r"line 2: a label is missing"),
+    "label missing": (GOOD + '{"path": "2.png"}\n', r"line 2: a label is missing"),
     "split": (GOOD + '{"path": "2.png", "label": "a", "split": 0}\n', r"line 2: the split is a number; it must be train"),
     "split false": (GOOD + '{"path": "2.png", "label": "a", "split": false}\n', r"line 2: the split is false"),
     "latin-1": (GOOD.encode() + '{"path": "é"}'.encode("latin-1"), r"line 2: the byte 0xe9"),
@@ -192,31 +192,31 @@ JSONL = {
 
 
 @pytest.mark.parametrize("case", JSONL)
-def test_what_is_said_of_jsonl_that_will_not_do(case, tmp_path):
+def test_invalid_jsonl(case, tmp_path):
     text, words = JSONL[case]
     with pytest.raises(InputError, match=words):
-        open_data(written(tmp_path, "t.jsonl", text))
+        open_dataset(write(tmp_path, "t.jsonl", text))
 
 
-def test_strings_and_whole_numbers_are_labels(tmp_path):
+def test_strings_and_integers_are_labels(tmp_path):
     text = "".join(json.dumps(dict(path=f"{i}.png", label=[7, "cat", -1][i % 3])) + "\r\n" for i in range(12))
-    assert open_data(written(tmp_path, "t.jsonl", text)).classes == ["7", "-1", "cat"]
+    assert open_dataset(write(tmp_path, "t.jsonl", text)).classes == ["7", "-1", "cat"]
 
 
-def test_a_table_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "t.csv")
     start = time.perf_counter()
     with pytest.raises(InputError, match=r"t\.csv"):
-        open_data(tmp_path / "t.csv")
+        open_dataset(tmp_path / "t.csv")
     assert time.perf_counter() - start < 1
 
 
-def test_too_many_classes_take_no_memory_before_they_are_refused(tmp_path, monkeypatch):
-    """A row for each of 100,001 classes, of which one has two: (100,001, 100,001) whole numbers are 80 GB."""
+def test_too_many_classes_are_refused_before_memory_is_allocated(tmp_path, monkeypatch):
+    """A row for each of 100,001 classes, of which one has two: (100,001, 100,001) int64 labels take 80 GB."""
     text = HEAD + "".join(f"{i}.png,{i}\n" for i in range(100_000)) + "x.png,a|b\n"
-    with pytest.raises(InputError, match="100,002 classes, and at most 100,000"):
-        open_data(written(tmp_path, "t.csv", text))
-    monkeypatch.setattr("vitrail.data.tables.MOST_MARKS", 100)
+    with pytest.raises(InputError, match="100,002 classes, and the limit is 100,000"):
+        open_dataset(write(tmp_path, "t.csv", text))
+    monkeypatch.setattr("vitrail.data.tables._MAX_LABELS", 100)
     text = HEAD + "".join(f"{i}.png,{i}|x\n" for i in range(20))
     with pytest.raises(InputError, match="20 rows and 21 classes, too many for a multi-label table"):
-        open_data(written(tmp_path, "t.csv", text))
+        open_dataset(write(tmp_path, "t.csv", text))

@@ -3,10 +3,10 @@
 from PIL import Image
 
 from docs import inspect as page
-from vitrail.report.inspection import FIGURES
+from vitrail.inspect.figures import FIGURES
 
 
-def test_every_figure_has_its_section_and_its_picture():
+def test_every_figure_has_its_section_and_its_image():
     text = page.PAGE.read_text()
     _, figures = text.split(page.BEGIN)
     sections = figures.split(page.END)[0].split("\n### ")[1:]
@@ -19,8 +19,8 @@ def test_every_figure_has_its_section_and_its_picture():
     assert {path.stem for path in page.IMAGES.iterdir()} == set(FIGURES)
 
 
-def test_a_section_is_title_picture_and_caption():
-    title = FIGURES["lens"][0]
+def test_a_section_is_title_image_and_caption():
+    title = FIGURES["lens"].title
     assert page.written({"lens": "Words."}) == (
         f"### lens: {title[0].lower()}{title[1:]}\n\n![{title}](images/inspect/lens.png)\n\nWords."
     )

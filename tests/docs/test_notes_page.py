@@ -1,7 +1,7 @@
 """docs/notes.md is what the labs gave."""
 
 from docs import notes as page
-from vitrail.labs.lab import LABS, known
+from vitrail.course.labs.lab import LABS, load_results
 
 
 def test_the_page_is_that_of_the_results():
@@ -9,6 +9,6 @@ def test_the_page_is_that_of_the_results():
     assert page.page() == page.PAGE.read_text()
 
 
-def test_every_lab_has_a_result_and_a_picture():
-    assert [result["name"] for result in known()] == list(LABS)
+def test_every_lab_has_a_result_and_a_image():
+    assert [result["name"] for result in load_results()] == list(LABS)
     assert {path.stem for path in page.IMAGES.iterdir()} == set(LABS)

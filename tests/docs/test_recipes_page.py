@@ -22,7 +22,7 @@ def test_no_figure_without_the_command_that_gave_it():
     assert (
         page.group_of("Published: 99 %, by vitrail train. Not run\nby us.") == "As published, not run by us"
     )
-    assert page.group_of("99 % of them.") == page.group_of("vitrail train digits") == "Without a figure yet"
+    assert page.group_of("99 % of them.") == page.group_of("vitrail train digits") == "Not measured yet"
 
 
 def test_one_that_says_nothing_yet():
@@ -33,6 +33,6 @@ def test_one_that_says_nothing_yet():
         """
 
     assert page.written({"new": plain}) == (
-        "## Without a figure yet\n\n| recipe | for |\n|---|---|\n| [`new`](#new) | Something new. |\n\n"
+        "## Not measured yet\n\n| recipe | for |\n|---|---|\n| [`new`](#new) | Something new. |\n\n"
         "### new\n\nSomething new.\n\nMore of it."
     )

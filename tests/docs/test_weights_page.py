@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from docs import samples, weights
-from vitrail.weights.families import FAMILIES
+from vitrail.weights.families import LIBRARIES
 
 FAMILY, BACK, DIFFERENCE, REFERENCE = 0, 4, 5, 6  # columns
 NUMBER = r"\d\.\de[+-]\d\d"
@@ -28,14 +28,14 @@ def without_versions(cell):
 
 
 def test_every_family_in_order():
-    assert [row[FAMILY] for row in rows(between("families"))] == [f"{f.group}: `{f.name}`" for f in FAMILIES]
-    assert list(samples.SAMPLES) == [*(family.name for family in FAMILIES), "vitrail"]
+    assert [row[FAMILY] for row in rows(between("families"))] == [f"{f.group}: `{f.name}`" for f in LIBRARIES]
+    assert list(samples.SAMPLES) == [*(family.name for family in LIBRARIES), "vitrail"]
 
 
 def test_what_is_not_measured_is_what_the_code_says():
     """`python -m docs.weights` writes it anew."""
-    for row, family in zip(rows(between("families")), FAMILIES, strict=True):
-        now = weights.row(family, weights.Measured())
+    for row, family in zip(rows(between("families")), LIBRARIES, strict=True):
+        now = weights.row(family, weights.Measurement())
         assert row[:BACK] + row[REFERENCE + 1 :] == now[:BACK] + now[REFERENCE + 1 :]
 
 

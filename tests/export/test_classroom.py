@@ -1,4 +1,4 @@
-"""The classroom page in a real browser: its numbers are PyTorch's, and it does what a hand asks of it."""
+"""The classroom page in a real browser: its numbers are those of PyTorch, and its controls work."""
 
 import numpy as np
 import pytest
@@ -6,36 +6,37 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from conftest import needs_chromium, shake
+from tests.support.browser import needs_chromium
+from tests.support.models import shake
 from vitrail.export.html import write_classroom
 from vitrail.inspect import positions, rollout
-from vitrail.inspect.sample import sample_model, sample_pictures
+from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record
 from vitrail.weights.bundle import Bundle, Card
 
 pytestmark = needs_chromium
 
 
-class Watched:
-    """A page, with all it asked for and all it complained about."""
+class WatchedPage:
+    """A page with a record of its requests, errors and console messages."""
 
     def __init__(self, browser, file, **options):
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
         self.page = self.context.new_page()
-        self.asked, self.complaints = [], []
-        self.context.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.complaints.append(dialog.message))
+        self.requests, self.errors = [], []
+        self.context.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.errors.append(dialog.message))
         self.address = file.as_uri()
         self.page.goto(self.address)
         assert self.page.evaluate("window.vitrail !== undefined")
 
     def close(self):
-        """Nothing but the file itself was loaded, and nothing went wrong."""
+        """Check that only the file itself was loaded and nothing failed."""
         self.context.close()
-        assert [url for url in self.asked if not url.startswith("data:,")] == [self.address]
-        assert self.complaints == []
+        assert [url for url in self.requests if not url.startswith("data:,")] == [self.address]
+        assert self.errors == []
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def opened(browser, tmp_path):
     def open_page(bundle, **options):
         file = tmp_path / f"page-{len(pages)}.html"
         assert write_classroom(bundle, file) == []
-        pages.append(Watched(browser, file, **options))
+        pages.append(WatchedPage(browser, file, **options))
         return pages[-1].page
 
     yield open_page
@@ -62,7 +63,7 @@ def sample_file(tmp_path_factory):
 
 @pytest.fixture
 def sample(browser, sample_file):
-    watched = Watched(browser, sample_file)
+    watched = WatchedPage(browser, sample_file)
     yield watched.page
     watched.close()
 
@@ -88,8 +89,8 @@ CONFIGS = {
     "pixels cut off": dict(size=(14, 11), remainder="cut", rows="patches"),
 }  # fmt: skip
 
-COMPUTE = """levels => {
-    const vit = vitrail.vit, found = vitrail.forward(Uint8Array.from(levels));
+COMPUTE = """pixels => {
+    const vit = vitrail.vit, found = vitrail.forward(Uint8Array.from(pixels));
     const tokens = [...Array(vit.T).keys()];
     return {
         logits: Array.from(found.logits), lens: found.lens.map(row => Array.from(row)),
@@ -102,9 +103,9 @@ COMPUTE = """levels => {
 
 
 def check_numbers(page, bundle, pixels):
-    """Everything that the page computes from some levels is what PyTorch computes from them, to 1e-4."""
+    """All activations that the page computes agree with PyTorch to 1e-4."""
     model, config = bundle.model.eval(), bundle.model.config
-    image, L, n = bundle.preprocess.normalise(pixels)[None], config.depth, config.prefix
+    image, L, n = bundle.preprocess.normalize(pixels)[None], config.depth, config.prefix
     names = ("blocks.*.attention.weights", "blocks.*.out", "embed")
     with torch.no_grad(), record(model, *names) as tape:
         logits = model(image)[0]
@@ -137,12 +138,12 @@ def check_numbers(page, bundle, pixels):
 def test_the_numbers_are_those_of_pytorch(name, opened):
     config = vt.ViTConfig(**{**SMALL, **CONFIGS[name]})
     bundle = Bundle(model=shake(vt.ViT(config)))
-    levels = np.random.default_rng(0).integers(0, 256, (*config.pixels, config.channels), dtype=np.uint8)
-    check_numbers(opened(bundle), bundle, levels)
+    pixels = np.random.default_rng(0).integers(0, 256, (*config.pixels, config.channels), dtype=np.uint8)
+    check_numbers(opened(bundle), bundle, pixels)
 
 
 def test_the_numbers_of_the_sample_model(sample):
-    check_numbers(sample, sample_model(), sample_pictures(3).pixels[2])
+    check_numbers(sample, sample_model(), sample_images(3).pixels[2])
 
 
 def test_erf_is_exact(sample):
@@ -151,10 +152,10 @@ def test_erf_is_exact(sample):
     np.testing.assert_allclose(found, torch.erf(x), rtol=0, atol=2e-12)
 
 
-def test_preprocessing_is_ours_to_the_bit(sample):
-    levels = np.arange(784, dtype=np.int64).reshape(28, 28, 1) % 256
-    found = sample.evaluate("levels => Array.from(vitrail.vit.normalise(levels))", levels.flatten().tolist())
-    wanted = sample_model().preprocess.normalise(levels.astype(np.uint8))
+def test_preprocessing_is_bit_equal_to_ours(sample):
+    pixels = np.arange(784, dtype=np.int64).reshape(28, 28, 1) % 256
+    found = sample.evaluate("pixels => Array.from(vitrail.vit.normalize(pixels))", pixels.flatten().tolist())
+    wanted = sample_model().preprocess.normalize(pixels.astype(np.uint8))
     assert torch.equal(torch.tensor(found), wanted.flatten())
 
 
@@ -162,7 +163,7 @@ def test_preprocessing_is_ours_to_the_bit(sample):
 
 
 def wait_until(page, expression):
-    """As page.wait_for_function, which the page's policy does not allow."""
+    """Like page.wait_for_function, which the page's content security policy forbids."""
     for _ in range(200):
         if page.evaluate(expression):
             return
@@ -171,14 +172,14 @@ def wait_until(page, expression):
 
 
 def draw(page, *points):
-    """One stroke; places on the sheet from 0 to 1."""
+    """Draw one stroke through points from 0 to 1."""
     page.locator("#sheet").scroll_into_view_if_needed()
     box = page.locator("#sheet").bounding_box()
     at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
     page.mouse.move(*at[0])
     page.mouse.down()
-    for place in at[1:]:
-        page.mouse.move(*place, steps=2)
+    for point in at[1:]:
+        page.mouse.move(*point, steps=2)
     page.mouse.up()
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
@@ -188,55 +189,55 @@ def circle(middle=(0.5, 0.5), radius=0.25):
     return [(middle[0] + 0.8 * radius * np.sin(a), middle[1] - radius * np.cos(a)) for a in angles]
 
 
-def test_drawn_digits_are_read(sample):
-    assert sample.inner_text("#says") == "It says 3, with 99%."  # the page opens with an example
+def test_drawn_digits_are_recognized(sample):
+    assert sample.inner_text("#says") == "Prediction: 3 (99%)."  # the page opens with an example
     sample.click("#clear")
     assert "empty" in sample.inner_text("#says")
     draw(sample, (0.5, 0.15), (0.48, 0.85))
-    assert sample.inner_text("#says").startswith("It says 1")
+    assert sample.inner_text("#says").startswith("Prediction: 1 ")
     assert sample.inner_text("#bars .first .label") == "1"
     sample.click("#clear")
     draw(sample, *circle())
-    assert sample.inner_text("#says").startswith("It says 0")
+    assert sample.inner_text("#says").startswith("Prediction: 0 ")
 
 
-def test_a_digit_begins_on_an_empty_sheet(sample):
+def test_a_digit_starts_on_an_empty_canvas(sample):
     draw(sample, (0.5, 0.2), (0.5, 0.8))
-    ink = np.array(sample.evaluate("Array.from(vitrail.state.levels)")).reshape(28, 28)
+    ink = np.array(sample.evaluate("Array.from(vitrail.state.pixels)")).reshape(28, 28)
     assert not ink[:, :9].any()
     assert not ink[:, 19:].any()
     assert ink.any()
 
 
-def test_the_drawing_is_centred_unless_asked_not_to(sample):
+def test_the_drawing_is_centered_unless_switched_off(sample):
     def middle():
-        ink = np.array(sample.evaluate("Array.from(vitrail.state.levels)")).reshape(28, 28)
+        ink = np.array(sample.evaluate("Array.from(vitrail.state.pixels)")).reshape(28, 28)
         return (ink.sum(axis=1) @ np.arange(28)) / ink.sum(), (ink.sum(axis=0) @ np.arange(28)) / ink.sum()
 
     draw(sample, *circle((0.25, 0.25), 0.15))
     np.testing.assert_allclose(middle(), 13.5, atol=0.3)
-    sample.uncheck("#centre")
+    sample.uncheck("#center")
     np.testing.assert_allclose(middle(), 6.5, atol=1)
 
 
-def test_examples_are_taken_level_by_level(sample):
+def test_examples_are_shown_pixel_by_pixel(sample):
     buttons = sample.locator("#examples button")
     assert buttons.count() == 10
     buttons.nth(7).focus()
     sample.keyboard.press("Enter")
-    levels = sample.evaluate("Array.from(vitrail.state.levels)")
-    assert levels == sample_pictures(8).pixels[7].flatten().tolist()
+    pixels = sample.evaluate("Array.from(vitrail.state.pixels)")
+    assert pixels == sample_images(8).pixels[7].flatten().tolist()
 
 
 def row_of(block, head, token):
     """The attention of the third example, which the page opens with."""
     bundle = sample_model()
     with torch.no_grad(), record(bundle.model.eval(), "blocks.*.attention.weights") as tape:
-        bundle.model(sample_pictures(4).images[3:])
+        bundle.model(sample_images(4).images[3:])
     return tape[f"blocks.{block}.attention.weights"][0, head, token]
 
 
-def test_pointing_at_a_patch_shows_where_it_looks(sample):
+def test_pointing_at_a_patch_shows_its_attention(sample):
     shown = "document.querySelector('#attention-map canvas').toDataURL()"
     canvas = sample.locator("#attention-map canvas.patches")
     before, size = sample.evaluate(shown), canvas.bounding_box()
@@ -248,32 +249,32 @@ def test_pointing_at_a_patch_shows_where_it_looks(sample):
     assert sample.evaluate(shown) != before
     row, words = row_of(0, 1, token), sample.inner_text("#attention-words")
     best = int(row[1:].argmax())
-    assert words.startswith("In block 1, in head 2, the patch in row 3, column 4 looks most at ")
+    assert words.startswith("In block 1, in head 2, the patch in row 3, column 4 attends most to ")
     assert f"row {best // 7 + 1}, column {best % 7 + 1} ({percent(row[1:].max())})" in words
     assert (
-        f"{percent(row[token])} of its attention stays on itself, {percent(row[0])} goes to the class token"
+        f"{percent(row[token])} of its attention goes to itself, {percent(row[0])} goes to the class token"
         in words
     )
     assert "row 3, column 4" in sample.inner_text("#token-words")
     assert "row 3, column 4" in sample.inner_text("#positions-words")
 
 
-def percent(share):
-    share = float(share)
-    return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
+def percent(fraction):
+    fraction = float(fraction)
+    return f"{100 * fraction:.{1 if fraction < 0.0995 else 0}f}%"
 
 
 def test_the_keyboard_moves_from_patch_to_patch(sample):
     sample.locator("#attention-map canvas.patches").focus()
-    assert "the class token looks most" in sample.inner_text("#attention-words")
+    assert "the class token attends most" in sample.inner_text("#attention-words")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the first one goes to the first patch
         sample.keyboard.press(key)
-    assert "the patch in row 2, column 2 looks most" in sample.inner_text("#attention-words")
-    sample.get_by_role("group", name="Tokens before").first.get_by_role("button", name="class").click()
+    assert "the patch in row 2, column 2 attends most" in sample.inner_text("#attention-words")
+    sample.get_by_role("group", name="Prefix tokens").first.get_by_role("button", name="class").click()
     assert sample.inner_text("#token-words") == "The class token:"
 
 
-def test_every_control_has_a_name_and_a_place_in_the_order(sample):
+def test_every_control_has_a_name_and_can_be_focused(sample):
     nameless = sample.evaluate(
         "() => [...document.querySelectorAll('button, input, canvas')].filter(one => one.checkVisibility())"
         ".filter(one => !(one.labels?.length || one.ariaLabel || one.textContent.trim()"
@@ -283,26 +284,23 @@ def test_every_control_has_a_name_and_a_place_in_the_order(sample):
     assert nameless == []
 
 
-def test_the_slider_asks_earlier_blocks(sample):
+def test_the_slider_shows_earlier_blocks(sample):
     sample.locator("#depth").focus()
     sample.keyboard.press("ArrowLeft")
     assert sample.inner_text("#depth-words") == "1 of 2 blocks"
     model = sample_model().model.eval()
     with torch.no_grad():
-        layer = model.encode(sample_pictures(4).images[3:], layers=[0]).layers[0]
+        layer = model.encode(sample_images(4).images[3:], layers=[0]).layers[0]
         scores = model.head(layer.pooled)[0].softmax(dim=0)
     assert sample.locator("#bars .number").all_inner_texts() == [percent(score) for score in scores]
     assert "Through 1 of 2 blocks" in sample.inner_text("#rollout-words")
     sample.keyboard.press("ArrowLeft")
-    assert (
-        sample.inner_text("#rollout-words")
-        == "Without a block, the class token has seen nothing of the picture."
-    )
+    assert "nothing of the image" in sample.inner_text("#rollout-words")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(scheme, browser, sample_file):
-    watched = Watched(
+    watched = WatchedPage(
         browser, sample_file, viewport={"width": 360, "height": 700}, has_touch=True, color_scheme=scheme
     )
     page = watched.page
@@ -330,16 +328,16 @@ def test_labels_and_names_are_shown_as_text(opened):
     assert page.locator("img, b, body script:not([id])").count() == 1  # our own script
 
 
-def test_of_many_classes_the_ten_most_likely(opened):
+def test_of_many_classes_the_ten_most_likely_are_listed(opened):
     bundle = Bundle(model=shake(vt.ViT(vt.ViTConfig(**{**SMALL, "classes": 30}))))
     page = opened(bundle)
     shown = [int(label) for label in page.locator("#bars .label").all_inner_texts()]
-    logits = page.evaluate("Array.from(vitrail.state.found.logits)")
+    logits = page.evaluate("Array.from(vitrail.state.result.logits)")
     assert shown == sorted(range(30), key=lambda number: -logits[number])[:10]
 
 
 def test_the_policy_forbids_the_network(browser, sample_file):
-    watched = Watched(browser, sample_file)
+    watched = WatchedPage(browser, sample_file)
     stopped = watched.page.evaluate(
         """async () => {
             const stopped = [];
@@ -356,32 +354,32 @@ def test_the_policy_forbids_the_network(browser, sample_file):
     watched.context.close()
 
 
-# ---- pictures in colour --------------------------------------------------------------------------------
+# ---- images in color --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def colour(opened):
+def color(opened):
     config = vt.ViTConfig(**{**SMALL, "channels": 3, "size": (12, 16)})
     return opened(Bundle(model=shake(vt.ViT(config))))
 
 
-def test_a_picture_file_goes_through_the_sheet(colour, tmp_path):
+def test_an_image_file_is_drawn_on_the_canvas(color, tmp_path):
     left_red = np.zeros((24, 32, 3), dtype=np.uint8)
     left_red[:, :16, 0], left_red[:, 16:, 2] = 200, 100
     Image.fromarray(left_red).save(tmp_path / "halves.png")
-    colour.set_input_files("#file", tmp_path / "halves.png")
-    wait_until(colour, "vitrail.state.levels[0] === 200")
-    levels = np.array(colour.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 16, 3)
-    np.testing.assert_allclose(levels[:, :7], left_red[::2, ::2][:, :7], atol=2)
-    np.testing.assert_allclose(levels[:, 9:], left_red[::2, ::2][:, 9:], atol=2)
-    (tmp_path / "no.png").write_text("no picture")
-    colour.set_input_files("#file", tmp_path / "no.png")
-    wait_until(colour, "document.getElementById('message').textContent !== ''")
-    assert colour.inner_text("#message") == "This file is not a picture that the browser can read."
+    color.set_input_files("#file", tmp_path / "halves.png")
+    wait_until(color, "vitrail.state.pixels[0] === 200")
+    pixels = np.array(color.evaluate("Array.from(vitrail.state.pixels)")).reshape(12, 16, 3)
+    np.testing.assert_allclose(pixels[:, :7], left_red[::2, ::2][:, :7], atol=2)
+    np.testing.assert_allclose(pixels[:, 9:], left_red[::2, ::2][:, 9:], atol=2)
+    (tmp_path / "no.png").write_text("no image")
+    color.set_input_files("#file", tmp_path / "no.png")
+    wait_until(color, "document.getElementById('message').textContent !== ''")
+    assert "cannot read this file" in color.inner_text("#message")
 
 
-def test_a_picture_can_be_dropped_and_drawn_on(colour):
-    colour.evaluate(
+def test_an_image_can_be_dropped_and_drawn_on(color):
+    color.evaluate(
         """async () => {
             const canvas = new OffscreenCanvas(40, 30), pen = canvas.getContext("2d");
             pen.fillStyle = "rgb(10, 20, 30)";
@@ -391,15 +389,15 @@ def test_a_picture_can_be_dropped_and_drawn_on(colour):
             sheet.dispatchEvent(new DragEvent("drop", {dataTransfer: all, cancelable: true}));
         }"""
     )
-    wait_until(colour, "vitrail.state.levels.slice(0, 3).join() === '10,20,30'")
-    draw(colour, (0.2, 6.5 / 12), (0.8, 6.5 / 12))
-    levels = np.array(colour.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 16, 3)
-    assert levels[0, 0].tolist() == [10, 20, 30]
-    np.testing.assert_allclose(levels[6, 8], [0x1D, 0x1D, 0x22], atol=4)
+    wait_until(color, "vitrail.state.pixels.slice(0, 3).join() === '10,20,30'")
+    draw(color, (0.2, 6.5 / 12), (0.8, 6.5 / 12))
+    pixels = np.array(color.evaluate("Array.from(vitrail.state.pixels)")).reshape(12, 16, 3)
+    assert pixels[0, 0].tolist() == [10, 20, 30]
+    np.testing.assert_allclose(pixels[6, 8], [0x1D, 0x1D, 0x22], atol=4)
 
 
-def test_pictures_keep_their_shape_where_the_model_was_taught_so(opened):
-    from vitrail.preprocess import Preprocess
+def test_images_keep_their_aspect_ratio_if_the_preprocessing_does(opened):
+    from vitrail.images.preprocess import Preprocess
 
     config = vt.ViTConfig(**{**SMALL, "channels": 3})
     spec = Preprocess(size=12, resize="shortest", resize_to=16)
@@ -409,8 +407,8 @@ def test_pictures_keep_their_shape_where_the_model_was_taught_so(opened):
             const canvas = new OffscreenCanvas(64, 32), pen = canvas.getContext("2d");
             pen.fillStyle = "rgb(90, 90, 90)";
             pen.fillRect(18, 2, 28, 28);
-            await openPicture(await canvas.convertToBlob());
+            await openImage(await canvas.convertToBlob());
         }"""
     )
-    levels = np.array(page.evaluate("Array.from(vitrail.state.levels)")).reshape(12, 12, 3)
-    assert (levels == 90).all()  # the centre, 24 of 32 pixels high and of 64 wide
+    pixels = np.array(page.evaluate("Array.from(vitrail.state.pixels)")).reshape(12, 12, 3)
+    assert (pixels == 90).all()  # the center, 24 of 32 pixels high and of 64 wide

@@ -1,4 +1,4 @@
-"""The model without each head: against models whose output matrix forgets that head."""
+"""Head ablation, against models whose output projection has zero columns for that head."""
 
 import copy
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import vitrail as vt
-from answer_models import LAYOUTS, assert_legible, build, pictures_for
+from tests.support.answer_models import LAYOUTS, assert_legible, build, images_for
 from vitrail.inspect import ablation
 from vitrail.inspect.ablation import Ablation
 
 
 def without(model, block, head):
-    """A copy whose output matrix takes nothing from this head."""
+    """A copy whose output projection has zero columns for this head."""
     other = copy.deepcopy(model)
     d = model.config.d
     with torch.no_grad():
@@ -22,100 +22,102 @@ def without(model, block, head):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_silent_head_is_one_whose_columns_are_zero(name):
+def test_ablation_equals_zero_columns_in_the_output_projection(name):
     model = build(name)
-    images = pictures_for(model, 6)
+    images = images_for(model, 6)
     labels = [0, 1, 2, 3, 4, 0]
     found = ablation.compute(model, images, labels)
-    bare = ablation.compute(model, images)
+    unlabeled = ablation.compute(model, images)
     with torch.no_grad():
-        whole = model(images).log_softmax(1)
-        own = whole.argmax(1)
+        full = model(images).log_softmax(1)
+        predicted = full.argmax(1)
         for block, head in np.ndindex(model.config.depth, model.config.heads):
-            less = without(model, block, head)(images).log_softmax(1)
-            drop = (whole - less)[range(6), own].mean()
+            ablated = without(model, block, head)(images).log_softmax(1)
+            drop = (full - ablated)[range(6), predicted].mean()
             assert found.drop[block, head] == pytest.approx(float(drop), abs=1e-5)
-            assert found.changed[block, head] == float((less.argmax(1) != own).double().mean())
-            right = (less.argmax(1) == torch.tensor(labels)).double().mean()
-            assert found.accuracy[block, head] == pytest.approx(float(right))
-    assert found.whole == pytest.approx(float((own == torch.tensor(labels)).double().mean()))
-    assert np.array_equal(found.effect, found.accuracy - found.whole)
-    assert bare.accuracy is bare.whole is None
-    assert np.array_equal(bare.effect, bare.drop)
-    assert np.array_equal(bare.drop, found.drop)
-    assert found.pictures == 6
+            assert found.changed[block, head] == float((ablated.argmax(1) != predicted).double().mean())
+            accuracy = (ablated.argmax(1) == torch.tensor(labels)).double().mean()
+            assert found.accuracy[block, head] == pytest.approx(float(accuracy))
+    assert found.full_accuracy == pytest.approx(float((predicted == torch.tensor(labels)).double().mean()))
+    assert np.array_equal(found.effect, found.accuracy - found.full_accuracy)
+    assert unlabeled.accuracy is unlabeled.full_accuracy is None
+    assert np.array_equal(unlabeled.effect, unlabeled.drop)
+    assert np.array_equal(unlabeled.drop, found.drop)
+    assert found.images == 6
 
 
-def test_batches_one_after_the_other_are_the_same_as_one():
+def test_several_batches_give_the_same_result_as_one():
     model = build()
-    images = pictures_for(model, 70)
+    images = images_for(model, 70)
     labels = torch.arange(70) % 5
     one = ablation.compute(model, images, labels)
     parts = ablation.compute(model, (part for part in images.split([1, 30, 39])), labels)
     for name in ("drop", "changed", "accuracy"):
         assert np.allclose(getattr(one, name), getattr(parts, name), atol=1e-6)
-    assert (one.whole, one.pictures) == (parts.whole, parts.pictures)
+    assert (one.full_accuracy, one.images) == (parts.full_accuracy, parts.images)
 
 
-def test_a_head_that_writes_nothing_changes_nothing():
+def test_a_head_with_zero_output_has_no_effect():
     model = without(build(), 1, 0)
-    found = ablation.compute(model, pictures_for(model, 8))
+    found = ablation.compute(model, images_for(model, 8))
     assert found.drop[1, 0] == pytest.approx(0, abs=1e-6)
     assert found.idle[1, 0]
     assert np.abs(np.delete(found.drop.ravel(), 2)).min() > 1e-4
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged_afterwards():
     model = build(dropout=0.5).train()
-    images = pictures_for(model)
+    images = images_for(model)
     ablation.compute(model, images)
     assert model.training
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def made_up(accuracy=None, pictures=5000):
+def make_result(accuracy=None, images=5000):
     drop = np.array([[0.1, 2.0, 0.0], [-0.3, 0.0, 0.2]])
     changed = np.array([[0.01, 0.2, 0.0], [0.05, 0.0005, 0.001]])
     whole = None if accuracy is None else 0.9
-    return Ablation(drop, changed, None if accuracy is None else np.array(accuracy), whole, pictures)
+    return Ablation(drop, changed, None if accuracy is None else np.array(accuracy), whole, images)
 
 
-def test_the_caption_names_the_head_that_matters_most():
-    text = ablation.caption(made_up())
+def test_caption_names_the_most_important_head():
+    text = ablation.caption(make_result())
     assert "(n = 5000)" in text
     assert "Head 1 of block 0 matters most" in text
-    assert "falls by 2 nats and 20.0% of them change" in text
-    assert "2 of 6 heads change less than 0.1 % of the answers" in text
-    assert "One picture" not in text
-    text = ablation.caption(made_up([[0.9, 0.8995, 0.91], [0.5, 0.9, 0.88]], pictures=200))
-    assert "Head 0 of block 1 matters most: without it the accuracy goes from 90.0% to 50.0%" in text
-    assert "3 of 6 heads change the accuracy by less than 0.1 %" in text
-    assert "One picture is 0.5% here" in text
-    tied = ablation.caption(made_up(np.full((2, 3), 0.8)))
+    assert "drops by 2 nats and 20.0% of the predictions change" in text
+    assert "2 of the 6 heads" in text
+    assert "One image" not in text
+    text = ablation.caption(make_result([[0.9, 0.8995, 0.91], [0.5, 0.9, 0.88]], images=200))
+    assert "Head 0 of block 1 matters most: without it, accuracy goes from 90.0% to 50.0%" in text
+    assert "3 of the 6 heads changes the accuracy by less than 0.1%" in text
+    assert "One image is 0.5% of the sample" in text
+    tied = ablation.caption(make_result(np.full((2, 3), 0.8)))
     assert "Head 1 of block 0 matters most" in tied  # by the log-probability
 
 
 @pytest.mark.parametrize(("depth", "heads"), [(1, 1), (2, 4), (12, 12), (32, 16)])
-@pytest.mark.parametrize("known", [True, False])
-def test_the_figure_is_legible_and_red_is_worse(depth, heads, known):
+@pytest.mark.parametrize("labeled", [True, False])
+def test_figure_is_legible_and_red_means_worse(depth, heads, labeled):
     rng = np.random.default_rng(0)
     drop = rng.standard_normal((depth, heads))
-    found = Ablation(drop, np.abs(drop) / 10, 0.8 - drop / 10 if known else None, 0.8 if known else None, 100)
+    found = Ablation(
+        drop, np.abs(drop) / 10, 0.8 - drop / 10 if labeled else None, 0.8 if labeled else None, 100
+    )
     figure = ablation.draw(found)
     assert_legible(figure)
     axis = figure.axes[0]
     assert len(axis.texts) == (depth * heads if max(depth, heads) <= 12 else 0)
     image = axis.images[0]
     assert image.norm.vmin == -image.norm.vmax
-    worst = found.effect.ravel()[np.argmax(found.harm)] * (100 if known else 1)
+    worst = found.effect.ravel()[np.argmax(found.harm)] * (100 if labeled else 1)
     red, _, blue, _ = image.cmap(image.norm(worst))
     assert (red > blue) == (found.harm.max() > 0)
     header, rows = ablation.table(found)
     assert len(rows) == depth * heads
-    assert {len(row) for row in rows} == {len(header)} == {5 if known else 4}
+    assert {len(row) for row in rows} == {len(header)} == {5 if labeled else 4}
 
 
-def test_small_effects_are_written_with_more_digits():
+def test_small_effects_are_printed_with_more_digits():
     drop = np.array([[0.0123, -0.0000004]])
     found = Ablation(drop, drop * 0, None, None, 10)
     assert [text.get_text() for text in ablation.draw(found).axes[0].texts] == ["+0.0123", "+0.0000"]
@@ -125,20 +127,20 @@ def test_small_effects_are_written_with_more_digits():
     assert_legible(ablation.draw(nothing))
 
 
-def test_what_does_not_fit_is_named():
+def test_invalid_inputs_are_rejected():
     model = build()
-    images = pictures_for(model, 4)
+    images = images_for(model, 4)
 
-    def refused(*given):
+    def message(*args):
         with pytest.raises(vt.InputError) as error:
-            ablation.compute(model, *given)
+            ablation.compute(model, *args)
         return str(error.value)
 
-    assert "a label for each picture. Got 3 labels for 4 pictures" in refused(images, [0, 1, 2])
-    assert "Got 5 labels for 4 pictures." in refused(images.split(2), [0, 1, 2, 3, 4])
-    assert "Got 3 labels for 4 pictures and more." in refused(iter(images.split(2)), [0, 1, 2])
-    assert "labels must be class numbers from 0 to 4. Got 7." in refused(images, [0, 1, 2, 7])
-    assert "There must be pictures to look at. Got no batch." in refused([])
-    assert "a tuple among the batches" in refused([(images, [0, 1, 2, 3])])
-    assert "batch (B, C, H, W)" in refused(images[0])
-    assert "batch (B, C, H, W)" in refused(images[:0])
+    assert "3 labels do not match 4" in message(images, [0, 1, 2])
+    assert "5 labels do not match 4 images" in message(images.split(2), [0, 1, 2, 3, 4])
+    assert "3 labels do not match 4 or more images" in message(iter(images.split(2)), [0, 1, 2])
+    assert "class indices from 0 to 4, not 7" in message(images, [0, 1, 2, 7])
+    assert "no batches" in message([])
+    assert "not a tuple" in message([(images, [0, 1, 2, 3])])
+    assert "batch (B, C, H, W)" in message(images[0])
+    assert "batch (B, C, H, W)" in message(images[:0])

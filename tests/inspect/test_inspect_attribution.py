@@ -1,52 +1,61 @@
-"""Which patches made the answer: against loops, a model whose answer is known, and every layout."""
+"""Attribution maps, against plain loops and a model with known attribution, in every layout."""
 
 import numpy as np
 import pytest
 import torch
 
 import vitrail as vt
-from answer_models import LAYOUTS, assert_legible, build, levels, log_p, painted, pictures_for
+from tests.support.answer_models import (
+    LAYOUTS,
+    assert_legible,
+    build,
+    images_for,
+    log_p,
+    one_patch_model,
+    painted,
+    to_pixels,
+)
 from vitrail.inspect import attribution
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_occlusion_is_what_covering_each_patch_does(name):
+def test_occlusion_equals_covering_each_patch_in_a_loop(name):
     model = build(name)
-    images = pictures_for(model)
+    images = images_for(model)
     found = attribution.compute(model, images, methods="occlusion")
     target = model(images).argmax(1)
     assert found.target.tolist() == target.tolist()
-    places = list(np.ndindex(*model.config.grid))
-    for n, picture in enumerate(images):
-        covered = torch.stack([painted(picture, place, model.config.patch_pixels) for place in places])
-        drop = log_p(model, images, target)[n] - log_p(model, covered, [target[n]] * len(places))
+    positions = list(np.ndindex(*model.config.grid))
+    for n, image in enumerate(images):
+        covered = torch.stack([painted(image, position, model.config.patch_pixels) for position in positions])
+        drop = log_p(model, images, target)[n] - log_p(model, covered, [target[n]] * len(positions))
         assert found.maps["occlusion"][n].ravel() == pytest.approx(drop.numpy(), abs=2e-5)
 
 
-def test_occlusion_takes_one_forward_for_each_patch_and_one_for_the_picture():
+def test_occlusion_takes_one_forward_per_patch_and_one_for_the_image():
     model = build("oblong")
-    seen = []
-    model.register_forward_pre_hook(lambda module, given: seen.append(len(given[0])))
-    attribution.compute(model, pictures_for(model, 3), methods=["occlusion"])
-    assert sum(seen) == 3 * (model.config.patches + 1)
-    assert len(seen) < 6  # in batches
+    batches = []
+    model.register_forward_pre_hook(lambda module, args: batches.append(len(args[0])))
+    attribution.compute(model, images_for(model, 3), methods=["occlusion"])
+    assert sum(batches) == 3 * (model.config.patches + 1)
+    assert len(batches) < 6
 
 
-def test_the_target_and_the_baseline_are_those_that_were_asked_for():
+def test_target_and_baseline_are_used():
     model = build()
-    images = pictures_for(model)
+    images = images_for(model)
     found = attribution.compute(
         model, images, methods=["occlusion"], target=[3, 0], baseline=[1.0, 0.0, -2.0]
     )
-    colour = torch.tensor([1.0, 0.0, -2.0])[:, None, None]
-    covered = torch.stack([painted(one, (1, 2), (8, 8), colour) for one in images])
+    color = torch.tensor([1.0, 0.0, -2.0])[:, None, None]
+    covered = torch.stack([painted(one, (1, 2), (8, 8), color) for one in images])
     drop = log_p(model, images, [3, 0]) - log_p(model, covered, [3, 0])
     assert found.maps["occlusion"][:, 1, 2] == pytest.approx(drop.numpy(), abs=1e-5)
     assert found.probability == pytest.approx(log_p(model, images, [3, 0]).exp().numpy(), abs=1e-6)
 
 
 def queries_of(model):
-    """The tokens that the pool uses, by the config's own words."""
+    """The tokens that the pool uses."""
     c = model.config
     match c.pool:
         case "class":
@@ -62,10 +71,10 @@ def queries_of(model):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gradient_attention_is_attention_times_its_gradient(name):
-    """The gradient by small changes of single weights, for the patch that counts most."""
+def test_gradient_attention_equals_finite_differences(name):
+    """For the most important patch, by small changes of single attention weights."""
     model = build(name).double()
-    images = pictures_for(model, 1).double()
+    images = images_for(model, 1).double()
     c = model.config
     found = attribution.compute(model, images, methods="gradient-attention").maps["gradient-attention"]
     pooled = c.pool == "attention"
@@ -96,72 +105,57 @@ def test_gradient_attention_is_attention_times_its_gradient(name):
     assert (found >= 0).all()
 
 
-def test_gradient_attention_of_a_mean_is_not_all_zero():
+def test_gradient_attention_of_a_mean_pool_is_not_zero():
     found = attribution.compute(
-        build("mean pool"), pictures_for(build("mean pool")), methods="gradient-attention"
+        build("mean pool"), images_for(build("mean pool")), methods="gradient-attention"
     )
     assert (found.maps["gradient-attention"] > 0).any(axis=(1, 2)).all()
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "hybrid stem"])
-def test_integrated_gradients_add_up(name):
+def test_integrated_gradients_sum_to_the_change(name):
     model = build(name)
-    images = pictures_for(model)
+    images = images_for(model)
     found = attribution.compute(model, images, methods="integrated", steps=200)
-    nothing = images.clone()
+    baseline = images.clone()
     (h, w), (down, across) = model.config.grid, model.config.patch_pixels
-    nothing[:, :, : h * down, : w * across] = 0
-    change = log_p(model, images, found.target) - log_p(model, nothing, found.target)
+    baseline[:, :, : h * down, : w * across] = 0
+    change = log_p(model, images, found.target) - log_p(model, baseline, found.target)
     assert found.change == pytest.approx(change.numpy(), abs=1e-5)
     assert found.maps["integrated"].sum(axis=(1, 2)) == pytest.approx(change.numpy(), abs=0.05)
     assert found.gap == pytest.approx(found.maps["integrated"].sum(axis=(1, 2)) - found.change, abs=1e-6)
 
 
-def test_where_integrated_gradients_do_not_add_up_the_caption_says_so():
-    """A stem's norms divide by the contrast: along the way nothing changes until all of it is gone."""
+def test_caption_warns_if_integrated_gradients_do_not_sum_to_the_change():
+    """The norms of a stem divide by the contrast, so almost all of the change is at the end of the path."""
     model = build("hybrid stem")
-    found = attribution.compute(model, pictures_for(model), methods="integrated")
+    found = attribution.compute(model, images_for(model), methods="integrated")
     assert np.abs(found.gap).mean() > 0.1 * np.abs(found.change).mean()
-    assert "not to be relied on" in attribution.caption(found)
+    assert "unreliable" in attribution.caption(found)
     model = build()
-    found = attribution.compute(model, pictures_for(model), methods="integrated")
-    assert "not to be relied on" not in attribution.caption(found)
+    found = attribution.compute(model, images_for(model), methods="integrated")
+    assert "unreliable" not in attribution.caption(found)
 
 
-def test_integrated_gradients_are_those_of_a_loop_over_the_midpoints():
+def test_integrated_gradients_equal_a_loop_over_midpoints():
     model = build("oblong")
-    images = pictures_for(model, 3)
+    images = images_for(model, 3)
     found = attribution.compute(model, images, methods="integrated", steps=5, baseline=0.5)
-    for n, picture in enumerate(images):
-        nothing = torch.full_like(picture, 0.5)
-        total = torch.zeros_like(picture)
+    for n, image in enumerate(images):
+        baseline = torch.full_like(image, 0.5)
+        total = torch.zeros_like(image)
         for step in range(5):
-            point = (nothing + (step + 0.5) / 5 * (picture - nothing)).requires_grad_()
-            answer = torch.log_softmax(model(point[None]), dim=1)[0, found.target[n]]
-            total += torch.autograd.grad(answer, point)[0]
-        map_ = ((picture - nothing) * total / 5).sum(0)
+            point = (baseline + (step + 0.5) / 5 * (image - baseline)).requires_grad_()
+            log_probability = torch.log_softmax(model(point[None]), dim=1)[0, found.target[n]]
+            total += torch.autograd.grad(log_probability, point)[0]
+        map_ = ((image - baseline) * total / 5).sum(0)
         for row, column in np.ndindex(7, 9):
             here = map_[8 * row : 8 * row + 8, 8 * column : 8 * column + 8].sum()
             assert found.maps["integrated"][n, row, column] == pytest.approx(float(here), abs=1e-5)
 
 
-def one_patch_model(place):
-    """A model that answers by the first pixel of one patch alone: logits are (0, that pixel)."""
-    config = vt.ViTConfig(
-        **dict(width=4, depth=1, heads=1, patch=4, size=12, channels=1, classes=2),
-        **dict(class_token=False, pool="flatten", pool_norm="none", position="none", norm="none"),
-    )
-    model = vt.ViT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.tokens.proj.weight[0, 0, 0, 0] = 1  # token channel 0 is the first pixel of its patch
-        model.head.weight[1, (place[0] * 3 + place[1]) * 4] = 1
-    return model
-
-
 @pytest.mark.parametrize("method", ["occlusion", "integrated"])
-def test_a_model_that_looks_at_one_patch_is_seen_to(method):
+def test_only_the_patch_that_the_model_uses_has_attribution(method):
     model = one_patch_model((1, 2))
     images = torch.rand(2, 1, 12, 12) + 0.5
     found = attribution.compute(model, images, methods=method).maps[method]
@@ -171,9 +165,9 @@ def test_a_model_that_looks_at_one_patch_is_seen_to(method):
     assert np.abs(found).max() < 1e-6
 
 
-def test_random_maps_are_the_same_again_and_others_with_another_seed():
+def test_random_maps_depend_only_on_the_seed():
     model = build()
-    images = pictures_for(model)
+    images = images_for(model)
     first, again, other = (
         attribution.compute(model, images, methods="random", seed=seed).maps["random"] for seed in (0, 0, 1)
     )
@@ -182,12 +176,12 @@ def test_random_maps_are_the_same_again_and_others_with_another_seed():
     assert 0 <= first.min() < first.max() <= 1
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged_afterwards():
     model = build(dropout=0.5).train()
     model.requires_grad_(False)
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    images = pictures_for(model)
+    images = images_for(model)
     found = attribution.compute(model, images)
     assert modes == [module.training for module in model.modules()]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -197,12 +191,12 @@ def test_the_model_is_left_as_it_was():
     assert all(isinstance(maps, np.ndarray) for maps in found.maps.values())
 
 
-@pytest.mark.parametrize("name", ["class token", "oblong", "attention pool", "pixels left over"])
-def test_the_figure_is_legible(name):
+@pytest.mark.parametrize("name", ["class token", "oblong", "attention pool", "cut remainder"])
+def test_figure_is_legible(name):
     model = build(name)
-    images = pictures_for(model)
+    images = images_for(model)
     found = attribution.compute(model, images, steps=4)
-    figure = attribution.draw(found, levels(images))
+    figure = attribution.draw(found, to_pixels(images))
     assert_legible(figure)
     words = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
     assert all(method in words for method in attribution.METHODS)
@@ -214,18 +208,18 @@ def test_the_figure_is_legible(name):
     assert rows[0][5] == found.maps["occlusion"][0, 0, 0]
 
 
-def test_one_picture_and_many_pictures_and_long_names():
+def test_figure_of_one_image_of_many_images_and_long_names():
     model = build()
     for count in (1, 9):
-        images = pictures_for(model, count)
+        images = images_for(model, count)
         found = attribution.compute(model, images, methods=["integrated"], steps=2)
-        figure = attribution.draw(found, levels(images), ["a class with a very long name"] * 5)
+        figure = attribution.draw(found, to_pixels(images), ["a class with a very long name"] * 5)
         assert_legible(figure)
         assert len(figure.axes) == 2 * min(count, 8) + 1
         assert ("the first 8 of 9" in figure.get_suptitle()) == (count == 9)
 
 
-def test_the_caption_holds_the_gap_and_the_agreement():
+def test_caption_reports_the_error_and_the_correlations():
     maps = {
         "occlusion": np.array([[[1.0, 2.0], [3.0, 4.0]]], np.float32),
         "integrated": np.array([[[2.0, 4.0], [6.0, 8.0]]], np.float32),
@@ -233,7 +227,7 @@ def test_the_caption_holds_the_gap_and_the_agreement():
     }
     found = attribution.Attribution(maps, np.array([3]), np.array([0.5]), np.array([19.5]), 7)
     text = attribution.caption(found)
-    assert "19.5 nats in the mean; with 7 steps they miss it by 0.5." in text
+    assert "19.5 nats on average; with 7 steps they are off by 0.5." in text
     assert "occlusion and integrated 1.00" in text
     assert "occlusion and gradient-attention 0.00" in text
 
@@ -241,36 +235,33 @@ def test_the_caption_holds_the_gap_and_the_agreement():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            dict(methods=["oclusion"]),
-            "A method must be one there is. Got 'oclusion'. Did you mean 'occlusion'?",
-        ),
-        (dict(target=5), "target must be class numbers from 0 to 4. Got 5, 5."),
-        (dict(target=[1]), "one class number for each of 2 pictures. Got int64 of shape (1,)."),
-        (dict(target=[0.5, 1]), "one class number for each of 2 pictures. Got float64 of shape (2,)."),
+        (dict(methods=["oclusion"]), "unknown method 'oclusion'. Did you mean 'occlusion'?"),
+        (dict(target=5), "class indices from 0 to 4, not 5, 5."),
+        (dict(target=[1]), "dtype is int64 and its shape (1,)"),
+        (dict(target=[0.5, 1]), "dtype is float64 and its shape (2,)"),
         (
             dict(baseline=[0, 1]),
-            "baseline must be one finite number, or one for each of 3 channels. Got [0, 1].",
+            "one for each of 3 channels, not [0, 1]",
         ),
         (dict(baseline=float("nan")), "baseline must be one finite number"),
-        (dict(steps=0), "steps must be a whole number from 1 up. Got 0."),
+        (dict(steps=0), "steps must be a positive integer, not 0"),
     ],
 )
-def test_what_does_not_fit_is_named(fields, words):
+def test_invalid_arguments_are_rejected(fields, words):
     model = build()
     with pytest.raises(vt.InputError) as error:
-        attribution.compute(model, pictures_for(model), **fields)
+        attribution.compute(model, images_for(model), **fields)
     assert words in str(error.value)
 
 
-def test_models_without_answers_and_pixels_of_other_pictures_are_refused():
+def test_headless_models_and_other_pixels_are_rejected():
     model = build(classes=0)
-    with pytest.raises(vt.InputError, match=r"must choose between classes. Got one with classes=0"):
-        attribution.compute(model, pictures_for(model))
+    with pytest.raises(vt.InputError, match=r"needs a classifier.*classes=0"):
+        attribution.compute(model, images_for(model))
     model = build()
-    images = pictures_for(model)
+    images = images_for(model)
     with pytest.raises(vt.InputError, match="batch"):
         attribution.compute(model, images[0])
     found = attribution.compute(model, images, methods="random")
-    with pytest.raises(vt.InputError, match="must be those of the 2 pictures"):
-        attribution.draw(found, levels(images)[:1])
+    with pytest.raises(vt.InputError, match="the 2 explained images"):
+        attribution.draw(found, to_pixels(images)[:1])

@@ -1,4 +1,4 @@
-"""The head after every block: against models that were cut off there."""
+"""The logit lens, against models truncated after each block."""
 
 import dataclasses
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import vitrail as vt
-from answer_models import LAYOUTS, assert_legible, build, pictures_for
+from tests.support.answer_models import LAYOUTS, assert_legible, build, images_for
 from vitrail.inspect import lens
 from vitrail.inspect.lens import Lens
 
 
-def cut_off(model, depth):
-    """The same model with its first blocks alone."""
+def truncated(model, depth):
+    """The same model with only its first blocks."""
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
@@ -25,46 +25,49 @@ def cut_off(model, depth):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_each_depth_is_the_model_that_ends_there(name):
+def test_each_block_equals_the_truncated_model(name):
     model = build(name)
-    images = pictures_for(model, 3)
+    images = images_for(model, 3)
     found = lens.compute(model, images)
     target = model(images).argmax(1)
     assert found.target.tolist() == target.tolist()
     for depth in range(model.config.depth):
         with torch.no_grad():
-            p = cut_off(model, depth + 1)(images).softmax(1)
+            p = truncated(model, depth + 1)(images).softmax(1)
         assert found.probability[depth] == pytest.approx(p[range(3), target].numpy(), abs=1e-5)
         assert found.top[depth].tolist() == p.argmax(1).tolist()
         assert found.top_probability[depth] == pytest.approx(p.max(1).values.numpy(), abs=1e-5)
 
 
-def made_up(top, labels=None):
+def make_result(top, labels=None):
     top = np.array(top)
     p = np.linspace(0.1, 0.9, top.size, dtype=np.float32).reshape(top.shape)
     return Lens(top[-1], p, top, p, None if labels is None else np.array(labels))
 
 
-# four blocks (down), four pictures: known at once, changed at the last, in the middle, and back again
+# four blocks by four images: settled at once, changed in the last block, in the middle, and changed back
 TOP = [[7, 1, 1, 3], [7, 1, 2, 5], [7, 1, 2, 3], [7, 4, 2, 3]]
 
 
-def test_where_answers_settle_is_where_they_stop_changing():
-    found = made_up(TOP, labels=[7, 1, 2, 0])
+def test_settled_is_the_block_after_which_predictions_stop_changing():
+    found = make_result(TOP, labels=[7, 1, 2, 0])
     assert found.settled.tolist() == [0, 3, 1, 2]
     assert found.agreement.tolist() == [0.5, 0.5, 0.75, 1.0]
     assert found.accuracy.tolist() == [0.5, 0.75, 0.75, 0.5]
     text = lens.caption(found)
-    assert "after block 1.5 in the mean over 4 pictures" in text
-    assert "blocks count from 0 to 3; the earliest after block 0, the latest after block 3" in text
-    assert "agrees with the last for 50% of the pictures" in text
-    assert "Right are 50% after the first block and 50% after the last; the most, 75%, after block 1." in text
-    assert "Right are" not in lens.caption(made_up(TOP))
+    assert "On average over 4 images, the prediction stops changing after block 1.5" in text
+    assert "earliest 0, latest 3; blocks are numbered 0 to 3" in text
+    assert "50% of the predictions" in text
+    assert (
+        "Accuracy is 50% after the first block and 50% after the last; it is highest, 75%, after block 1."
+        in text
+    )
+    assert "Accuracy" not in lens.caption(make_result(TOP))
 
 
-def test_the_target_and_the_labels_that_were_given_are_followed():
+def test_target_and_labels_are_used():
     model = build()
-    images = pictures_for(model)
+    images = images_for(model)
     found = lens.compute(model, images, target=3, labels=torch.tensor([1, 2]))
     assert found.target.tolist() == [3, 3]
     with torch.no_grad():
@@ -73,9 +76,9 @@ def test_the_target_and_the_labels_that_were_given_are_followed():
     assert found.accuracy[-1] == np.mean(model(images).argmax(1).numpy() == [1, 2])
 
 
-def test_many_pictures_go_through_in_parts_and_modes_come_back():
+def test_many_images_are_processed_in_chunks_and_modes_are_restored():
     model = build(dropout=0.5).train()
-    images = pictures_for(model, 70)
+    images = images_for(model, 70)
     found = lens.compute(model, images)
     assert model.training
     assert model.blocks[1].training
@@ -86,16 +89,16 @@ def test_many_pictures_go_through_in_parts_and_modes_come_back():
 @pytest.mark.parametrize(
     ("depth", "count"), [(1, 1), (2, 3), (32, 12)], ids=["one block", "two blocks", "32 blocks"]
 )
-def test_the_figure_is_legible(depth, count):
+def test_figure_is_legible(depth, count):
     model = build(depth=depth)
-    found = lens.compute(model, pictures_for(model, count), labels=[0] * count)
-    names = [f"a picture with a long name {n}" for n in range(count)]
+    found = lens.compute(model, images_for(model, count), labels=[0] * count)
+    names = [f"an image with a long name {n}" for n in range(count)]
     figure = lens.draw(found, ["a class with a long name"] * 5, names)
     assert_legible(figure)
     assert_legible(lens.draw(found))
     table = figure.axes[2]
     assert len(table.texts) == depth * min(count, 8)
-    assert ("the first 8 of 12 pictures" in table.get_title()) == (count == 12)
+    assert ("the first 8 of 12 images" in table.get_title()) == (count == 12)
     bold = sum(text.get_fontweight() == "bold" for text in table.texts)
     assert bold == sum(depth - settled for settled in found.settled[:8])
     header, rows = lens.table(found)
@@ -104,24 +107,24 @@ def test_the_figure_is_legible(depth, count):
     assert rows[-1][1:3] == [pytest.approx(found.probability[-1].mean()), 1.0]
 
 
-def test_the_middle_line_is_the_mean():
-    found = made_up(TOP)
+def test_the_thick_line_is_the_mean():
+    found = make_result(TOP)
     lines = lens.draw(found).axes[0].lines
     assert lines[4].get_label() == "mean"
     assert lines[4].get_ydata() == pytest.approx(found.probability.mean(axis=1))
     assert lines[4].get_linewidth() > 2 * lines[0].get_linewidth()
 
 
-def test_what_does_not_fit_is_named():
+def test_invalid_inputs_are_rejected():
     model = build()
-    images = pictures_for(model)
-    with pytest.raises(vt.InputError, match=r"labels must be class numbers from 0 to 4. Got 9"):
+    images = images_for(model)
+    with pytest.raises(vt.InputError, match="labels must hold class indices from 0 to 4, not 9"):
         lens.compute(model, images, labels=[0, 9])
-    with pytest.raises(vt.InputError, match="labels must be one class number for each of 2 pictures"):
+    with pytest.raises(vt.InputError, match="labels must hold one integer class index for each of 2 images"):
         lens.compute(model, images, labels=[0])
-    with pytest.raises(vt.InputError, match="target must be class numbers"):
+    with pytest.raises(vt.InputError, match="target must hold class indices"):
         lens.compute(model, images, target=-1)
-    with pytest.raises(vt.InputError, match="must choose between classes"):
+    with pytest.raises(vt.InputError, match="needs a classifier"):
         lens.compute(build(classes=0), images)
-    with pytest.raises(vt.InputError, match=r"a name for each of 2 pictures. Got 1"):
+    with pytest.raises(vt.InputError, match="1 names do not match 2 images"):
         lens.draw(lens.compute(model, images), names=["one"])

@@ -1,4 +1,4 @@
-"""How alike the positions of patches are (paper, Fig. 7 centre and Fig. 10)."""
+"""Similarity of position embeddings (ViT paper, Fig. 7 center and Fig. 10)."""
 
 import math
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import vitrail as vt
-from figure_checks import LAYOUTS, build, check_figure
+from tests.support.figure_checks import LAYOUTS, build, check_figure
 from vitrail.inspect import positions
 
 KINDS = ["learned", "learned2d", "sincos1d", "sincos2d", "rotary", "rotary-dinov3", "pairwise", "relative"]
 
 
-def shaken(**fields):
+def build_random(**fields):
     model = build(**fields)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -32,9 +32,9 @@ def cosine(a, b):
     "prefix", [{}, dict(registers=2, rows="class"), dict(class_token=False, pool="mean")]
 )
 def test_added_positions_are_compared_by_cosine(position, prefix):
-    model = shaken(position=position, size=(16, 24), **prefix)  # 2 x 3 patches
+    model = build_random(position=position, size=(16, 24), **prefix)  # 2 x 3 patches
     found = positions.compute(model)
-    rows = model.position.given_rows().tolist()
+    rows = model.position.rows(model.config.grid).tolist()
     patches = rows[-6:]
     for i in range(6):
         for j in range(6):
@@ -47,19 +47,19 @@ def test_added_positions_are_compared_by_cosine(position, prefix):
 
 
 @pytest.mark.parametrize("position", ["rotary", "rotary-dinov3"])
-def test_rotary_positions_are_compared_by_what_they_leave_of_q_k(position):
+def test_rotary_positions_are_compared_by_the_product_of_rotated_vectors(position):
     model = build(position=position, size=(24, 40))
     found = positions.compute(model)
-    same = torch.ones(1, 1, model.config.tokens, model.config.d)
-    turned = model.position.turn(same)[0, 0, 1:]
-    np.testing.assert_allclose(found.similarity, turned @ turned.T / model.config.d, atol=1e-5)
+    ones = torch.ones(1, 1, model.config.tokens, model.config.d)
+    rotated = model.position.rotation(model.config.grid)(ones)[0, 0, 1:]
+    np.testing.assert_allclose(found.similarity, rotated @ rotated.T / model.config.d, atol=1e-5)
     assert found.class_row is None
     np.testing.assert_allclose(np.diagonal(found.similarity), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("position", ["pairwise", "relative"])
-def test_a_bias_is_shown_by_head_and_block_or_as_the_mean(position):
-    model = shaken(position=position)
+def test_a_bias_is_selected_by_head_and_block_or_averaged(position):
+    model = build_random(position=position)
     tables = torch.stack([block.attention.bias() for block in model.blocks]).detach().numpy()
     one = positions.compute(model, head=1, layer=-1)
     np.testing.assert_allclose(one.similarity, tables[1, 1, 1:, 1:], atol=1e-6)
@@ -75,12 +75,12 @@ def test_a_bias_is_shown_by_head_and_block_or_as_the_mean(position):
 def test_nearness_by_plain_loops():
     grid, rng = (4, 6), np.random.default_rng(0)
     similarity = rng.standard_normal((24, 24))
-    found = positions.nearness(similarity, grid)
-    places = [(y, x) for y in range(4) for x in range(6)]
+    found = positions._nearness(similarity, grid)
+    patches_ = [(y, x) for y in range(4) for x in range(6)]
     pairs = [
         (math.dist(a, b), a[0] == b[0] or a[1] == b[1], similarity[i, j])
-        for i, a in enumerate(places)
-        for j, b in enumerate(places)
+        for i, a in enumerate(patches_)
+        for j, b in enumerate(patches_)
         if i != j
     ]
     distance, line, value = (np.array(column) for column in zip(*pairs, strict=True))
@@ -95,43 +95,43 @@ def test_nearness_by_plain_loops():
     assert found["line_excess"] == pytest.approx(np.mean(excess))
 
 
-def test_what_fades_with_distance_alone_shows_no_lines_and_a_cross_does():
-    places = np.stack(np.indices((9, 9)), axis=-1).reshape(-1, 2)
-    apart = np.abs(places[:, None] - places)
-    fading = positions.nearness(-np.hypot(*apart.transpose(2, 0, 1)), (9, 9))
-    assert fading["correlation"] == pytest.approx(-1)
-    assert fading["same_line"] > fading["other"]  # though there are no lines: so this alone says nothing
-    assert abs(fading["line_excess"]) < 0.1 * fading["spread"]
-    cross = positions.nearness((apart.min(axis=-1) == 0).astype(float), (9, 9))
+def test_line_excess_is_zero_for_plain_decay_and_one_for_a_cross():
+    patches_ = np.stack(np.indices((9, 9)), axis=-1).reshape(-1, 2)
+    offsets = np.abs(patches_[:, None] - patches_)
+    decay = positions._nearness(-np.hypot(*offsets.transpose(2, 0, 1)), (9, 9))
+    assert decay["correlation"] == pytest.approx(-1)
+    assert decay["same_line"] > decay["other"]  # without any lines, so this number alone is not enough
+    assert abs(decay["line_excess"]) < 0.1 * decay["spread"]
+    cross = positions._nearness((offsets.min(axis=-1) == 0).astype(float), (9, 9))
     assert cross["line_excess"] == pytest.approx(1)
 
 
-def given(similarity, grid, **fields):
-    words = dict(position="learned", measure="cosine similarity", class_row=None, where="")
+def make_result(similarity, grid):
+    fields = dict(position="learned", measure="cosine similarity", class_row=None, where="")
     return positions.Positions(
-        grid=grid, similarity=similarity, **words, **positions.nearness(similarity, grid)
+        grid=grid, similarity=similarity, **fields, **positions._nearness(similarity, grid)
     )
 
 
 def test_the_caption_agrees_with_the_paper_only_where_the_numbers_do():
-    places = np.stack(np.indices((5, 5)), axis=-1).reshape(-1, 2)
-    distance = np.hypot(*np.abs(places[:, None] - places).transpose(2, 0, 1))
-    near = positions.caption(given(1 / (1 + distance), (5, 5)))
-    assert "nearer patches are more alike, as in the paper" in near
-    far = positions.caption(given(distance / 9, (5, 5)))
-    assert "farther patches are more alike, unlike in the paper" in far
-    noise = positions.caption(given(np.random.default_rng(0).standard_normal((25, 25)), (5, 5)))
-    assert "hardly more alike, unlike in the paper" in noise
-    assert "rows and columns do not show" in noise
-    even = positions.caption(given(np.ones((25, 25)), (5, 5)))
-    assert "nothing to correlate" in even
+    patches_ = np.stack(np.indices((5, 5)), axis=-1).reshape(-1, 2)
+    distance = np.hypot(*np.abs(patches_[:, None] - patches_).transpose(2, 0, 1))
+    near = positions.caption(make_result(1 / (1 + distance), (5, 5)))
+    assert "nearby patches have more similar positions, as in the ViT paper" in near
+    far = positions.caption(make_result(distance / 9, (5, 5)))
+    assert "distant patches have more similar positions, unlike in the ViT paper" in far
+    noise = positions.caption(make_result(np.random.default_rng(0).standard_normal((25, 25)), (5, 5)))
+    assert "do not clearly have more similar positions, unlike in the ViT paper" in noise
+    assert "rows and columns do not stand out" in noise
+    even = positions.caption(make_result(np.ones((25, 25)), (5, 5)))
+    assert "no correlation" in even
 
 
 @pytest.mark.parametrize(
     ("position", "size"), [*((kind, (24, 40)) for kind in KINDS), ("learned", 8), ("relative", (8, 40))]
 )
 def test_every_kind_is_drawn(position, size):
-    model = shaken(position=position, size=size).train()
+    model = build_random(position=position, size=size).train()
     found = positions.compute(model)
     assert model.training
     texts = check_figure(positions.draw(found))
@@ -150,7 +150,7 @@ def test_every_layout_is_drawn(layout):
     check_figure(positions.draw(found))
 
 
-def test_a_large_grid_is_drawn_in_part_and_says_so():
+def test_of_a_large_grid_only_some_tiles_are_drawn():
     found = positions.compute(build(size=(8 * 37, 8 * 14), position="sincos2d"))
     texts = check_figure(positions.draw(found))
     assert {"0", "6", "36"} <= set(texts)
@@ -159,8 +159,8 @@ def test_a_large_grid_is_drawn_in_part_and_says_so():
     assert "Only" not in positions.caption(positions.compute(build(size=8 * 14)))
 
 
-def test_tiles_lie_where_their_patches_do():
-    model = shaken(size=(16, 24))
+def test_tiles_are_arranged_like_the_patches():
+    model = build_random(size=(16, 24))
     found = positions.compute(model)
     axis = positions.draw(found).axes[0]
     drawn = np.ma.filled(axis.images[0].get_array().astype(float), np.nan)
@@ -169,8 +169,8 @@ def test_tiles_lie_where_their_patches_do():
     assert np.isnan(drawn[2]).all()
 
 
-def test_checkpoints_side_by_side():
-    models = {f"step {n}": shaken() for n in range(5)}
+def test_comparison_of_checkpoints():
+    models = {f"step {n}": build_random() for n in range(5)}
     found = positions.compare(models)
     texts = check_figure(positions.draw_compared(found))
     for name, one in found.items():
@@ -180,16 +180,16 @@ def test_checkpoints_side_by_side():
     assert len({image.get_clim() for image in images[:5]}) == 1  # one scale for all
     with pytest.raises(vt.InputError, match="rotary positions on 3 x 3 patches"):
         positions.compare({"a": build(), "b": build(position="rotary")})
-    with pytest.raises(vt.InputError, match="models to compare"):
+    with pytest.raises(vt.InputError, match="no models to compare"):
         positions.compare({})
 
 
-def test_what_is_not_there_is_said():
-    with pytest.raises(vt.InputError, match='position="none"'):
+def test_invalid_inputs_are_rejected():
+    with pytest.raises(vt.InputError, match="position='none'"):
         positions.compute(build(position="none"))
-    with pytest.raises(vt.InputError, match="Only a position bias"):
+    with pytest.raises(vt.InputError, match="all heads and blocks share"):
         positions.compute(build(), head=0)
-    with pytest.raises(vt.InputError, match=r"head must be a number from 0 to 1. Got 2"):
+    with pytest.raises(vt.InputError, match=r"head must be an integer from 0 to 1.*not 2"):
         positions.compute(build(position="relative"), head=2)
     broken = build()
     with torch.no_grad():

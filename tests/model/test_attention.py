@@ -1,10 +1,10 @@
-"""The two forms of attention are one function."""
+"""Fused and explicit attention compute the same function."""
 
 import pytest
 import torch
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.model import attend, attend_explicitly
 
 
@@ -29,15 +29,15 @@ def test_equal_keys_give_the_mean_of_the_values():
     torch.testing.assert_close(attend_explicitly(q, k, v, scale=0.5), mean)
 
 
-def test_scores_are_scaled_by_the_width_of_a_head():
+def test_scores_are_multiplied_by_the_scale():
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
-    seen = []
-    attend_explicitly(q, k, q, scale=0.25, see_scores=lambda scores: seen.append(scores) or scores)
-    torch.testing.assert_close(seen[0], torch.einsum("bkid,bkjd->bkij", q, k) / 4)
+    recorded = []
+    attend_explicitly(q, k, q, scale=0.25, tap_scores=lambda scores: recorded.append(scores) or scores)
+    torch.testing.assert_close(recorded[0], torch.einsum("bkid,bkjd->bkij", q, k) / 4)
 
 
 @pytest.mark.parametrize("form", [attend, attend_explicitly])
-def test_dropout_falls_on_the_weights_and_keeps_the_mean(form):
+def test_dropout_acts_on_the_weights_and_preserves_the_mean(form):
     q = k = torch.zeros(1, 1, 2000, 1)
     v = torch.ones(1, 1, 2000, 1)
     heads = form(q, k, v, scale=1.0, dropout=0.25)
@@ -52,8 +52,8 @@ def random_qkv(dtype=torch.float64):
 
 MASKS = {
     "causal": torch.ones(6, 6, dtype=torch.bool).tril(),
-    "for each picture": torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4,
-    "one token may look nowhere": torch.ones(6, 6, dtype=torch.bool).index_fill(0, torch.tensor(2), False),
+    "for each image": torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(1)) > 0.4,
+    "one token attends to nothing": torch.ones(6, 6, dtype=torch.bool).index_fill(0, torch.tensor(2), False),
 }
 
 
@@ -65,8 +65,8 @@ def test_masks_and_biases_agree_in_both_forms(mask, biased):
     fused = attend(q, k, v, scale=0.7, mask=mask, bias=bias)
     explicit = attend_explicitly(q, k, v, scale=0.7, mask=mask, bias=bias)
     assert (fused - explicit).abs().max() < 1e-12
-    nowhere = ~mask.any(-1).expand(2, 3, 6)
-    assert (fused[nowhere] == 0).all()
+    masked = ~mask.any(-1).expand(2, 3, 6)
+    assert (fused[masked] == 0).all()
 
 
 def test_a_masked_token_has_no_influence():
@@ -88,7 +88,9 @@ def test_cross_attention_takes_keys_and_values_from_the_context():
     z, context = torch.randn(2, 4, 12), torch.randn(2, 9, 12)
     assert attention(z, context).shape == (2, 4, 12)
     assert (attention(z, z) - attention(z)).abs().max() < 1e-6  # a context of itself is self-attention
-    assert (attention(z, context) - attention(z, context.flip(1))).abs().max() < 1e-5  # a set, not a row
+    assert (
+        attention(z, context) - attention(z, context.flip(1))
+    ).abs().max() < 1e-5  # the order does not matter
     assert (attention(z, context[:, :5]) - attention(z, context)).abs().max() > 1e-3
 
 

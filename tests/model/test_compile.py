@@ -1,17 +1,17 @@
-"""The model is one graph, for torch.compile and for torch.export."""
+"""torch.compile without graph breaks, and torch.export with a dynamic batch."""
 
 import pytest
 import torch
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_compiles_without_graph_breaks_and_gives_the_same(tiny, pictures, training):
+def test_compile_without_graph_breaks(tiny, images, training):
     tiny.train(training)
     compiled = torch.compile(tiny, fullgraph=True, backend="aot_eager")
-    assert (compiled(pictures) - tiny(pictures)).abs().max() < 1e-6
+    assert (compiled(images) - tiny(images)).abs().max() < 1e-6
 
 
-def test_another_batch_size_compiles_at_most_once_more(tiny):
+def test_other_batch_sizes_compile_at_most_once_more(tiny):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(tiny, fullgraph=True, backend=counter)
@@ -20,9 +20,9 @@ def test_another_batch_size_compiles_at_most_once_more(tiny):
     assert counter.frame_count <= 2
 
 
-def test_exports_with_a_free_batch(tiny, pictures):
+def test_export_with_a_dynamic_batch(tiny, images):
     batch = torch.export.Dim("batch", min=1, max=64)
-    program = torch.export.export(tiny, (pictures,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(tiny, (images,), dynamic_shapes=({0: batch},))
     for count in (1, 2, 9):
         images = torch.randn(count, tiny.config.channels, *tiny.config.pixels)
         assert (program.module()(images) - tiny(images)).abs().max() < 1e-6

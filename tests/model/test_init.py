@@ -1,4 +1,4 @@
-"""The table in the docstring of `initialise` is what a fresh model holds."""
+"""A new model is initialized as the table of model/init.py says."""
 
 import math
 from fnmatch import fnmatchcase
@@ -18,26 +18,26 @@ OPTIONS = dict(
 
 
 def close(tensor, sigma):
-    """Mean and deviation within five standard errors of what a normal with this sigma gives."""
+    """Mean and standard deviation within five standard errors of those of a normal."""
     error = sigma / math.sqrt(tensor.numel())
     assert abs(tensor.mean().item()) < 5 * error
     assert abs(tensor.std().item() - sigma) < 5 * error
 
 
-def check(word, tensor):
-    """Whether a tensor is what the word of the table says."""
-    match word:
+def check(scheme, tensor):
+    """Check that a tensor was initialized with a scheme of the table."""
+    match scheme:
         case "0" | "1":
-            assert (tensor == float(word)).all()
+            assert (tensor == float(scheme)).all()
         case "layer-scale":
             assert (tensor == 0.3).all()
         case "normal-0.02" | "normal-1e-6":
-            close(tensor, float(word.removeprefix("normal-")))
+            close(tensor, float(scheme.removeprefix("normal-")))
             if tensor.numel() > 5000:
-                assert tensor.abs().max() > 3 * tensor.std()  # not cut off
+                assert tensor.abs().max() > 3 * tensor.std()  # not truncated
         case "xavier" | "torch":
             fan_out, fan_in = tensor.shape[0], tensor[0].numel()
-            limit = math.sqrt(6 / (fan_in + fan_out)) if word == "xavier" else 1 / math.sqrt(fan_in)
+            limit = math.sqrt(6 / (fan_in + fan_out)) if scheme == "xavier" else 1 / math.sqrt(fan_in)
             assert limit * 0.95 < tensor.abs().max() <= limit
             close(tensor, limit / math.sqrt(3))
         case "xavier-by-3":
@@ -46,16 +46,16 @@ def check(word, tensor):
         case "lecun":
             sigma = math.sqrt(1 / tensor[0].numel())
             close(tensor, sigma)
-            assert 2.1 * sigma < tensor.abs().max() < 2.28 * sigma  # cut at 2 sigma of the uncut one
-        case "torch-bias" | "its own":
+            assert 2.1 * sigma < tensor.abs().max() < 2.28 * sigma  # 2 sigma before truncation
+        case "unchanged":
             pass
         case _:
-            pytest.fail(f"the table has a word that no check knows: {word}")
+            pytest.fail(f"no check for {scheme!r} of the table")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("change", [{}, dict(position="learned", head="linear", embedding="linear")])
-def test_the_table_tells_the_truth(scheme, change):
+def test_parameters_are_initialized_as_in_the_table(scheme, change):
     model = vt.ViT(vt.ViTConfig(**{**OPTIONS, **change}, init=scheme))
     for name, parameter in model.named_parameters():
         row = next(row for row in ROWS if fnmatchcase(name, row[0]))
@@ -63,7 +63,7 @@ def test_the_table_tells_the_truth(scheme, change):
 
 
 def test_every_row_is_used():
-    """A pattern that matches nothing, or that another hides, is a lie."""
+    """No pattern matches nothing or is shadowed by another."""
     models = [OPTIONS, {**OPTIONS, "position": "learned", "head": "linear"}, {**OPTIONS, "embedding": "conv"}]
     names = [name for fields in models for name, _ in vt.ViT(vt.ViTConfig(**fields)).named_parameters()]
     used = {next(row[0] for row in ROWS if fnmatchcase(name, row[0])) for name in names}
@@ -90,12 +90,12 @@ PAIRS = {  # ours: timm's, torchvision's
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_schemes_are_those_of_the_libraries(library):
+def test_schemes_agree_with_the_libraries(library):
     config = vt.ViTConfig(width=192, depth=1, heads=3, patch=16, size=64, classes=100, init=library)
     ours = dict(vt.ViT(config).named_parameters())
     theirs = dict(PEERS[library](config).named_parameters())
-    for name, places in PAIRS.items():
-        mine, other = ours[name].detach(), theirs[places[library == "torchvision"]].detach()
+    for name, peer_names in PAIRS.items():
+        mine, other = ours[name].detach(), theirs[peer_names[library == "torchvision"]].detach()
         assert mine.std().item() == pytest.approx(other.std().item(), rel=0.25, abs=1e-9), name
         assert (mine.abs().max() == 0) == (other.abs().max() == 0), name
 

@@ -1,4 +1,4 @@
-"""The stems of hybrids: the ResNet is timm's (and by its key table Google's), and both are good modules."""
+"""The stems of hybrids: the ResNet compared with timm, and its key table with Google's names."""
 
 import math
 import re
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import shake
-from vitrail.model.stem import ConvStem, ResNetStem, initialise_stem
+from tests.support.models import shake
+from vitrail.model.stem import ConvStem, ResNetStem, initialize_stem
 
 # Our names for timm's modules; {i} is the stage, {j} the unit.
 TIMM = {
@@ -33,16 +33,16 @@ def table(docstring):
 
 
 def renamed(key, names):
-    """Their name for the module of our key, and what the parameter is: weight or bias."""
+    """Their name for the module of our key, and the kind of parameter: weight or bias."""
     module, _, kind = key.rpartition(".")
-    place = dict(zip("ij", re.findall(r"\.(\d+)(?=\.)", key), strict=False))
+    indices = dict(zip("ij", re.findall(r"\.(\d+)(?=\.)", key), strict=False))
     template = re.sub(r"\.\d+\.\d+\.", ".{i}.{j}.", module)
     theirs = names[template].replace("+1", "_next")
-    return theirs.format(**place, **{f"{x}_next": int(n) + 1 for x, n in place.items()}), kind
+    return theirs.format(**indices, **{f"{x}_next": int(n) + 1 for x, n in indices.items()}), kind
 
 
 def timm_backbone(layers, **options):
-    """The very backbone of timm's hybrids, with the eps and the padding that it has there."""
+    """The backbone of timm's hybrids, with their eps and padding."""
     from timm.models.vision_transformer_hybrid import _resnetv2
 
     return _resnetv2(layers, **options)
@@ -57,12 +57,12 @@ def copied(theirs, ours):
     return ours.eval()
 
 
-def close(given, expected, tolerance=1e-5):
-    """Within the tolerance times the largest value, about 6 in a stem.
+def close(actual, expected, tolerance=1e-5):
+    """Within the tolerance relative to the largest value, about 6 in a stem.
 
-    Times, because in float32 timm is 1.4e-5 away from its own result in float64.
+    Relative, because in float32 timm is 1.4e-5 away from its own result in float64.
     """
-    return (given - expected).abs().max() < tolerance * expected.abs().max()
+    return (actual - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +75,33 @@ def pair():
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 80), (37, 51), (30, 17)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)], ids=str)
-def test_resnet_stem_is_timms(pair, size, dtype, tolerance):
+def test_resnet_stem_equals_timm(pair, size, dtype, tolerance):
     theirs, ours = (stem.to(dtype) for stem in pair)
     images = torch.randn(2, 2, *size, dtype=dtype)
     with torch.no_grad():
         expected = theirs(images)
-        given = ours(images)
+        features = ours(images)
     assert expected.abs().mean() > 0.1
-    assert given.shape == expected.shape == (2, 1024, math.ceil(size[0] / 16), math.ceil(size[1] / 16))
-    assert close(given, expected, tolerance)
+    assert features.shape == expected.shape == (2, 1024, math.ceil(size[0] / 16), math.ceil(size[1] / 16))
+    assert close(features, expected, tolerance)
 
 
-def test_resnet_stem_learns_as_timms(pair):
+def test_gradients_of_the_resnet_stem_equal_timm(pair):
     theirs, ours = (stem.double() for stem in pair)
     images = torch.randn(2, 2, 32, 48, dtype=torch.float64)
     probe = torch.randn(2, 1024, 2, 3, dtype=torch.float64)
     gradients = []
     for stem in (theirs, ours):
         parameters = dict(stem.named_parameters())
-        found = torch.autograd.grad((stem(images) * probe).sum(), list(parameters.values()))
-        gradients.append(dict(zip(parameters, found, strict=True)))
+        tensors = torch.autograd.grad((stem(images) * probe).sum(), list(parameters.values()))
+        gradients.append(dict(zip(parameters, tensors, strict=True)))
     for key, gradient in gradients[1].items():
         expected = gradients[0][".".join(renamed(key, TIMM))]
         assert expected.abs().max() > 0
         assert close(gradient, expected, 1e-10), key
 
 
-def test_a_wider_resnet_stem_is_timms():
+def test_a_wider_resnet_stem_equals_timm():
     from functools import partial
 
     from timm.layers import StdConv2dSame
@@ -117,7 +117,7 @@ def test_a_wider_resnet_stem_is_timms():
     assert close(ours(images), theirs(images))
 
 
-def test_a_root_alone_is_timms():
+def test_the_root_equals_timm():
     theirs = shake(timm_backbone((), in_chans=3))
     ours = ResNetStem(layers=()).eval()
     ours.root.load_state_dict(theirs.state_dict())
@@ -127,7 +127,7 @@ def test_a_root_alone_is_timms():
 
 
 @pytest.mark.parametrize("layers", [(3, 4, 9), (2, 2, 2, 2)], ids=["R50", "R26"])
-def test_the_published_stems_have_timms_parameters(layers):
+def test_the_published_stems_have_the_parameters_of_timm(layers):
     with torch.device("meta"):
         theirs, ours = timm_backbone(layers), ResNetStem(layers=layers)
     shapes = {key: tensor.shape for key, tensor in theirs.state_dict().items()}
@@ -137,8 +137,8 @@ def test_the_published_stems_have_timms_parameters(layers):
     assert (ours.stride, ours.out_channels) == (2 ** (1 + len(layers)), 128 * 2 ** len(layers))
 
 
-def test_googles_names_are_those_of_the_table(tmp_path):
-    """A file written with the names of the docstring is one that timm reads as Google's."""
+def test_the_key_table_has_the_names_of_google(tmp_path):
+    """timm reads a file written with the names of the docstring as one of Google's."""
     from timm.models.vision_transformer import VisionTransformer
     from timm.models.vision_transformer_hybrid import HybridEmbed
 
@@ -193,11 +193,11 @@ STEMS = {"conv": lambda: ConvStem(2, 12), "resnet": lambda: ResNetStem(2, (1, 2)
 @pytest.fixture(params=STEMS)
 def stem(request):
     stem = STEMS[request.param]()
-    initialise_stem(stem)
+    initialize_stem(stem)
     return stem
 
 
-def test_every_gradient_is_finite_and_none_is_zero(stem):
+def test_every_gradient_is_finite_and_not_zero(stem):
     images = torch.randn(2, 2, 24, 40, requires_grad=True)
     x = stem(images)
     (x * torch.randn_like(x)).sum().backward()
@@ -206,14 +206,14 @@ def test_every_gradient_is_finite_and_none_is_zero(stem):
         assert tensor.grad.abs().max() > 0, name
 
 
-def test_a_picture_of_one_colour_is_no_trouble(stem):
+def test_gradients_are_finite_for_an_image_of_one_color(stem):
     images = torch.zeros(1, 2, 16, 16, requires_grad=True)
     stem(images).sum().backward()
     assert images.grad.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in stem.parameters())
 
 
-def test_a_picture_does_not_feel_its_batch(stem):
+def test_features_do_not_depend_on_the_batch(stem):
     images = torch.randn(3, 2, 24, 40)
     for training in (True, False):
         stem.train(training)
@@ -221,35 +221,35 @@ def test_a_picture_does_not_feel_its_batch(stem):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_compiles_without_graph_breaks_and_gives_the_same(stem, training):
+def test_compile_without_graph_breaks(stem, training):
     stem.train(training)
     images = torch.randn(2, 2, 22, 40)
     compiled = torch.compile(stem, fullgraph=True, backend="aot_eager")
     assert close(compiled(images), stem(images))
 
 
-def test_exports_with_a_free_batch(stem):
+def test_export_with_a_dynamic_batch(stem):
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(stem.eval(), (torch.randn(2, 2, 22, 40),), dynamic_shapes=({0: batch},))
     images = torch.randn(3, 2, 22, 40)
     assert close(program.module()(images), stem(images))
 
 
-def test_the_table_of_first_values_tells_the_truth(stem):
-    rows = dict(table(initialise_stem.__doc__))
+def test_parameters_are_initialized_as_in_the_table(stem):
+    rows = dict(table(initialize_stem.__doc__))
     assert rows.keys() == {"weight of a convolution", "weight of a norm", "bias of a norm"}
-    assert rows["weight of a convolution"].startswith("LeCun normal: variance 1/(C k k), cut off at 2 sigma")
+    assert "variance 1/(C k k), truncated at 2 sigma" in rows["weight of a convolution"]
     shake(stem)
-    initialise_stem(stem)
-    unseen = set(stem.parameters())
-    for part in stem.modules():
-        if isinstance(part, nn.Conv2d):
-            kernel, sigma = part.weight.detach(), part.weight[0].numel() ** -0.5
+    initialize_stem(stem)
+    unchecked = set(stem.parameters())
+    for layer in stem.modules():
+        if isinstance(layer, nn.Conv2d):
+            kernel, sigma = layer.weight.detach(), layer.weight[0].numel() ** -0.5
             assert kernel.std().item() == pytest.approx(sigma, rel=4 / math.sqrt(kernel.numel()))
-            assert kernel.abs().max() < 2.28 * sigma  # cut at 2 sigma of the uncut one
-            unseen.remove(part.weight)
-        elif isinstance(part, nn.GroupNorm):
-            assert (part.weight == float(rows["weight of a norm"])).all()
-            assert (part.bias == float(rows["bias of a norm"])).all()
-            unseen -= {part.weight, part.bias}
-    assert not unseen
+            assert kernel.abs().max() < 2.28 * sigma  # 2 sigma before truncation
+            unchecked.remove(layer.weight)
+        elif isinstance(layer, nn.GroupNorm):
+            assert (layer.weight == float(rows["weight of a norm"])).all()
+            assert (layer.bias == float(rows["bias of a norm"])).all()
+            unchecked -= {layer.weight, layer.bias}
+    assert not unchecked

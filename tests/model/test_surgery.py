@@ -1,10 +1,10 @@
-"""Surgery: a new model each time, the old one untouched, and what should stay the same stays."""
+"""Surgery: each operation returns a new model and does not modify the old one."""
 
 import pytest
 import torch
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.model import surgery
 from vitrail.model.resample import resize_grid
 
@@ -17,8 +17,8 @@ def build(**fields):
 
 
 @pytest.fixture(autouse=True)
-def the_old_model_is_untouched(monkeypatch):
-    """Every operation is checked: same tensors, same config, same mode afterwards."""
+def old_model_is_not_modified(monkeypatch):
+    """Check after each operation that the old model has the same tensors and config, shared with none."""
     for name in ("resize", "repatch", "reclass", "rechannel", "add_registers", "freeze"):
         operation = getattr(surgery, name)
 
@@ -40,7 +40,7 @@ def the_old_model_is_untouched(monkeypatch):
 
 @pytest.mark.parametrize("position", [*ADDED, "rotary", "rotary-dinov3", "relative", "none"])
 @pytest.mark.parametrize("rows", ["all", "patches"])
-def test_resize_to_the_same_size_is_the_identity_and_to_others_works(position, rows):
+def test_resize_to_the_same_and_to_other_sizes(position, rows):
     model = build(position=position, rows=rows)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_resize_to_the_same_size_is_the_identity_and_to_others_works(position, r
     assert there_and_back.config == model.config
 
 
-def test_resize_moves_the_patch_rows_and_keeps_the_prefix():
+def test_resize_resamples_the_rows_of_patches_only():
     model = build(registers=2)
     new = surgery.resize(model, (8, 24), method="bilinear", antialias=False)
     table, old = new.position.table, model.position.table
@@ -60,7 +60,7 @@ def test_resize_moves_the_patch_rows_and_keeps_the_prefix():
     assert torch.equal(new.blocks[1].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight)
 
 
-def test_a_relative_table_keeps_the_distance_zero_in_its_middle():
+def test_a_relative_table_is_resampled_around_offset_zero():
     model = build(position="relative")
     table = model.blocks[0].attention.bias.table
     new = surgery.resize(model, (24, 32)).blocks[0].attention.bias.table  # 6 x 8 patches
@@ -70,12 +70,12 @@ def test_a_relative_table_keeps_the_distance_zero_in_its_middle():
     with torch.no_grad():
         table[:, :49] = smooth
     grown = surgery.resize(model, (24, 32)).blocks[0].attention.bias.table[0, :165].view(11, 15)
-    assert grown[5].abs().max() < 1e-5  # no rows between: still zero
+    assert grown[5].abs().max() < 1e-5  # offset zero
     assert (grown.diff(dim=0) > 0).all()
 
 
 @pytest.mark.parametrize("head", ["linear", "tanh", "mlp"])
-def test_reclass_drops_the_whole_head(head):
+def test_reclass_replaces_the_head(head):
     model = build(head=head)
     new = surgery.reclass(model, 7)
     images = torch.randn(2, 3, 16, 16)
@@ -87,23 +87,23 @@ def test_reclass_drops_the_whole_head(head):
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 7, 13])
-def test_rechannel_keeps_the_answer_for_equal_channels(channels):
+def test_rechannel_gives_the_same_logits_for_equal_channels(channels):
     model = build()
-    grey = torch.randn(2, 1, 16, 16)
+    gray = torch.randn(2, 1, 16, 16)
     new = surgery.rechannel(model, channels)
     with torch.no_grad():
-        before, after = model(grey.expand(-1, 3, -1, -1)), new(grey.expand(-1, channels, -1, -1))
+        before, after = model(gray.expand(-1, 3, -1, -1)), new(gray.expand(-1, channels, -1, -1))
     assert (after - before).abs().max() < 1e-5
 
 
 def test_rechannel_from_one():
     model = build(channels=1)
-    grey = torch.randn(2, 1, 16, 16)
+    gray = torch.randn(2, 1, 16, 16)
     with torch.no_grad():
-        assert (surgery.rechannel(model, 3)(grey.expand(-1, 3, -1, -1)) - model(grey)).abs().max() < 1e-5
+        assert (surgery.rechannel(model, 3)(gray.expand(-1, 3, -1, -1)) - model(gray)).abs().max() < 1e-5
 
 
-def test_repatch_keeps_the_token_of_a_patch_that_is_enlarged():
+def test_repatch_gives_the_same_token_for_an_enlarged_patch():
     half = build(size=4, patch=4)
     small = torch.randn(2, 3, 4, 4)
     large = torch.nn.functional.interpolate(small, scale_factor=2, mode="bilinear")
@@ -112,7 +112,7 @@ def test_repatch_keeps_the_token_of_a_patch_that_is_enlarged():
         assert (whole.tokens(large) - half.tokens(small)).abs().max() < 1e-4
 
 
-def test_repatch_in_the_same_picture_changes_the_grid():
+def test_repatch_in_the_same_image_changes_the_grid():
     model = build(size=32, patch=8)
     assert surgery.repatch(model, 4).config.grid == (8, 8)
     oblong = surgery.repatch(model, (8, 16))
@@ -127,27 +127,27 @@ def test_registers_are_added_after_the_prefix(rows):
     images = torch.randn(2, 3, 16, 16)
     assert new.config.registers == 4
     assert torch.equal(new.prefix[:2], model.prefix)
-    assert new.prefix[2:].std() > 0  # not all alike, or they would stay so
+    assert new.prefix[2:].std() > 0  # equal registers would stay equal
     enc = new.encode(images)
     assert enc.prefix.shape == (2, 5, 16)
     assert new(images).shape == (2, 5)
     with torch.no_grad(), vt.record(new, "embed") as tape:
         new(images)
-    assert torch.allclose(tape["embed"][0, 2:5], new.prefix[2:])  # no position on the new ones
+    assert torch.allclose(tape["embed"][0, 2:5], new.prefix[2:])  # their position rows are zero
 
 
-def test_registers_in_front_of_patches_alone():
+def test_registers_without_a_class_token():
     model = build(class_token=False, pool="mean")
     assert surgery.add_registers(model, 2).encode(torch.randn(1, 3, 16, 16)).prefix.shape == (1, 2, 16)
 
 
 def test_freeze_by_pattern():
     frozen = surgery.freeze(build(), "blocks.*", "tokens.*")
-    learning = [name for name, parameter in frozen.named_parameters() if parameter.requires_grad]
-    assert learning == ["prefix", "position.table", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+    trainable = [name for name, parameter in frozen.named_parameters() if parameter.requires_grad]
+    assert trainable == ["prefix", "position.table", "norm.weight", "norm.bias", "head.weight", "head.bias"]
 
 
-def test_dtype_and_mode_stay():
+def test_dtype_and_mode_do_not_change():
     model = build().double().train()
     new = surgery.resize(model, 24)
     assert new.training
@@ -158,39 +158,23 @@ def test_dtype_and_mode_stay():
 @pytest.mark.parametrize(
     ("operation", "fields", "message"),
     [
-        (
-            lambda m: surgery.resize(m, 24),
-            dict(position="pairwise"),
-            r"grid must stay. Got 4x4 patches that become 6x6",
-        ),
-        (
-            lambda m: surgery.resize(m, 24),
-            dict(pool="flatten"),
-            r"their number must stay. Got 16 patches that become 36.",
-        ),
+        (lambda m: surgery.resize(m, 24), dict(position="pairwise"), r"cannot change from 4x4 to 6x6"),
+        (lambda m: surgery.resize(m, 24), dict(pool="flatten"), r"cannot change from 16 to 36"),
         (
             lambda m: surgery.add_registers(m, 1),
             dict(position="relative"),
-            r"do not count pairs .* Got position='relative'",
+            r"add_registers does not work with position='relative'",
         ),
-        (
-            lambda m: surgery.rechannel(m, 1),
-            dict(embedding="conv"),
-            r"cut from the picture. Got embedding='conv'",
-        ),
-        (
-            lambda m: surgery.repatch(m, 8),
-            dict(embedding="conv"),
-            r"cut from the picture. Got embedding='conv'",
-        ),
-        (lambda m: surgery.freeze(m, "block.*"), {}, r"must match a parameter. Got 'block.\*'."),
+        (lambda m: surgery.rechannel(m, 1), dict(embedding="conv"), r"rechannel needs .*embedding='conv'"),
+        (lambda m: surgery.repatch(m, 8), dict(embedding="conv"), r"repatch needs .*embedding='conv'"),
+        (lambda m: surgery.freeze(m, "block.*"), {}, r"'block.\*' matches no parameter"),
     ],
 )
-def test_what_cannot_be_done_is_said(operation, fields, message):
+def test_invalid_operations(operation, fields, message):
     with pytest.raises(vt.InputError, match=message):
         operation(build(**fields))
 
 
-def test_impossible_sizes_are_refused_by_the_config():
-    with pytest.raises(vt.ConfigError, match="whole number of patches"):
+def test_resize_checks_the_size():
+    with pytest.raises(vt.ConfigError, match="not a multiple of the patch size"):
         surgery.resize(build(), 18)

@@ -1,17 +1,17 @@
-"""Note 000 (DKRZ slides): Eq. 1-4 again, and its scale 1/sqrt(d_model)."""
+"""Lecture note 000 (DKRZ slides): Eq. 1-4, and its scale 1/sqrt(d_model)."""
 
 import numpy as np
 import torch
 
-import oracle
 import vitrail as vt
-from conftest import shake
+from tests.support import oracle
+from tests.support.models import shake
 
 BASE = dict(width=12, depth=1, heads=3, patch=4, size=8, channels=2, classes=0)
 
 
-def test_the_sizes_table_counts_what_it_says_but_for_large():
-    """Slide "Introduction", Table 1: 86M, 307M, 632M. The second fits no L/16: that has 304M."""
+def test_parameter_counts_of_the_table_except_large():
+    """Slide "Introduction", Table 1: 86M, 307M, 632M. The second is not that of L/16, which has 304M."""
 
     def millions(name):
         with torch.device("meta"):
@@ -34,7 +34,7 @@ def test_number_of_patches():
     assert model.position.table.shape == (196 + 1, 768)
 
 
-def test_scale_by_the_width_of_the_model():
+def test_scale_by_the_model_width():
     """Slide "Breaking the equations down - 2" divides by sqrt(d_model), not sqrt(d) as the paper does."""
     model = shake(vt.ViT(vt.ViTConfig(**BASE, scale="width"))).double()
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
@@ -53,7 +53,7 @@ def test_scale_by_the_width_of_the_model():
         paper.load_state_dict(model.state_dict())
         others = paper.blocks[0].attention(z)[0].numpy()
     assert np.abs(ours - expected).max() < 1e-10
-    assert np.abs(ours - others).max() > 1e-3  # so the two notes do disagree
+    assert np.abs(ours - others).max() > 1e-3  # so the two scales differ
 
 
 def test_the_attention_matrix_is_tokens_by_tokens():

@@ -1,7 +1,7 @@
-"""Article 001 ("deep dive into the code of ViT"): every block of its code, run on our model.
+"""Lecture note 001, an article ("deep dive into the code of ViT"): each block of its code, run on our model.
 
-Where the article slips, the corrected line stands here, and a test shows that the slip matters.
-Sizes are the article's (224 pixels, patch 16, width 768, 12 heads of 64), with two layers.
+Where the article has an error, the test has the corrected line and shows that the error matters. Sizes are
+the article's (224 pixels, patch 16, width 768, 12 heads of 64), with two layers.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def article():
     model = shake(vt.create("B/16", depth=2, classes=10, eps=1e-12)).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.3)  # keep the softmax away from one-hot
+            parameter.mul_(0.3)  # so that the softmax is not one-hot
     return model, torch.randn(1, 3, 224, 224, dtype=torch.float64)
 
 
@@ -58,8 +58,8 @@ def test_patch_embedding_by_convolution_and_by_matrix(article):
 
 
 def test_class_token_and_positions(article, tape):
-    """ "[CLS] token" and "Positional Embedding": cat in front, then add: (1, 197, 768). The article
-    says the position tensor has the shape [batch_size, 197, 768]; it has none of the batch."""
+    """ "[CLS] token" and "Positional Embedding": concatenate, then add: (1, 197, 768). The article says that
+    the position tensor has the shape [batch_size, 197, 768]; it has no batch axis."""
     model, image = article
     cls_tokens = model.prefix[None].expand(1, -1, -1)
     embeddings = torch.cat((cls_tokens, model.tokens(image)), dim=1) + model.position.table
@@ -69,7 +69,7 @@ def test_class_token_and_positions(article, tape):
 
 
 def head_by_hand(model, hidden, head):
-    """One head from columns of the matrices, as the article takes the first 64."""
+    """One head from columns of the matrices; the article takes the first 64."""
     attention = model.blocks[0].attention
     of_head = slice(64 * head, 64 * (head + 1))
     matrices, biases = attention.qkv.weight.chunk(3), attention.qkv.bias.chunk(3)
@@ -99,13 +99,13 @@ def test_the_row_of_one_patch(tape):
     assert row.sum().item() == pytest.approx(1)
 
 
-def test_all_heads_joined_and_projected(article, tape):
+def test_all_heads_concatenated_and_projected(article, tape):
     """ "transpose_for_scores", context_layer, then context @ output_weight.T + output_bias."""
     model, _ = article
-    joined = torch.cat([head_by_hand(model, tape["blocks.0.norm1"], head)[-1] for head in range(12)], dim=-1)
+    heads = torch.cat([head_by_hand(model, tape["blocks.0.norm1"], head)[-1] for head in range(12)], dim=-1)
     out = model.blocks[0].attention.out
-    assert joined.shape == (1, 197, 768)
-    assert torch.allclose(tape["blocks.0.attention.out"], joined @ out.weight.T + out.bias, atol=1e-10)
+    assert heads.shape == (1, 197, 768)
+    assert torch.allclose(tape["blocks.0.attention.out"], heads @ out.weight.T + out.bias, atol=1e-10)
 
 
 def test_layer_norm_by_hand(article, tape):
@@ -116,17 +116,17 @@ def test_layer_norm_by_hand(article, tape):
     for token in (0, 1):
         embed = tape["embed"][0][token]
         variance = (embed - embed.mean()).pow(2).mean()
-        standardised = (embed - embed.mean()) / torch.sqrt(variance + 1e-12)
-        assert abs(standardised.mean().item()) < 1e-12
-        assert standardised.pow(2).mean().item() == pytest.approx(1)
+        standardized = (embed - embed.mean()) / torch.sqrt(variance + 1e-12)
+        assert abs(standardized.mean().item()) < 1e-12
+        assert standardized.pow(2).mean().item() == pytest.approx(1)
         assert torch.allclose(
-            tape["blocks.0.norm1"][0][token], norm.weight * standardised + norm.bias, atol=1e-10
+            tape["blocks.0.norm1"][0][token], norm.weight * standardized + norm.bias, atol=1e-10
         )
 
 
-def test_the_rest_of_the_first_layer_and_the_slip_in_it(article, tape):
-    """ "Intermediate" and "Output". The article adds attention_output to hidden_states, which by then
-    is the *normed* tensor; its own remark says the embeddings, and that is right."""
+def test_the_rest_of_the_first_layer_and_the_error_in_it(article, tape):
+    """ "Intermediate" and "Output". The article adds attention_output to hidden_states, which by then is the
+    *normed* tensor; its text says the embeddings, which is correct."""
     model, _ = article
     block, attended = model.blocks[0], tape["blocks.0.attention.out"]
 
@@ -136,15 +136,15 @@ def test_the_rest_of_the_first_layer_and_the_slip_in_it(article, tape):
         assert intermediate.shape == (1, 197, 3072)
         return intermediate @ block.mlp.fc2.weight.T + block.mlp.fc2.bias + hidden_states
 
-    right = rest(attended + tape["embed"])
+    corrected = rest(attended + tape["embed"])
     as_written = rest(attended + tape["blocks.0.norm1"])
-    assert torch.allclose(tape["blocks.0.out"], right, atol=1e-10)
+    assert torch.allclose(tape["blocks.0.out"], corrected, atol=1e-10)
     assert (tape["blocks.0.out"] - as_written).abs().max() > 1e-2
 
 
 def test_all_layers_pooler_and_classifier(article, tape):
-    """The loop over layers, model.vit.layernorm (of hidden_states: the article names a
-    sequence_output that it never made), output[:, 0, :] and the classifier."""
+    """The loop over layers, model.vit.layernorm (of hidden_states: the article uses an undefined
+    sequence_output), output[:, 0, :] and the classifier."""
     model, image = article
     hidden_states = tape["embed"]
     for block in model.blocks:
@@ -158,8 +158,8 @@ def test_all_layers_pooler_and_classifier(article, tape):
 
 
 def test_gelu_and_its_approximation():
-    """ "Intermediate": GELU is x Phi(x), and not, as the article has it, the distribution function
-    Phi itself; the tanh formula is near it."""
+    """ "Intermediate": GELU is x Phi(x), not the distribution function Phi as in the article; the tanh
+    formula approximates it."""
     x = torch.linspace(-4, 4, 101, dtype=torch.float64)
     phi = torch.distributions.Normal(0, 1).cdf(x)
     exact = nn.functional.gelu(x)

@@ -1,16 +1,16 @@
-"""Note 002: patches, E, the PatchEmbedding class, fine-tuning, rows and columns of 003's tokens."""
+"""Lecture note 002: patches, E, the PatchEmbedding class, fine-tuning; and the tokens of note 003."""
 
 import pytest
 import torch
 from torch import nn
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.model import surgery
 
 
 class PatchEmbedding(nn.Module):
-    """What "Trick: combine patching and linear projection" computes, in our words."""
+    """The computation of "Trick: combine patching and linear projection", in code of our own."""
 
     def __init__(self, width, patch, channels):
         super().__init__()
@@ -29,29 +29,28 @@ def test_the_patch_embedding_of_the_note():
     assert (theirs(images) - model.tokens(images)).abs().max() < 1e-5
 
 
-def test_where_is_the_matrix_e():
+def test_the_matrix_e():
     """ "What does the E matrix do?": 768 x 1024 in ViT-Large, one filter in each column."""
     with torch.device("meta"):
         E = vt.create("L/16").tokens.proj.weight.flatten(1).T
     assert E.shape == (16 * 16 * 3, 1024)
 
 
-def test_fine_tuning_keeps_all_but_the_head_and_resizes_positions():
-    """ "Finetuning": a fresh D x K head, all else kept, position embeddings interpolated."""
+def test_fine_tuning_replaces_the_head_and_resamples_positions():
+    """ "Finetuning": a new D x K head, interpolated position embeddings, and nothing else changes."""
     model = shake(
         vt.ViT(vt.ViTConfig(width=16, depth=2, heads=2, patch=4, size=16, classes=100, head="tanh"))
     )
     tuned = surgery.resize(surgery.reclass(model, 7), 32)
     assert tuned.head.weight.shape == (7, 16)
     assert tuned.position.table.shape == (65, 16)
-    kept = {name for name in model.state_dict() if not name.startswith(("head", "position"))}
-    for name in kept:
+    for name in {name for name in model.state_dict() if not name.startswith(("head", "position"))}:
         assert torch.equal(tuned.state_dict()[name], model.state_dict()[name])
 
 
 @pytest.mark.parametrize(("patch", "tokens"), [(1, 64), ((1, 8), 8), ((8, 1), 8), (8, 1)])
 def test_pixels_rows_and_columns_as_tokens(patch, tokens):
-    """003, "Tokens": "Image - pixel, image patch, row/column of pixels"."""
+    """Note 003, "Tokens": "Image - pixel, image patch, row/column of pixels"."""
     model = vt.ViT(vt.ViTConfig(width=8, depth=1, heads=2, patch=patch, size=8, channels=3, classes=2))
     assert model.config.patches == tokens
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 2)

@@ -1,4 +1,4 @@
-"""Note 003, "Visual Transformers": each formula, table and piece of code of the lecture, as ours."""
+"""Lecture note 003, "Visual Transformers": its formulas, tables and code, compared with ours."""
 
 import math
 import re
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrail as vt
-from conftest import shake
-from slide_003 import WHEN, XB, YB
+from tests.support.models import shake
+from tests.support.slide_003 import WHEN, XB, YB
 from vitrail.model import attend, attend_explicitly
 from vitrail.model.decoder import Decoder, DecoderConfig, causal_mask
 from vitrail.model.mlp import MLP
@@ -63,30 +63,30 @@ def test_the_attention_formula(form):
 
 def test_the_mask_table():
     """`tril`, then zeros with -inf where it is 0, then softmax: every row is 1/n."""
-    seen = {}
+    recorded = {}
 
-    def see(name):
-        return lambda tensor: seen.setdefault(name, tensor)
+    def tap(name):
+        return lambda tensor: recorded.setdefault(name, tensor)
 
     q = k = torch.zeros(1, 1, 8, 4)  # zero scores, the note's torch.zeros((T, T))
     mask = causal_mask(8)
-    values = torch.eye(8)[None, None]  # so that what comes out is the weights
+    values = torch.eye(8)[None, None]  # so that the output is the weights
     out = attend_explicitly(
-        q, k, values, scale=0.5, mask=mask, see_scores=see("scores"), see_weights=see("weights")
+        q, k, values, scale=0.5, mask=mask, tap_scores=tap("scores"), tap_weights=tap("weights")
     )
     assert mask.dtype == torch.bool
     assert torch.equal(mask.float(), table(TRIL))
-    assert torch.equal(seen["scores"][0, 0], table(SCORES))
-    assert torch.equal((seen["weights"][0, 0] * 10_000).round() / 10_000, table(WEIGHTS))
-    assert torch.equal(out, seen["weights"])
+    assert torch.equal(recorded["scores"][0, 0], table(SCORES))
+    assert torch.equal((recorded["weights"][0, 0] * 10_000).round() / 10_000, table(WEIGHTS))
+    assert torch.equal(out, recorded["weights"])
     torch.testing.assert_close(attend(q, k, values, scale=0.5, mask=mask), out)
-    tril = torch.tril(torch.ones(8, 8))  # and the note's own three lines, run
+    tril = torch.tril(torch.ones(8, 8))  # the three lines of the note
     weights = F.softmax(torch.zeros(8, 8).masked_fill(tril == 0, float("-inf")), dim=-1)
-    assert torch.equal(seen["weights"][0, 0], weights)
+    assert torch.equal(recorded["weights"][0, 0], weights)
 
 
-def test_a_decoder_with_equal_scores_has_the_table_as_its_weights():
-    """The same table, read off a whole model whose queries are zero."""
+def test_the_weights_of_a_decoder_with_equal_scores_are_the_table():
+    """The same table, recorded from a model whose queries are zero."""
     config = DecoderConfig(vocabulary=9, width=8, depth=1, heads=2, length=8)
     model = shake(Decoder(config))
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_feed_forward_is_our_mlp_with_relu():
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_targets_are_the_inputs_one_step_on():
+def test_targets_are_the_inputs_shifted_by_one():
     assert torch.equal(XB[:, 1:], YB[:, :-1])
     lines = [
         f"when input is {xs[: t + 1]} the target: {ys[t]}"
@@ -135,13 +135,13 @@ def test_targets_are_the_inputs_one_step_on():
     assert lines[:14] == WHEN.strip().splitlines()
 
 
-def test_one_pass_answers_every_line_of_the_table():
-    """Logits at place t are those of the input cut off after t: eight lessons in one sequence."""
+def test_one_forward_pass_predicts_every_line_of_the_table():
+    """Logits at position t equal those of the input cut off after t: eight examples in one sequence."""
     model = shake(Decoder(DecoderConfig(vocabulary=65, width=16, depth=2, heads=4, length=8))).double()
     with torch.no_grad():
         together = model(XB)
-        for given, target in re.findall(r"input is \[(.*)\] the target: (\d+)", WHEN):
-            prompt = torch.tensor([[int(token) for token in given.split(",")]])
+        for tokens, target in re.findall(r"input is \[(.*)\] the target: (\d+)", WHEN):
+            prompt = torch.tensor([[int(token) for token in tokens.split(",")]])
             row = [24, 44].index(int(prompt[0, 0]))
             t = prompt.shape[1] - 1
             assert YB[row, t] == int(target)
@@ -149,7 +149,7 @@ def test_one_pass_answers_every_line_of_the_table():
 
 
 def test_the_parts_of_the_language_model():
-    """BigramLanguageModel.__init__: two tables, blocks, a layer norm, a linear head; sizes as there."""
+    """BigramLanguageModel.__init__: two tables, blocks, a layer norm and a linear head of the same sizes."""
     vocabulary_size, block_size, width, layers = 65, 8, 32, 3
     model = Decoder(
         DecoderConfig(vocabulary=vocabulary_size, length=block_size, width=width, depth=layers, heads=4)
@@ -163,8 +163,8 @@ def test_the_parts_of_the_language_model():
     assert model(XB).shape == (4, 8, vocabulary_size)
 
 
-def test_layer_norm_guarantees_mean_0_and_variance_1():
-    """Said of the values before the learned scale; ours does so up to eps."""
+def test_layer_norm_gives_mean_0_and_variance_1():
+    """Before the learned scale, and up to eps."""
     model = Decoder(DecoderConfig(vocabulary=65, width=32, depth=1, heads=4, length=8))
     shake(model.tokens)
     with vt.record(model, "blocks.0.norm1") as tape:

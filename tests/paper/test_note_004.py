@@ -1,12 +1,12 @@
-"""Note 004 (CMU 10-417): self-attention with p_ij, both six-step blocks, flatten + linear."""
+"""Lecture note 004 (CMU 10-417): self-attention with p_ij, both six-step blocks, flatten + linear."""
 
 import numpy as np
 import pytest
 import torch
 
-import oracle
 import vitrail as vt
-from conftest import shake
+from tests.support import oracle
+from tests.support.models import shake
 
 BASE = dict(width=12, depth=1, heads=3, patch=4, size=8, channels=2, classes=5)
 
@@ -35,11 +35,11 @@ def multi_head(v, w, p, heads):
     return np.stack(rows)
 
 
-NOTE = dict(qkv_bias="none", scale="none")  # neither a bias nor a scale stands in the note's formula
+NOTE = dict(qkv_bias="none", scale="none")  # the note's formula has neither a bias nor a scale
 
 
 def relative_p(model):
-    """p_ij from the table of distances, by hand: row and column apart, then the prefix's three."""
+    """p_ij from the table of relative offsets, pair by pair; the last three are for the prefix."""
     table = model.blocks[0].attention.bias.table.detach().numpy()
     (h, w), n = model.config.grid, model.config.prefix
     p = np.empty((len(table), n + h * w, n + h * w))
@@ -65,8 +65,8 @@ def test_self_attention_with_a_bias_for_each_pair(position):
     assert np.abs(ours - multi_head(z[0].numpy(), w, p, heads=3)).max() < 1e-10
 
 
-def test_attention_by_position_alone():
-    """ "Self-Attention can learn convolution": alpha_ij = softmax(p_ij), whatever the tokens are."""
+def test_attention_by_position_only():
+    """ "Self-Attention can learn convolution": alpha_ij = softmax(p_ij), independent of the tokens."""
     model, w = build(**{**NOTE, "scale": 0.0}, position="pairwise")
     p = w["blocks.0.attention.bias.table"]
     with vt.record(model, "blocks.0.attention.weights") as tape:
@@ -110,7 +110,7 @@ def test_both_blocks_in_six_steps(order):
     assert np.abs(ours - six_steps(z[0].numpy(), w, order)).max() < 1e-10
 
 
-def test_what_004_calls_post_layernorm_is_not_that_of_vaswani():
+def test_post_layernorm_of_the_note_is_not_that_of_vaswani():
     assert vt.ViTConfig(**BASE, block="post-layernorm").block == "res-post-norm"
     model, w = build(block="post-norm")
     z = torch.randn(1, 5, 12, dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_what_004_calls_post_layernorm_is_not_that_of_vaswani():
 
 def test_embedding_blocks_flatten_linear():
     """The last "Transformer Architecture": linear embedding + layer-normalization, blocks, Flatten +
-    Linear. No class token; the note's block without one is the pre-layernorm block."""
+    Linear. Without a class token, and with the pre-layernorm block."""
     model, w = build(
         embedding_norm="after", class_token=False, pool="flatten", pool_norm="none", position="none"
     )
@@ -152,7 +152,7 @@ def test_an_mlp_on_each_patch():
         assert np.abs(model.tokens(image[None])[0].numpy() - expected).max() < 1e-10
 
 
-def test_vit_large_has_256_vectors_at_256_pixels_and_fewer_parameters_than_said():
+def test_vit_large_has_256_tokens_at_256_pixels_and_304_million_parameters():
     """ "VIT Large": 16x16 patches, 256 vectors, 1024 -> 4096 -> 1024, 24 blocks, 16 heads: 304M, not 307M."""
     with torch.device("meta"):
         model = vt.create("L/16@256")

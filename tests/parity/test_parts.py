@@ -1,12 +1,12 @@
-"""Our options and the same options of timm and transformers: equal logits from the same weights."""
+"""Options of ours and the same options of timm and transformers: equal logits from the same weights."""
 
 import pytest
 import torch
-from test_logits import TIMM, copied
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
+from tests.support.peer_keys import TIMM, load_peer_weights
 
 OURS = dict(width=48, depth=2, heads=4, mlp_width=96, patch=8, size=32, classes=7)
 THEIRS = dict(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4, mlp_ratio=2, num_classes=7)
@@ -47,7 +47,7 @@ CASES = {
 
 
 def timm_state(model):
-    """timm's tensors with prefix tokens in one piece and the attention pool's q and kv as our qkv."""
+    """timm's state dict with the prefix tokens in one tensor, and the attention pool's q and kv as one qkv."""
     state = {name.replace(".gamma", ".weight"): tensor for name, tensor in model.state_dict().items()}
     tokens = [state.pop(name) for name in ("cls_token", "reg_token") if name in state]
     if tokens:
@@ -65,20 +65,12 @@ def timm_state(model):
     return state
 
 
-class Holder:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-
 @pytest.mark.parametrize(("ours", "theirs"), CASES.values(), ids=CASES.keys())
 def test_logits_agree_with_timm(ours, theirs):
     reference = shake(VisionTransformer(**{**THEIRS, **theirs}))
     config = vt.ViTConfig(**{**OURS, **ours}, eps=1e-6)
     table = {**TIMM, **EXTRA, "pool.probe": "attn_pool.latent", "pool.attention.qkv": "attn_pool.qkv"}
-    model = copied(table, Holder(timm_state(reference)), vt.ViT(config))
+    model = load_peer_weights(table, timm_state(reference), vt.ViT(config))
     images = torch.randn(3, 3, *config.pixels)
     with torch.no_grad():
         expected, logits = reference(images), model(images)
@@ -87,7 +79,7 @@ def test_logits_agree_with_timm(ours, theirs):
 
 
 def test_rotary_positions_of_dinov3():
-    """transformers' DINOv3: the same turn of q and k for the same grid."""
+    """The same rotation of q and k as in transformers' DINOv3, for the same grid."""
     from transformers import DINOv3ViTConfig
     from transformers.models.dinov3_vit import modeling_dinov3_vit as theirs
 
@@ -99,7 +91,7 @@ def test_rotary_positions_of_dinov3():
     position = vt.ViT(config).position
     heads = torch.randn(1, 2, 29, 16)
     expected, _ = theirs.apply_rotary_pos_emb(heads, heads, cos, sin)
-    assert (position.turn(heads) - expected).abs().max() < 1e-5
+    assert (position.rotation(config.grid)(heads) - expected).abs().max() < 1e-5
 
 
 def test_gated_mlp_is_the_swiglu_of_dinov2():

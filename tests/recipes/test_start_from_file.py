@@ -1,15 +1,15 @@
-"""Settings of their own for a start from a weight file."""
+"""Recipe settings for a start from a weight file."""
 
 from pathlib import Path
 
 import pytest
 
 import vitrail as vt
-from vitrail.data.sources import open_data
-from vitrail.recipes.start import settle
-from vitrail.training.settings import Recipe
+from vitrail.data.sources import open_dataset
+from vitrail.recipes.settings import Recipe
+from vitrail.training.api import resolve_recipe
 
-SAID = "From a weight file the recipe has: "
+NOTE = "The recipe's settings for a weight file: "
 
 
 @pytest.fixture(scope="module")
@@ -20,48 +20,50 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def chosen(start: Path | None, **changes: object) -> Recipe:
-    return settle("small", open_data("digits"), start, changes)[0]
+def resolve(from_: Path | None, **changes: object) -> Recipe:
+    return resolve_recipe("small", open_dataset("digits"), from_, changes)[0]
 
 
 def test_from_scratch_and_from_a_file(weights: Path) -> None:
-    fresh, tuned = chosen(None), chosen(weights)
+    fresh, tuned = resolve(None), resolve(weights)
     assert (fresh.train.tune, fresh.train.lr, fresh.train.epochs) == ("full", 1e-3, 42)
     assert (tuned.train.tune, tuned.train.lr, tuned.train.epochs) == ("llrd", 1e-4, 10)
-    assert tuned.notes == (*fresh.notes, f"{SAID}tune=llrd, lr=0.0001, epochs=10.")
+    assert tuned.notes == (*fresh.notes, f"{NOTE}tune=llrd, lr=0.0001, epochs=10.")
 
 
-def test_what_the_user_says_goes_before(weights: Path) -> None:
-    found = chosen(weights, tune="full", lr=0.002)
+def test_changes_by_the_user_take_precedence(weights: Path) -> None:
+    found = resolve(weights, tune="full", lr=0.002)
     assert (found.train.tune, found.train.lr, found.train.epochs) == ("full", 0.002, 10)
-    assert found.notes[-1] == f"{SAID}epochs=10."
-    assert not [note for note in chosen(weights, tune="full", lr=0.002, epochs=3).notes if SAID in note]
+    assert found.notes[-1] == f"{NOTE}epochs=10."
+    assert not [note for note in resolve(weights, tune="full", lr=0.002, epochs=3).notes if NOTE in note]
 
 
 @pytest.mark.parametrize("tune", ["head", "bias", "lora"])
-def test_where_few_weights_learn_the_rate_stays(weights: Path, tune: str) -> None:
-    """The lower rate is for weights that have learned already; those of a new head have not."""
-    found = chosen(weights, tune=tune)
+def test_where_few_weights_are_trained_the_learning_rate_stays(weights: Path, tune: str) -> None:
+    """The lower learning rate is for pre-trained weights; those of a new head are not."""
+    found = resolve(weights, tune=tune)
     assert (found.train.tune, found.train.lr, found.train.epochs) == (tune, 1e-3, 10)
-    assert found.notes[-1] == f"{SAID}epochs=10."
+    assert found.notes[-1] == f"{NOTE}epochs=10."
 
 
-def test_a_recipe_without_such_settings_stays_as_it_is(weights: Path) -> None:
-    found, _ = settle("digits", open_data("digits"), weights, {})
+def test_a_recipe_without_such_settings_is_unchanged(weights: Path) -> None:
+    found, _ = resolve_recipe("digits", open_dataset("digits"), weights, {})
     assert found.train.lr == 3e-3
     assert not found.notes
 
 
-def test_other_positions_leave_the_recipes_first_values_of_learned_ones_behind() -> None:
+def test_another_position_embedding_drops_the_recipes_initialization() -> None:
     fields = dict(size=8, patch=2)
-    found, _ = settle("mnist-notes", open_data("digits"), None, {"model": fields})
+    found, _ = resolve_recipe("mnist-notes", open_dataset("digits"), None, {"model": fields})
     assert found.model.position_sigma == 1
-    found, _ = settle("mnist-notes", open_data("digits"), None, {"model": {**fields, "position": "sincos1d"}})
+    found, _ = resolve_recipe(
+        "mnist-notes", open_dataset("digits"), None, {"model": {**fields, "position": "sincos1d"}}
+    )
     assert found.model.position_sigma is None
     with pytest.raises(vt.ConfigError, match="learned positions"):
-        settle(
+        resolve_recipe(
             "mnist-notes",
-            open_data("digits"),
+            open_dataset("digits"),
             None,
             {"model": {**fields, "position": "sincos1d", "position_sigma": 0.5}},
         )

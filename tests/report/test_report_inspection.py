@@ -1,4 +1,4 @@
-"""The page of an inspection: every figure that fits, whole or not at all."""
+"""The report of an inspection: all figures that apply, complete or not at all."""
 
 import csv
 import os
@@ -8,10 +8,14 @@ import pytest
 from PIL import Image
 
 import vitrail as vt
-from read_pages import EVIL, Read, check_safe
+from tests.support.read_pages import EVIL, Read, check_safe
 from vitrail.errors import InputError
-from vitrail.report import inspection
-from vitrail.report.inspection import FIGURES, OF_WEIGHTS, Asked, write_inspection
+from vitrail.inspect import figures
+from vitrail.inspect.figure import InspectionRequest
+from vitrail.inspect.figures import FIGURES
+from vitrail.report.inspection import write_inspection
+
+OF_WEIGHTS = {name for name, spec in FIGURES.items() if not spec.needs_images}
 
 TINY = dict(width=32, depth=2, heads=2, patch=8, size=(24, 32), classes=3)
 
@@ -30,39 +34,41 @@ def photos(tmp_path):
     return sorted(folder.iterdir())
 
 
-def test_all_figures_of_a_model_and_pictures(tmp_path, photos):
-    told = []
-    ask = Asked(bundle_of(), photos, most=2, ahead=lambda *news: told.append(news))
-    assert write_inspection(ask, tmp_path / "out", command="vitrail inspect x y") == {}
+def test_all_figures_of_a_model_and_images(tmp_path, photos):
+    calls = []
+    request = InspectionRequest(bundle_of(), photos, most=2, progress=lambda *args: calls.append(args))
+    assert write_inspection(request, tmp_path / "out", command="vitrail inspect x y") == {}
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"index.html", *(f"{n}.{kind}" for n in FIGURES for kind in ("png", "svg", "csv"))}
     read = Read((tmp_path / "out" / "index.html").read_text())
     check_safe(read)
     assert len(read.all("img")) == len(FIGURES)
-    for title, _ in FIGURES.values():
+    for title in (spec.title for spec in FIGURES.values()):
         assert title in read.text
     for name in FIGURES:
         with open(tmp_path / "out" / f"{name}.csv", newline="") as file:
             header, *rows = csv.reader(file)
         assert rows
         assert {len(row) for row in rows} == {len(header)}
-    assert told[-1] == ("figures", len(FIGURES), len(FIGURES))
-    assert ("distance", 3, 3) in told
+    assert calls[-1] == ("figures", len(FIGURES), len(FIGURES))
+    assert ("distance", 3, 3) in calls
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
-def test_without_pictures_the_figures_of_the_weights(tmp_path):
-    write_inspection(Asked(bundle_of()), tmp_path / "out")
-    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == set(OF_WEIGHTS)
+def test_without_images_the_figures_of_the_weights(tmp_path):
+    write_inspection(InspectionRequest(bundle_of()), tmp_path / "out")
+    assert {path.stem for path in (tmp_path / "out").glob("*.png")} == OF_WEIGHTS
 
 
-def test_what_does_not_fit_is_said_on_the_page_unless_it_was_asked_for(tmp_path):
-    ask = Asked(bundle_of(position="none"))
-    missing = write_inspection(ask, tmp_path / "out")
+def test_skipped_figures_are_listed_unless_they_were_requested(tmp_path):
+    request = InspectionRequest(bundle_of(position="none"))
+    missing = write_inspection(request, tmp_path / "out")
     assert list(missing) == ["positions"]
-    assert "What does not fit this model" in Read((tmp_path / "out" / "index.html").read_text()).text
+    assert (
+        "Figures that do not apply to this model" in Read((tmp_path / "out" / "index.html").read_text()).text
+    )
     with pytest.raises(InputError):
-        write_inspection(ask, tmp_path / "other", only=["positions"])
+        write_inspection(request, tmp_path / "other", only=["positions"])
     assert not (tmp_path / "other").exists()
 
 
@@ -77,63 +83,61 @@ def test_what_does_not_fit_is_said_on_the_page_unless_it_was_asked_for(tmp_path)
     ],
     ids=lambda change: next(iter(change)) + str(len(change)),
 )
-def test_other_layouts(tmp_path, photos, change):
-    missing = write_inspection(Asked(bundle_of(**change), photos[:1]), tmp_path / "out")
+def test_figures_of_other_layouts(tmp_path, photos, change):
+    missing = write_inspection(InspectionRequest(bundle_of(**change), photos[:1]), tmp_path / "out")
     without_head = {"attribution", "scoring", "lens", "ablation"}
     assert set(missing) <= (without_head if change.get("classes") == 0 else set()), missing
 
 
-def test_hostile_names_are_text(tmp_path, photos):
+def test_hostile_names_are_escaped(tmp_path, photos):
     for n, name in enumerate(EVIL):
-        place = photos[0].with_name(name.replace("/", "_").replace("\x00", "")[:60] + f"{n}.png")
-        place.write_bytes(photos[0].read_bytes())
+        path = photos[0].with_name(name.replace("/", "_").replace("\x00", "")[:60] + f"{n}.png")
+        path.write_bytes(photos[0].read_bytes())
     labels = ["<script>alert(1)</script>", "\"'>", "$x_1$"]
-    ask = Asked(bundle_of(labels), sorted(photos[0].parent.iterdir()))
-    ask.bundle.card = vt.Card(name="<b>bold</b>")
-    write_inspection(ask, tmp_path / "out", only=["attribution", "lens", "features"])
+    request = InspectionRequest(bundle_of(labels), sorted(photos[0].parent.iterdir()))
+    request.bundle.card = vt.Card(name="<b>bold</b>")
+    write_inspection(request, tmp_path / "out", only=["attribution", "lens", "features"])
     read = Read((tmp_path / "out" / "index.html").read_text())
     check_safe(read)
     assert "<b>bold</b>" in read.text
 
 
-def test_a_broken_picture_is_named_and_left_out(tmp_path, photos):
-    photos[1].write_bytes(b"no picture")
-    ask = Asked(bundle_of(), photos)
-    write_inspection(ask, tmp_path / "out", only=["rollout", "distance"])
-    [(name, _)] = ask.corrupt.names.items()
+def test_a_broken_image_is_named_and_skipped(tmp_path, photos):
+    photos[1].write_bytes(b"no image")
+    request = InspectionRequest(bundle_of(), photos)
+    write_inspection(request, tmp_path / "out", only=["rollout", "distance"])
+    [(name, _)] = request.corrupt.names.items()
     assert name.endswith("1.png")
     assert "1.png" in Read((tmp_path / "out" / "index.html").read_text()).text
     for path in photos:
-        path.write_bytes(b"no picture")
-    with pytest.raises(
-        InputError, match=r"There must be pictures that can be read. Got 3, none of which could"
-    ):
-        write_inspection(Asked(bundle_of(), photos), tmp_path / "none", only=["rollout"])
+        path.write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"None of the 3 images could be read"):
+        write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "none", only=["rollout"])
     assert not (tmp_path / "none").exists()
 
 
-def test_a_folder_that_got_files_meanwhile_is_left_alone(tmp_path, monkeypatch):
-    def make_and_fill(name, ask, folder):
+def test_a_folder_filled_in_the_meantime_is_not_replaced(tmp_path, monkeypatch):
+    def make_and_fill(spec, request, folder):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "mine.txt").write_text("mine")
-        return whole(name, ask, folder)
+        return make_figure(spec, request, folder)
 
-    whole = inspection.make
-    monkeypatch.setattr(inspection, "make", make_and_fill)
+    make_figure = figures.make_figure
+    monkeypatch.setattr(figures, "make_figure", make_and_fill)
     with pytest.raises(OSError, match="not empty"):
-        write_inspection(Asked(bundle_of()), tmp_path / "out")
+        write_inspection(InspectionRequest(bundle_of()), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["mine.txt"]
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_figure_that_is_none(tmp_path):
-    with pytest.raises(InputError, match=r"A figure must be one there is. Got 'filter'. Did you mean"):
-        write_inspection(Asked(bundle_of()), tmp_path / "out", only=["filter"])
-    with pytest.raises(InputError, match=r"The figure rollout needs pictures. Got none. Name some"):
-        write_inspection(Asked(bundle_of()), tmp_path / "out", only=["rollout"])
-    with pytest.raises(InputError, match=r"The model must take pictures. Got one that takes text"):
+def test_invalid_requests_are_rejected(tmp_path):
+    with pytest.raises(InputError, match=r"unknown figure 'filter'. Did you mean"):
+        write_inspection(InspectionRequest(bundle_of()), tmp_path / "out", only=["filter"])
+    with pytest.raises(InputError, match=r"The figure 'rollout' needs images"):
+        write_inspection(InspectionRequest(bundle_of()), tmp_path / "out", only=["rollout"])
+    with pytest.raises(InputError, match="this one takes text"):
         write_inspection(
-            Asked(
+            InspectionRequest(
                 vt.Bundle(
                     model=vt.ViT(
                         vt.ViTConfig(

@@ -13,7 +13,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 import vitrail as vt
-from serving import LABELS, form, picture, png, request, serving, statuses, toy, until
+from tests.support.serving import LABELS, form, make_image, png, request, serving, statuses, toy, until
 from vitrail.serve.examples import Example
 from vitrail.serve.openapi import SCHEMAS
 
@@ -28,10 +28,10 @@ def bundle():
 
 @pytest.fixture(scope="module")
 def server(bundle):
-    examples = [Example("one", "image/png", picture())]
+    examples = [Example("one", "image/png", make_image())]
     with serving(vt.Predictor(bundle), files=4, pixels=1_000_000, examples=examples) as running:
         yield running
-    assert not [line for line in running.log if line.startswith("bug")]
+    assert not [line for line in running.log if line.startswith("internal error")]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def guarded(bundle):
 
 
 def test_an_answer_is_the_predictors_to_the_last_bit(server, bundle):
-    data = picture(3, size=(70, 33))
+    data = make_image(3, size=(70, 33))
     expected = vt.Predictor(bundle)(Image.open(io.BytesIO(data)))
     status, said = server.predict(data, "?top=3")
     assert status == 200
@@ -74,39 +74,39 @@ def test_a_model_without_a_head():
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_every_format_by_its_content(server, kind):
-    assert server.predict(picture(kind=kind), kind="image/jpeg")[0] == 200
-    assert server.predict(picture(kind=kind), kind="application/octet-stream")[0] == 200
+    assert server.predict(make_image(kind=kind), kind="image/jpeg")[0] == 200
+    assert server.predict(make_image(kind=kind), kind="application/octet-stream")[0] == 200
 
 
-def test_several_pictures_one_of_them_bad(server):
-    body, kind = form(picture(1), b"no picture", picture(2), top=2)
+def test_several_images_one_of_them_bad(server):
+    body, kind = form(make_image(1), b"no image", make_image(2), top=2)
     status, said = server.predict(body, kind=kind)
     assert status == 200
     assert [one["name"] for one in said["predictions"]] == ["f0.png", "f1.png", "f2.png"]
     assert [len(one["top"]) for one in said["predictions"]] == [2, 0, 2]
-    assert said["predictions"][1]["error"].startswith("This is not an image")
+    assert said["predictions"][1]["error"].startswith("The file is not an image")
 
 
 def test_names_are_given_back_cut(server):
     head = '--e\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\n\r\n'
     for name, expected in [('a\\"b<ü>.png', 'a"b<ü>.png'), ("x" * 1000, "x" * 200), ("", None)]:
-        body = (head % name).encode() + picture() + b"\r\n--e--"
+        body = (head % name).encode() + make_image() + b"\r\n--e--"
         (found,) = server.predict(body, kind="multipart/form-data; boundary=e")[1]["predictions"]
         assert found["name"] == expected
 
 
 def test_explain(server, bundle):
-    status, said = server.get("/v1/explain?layer=0&top=2", body=picture())
+    status, said = server.get("/v1/explain?layer=0&top=2", body=make_image())
     assert status == 200
     assert said["model"] == "toy"
     assert said["prediction"] == server.predict(query="?top=2")[1]["predictions"][0]
     assert (said["layer"], said["layers"], said["grid"]) == (0, 1, [8, 8])
-    levels = np.asarray(Image.open(io.BytesIO(base64.b64decode(said["picture"]["png"]))))
-    image = Image.open(io.BytesIO(picture()))
+    levels = np.asarray(Image.open(io.BytesIO(base64.b64decode(said["image"]["png"]))))
+    image = Image.open(io.BytesIO(make_image()))
     assert (levels == bundle.preprocess.pixels(image)).all()
-    for path, body in [("?layer=1", picture()), ("?layer=-1", picture()), ("?layer=x", picture())]:
+    for path, body in [("?layer=1", make_image()), ("?layer=-1", make_image()), ("?layer=x", make_image())]:
         assert server.get("/v1/explain" + path, body=body)[1]["error"]["code"] == "bad_layer"
-    body, kind = form(picture(), picture())
+    body, kind = form(make_image(), make_image())
     assert server.get("/v1/explain", body=body, headers={"Content-Type": kind})[0] == 400
     assert server.get("/v1/explain", body=b"x")[0] == 415
 
@@ -125,13 +125,13 @@ def test_the_model_says_what_it_is(server, bundle):
     assert said["labels"] == {"count": 5, "first": LABELS}
     assert said["parameters"] == sum(p.numel() for p in bundle.model.parameters())
     assert said["limits"]["files"] == 4
-    assert said["explain"] == {"there": True, "reason": None}
+    assert said["explain"] == {"available": True, "reason": None}
 
 
 def test_examples(server):
     assert server.get("/v1/examples") == (200, [{"name": "one", "url": "/v1/examples/0"}])
     status, headers, data = server.ask("/v1/examples/0")
-    assert (status, headers["Content-Type"], data) == (200, "image/png", picture())
+    assert (status, headers["Content-Type"], data) == (200, "image/png", make_image())
     for path in ("1", "-1", "00", "", "0/", "x", "0?a=b" * 0 + "%30", "../examples/0"):
         assert server.get(f"/v1/examples/{path}")[0] == 404
 
@@ -149,15 +149,15 @@ HOSTILE = {
     "a bomb": (png(30_000, 30_000), 413),
     "a bomb beyond what Pillow opens": (png(2**31 - 1, 2**31 - 1), 413),
     "just too large": (png(1001, 1000), 413),
-    "half a PNG": (picture()[:2000], 422),
-    "half a JPEG": (picture(kind="JPEG", size=(100, 100))[:2000], 422),
+    "half a PNG": (make_image()[:2000], 422),
+    "half a JPEG": (make_image(kind="JPEG", size=(100, 100))[:2000], 422),
     "a PNG without pixels": (png(100, 100), 422),
     "a PNG of garbage": (png(100, 100, b"\xff" * 50), 422),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pictures(server, name):
+def test_hostile_images(server, name):
     data, expected = HOSTILE[name]
     status, said = server.predict(data)
     assert (status, set(said["error"])) == (expected, {"code", "message"})
@@ -184,8 +184,8 @@ FORMS = {
     "nothing": (b"", "multipart/form-data; boundary=e", 400),
     "only an end": (b"--e--", "multipart/form-data; boundary=e", 400),
     "a preamble": (b"x" * 9999 + b"\r\n--e--", "multipart/form-data; boundary=e", 400),
-    "another boundary": (form(picture())[0], "multipart/form-data; boundary=e", 400),
-    "no end": (form(picture())[0][:-9], "multipart/form-data; boundary=edge", 400),
+    "another boundary": (form(make_image())[0], "multipart/form-data; boundary=e", 400),
+    "no end": (form(make_image())[0][:-9], "multipart/form-data; boundary=edge", 400),
     "no head": (b"--e\r\nhello\r\n--e--", "multipart/form-data; boundary=e", 400),
     "an endless head": (
         b"--e\r\nA: " + b"x" * 9999 + b"\r\n\r\n\r\n--e--",
@@ -290,7 +290,7 @@ def test_without_the_token_only_what_is_open(guarded):
     for path in ("/v1/model", "/v1/filters", "/v1/positions", "/v1/examples", "/v1/examples/0", "/metrics"):
         status, headers, _ = guarded.ask(path)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
-    assert guarded.predict()[0] == guarded.get("/v1/explain", body=picture())[0] == 401
+    assert guarded.predict()[0] == guarded.get("/v1/explain", body=make_image())[0] == 401
     for path in ("/", "/healthz", "/readyz", "/openapi.json"):
         assert guarded.ask(path)[0] == 200
 
@@ -372,7 +372,7 @@ def test_a_name_that_somebody_else_lets_lead_here_is_refused(server):
     ]:
         status, said = server.predict(headers={"Host": host, "Origin": f"http://{host}"})
         assert status == expected, (host, said)
-        assert status == 200 or said["error"]["code"] == "other_host"
+        assert status == 200 or said["error"]["code"] == "wrong_host"
     assert server.ask("/metrics", headers={"Host": "evil.example"})[0] == 403
     assert statuses(server.talk(b"GET /metrics HTTP/1.0\r\n\r\n")) == [403]  # no name at all
     assert server.ask("/healthz", headers={"Host": "evil.example"})[0] == 200
@@ -388,14 +388,14 @@ def test_a_token_or_public_makes_any_name_good(guarded, bundle):
 
 
 def test_metrics_are_what_prometheus_reads(server):
-    before = {name: server.count(name) for name in ("vitrail_bad_pictures_total", "vitrail_pictures_total")}
-    body, kind = form(picture(), b"bad")
+    before = {name: server.count(name) for name in ("vitrail_bad_images_total", "vitrail_images_total")}
+    body, kind = form(make_image(), b"bad")
     server.predict(body, kind=kind)
     families = {
         family.name: family for family in text_string_to_metric_families(server.ask("/metrics")[2].decode())
     }
-    assert server.count("vitrail_bad_pictures_total") == before["vitrail_bad_pictures_total"] + 1
-    assert server.count("vitrail_pictures_total") == before["vitrail_pictures_total"] + 1
+    assert server.count("vitrail_bad_images_total") == before["vitrail_bad_images_total"] + 1
+    assert server.count("vitrail_images_total") == before["vitrail_images_total"] + 1
     assert families["vitrail_requests"].type == "counter"
     rows = {tuple(sorted(one.labels.items())): one.value for one in families["vitrail_requests"].samples}
     assert rows[("method", "POST"), ("route", "/v1/predict"), ("status", "200")] >= 1
@@ -411,20 +411,22 @@ def test_the_log_has_a_line_for_each_request_and_no_words_of_clients(server):
     until(lambda: not server.app.connections)  # a line is written when its answer has been sent
     del server.log[:]
     head = '--e\r\nContent-Disposition: form-data; name="file"; filename="secret.png"\r\n\r\n'
-    server.predict(head.encode() + picture() + b"\r\n--e--", "?top=2", kind="multipart/form-data; boundary=e")
+    server.predict(
+        head.encode() + make_image() + b"\r\n--e--", "?top=2", kind="multipart/form-data; boundary=e"
+    )
     server.ask("/secret", headers={"Secret": "secret"})
     server.talk(request("/secret?secret", method="SECRET", Connection="close"))
     server.talk(b"secret\r\n\r\n")
     until(lambda: not server.app.connections)
     assert "secret" not in "".join(server.log).lower()
-    pattern = r"(GET|POST|other) (\S+) \d{3} [\d.]+ ms \d+ pictures"
+    pattern = r"(GET|POST|other) (\S+) \d{3} [\d.]+ ms \d+ images"
     assert [re.fullmatch(pattern, line)[2] for line in server.log] == [
         "/v1/predict",
         "unknown",
         "unknown",
         "unknown",
     ]
-    assert server.log[0].endswith("1 pictures")
+    assert server.log[0].endswith("1 images")
 
 
 def test_no_answer_has_a_path_or_a_repr(server):
@@ -490,7 +492,7 @@ def test_openapi_has_every_route_and_no_other(server):
 
 def test_every_answer_is_as_openapi_says(server):
     document = server.get("/openapi.json")[1]
-    two, kind = form(picture(), b"bad")
+    two, kind = form(make_image(), b"bad")
     asked = [
         ("GET", path, path.replace("{number}", "0"), None, {})
         for path, methods in document["paths"].items()
@@ -502,10 +504,10 @@ def test_every_answer_is_as_openapi_says(server):
         asked += [("POST", path, path, data, {}) for data, _ in HOSTILE.values()]
         asked += [("POST", path, path, body, {"Content-Type": kind}) for body, kind, _ in FORMS.values()]
         asked += [
-            ("POST", path, path, picture(), {}),
-            ("POST", path, path, picture(), {"Origin": "http://evil"}),
+            ("POST", path, path, make_image(), {}),
+            ("POST", path, path, make_image(), {"Origin": "http://evil"}),
         ]
-        asked += [("POST", path, path + "?top=x", picture(), {}), ("POST", path, path, b"", {})]
+        asked += [("POST", path, path + "?top=x", make_image(), {}), ("POST", path, path, b"", {})]
     asked += [("POST", "/v1/predict", "/v1/predict", two, {"Content-Type": kind})]
     met = set()
     for method, template, path, body, headers in asked:

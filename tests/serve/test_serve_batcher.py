@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 import vitrail as vt
-from serving import LABELS, PATIENCE, Gated, form, picture, serving, toy, until
+from tests.support.serving import LABELS, PATIENCE, Gated, form, make_image, serving, toy, until
 from vitrail.predict import Prediction
-from vitrail.serve.batcher import Batcher, Expired
-from vitrail.serve.messages import Refusal
+from vitrail.serve.batcher import Batcher, DeadlineExceeded
+from vitrail.serve.messages import HTTPError
 from vitrail.serve.metrics import Metrics
 
 
@@ -22,11 +22,11 @@ def levels(seed=0):
     return np.random.default_rng(seed).integers(0, 256, (32, 32, 3)).astype(np.uint8)
 
 
-def run(story, predictor=None, places=64, batch=16, died=lambda error: None):
+def run(story, predictor=None, capacity=64, batch=16, died=lambda error: None):
     """Run a coroutine with a batcher."""
 
     async def whole():
-        batcher = Batcher(predictor, places=places, batch=batch, metrics=Metrics())
+        batcher = Batcher(predictor, capacity=capacity, batch=batch, metrics=Metrics())
         threading.Thread(target=batcher.run, args=[died], name="model", daemon=True).start()
         return await asyncio.wait_for(story(batcher), PATIENCE)
 
@@ -59,16 +59,16 @@ def test_whatever_waits_goes_together_and_nobody_waits_for_company():
         assert one.label == other.label
 
 
-def test_pictures_of_their_own_sizes_go_alone():
+def test_images_of_their_own_sizes_go_alone():
     """As those do that an ONNX file resizes: together they would only wait for each other."""
     predictor = Gated(toy())
     predictor.engine.one_by_one = True
     with serving(predictor) as running:
-        body, kind = form(*[picture()] * 3)
+        body, kind = form(*[make_image()] * 3)
         assert running.predict(body, kind=kind)[0] == 200
         assert predictor.batches == [1, 1, 1]
         limits = running.get("/v1/model")[1]["limits"]
-        assert (limits["batch"], limits["queue"], limits["files"]) == (1, 8, 8)  # whole pictures wait: fewer
+        assert (limits["batch"], limits["queue"], limits["files"]) == (1, 8, 8)  # whole images wait: fewer
 
 
 def test_a_call_has_the_model_to_itself_and_keeps_its_turn():
@@ -103,7 +103,7 @@ def test_what_is_late_or_cancelled_is_never_run():
         await asyncio.sleep(0.1)
         predictor.gate.set()
         await asyncio.gather(first, good)
-        with pytest.raises(Expired):
+        with pytest.raises(DeadlineExceeded):
             await late
         assert predictor.batches == [1, 1]
         assert batcher.metrics.dropped.values == {(): 2}
@@ -112,18 +112,18 @@ def test_what_is_late_or_cancelled_is_never_run():
 
 
 class Poisoned(Gated):
-    """Chokes on a batch with a black picture in it, once it is told to; has no answer for a white one."""
+    """Chokes on a batch with a black image in it, once it is told to; has no answer for a white one."""
 
     armed = True
 
-    def answer(self, some):
-        if self.armed and any(not found.any() for _, found in some):
+    def predict_batch(self, batch):
+        if self.armed and any(not found.any() for _, found in batch):
             raise RuntimeError("/home/somebody/model.py choked")
-        for (_, found), good in zip(some, super().answer(some), strict=True):
+        for (_, found), good in zip(batch, super().predict_batch(batch), strict=True):
             yield Prediction("", error="The model's answer is not a number.") if found.min() == 255 else good
 
 
-def test_a_bad_picture_fails_alone():
+def test_a_bad_image_fails_alone():
     predictor = Poisoned(toy())
     some = [
         levels(1),
@@ -152,12 +152,12 @@ def blank(level):
     return file.getvalue()
 
 
-def test_a_bad_picture_fails_alone_over_http():
+def test_a_bad_image_fails_alone_over_http():
     predictor = Poisoned(toy())
-    predictor.armed = False  # the warm-up's picture is black
+    predictor.armed = False  # the warm-up's image is black
     with serving(predictor) as running:
         predictor.armed = True
-        body, kind = form(picture(1), blank(0), picture(2), blank(255))
+        body, kind = form(make_image(1), blank(0), make_image(2), blank(255))
         status, said = running.predict(body, kind=kind)
         assert status == 200
         assert [one["error"] is None for one in said["predictions"]] == [True, False, True, False]
@@ -165,22 +165,22 @@ def test_a_bad_picture_fails_alone_over_http():
         assert running.predict(blank(255))[0] == 500
         status, said = running.predict(blank(0))
         assert status == 500
-        assert said["error"]["code"] == "bug"
+        assert said["error"]["code"] == "internal_error"
         assert "somebody" not in str(said) + str(running.log)
         assert running.predict()[0] == 200
 
 
 def test_places_are_counted_from_decoding_to_answer():
     async def story(batcher):
-        with batcher.room(3):
-            with pytest.raises(Refusal) as caught:
-                batcher.check_room(2)
+        with batcher.reserve(3):
+            with pytest.raises(HTTPError) as caught:
+                batcher.check_capacity(2)
             assert caught.value.status == 503
-            with batcher.room(1), pytest.raises(Refusal):
-                batcher.check_room()
-        assert batcher.taken == 0
+            with batcher.reserve(1), pytest.raises(HTTPError):
+                batcher.check_capacity()
+        assert batcher.in_progress == 0
 
-    run(story, places=4)
+    run(story, capacity=4)
 
 
 def test_the_end_of_the_models_thread_is_told_and_nobody_waits_for_ever():
@@ -196,10 +196,10 @@ def test_the_end_of_the_models_thread_is_told_and_nobody_waits_for_ever():
 
 
 def test_no_answer_goes_to_somebody_else():
-    """Hundreds of different pictures at once, alone and in forms: each client gets the answer for its own."""
+    """Hundreds of different images at once, alone and in forms: each client gets the answer for its own."""
     bundle = toy()
     predictor = vt.Predictor(bundle)
-    files = [picture(seed, size=(8, 8)) for seed in range(60)]
+    files = [make_image(seed, size=(8, 8)) for seed in range(60)]
     images = [Image.open(io.BytesIO(data)) for data in files]
     expected = [found.top() for found in predictor(images)]
     assert len({tuple(guesses) for guesses in expected}) == 60
@@ -218,7 +218,7 @@ def test_no_answer_goes_to_somebody_else():
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(ask, range(240)))
-        assert running.count("vitrail_pictures_total") == 600
+        assert running.count("vitrail_images_total") == 600
         assert running.count("vitrail_batch_size_count") < 600  # some went together
 
 
@@ -229,8 +229,8 @@ def leave(*given):
 def test_a_model_that_dies_takes_the_server_with_it():
     predictor = Gated(toy())
     with serving(predictor) as running:
-        predictor.answer = leave
+        predictor.predict_batch = leave
         assert running.predict()[0] == 500
         until(lambda: running.app.stopping)
-        assert not running.app.welcome
+        assert not running.app.accepting
     assert running.code == 1

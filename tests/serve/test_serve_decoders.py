@@ -11,15 +11,26 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-import hostile_images
 import pytest
 from PIL import Image
 
 import vitrail as vt
 from bench.hostile import many_scans, strip
-from serving import PATIENCE, child, form, picture, read_all, request, serving, statuses, toy, until
+from tests.support import hostile_images
+from tests.support.serving import (
+    PATIENCE,
+    child,
+    form,
+    make_image,
+    read_all,
+    request,
+    serving,
+    statuses,
+    toy,
+    until,
+)
 from vitrail.serve import decode_process, decode_queue
-from vitrail.serve.decode_queue import DecodeQueue, Job
+from vitrail.serve.decode_queue import DecodeJob, DecodeQueue
 from vitrail.serve.messages import Client
 
 MiB = 2**20
@@ -118,7 +129,7 @@ class Honest:
         client = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         while not self.ended.is_set():
             start = time.monotonic()
-            client.request("POST", "/v1/predict", picture())
+            client.request("POST", "/v1/predict", make_image())
             answer = client.getresponse()
             answer.read()
             self.seconds.append(time.monotonic() - start)
@@ -180,7 +191,7 @@ def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
         assert meanwhile.statuses == usual.statuses == {200}
         assert meanwhile.p99() < max(2 * usual.p99(), 0.5), (usual.p99(), meanwhile.p99())
         assert most - before < budget
-        assert not [line for line in server.lines if "bug" in line or "Traceback" in line]
+        assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
 def test_with_usual_settings_such_images_are_refused(model):
@@ -196,7 +207,7 @@ def test_with_usual_settings_such_images_are_refused(model):
 def test_a_decode_beyond_its_time_is_ended(obedient):
     with serving(vt.Predictor(toy()), decode_time=0.3) as running:
         start = time.monotonic()
-        status, said = running.predict(hostile_images.told("spin"))
+        status, said = running.predict(hostile_images.image_that("spin"))
         assert (status, said["error"]["code"]) == (422, "slow_image")
         assert time.monotonic() - start < 5
         until(lambda: at_rest(running), 5)
@@ -207,13 +218,13 @@ def test_a_decode_beyond_its_time_is_ended(obedient):
 def test_a_large_good_image_beyond_its_time_is_ended_too():
     """With the decoder as it is."""
     with serving(vt.Predictor(toy()), decode_time=0.05) as running:
-        assert running.predict(picture(size=(2000, 2000)))[1]["error"]["code"] == "slow_image"
+        assert running.predict(make_image(size=(2000, 2000)))[1]["error"]["code"] == "slow_image"
         assert running.predict()[0] == 200
 
 
 def test_a_decode_ends_with_its_deadline(obedient):
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=0.5) as running:
-        assert running.predict(hostile_images.told("spin"))[0] == 504
+        assert running.predict(hostile_images.image_that("spin"))[0] == 504
         until(lambda: at_rest(running), 5)
         assert running.count('vitrail_killed_decodes_total{reason="abandoned"}') == 1
 
@@ -223,7 +234,7 @@ def test_a_decode_ends_when_its_client_leaves(obedient, before):
     """After a large body too, of which the end had come before anybody wanted it."""
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=60.0) as running:
         with running.dial() as client:
-            client.sendall(request(body=picture() + before + b"spin"))
+            client.sendall(request(body=make_image() + before + b"spin"))
             until(lambda: running.app.decoders.running)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it leaves at once
         until(lambda: at_rest(running), 5)
@@ -232,7 +243,10 @@ def test_a_decode_ends_when_its_client_leaves(obedient, before):
 
 def test_an_image_has_so_much_memory_and_no_more(obedient):
     with serving(vt.Predictor(toy()), decode_memory=100 * MiB) as running:
-        most, asked = 0, threading.Thread(target=lambda: found.append(running.predict(hostile_images.told("eat"))))
+        most, asked = (
+            0,
+            threading.Thread(target=lambda: found.append(running.predict(hostile_images.image_that("eat")))),
+        )
         found = []
         asked.start()
         while asked.is_alive():
@@ -247,13 +261,13 @@ def test_an_image_has_so_much_memory_and_no_more(obedient):
 
 def test_what_kills_a_decoder_fails_alone(obedient):
     with serving(vt.Predictor(toy())) as running:
-        body, kind = form(picture(1), hostile_images.told("die"), picture(2))
+        body, kind = form(make_image(1), hostile_images.image_that("die"), make_image(2))
         status, said = running.predict(body, kind=kind)
         assert status == 200
         assert [one["error"] is None for one in said["predictions"]] == [True, False, True]
-        status, said = running.predict(hostile_images.told("die"))
-        assert (status, said["error"]["code"]) == (422, "broken_picture")
-        assert not [line for line in running.log if line.startswith("bug")]
+        status, said = running.predict(hostile_images.image_that("die"))
+        assert (status, said["error"]["code"]) == (422, "broken_image")
+        assert not [line for line in running.log if line.startswith("internal error")]
 
 
 def test_decoders_that_somebody_kills_are_replaced():
@@ -269,7 +283,7 @@ def test_decoders_that_somebody_kills_are_replaced():
 
 def test_an_empty_file_and_a_large_one(obedient):
     with serving(vt.Predictor(toy())) as running:
-        body, kind = form(b"", picture(size=(1500, 2000)))
+        body, kind = form(b"", make_image(size=(1500, 2000)))
         (empty, large) = running.predict(body, kind=kind)[1]["predictions"]
         assert "not an image" in empty["error"]
         assert large["error"] is None
@@ -294,7 +308,7 @@ def test_where_torch_resizes_or_the_model_does_the_answer_is_the_same(whole):
     bundle = vt.Bundle(model=bundle.model, labels=bundle.labels, preprocess=spec)
     predictor = vt.Predictor(bundle)
     predictor.engine.one_by_one = whole
-    data = picture(7, size=(70, 50))
+    data = make_image(7, size=(70, 50))
     with serving(predictor) as running:
         (found,) = running.predict(data)[1]["predictions"]
     expected = vt.Predictor(bundle)(Image.open(io.BytesIO(data)))
@@ -307,7 +321,7 @@ def test_where_torch_resizes_or_the_model_does_the_answer_is_the_same(whole):
 @contextmanager
 def flood(running, word, files):
     """A client with a request of many such images, until the end of the block."""
-    body, kind = form(*[hostile_images.told(word)] * files)
+    body, kind = form(*[hostile_images.image_that(word)] * files)
     with running.dial() as client:
         client.sendall(request(body=body, Content_Type=kind))
         until(lambda: len(running.app.decoders.running) == running.app.settings.decoders)
@@ -329,7 +343,7 @@ def test_slow_images_never_hold_all_decoders(obedient):
 
 def test_alone_a_client_may_use_all_decoders(obedient):
     with serving(vt.Predictor(toy()), deadline=60.0) as running:
-        body, kind = form(*[hostile_images.told("nap")] * 2)
+        body, kind = form(*[hostile_images.image_that("nap")] * 2)
         start = time.monotonic()
         assert running.predict(body, kind=kind)[0] == 200
         assert time.monotonic() - start < 1.1  # not one after the other
@@ -337,7 +351,7 @@ def test_alone_a_client_may_use_all_decoders(obedient):
 
 
 def jobs_of(*clients):
-    return [Job(memoryview(b""), client, None) for client in clients]
+    return [DecodeJob(memoryview(b""), client, None) for client in clients]
 
 
 def test_whoever_is_known_to_be_quick_goes_before_newcomers():
@@ -354,7 +368,7 @@ def order(queue):
     found = []
     while job := queue.take([]):
         found.append(job)
-        queue.ran(job, 0.1)
+        queue.record(job, 0.1)
     return found
 
 
@@ -380,7 +394,7 @@ def test_whoever_waits_is_not_overtaken_for_ever():
     """Newcomers have used nothing; they come before it only for as long as it has used."""
     queue, waiting = DecodeQueue(2), Client("10.0.0.1")
     (first,) = jobs_of(waiting)
-    queue.ran(first, 0.01)
+    queue.record(first, 0.01)
     queue.put(first)
     first.arrived -= 0.25
     for job in jobs_of(*(Client("10.0.0.1") for _ in range(5))):
@@ -389,7 +403,7 @@ def test_whoever_waits_is_not_overtaken_for_ever():
 
 
 def test_what_was_used_is_forgotten():
-    usage = decode_queue.Usage()
+    usage = decode_queue.RecentUsage()
     usage.add("a", 2.0, now=100)
     usage.add("b", 0.1, now=100)
     assert usage.of("a", 100) > usage.of("b", 100) > usage.of("c", 100) == 0
@@ -408,9 +422,9 @@ def test_of_slow_images_one_fewer_than_there_are_decoders():
     assert queue.take([first]) is other
     assert queue.take([first]) is None
     assert queue.take([]) is second
-    queue.ran(second, 0.001, finished=False)  # it had to make room: that says nothing
+    queue.record(second, 0.001, finished=False)  # it had to make room: that says nothing
     assert slow.slow
-    queue.ran(second, 0.001)
+    queue.record(second, 0.001)
     assert not slow.slow
 
 
@@ -423,7 +437,7 @@ def spinning(model, monkeypatch_code, **settings):
     with child(model, decode_time=60.0, before=monkeypatch_code, **settings) as server:
         found = below(server.process.pid)
         with server.dial() as client:
-            client.sendall(request(body=hostile_images.told("spin")))
+            client.sendall(request(body=hostile_images.image_that("spin")))
             until(lambda: server.count("vitrail_decodes_running") == 1)
             yield server, found, client
 
@@ -452,7 +466,7 @@ def test_a_second_signal_leaves_none_behind(model):
 def test_signals_to_all_processes_lose_no_image(model):
     """As Ctrl-C in a terminal sends them, and a service manager."""
     with child(model, before=OBEY) as server, server.dial() as client:
-        client.sendall(request(body=hostile_images.told("nap")))
+        client.sendall(request(body=hostile_images.image_that("nap")))
         until(lambda: server.count("vitrail_decodes_running") == 1)
         for number in (signal.SIGINT, signal.SIGTERM):
             for pid in below(server.process.pid):

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.errors import InputError
 from vitrail.inspect import filters, lens, positions, rollout
-from vitrail.inspect.sample import sample_model, sample_pictures
+from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.serve import insight
-from vitrail.serve.examples import MOST, built_in, from_folder
+from vitrail.serve.examples import MAX_EXAMPLES, built_in, from_folder
 from vitrail.weights.bundle import Bundle, Card
 
 SMALL = dict(width=12, depth=3, heads=3, patch=4, size=12, channels=1, classes=5)
@@ -54,7 +54,7 @@ def unpacked(found):
 def test_an_explanation_is_what_the_figures_say(name):
     predictor = predictor_of(**CONFIGS[name])
     levels, model, config = some_levels(predictor), predictor.bundle.model, predictor.config
-    images = predictor.preprocess.normalise(levels)[None]
+    images = predictor.preprocess.normalize(levels)[None]
     L, k, T = config.depth, config.heads, config.tokens
     with torch.no_grad(), vt.record(model, "blocks.*.attention.weights") as tape:
         model(images)
@@ -62,7 +62,7 @@ def test_an_explanation_is_what_the_figures_say(name):
         found = insight.explain(predictor, levels, layer)
         assert json.loads(json.dumps(found, allow_nan=False)) == found
         row = tape[f"blocks.{layer}.attention.weights"][0].numpy()  # (k, T, T)
-        shown = unpacked(found["attention"]) / 255 * np.array(found["attention"]["most"])[..., None]
+        shown = unpacked(found["attention"]) / 255 * np.array(found["attention"]["row_max"])[..., None]
         assert shown.shape == (k, T, T)
         assert (np.abs(shown - row) <= row.max(axis=-1, keepdims=True) / 255).all()
         assert found["attention"]["note"] is None
@@ -86,7 +86,7 @@ def test_rollout_after_a_layer_is_that_of_a_model_that_ends_there(name):
         shorter = vt.ViT(vt.ViTConfig(**{**SMALL, **CONFIGS[name], "depth": depth})).eval()
         state = model.state_dict()
         shorter.load_state_dict({name: state[name] for name in shorter.state_dict()})
-        wanted = rollout.compute(shorter, predictor.preprocess.normalise(levels)[None])
+        wanted = rollout.compute(shorter, predictor.preprocess.normalize(levels)[None])
         np.testing.assert_allclose(found[depth - 1], wanted.maps[0, 0], atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_the_answer_is_the_predictors(tmp_path):
     predictor = vt.Predictor(
         Bundle(model=bundle.model, preprocess=bundle.preprocess, card=Card(metrics=metrics))
     )
-    for pixels in sample_pictures(6).pixels:
+    for pixels in sample_images(6).pixels:
         wanted = predictor(pixels)
         found = insight.explain(predictor, pixels, top=3)
         answer = found["prediction"]
@@ -107,21 +107,21 @@ def test_the_answer_is_the_predictors(tmp_path):
         assert found["lens"][-1]["score"] == pytest.approx(wanted.score, abs=1e-5)
 
 
-def test_the_picture_is_what_the_model_saw():
+def test_the_image_is_what_the_model_saw():
     for channels in (1, 3, 4):
         predictor = predictor_of(channels=channels, size=(8, 16))
         levels = some_levels(predictor)
-        found = insight.explain(predictor, levels)["picture"]
+        found = insight.explain(predictor, levels)["image"]
         opened = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["png"]))))
         assert (found["width"], found["height"]) == (16, 8)
         assert np.array_equal(opened.reshape(levels.shape), levels)
-    predictor = predictor_of(channels=2)  # no picture file has two, an array may
-    assert insight.explain(predictor, some_levels(predictor))["picture"]["width"] == 12
+    predictor = predictor_of(channels=2)  # no image file has two, an array may
+    assert insight.explain(predictor, some_levels(predictor))["image"]["width"] == 12
 
 
 def test_a_layer_that_is_not_there():
     predictor = predictor_of()
-    with pytest.raises(InputError, match="layer must be a number from 0 to 2"):
+    with pytest.raises(InputError, match="layer must be an integer from 0 to 2"):
         insight.explain(predictor, some_levels(predictor), 3)
     assert insight.explain(predictor, some_levels(predictor))["layer"] == 2
 
@@ -141,13 +141,13 @@ def test_hooks_are_gone_afterwards():
 def test_a_model_without_classes_has_no_answer_after_layers():
     predictor = predictor_of(classes=0)
     found = insight.explain(predictor, some_levels(predictor))
-    assert "no classes" in found["lens"]["reason"]
+    assert "no head" in found["lens"]["reason"]
     assert found["prediction"] == {
         "name": None, "label": None, "score": None, "unsure": False, "top": [], "error": None
     }  # fmt: skip
 
 
-def test_a_broken_model_is_an_error_and_no_picture():
+def test_a_broken_model_is_an_error_and_no_image():
     predictor = predictor_of()
     with torch.no_grad():
         predictor.bundle.model.blocks[0].attention.qkv.weight[:] = float("nan")
@@ -157,27 +157,27 @@ def test_a_broken_model_is_an_error_and_no_picture():
 
 def test_without_weights_there_are_reasons():
     onnx = SimpleNamespace(bundle=None, config=vt.ViTConfig(**SMALL))
-    assert "ONNX" in insight.reason_against(onnx)
+    assert "ONNX" in insight.unavailable_reason(onnx)
     assert "ONNX" in insight.filters(onnx)["reason"]
     assert "ONNX" in insight.positions(onnx)["reason"]
-    with pytest.raises(InputError, match="needs the model's weights"):
+    with pytest.raises(InputError, match="no weights"):
         insight.explain(onnx, np.zeros((12, 12, 1), np.uint8))
-    assert insight.reason_against(predictor_of()) is None
+    assert insight.unavailable_reason(predictor_of()) is None
 
 
 def test_too_much_attention_is_averaged_or_refused(monkeypatch):
     predictor = predictor_of()  # 3 heads, 10 tokens
     levels = some_levels(predictor)
-    whole = insight.follow(predictor.bundle.model, predictor.preprocess, levels, 1)[0]
-    monkeypatch.setattr(insight, "MOST_BYTES", 299)
+    whole = insight.trace(predictor.bundle.model, predictor.preprocess, levels, 1)[0]
+    monkeypatch.setattr(insight, "MAX_BYTES", 299)
     found = insight.explain(predictor, levels, 1)["attention"]
     assert found["shape"] == [1, 10, 10]
     assert "mean over 3 heads" in found["note"]
-    shown = unpacked(found) / 255 * np.array(found["most"])[..., None]
+    shown = unpacked(found) / 255 * np.array(found["row_max"])[..., None]
     np.testing.assert_allclose(shown[0], whole.mean(axis=0), atol=1 / 255)
-    monkeypatch.setattr(insight, "MOST_BYTES", 80)
-    assert "too much" in insight.explain(predictor, levels, 1)["attention"]["reason"]
-    assert "too much" in insight.positions(predictor)["reason"]
+    monkeypatch.setattr(insight, "MAX_BYTES", 80)
+    assert "too large" in insight.explain(predictor, levels, 1)["attention"]["reason"]
+    assert "too large" in insight.positions(predictor)["reason"]
 
 
 # ---- the figures of the weights --------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_too_much_attention_is_averaged_or_refused(monkeypatch):
 def test_positions_are_those_of_the_figure(name):
     predictor = predictor_of(**CONFIGS[name])
     found, wanted = insight.positions(predictor), positions.compute(predictor.bundle.model)
-    least, most = found["similarity"]["least"], found["similarity"]["most"]
+    least, most = found["similarity"]["min"], found["similarity"]["max"]
     shown = least + unpacked(found["similarity"]) / 255 * (most - least)
     assert (found["kind"], found["grid"]) == (predictor.config.position, list(wanted.grid))
     assert (least, most) == (-1, 1) or name == "bias"
@@ -203,23 +203,23 @@ def test_positions_are_those_of_the_figure(name):
 def test_filters_are_those_of_the_figure(options):
     predictor = predictor_of(**options)
     found, wanted = insight.filters(predictor), filters.compute(predictor.bundle.model)
-    tiles, (least, most) = unpacked(found["tiles"]), (found["tiles"]["least"], found["tiles"]["most"])
+    tiles, (least, most) = unpacked(found["tiles"]), (found["tiles"]["min"], found["tiles"]["max"])
     shown = least + tiles / 255 * (most - least)
     if options.get("channels") == 3:
-        np.testing.assert_allclose(shown, filters.as_colours(wanted), atol=1 / 255)
+        np.testing.assert_allclose(shown, filters.as_colors(wanted), atol=1 / 255)
     else:
         np.testing.assert_allclose(shown[..., 0], wanted.components.mean(axis=1), atol=(most - least) / 255)
-    assert found["share"] == pytest.approx(list(wanted.share))
+    assert found["variance"] == pytest.approx(list(wanted.share))
     assert found["patch"] == [4, 4]
     assert found["caption"] == filters.caption(wanted)
 
 
 def test_no_positions_and_no_filters_have_reasons():
     predictor = predictor_of(position="none")
-    assert "must have positions" in insight.positions(predictor)["reason"]
+    assert "no position" in insight.positions(predictor)["reason"]
     with torch.no_grad():
         predictor.bundle.model.tokens.proj.weight.fill_(1)
-    assert "filters that differ" in insight.filters(predictor)["reason"]
+    assert "filters are equal" in insight.filters(predictor)["reason"]
 
 
 def test_figures_need_no_matplotlib():
@@ -237,7 +237,7 @@ def test_figures_need_no_matplotlib():
     assert done.returncode == 0, done.stderr
 
 
-# ---- pictures to begin with --------------------------------------------------------------------------
+# ---- images to begin with --------------------------------------------------------------------------
 
 
 def opened(example):
@@ -249,7 +249,7 @@ def test_examples_for_one_channel_are_digits():
     assert [one.name for one in found] == [f"digit {n}" for n in range(10)]
     predict = vt.Predictor(sample_model())
     answers = [predict(opened(one)).label for one in found]
-    assert np.array_equal(np.asarray(opened(found[3])), sample_pictures(4).pixels[3, ..., 0])
+    assert np.array_equal(np.asarray(opened(found[3])), sample_images(4).pixels[3, ..., 0])
     assert sum(answer == str(n) for n, answer in enumerate(answers)) >= 7
 
 
@@ -265,20 +265,20 @@ def test_digits_are_drawn_where_there_is_no_scikit_learn(monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [3, 4])
-def test_examples_in_colour_are_drawn_and_always_the_same(channels):
+def test_examples_in_color_are_drawn_and_always_the_same(channels):
     found = built_in(channels)
-    assert 4 <= len(found) <= MOST
+    assert 4 <= len(found) <= MAX_EXAMPLES
     assert len({one.name for one in found}) == len({one.data for one in found}) == len(found)
     assert [one.data for one in built_in(channels)] == [one.data for one in found]
     for one in found:
-        picture = opened(one)
-        assert (one.kind, picture.format, picture.size, picture.mode) == (
+        image = opened(one)
+        assert (one.kind, image.format, image.size, image.mode) == (
             "image/png",
             "PNG",
             (224, 224),
             "RGB",
         )
-        assert len(picture.getcolors(1 << 20)) > 20
+        assert len(image.getcolors(1 << 20)) > 20
 
 
 def test_no_examples_for_channels_that_no_file_has():
@@ -291,27 +291,27 @@ def test_examples_from_a_folder_are_spread_over_it_and_stay_as_they_are(tmp_path
         kind.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8), (number, 0, 0)).save(kind / f"{number:02}.png")
     found = from_folder(tmp_path)
-    assert len(found) == MOST
+    assert len(found) == MAX_EXAMPLES
     assert found[0].name == "00.png"
     assert {int(one.name[:2]) // 10 for one in found} == {0, 1, 2}
     assert found[0].data == (tmp_path / "class 0" / "00.png").read_bytes()
 
 
 def test_what_browsers_do_not_show_becomes_png(tmp_path):
-    picture = Image.effect_noise((20, 10), 50)
+    image = Image.effect_noise((20, 10), 50)
     for name in ("a.jpg", "b.tiff", "c.png", "d.bmp"):
-        picture.save(tmp_path / name)
+        image.save(tmp_path / name)
     (tmp_path / "e.jpg").write_bytes((tmp_path / "c.png").read_bytes())  # content decides
     found = from_folder(tmp_path)
     assert [one.kind for one in found] == ["image/jpeg", *["image/png"] * 4]
     assert found[4].data == found[2].data
-    assert np.array_equal(np.asarray(opened(found[1])), np.asarray(picture))
+    assert np.array_equal(np.asarray(opened(found[1])), np.asarray(image))
 
 
-def test_a_folder_without_pictures_and_a_picture_that_is_none(tmp_path):
-    with pytest.raises(InputError, match="must hold pictures"):
+def test_a_folder_without_images_and_a_image_that_is_none(tmp_path):
+    with pytest.raises(InputError, match="contains no images"):
         from_folder(tmp_path)
-    with pytest.raises(InputError, match="must be a folder"):
+    with pytest.raises(InputError, match="not a folder"):
         from_folder(tmp_path / "none")
     (tmp_path / "x.png").write_text("<script>alert(1)</script>")
     with pytest.raises(InputError, match=r"x\.png"):

@@ -10,12 +10,12 @@ from http.client import HTTPConnection
 
 import pytest
 
-from serving import (
+from tests.support.serving import (
     PATIENCE,
     Gated,
     child,
     form,
-    picture,
+    make_image,
     png,
     read_all,
     request,
@@ -43,10 +43,10 @@ def test_who_finds_no_place_is_told_at_once_and_the_others_are_served():
     with serving(predictor, queue=6, batch=4) as running, ThreadPoolExecutor(6) as pool:
         predictor.gate.clear()
         inside = [pool.submit(running.predict) for _ in range(6)]
-        until(lambda: running.app.batcher.taken == 6)
+        until(lambda: running.app.batcher.in_progress == 6)
         start = time.monotonic()
         for _ in range(20):
-            status, headers, body = running.ask("/v1/predict", picture())
+            status, headers, body = running.ask("/v1/predict", make_image())
             assert (status, headers["Retry-After"]) == (503, "1")
             assert b'"busy"' in body
         assert running.get("/healthz")[0] == 200
@@ -54,7 +54,7 @@ def test_who_finds_no_place_is_told_at_once_and_the_others_are_served():
         with running.dial() as client:  # not even its body is wanted
             client.sendall(request(Content_Length=100_000))
             assert statuses(client.recv(65536)) == [503]
-        assert running.get("/v1/explain", body=picture())[0] == 503
+        assert running.get("/v1/explain", body=make_image())[0] == 503
         predictor.gate.set()
         assert [one.result()[0] for one in inside] == [200] * 6
         assert running.predict()[0] == 200
@@ -62,12 +62,12 @@ def test_who_finds_no_place_is_told_at_once_and_the_others_are_served():
         assert sum(predictor.batches) == 7
 
 
-def test_a_request_takes_a_place_for_each_picture():
+def test_a_request_takes_a_place_for_each_image():
     predictor = Gated(toy())
     with serving(predictor, queue=6) as running, ThreadPoolExecutor(1) as pool:
         predictor.gate.clear()
         inside = pool.submit(ask, running, 4)
-        until(lambda: running.app.batcher.taken == 4)
+        until(lambda: running.app.batcher.in_progress == 4)
         assert ask(running, 3)[0] == 503
         predictor.gate.set()
         assert inside.result()[0] == 200
@@ -76,7 +76,7 @@ def test_a_request_takes_a_place_for_each_picture():
 
 
 def ask(running, count):
-    body, kind = form(*[picture()] * count)
+    body, kind = form(*[make_image()] * count)
     return running.predict(body, kind=kind)
 
 
@@ -88,7 +88,7 @@ def test_an_answer_that_would_be_late_is_504_in_time_and_never_computed():
         found = [pool.submit(running.predict) for _ in range(4)]
         assert [one.result()[0] for one in found] == [504] * 4
         assert 0.9 < time.monotonic() - start < 6
-        assert running.app.batcher.taken == 0  # their places are free, though the model is still stuck
+        assert running.app.batcher.in_progress == 0  # their places are free, though the model is still stuck
         predictor.gate.set()
         assert running.predict()[0] == 200
         assert sum(predictor.batches) == predictor.batches[0] + 1  # what waited was not run
@@ -111,7 +111,7 @@ def test_also_when_the_whole_server_has_stood_still():
         assert first.result()[0] in (200, 504)
         assert predictor.batches == [1]
         assert running.predict()[0] == 200
-        assert not [line for line in running.log if line.startswith("bug")]
+        assert not [line for line in running.log if line.startswith("internal error")]
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -160,8 +160,8 @@ def test_bytes_that_nobody_wants_yet_stay_outside():
     predictor = Gated(toy())
     with serving(predictor) as running, running.dial() as client:
         predictor.gate.clear()
-        client.sendall(request(body=picture()))
-        until(lambda: running.app.batcher.taken == 1)
+        client.sendall(request(body=make_image()))
+        until(lambda: running.app.batcher.in_progress == 1)
         client.settimeout(0.5)
         with pytest.raises(TimeoutError):
             client.sendall(bytes(100 * MiB))
@@ -177,7 +177,7 @@ def test_bytes_that_nobody_wants_yet_stay_outside():
 
 def churn(server, number):
     """A client of one of many kinds, most of them bad."""
-    data = picture()
+    data = make_image()
     match number % 6:
         case 0:
             assert server.predict(data)[0] == 200
@@ -208,7 +208,7 @@ def test_descriptors_threads_and_places_are_given_back(server):
     assert server.threads() <= threads
     assert server.count("vitrail_queue_depth") == 0
     assert server.memory() - memory < 20 * MiB
-    assert not [line for line in server.lines if "bug" in line or "Traceback" in line]
+    assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
 def test_slow_clients_by_the_hundred(server):
@@ -235,9 +235,9 @@ def test_without_descriptors_it_waits_and_recovers(server):
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (inside + 10, limits[1]))
     clients = [server.dial() for _ in range(100)]
     try:
-        until(lambda: any("no more file descriptors" in line for line in server.lines))
+        until(lambda: any("out of file descriptors" in line for line in server.lines))
         time.sleep(1.5)
-        assert sum("no more file descriptors" in line for line in server.lines) < 10  # it does not spin
+        assert sum("out of file descriptors" in line for line in server.lines) < 10  # it does not spin
         keep.request("GET", "/healthz")  # and who is inside is served
         assert keep.getresponse().status == 200
     finally:

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from conftest import needs_chromium, shake
+from tests.support.browser import needs_chromium
+from tests.support.models import shake
 from vitrail.inspect import positions, rollout
-from vitrail.inspect.sample import sample_model, sample_pictures
+from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.serve.app import App
 from vitrail.serve.examples import built_in
 from vitrail.serve.server import Server, bind, page_files
@@ -45,10 +46,10 @@ class Served:
         self.thread.start()
 
     def take_places(self, count):
-        """Let so many pictures more, or less, be inside."""
+        """Let so many images more, or less, be inside."""
 
         def change():
-            self.app.batcher.taken += count
+            self.app.batcher.in_progress += count
 
         self.server.loop.call_soon_threadsafe(change)
 
@@ -56,7 +57,7 @@ class Served:
         if self.thread.is_alive():
             self.server.loop.call_soon_threadsafe(self.server.stop)
             self.thread.join(PATIENCE)
-        assert not [line for line in self.log if line.startswith("bug")]
+        assert not [line for line in self.log if line.startswith("internal error")]
 
 
 class Watched:
@@ -132,9 +133,9 @@ def wait_until(page, expression):
 
 
 def wait_for_answer(page, name):
-    """Until what is shown belongs to the picture of this name."""
-    wait_until(page, f"document.getElementById('picture-name').textContent === {name!r}")
-    wait_until(page, "!document.body.classList.contains('asking') && vitrail.inside.found !== null")
+    """Until what is shown belongs to the image of this name."""
+    wait_until(page, f"document.getElementById('image-name').textContent === {name!r}")
+    wait_until(page, "!document.body.classList.contains('waiting') && vitrail.inside.result !== null")
 
 
 def png(pixels):
@@ -144,7 +145,7 @@ def png(pixels):
 
 
 def digit(number):
-    return sample_pictures(10).pixels[number]
+    return sample_images(10).pixels[number]
 
 
 def percent(share):
@@ -152,8 +153,8 @@ def percent(share):
     return f"{100 * share:.{1 if share < 0.0995 else 0}f}%"
 
 
-def check_answer(page, predictor, picture):
-    wanted = predictor(picture)
+def check_answer(page, predictor, image):
+    wanted = predictor(image)
     assert page.inner_text("#label") == wanted.label
     assert page.inner_text("#score") == percent(wanted.score)
     assert page.locator("#bars .label").all_inner_texts() == [label for label, _ in wanted.top(5)]
@@ -161,7 +162,7 @@ def check_answer(page, predictor, picture):
     np.testing.assert_allclose(shown, [score for _, score in wanted.top(5)], atol=0.0051)
 
 
-# ---- ways in which a picture arrives -----------------------------------------------------------------
+# ---- ways in which an image arrives -----------------------------------------------------------------
 
 HAND_OVER = """([kind, name, type, text]) => {
     const bytes = Uint8Array.from(atob(text), letter => letter.charCodeAt(0)), all = new DataTransfer();
@@ -189,17 +190,17 @@ def test_a_file_is_chosen(sample, tmp_path, digits_served):
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_a_picture_is_dropped_or_pasted(kind, sample, digits_served):
+def test_a_image_is_dropped_or_pasted(kind, sample, digits_served):
     hand_over(sample, kind, "six.png", png(digit(6)[..., 0]))
     wait_for_answer(sample, "six.png")
     check_answer(sample, digits_served.predictor, digit(6))
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_an_address_is_no_picture(kind, sample):
+def test_an_address_is_no_image(kind, sample):
     hand_over(sample, kind, None)
     wait_until(sample, "!document.getElementById('trouble').hidden")
-    assert "picture" in sample.inner_text("#trouble-words")
+    assert "image" in sample.inner_text("#trouble-words")
     assert not sample.is_visible("#again")
 
 
@@ -209,18 +210,18 @@ def test_examples_are_one_click_away(sample, digits_served):
         sample.locator("#examples button").nth(number).click()
         wait_for_answer(sample, f"digit {number}")
         check_answer(sample, digits_served.predictor, digit(number))
-        seen = pixels_of(sample, "vitrail.inside.picture.own")
+        seen = pixels_of(sample, "vitrail.inside.image.own")
         assert np.array_equal(seen[..., :1], digit(number))  # what the model saw, level by level
 
 
-def test_the_last_picture_wins(sample, digits_served):
+def test_the_last_image_wins(sample, digits_served):
     for number in (1, 2, 3, 4, 5, 6):
         sample.locator("#examples button").nth(number).click()
     wait_for_answer(sample, "digit 6")
     check_answer(sample, digits_served.predictor, digit(6))
 
 
-def test_the_last_picture_wins_also_before_the_model_is_known(opened):
+def test_the_last_image_wins_also_before_the_model_is_known(opened):
     predictor = predictor_of()
     predictor.bundle = None  # as that of an ONNX file
     page, _ = opened(predictor)
@@ -229,12 +230,12 @@ def test_the_last_picture_wins_also_before_the_model_is_known(opened):
     page.reload()
     wait_until(page, "Boolean(window.vitrail)")
     page.on("request", lambda request: asked.append(request.method))
-    pictures = [np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8) for seed in (0, 1)]
-    for number, pixels in enumerate(pictures):
+    images = [np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8) for seed in (0, 1)]
+    for number, pixels in enumerate(images):
         hand_over(page, "drop", f"{number}.png", png(pixels))
     held[0].continue_()
     wait_until(page, "document.getElementById('bars').childElementCount === 5")
-    check_answer(page, predictor, pictures[1])
+    check_answer(page, predictor, images[1])
     page.wait_for_timeout(300)
     assert asked.count("POST") == 1
 
@@ -253,7 +254,7 @@ def rows_of(number):
     """Attention of the sample model for a digit: (L, k, T, T)."""
     bundle = sample_model()
     with torch.no_grad(), vt.record(bundle.model.eval(), "blocks.*.attention.weights") as tape:
-        bundle.model(sample_pictures(10).images[number : number + 1])
+        bundle.model(sample_images(10).images[number : number + 1])
     return np.stack([tape[f"blocks.{layer}.attention.weights"][0].numpy() for layer in range(2)])
 
 
@@ -264,9 +265,13 @@ def check_row(page, layer, head, token):
     assert (np.abs(found - wanted) <= allowed).all()
     best = int(wanted[1:].argmax())
     words = page.inner_text("#attention-words")
-    assert words.startswith(f"In layer {layer + 1}, in ")
-    place = "itself among the patches" if best + 1 == token else f"row {best // 7 + 1}, column {best % 7 + 1}"
-    said = re.search(rf"looks most at .*{place} \(([\d.]+)%\)", words)
+    assert words.startswith(f"In layer {layer + 1}, ")
+    place = (
+        r"itself \(among the patches\)"
+        if best + 1 == token
+        else f"row {best // 7 + 1}, column {best % 7 + 1}"
+    )
+    said = re.search(rf"attends most to .*{place} \(([\d.]+)%\)", words)
     assert said, words
     assert float(said[1]) / 100 == pytest.approx(wanted[1 + best], abs=allowed + 0.005)
 
@@ -283,7 +288,7 @@ def pixels_of(page, canvas):
 
 def test_pointing_at_a_patch_shows_where_it_looks(three):
     check_row(three, 1, None, 0)
-    assert "the class token looks most" in three.inner_text("#attention-words")
+    assert "the class token attends most" in three.inner_text("#attention-words")
     before = painted(three, "attention")
     canvas = three.locator("#attention-map canvas.patches")
     size = canvas.bounding_box()
@@ -292,7 +297,7 @@ def test_pointing_at_a_patch_shows_where_it_looks(three):
     assert three.evaluate("vitrail.inside.token") == token
     assert painted(three, "attention") != before
     check_row(three, 1, None, token)
-    assert "the patch in row 3, column 4 looks most" in three.inner_text("#attention-words")
+    assert "the patch in row 3, column 4 attends most" in three.inner_text("#attention-words")
     for head in range(4):
         three.get_by_role("radio", name=str(head + 1), exact=True).check()
         check_row(three, 1, head, token)
@@ -300,7 +305,7 @@ def test_pointing_at_a_patch_shows_where_it_looks(three):
     check_row(three, 1, 3, 0)
 
 
-def test_the_colours_are_the_numbers(three):
+def test_the_colors_are_the_numbers(three):
     """Patch for patch, the map's brightness follows the row of attention."""
     row = rows_of(3)[1, :, 0].mean(axis=0)[1:]
     shown = pixels_of(three, "document.querySelector('#attention-map canvas')")
@@ -308,10 +313,10 @@ def test_the_colours_are_the_numbers(three):
         round(len(shown) * (4 * patch + 2.5) / 28) for patch in range(7)
     ]  # inside a pixel of each patch
     seen = shown[places][:, places].reshape(49, 3)
-    picture = digit(3)[2::4, 2::4, 0].reshape(49, 1)
+    image = digit(3)[2::4, 2::4, 0].reshape(49, 1)
     stops = np.array([[10, 10, 60], [120, 20, 110], [235, 90, 50], [255, 235, 120]])
     hue = np.stack([np.interp(3 * row / row.max(), range(4), stops[:, c]) for c in range(3)], axis=1)
-    np.testing.assert_allclose(seen, 0.78 * hue + 0.22 * picture, atol=8)
+    np.testing.assert_allclose(seen, 0.78 * hue + 0.22 * image, atol=8)
 
 
 def test_the_slider_looks_in_after_another_layer(three):
@@ -320,7 +325,7 @@ def test_the_slider_looks_in_after_another_layer(three):
     three.on("request", lambda request: asked.append(request.url))
     three.locator("#depth").focus()
     three.keyboard.press("ArrowLeft")
-    wait_until(three, "vitrail.inside.found.layer === 0")
+    wait_until(three, "vitrail.inside.result.layer === 0")
     assert len(asked) == 1
     assert "v1/explain?layer=0" in asked[0]
     assert three.inner_text("#depth-words") == "layer 1 of 2"
@@ -329,19 +334,19 @@ def test_the_slider_looks_in_after_another_layer(three):
     check_row(three, 0, None, 0)
     model = sample_model().model.eval()
     with torch.no_grad():
-        layer = model.encode(sample_pictures(4).images[3:], layers=[0]).layers[0]
+        layer = model.encode(sample_images(4).images[3:], layers=[0]).layers[0]
         scores = model.head(layer.pooled)[0].softmax(dim=0)
     said = three.get_attribute("#depth", "aria-valuetext")
     assert said == f"layer 1 of 2: {int(scores.argmax())}, {percent(scores.max())}"
     three.keyboard.press("ArrowRight")
-    wait_until(three, "vitrail.inside.found.layer === 1")
+    wait_until(three, "vitrail.inside.result.layer === 1")
     assert len(asked) == 1  # the first answer is still there
     assert painted(three, "attention") == before[0]
     three.locator("#lens button").first.click()
-    wait_until(three, "vitrail.inside.found.layer === 0")
+    wait_until(three, "vitrail.inside.result.layer === 0")
 
 
-def test_the_slider_moves_while_a_picture_is_on_its_way(three):
+def test_the_slider_moves_while_a_image_is_on_its_way(three):
     held = []
     three.route("**/v1/explain?layer=1*", lambda route: held.append(route))
     three.locator("#examples button").nth(7).click()
@@ -353,18 +358,18 @@ def test_the_slider_moves_while_a_picture_is_on_its_way(three):
     wait_until(three, "vitrail.layers.has(0)")
     held[0].continue_()
     wait_for_answer(three, "digit 7")
-    wait_until(three, "vitrail.inside.found.layer === 0")
+    wait_until(three, "vitrail.inside.result.layer === 0")
     assert three.inner_text("#depth-words") == "layer 1 of 2"
     assert three.inner_text("#attention-words").startswith("In layer 1,")
 
 
 def test_rollout_is_that_of_the_figure(three):
-    shares = np.array(three.evaluate("Array.from(vitrail.inside.shares)")).reshape(2, 7, 7)
-    wanted = rollout.compute(sample_model().model, sample_pictures(4).images[3:]).maps[0, 0]
+    shares = np.array(three.evaluate("Array.from(vitrail.inside.relevance)")).reshape(2, 7, 7)
+    wanted = rollout.compute(sample_model().model, sample_images(4).images[3:]).maps[0, 0]
     np.testing.assert_allclose(shares[1], wanted, atol=1e-6)
     best = int(wanted.argmax())
     words = three.inner_text("#rollout-words")
-    assert f"row {best // 7 + 1}, column {best % 7 + 1}: {percent(wanted.max())}" in words
+    assert f"row {best // 7 + 1}, column {best % 7 + 1} contributes most: {percent(wanted.max())}" in words
 
 
 def test_positions_filters_and_card(sample):
@@ -372,17 +377,19 @@ def test_positions_filters_and_card(sample):
     near = found.similarity[24].copy()
     near[24] = -2
     best = int(near.argmax())
-    words = f"Row 4, column 4 is most like row {best // 7 + 1}, column {best % 7 + 1} ({near[best]:.2f})."
+    words = (
+        f"Row 4, column 4 is most similar to row {best // 7 + 1}, column {best % 7 + 1} ({near[best]:.2f})."
+    )
     assert sample.inner_text("#positions-words") == words
     canvas = sample.locator("#positions-map canvas.patches")
     canvas.hover(position={"x": 3, "y": 3})
-    assert sample.inner_text("#positions-words").startswith("Row 1, column 1 is most like")
+    assert sample.inner_text("#positions-words").startswith("Row 1, column 1 is most similar to")
     assert sample.locator("#tiles canvas").count() == 16
     assert "64 filters" in sample.inner_text("#filters-caption")
     card = sample.inner_text("#facts")
-    for words in ("Licence\nunknown", "accuracy: 0.9663", "105,098 parameters", "7 × 7 of 4 × 4 pixels"):
+    for words in ("License\nunknown", "accuracy: 0.9663", "105,098 parameters", "7 × 7 of 4 × 4 pixels"):
         assert words in card
-    assert "levels / 255" in card
+    assert "pixels / 255" in card
     assert "16,777,216 bytes" in card
     assert sample.title() == "mnist: vitrail"
 
@@ -410,10 +417,10 @@ def test_the_keyboard_is_enough(sample):
     sample.locator("#attention-map canvas.patches").focus()
     for key in ("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowUp", "ArrowDown"):
         sample.keyboard.press(key)  # the first one goes to the first patch
-    assert "the patch in row 2, column 2 looks most" in sample.inner_text("#attention-words")
+    assert "the patch in row 2, column 2 attends most" in sample.inner_text("#attention-words")
     sample.keyboard.press("End")
     sample.keyboard.press("ArrowRight")  # there is nothing further on
-    assert "the patch in row 2, column 7 looks most" in sample.inner_text("#attention-words")
+    assert "the patch in row 2, column 7 attends most" in sample.inner_text("#attention-words")
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert sample.evaluate(outline) == "solid"
 
@@ -428,12 +435,12 @@ def test_everything_has_a_name_and_the_answer_is_announced(three):
     assert nameless == []
     assert three.get_attribute("#says", "role") == "status"
     assert three.get_attribute("#trouble", "role") == "alert"
-    assert three.get_by_role("slider", name="Look in after").count() == 1
+    assert three.get_by_role("slider", name="After").count() == 1
     assert three.get_by_role("application", name="Attention. Arrow keys").count() == 1
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_the_picture_comes_apart_unless_motion_is_unwanted(motion, browser, digits_served):
+def test_the_image_comes_apart_unless_motion_is_unwanted(motion, browser, digits_served):
     watched = Watched(browser, digits_served, reduced_motion=motion)
     page = watched.page
     wait_until(page, "vitrail.inside !== null")
@@ -453,8 +460,8 @@ def test_the_picture_comes_apart_unless_motion_is_unwanted(motion, browser, digi
     watched.close()
 
 
-def luminance(colour):
-    parts = np.array([float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]) / 255
+def luminance(color):
+    parts = np.array([float(part) for part in color[color.index("(") + 1 : -1].split(",")[:3]]) / 255
     parts = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     return float(parts @ [0.2126, 0.7152, 0.0722])
 
@@ -479,7 +486,7 @@ def test_it_fits_a_phone_and_can_be_read(scheme, browser, digits_served):
     page = watched.page
     wait_until(page, "vitrail.inside !== null")
     hand_over(page, "drop", f"{'long' * 60}.png", png(digit(3)[..., 0]))
-    wait_until(page, "vitrail.inside.found !== null")
+    wait_until(page, "vitrail.inside.result !== null")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.locator("#attention-map canvas.patches").tap(position={"x": 5, "y": 5})
     assert "the patch in row 1, column 1" in page.inner_text("#attention-words")
@@ -511,7 +518,7 @@ def test_files_that_are_refused(opened):
     asked = []
     page.on("request", lambda request: asked.append(request.method))
     hand_over(page, "drop", "large.png", png(noise))
-    assert "at most 0.0 MiB here, and “large.png” has" in trouble(page)
+    assert "limit is 0.0 MiB, and “large.png” has" in trouble(page)
     hand_over(page, "drop", "empty.png")
     assert "“empty.png” is empty" in trouble(page)
     assert "POST" not in asked  # neither was sent
@@ -522,7 +529,7 @@ def test_files_that_are_refused(opened):
     assert not page.is_visible("#trouble")
     hand_over(page, "drop", "words.png", b"these are words")
     assert "not an image" in trouble(page)
-    assert page.inner_text("#label") == "No answer"  # what stood there was another picture's
+    assert page.inner_text("#label") == "No prediction"  # what stood there was another image's
     assert not page.is_visible("#inside")
     assert not page.is_visible("#again")
     hand_over(page, "drop", "wide.png", png(np.zeros((80, 80, 3), np.uint8)))
@@ -540,7 +547,7 @@ def test_a_busy_server_is_asked_again(opened):
     assert not page.is_visible("#trouble")
     served.take_places(4)
     page.locator("#examples button").nth(1).click()
-    assert "The server is busy." in trouble(page)
+    assert "try again in a moment" in trouble(page)
     served.take_places(-4)
     page.click("#again")
     wait_for_answer(page, "sunset")
@@ -553,7 +560,7 @@ def test_a_server_that_is_gone_and_comes_back(opened):
     wait_until(page, "vitrail.inside !== null")
     served.stop()
     page.locator("#examples button").first.click()
-    assert "does not answer" in trouble(page)
+    assert "does not respond" in trouble(page)
     again = Served(predictor, port=int(served.address.rpartition(":")[2]))
     page.click("#again")
     wait_for_answer(page, "rose window")
@@ -568,7 +575,7 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(opened):
         page.fill("#token", given)
         page.keyboard.press("Enter")
         if shown:
-            wait_until(page, "document.getElementById('token-words').textContent.includes('did not take')")
+            wait_until(page, "document.getElementById('token-words').textContent.includes('rejected')")
     wait_until(page, "vitrail.inside !== null")
     assert not page.is_visible("#token-form")
     page.locator("#examples button").first.click()  # the examples came with the token, too
@@ -588,7 +595,7 @@ HOSTILE = [
 
 
 def test_what_others_wrote_is_text(opened):
-    card = Card(name="</title><b>x", licence="<script>alert(4)</script>", metrics={"<i>accuracy": 0.5})
+    card = Card(name="</title><b>x", license="<script>alert(4)</script>", metrics={"<i>accuracy": 0.5})
     predictor = predictor_of(HOSTILE, card, classes=8)
     page, _ = opened(predictor, context={"viewport": {"width": 360, "height": 700}})
     wait_until(page, "vitrail.inside !== null")
@@ -622,7 +629,7 @@ def test_a_model_that_does_not_know(opened):
     wanted = served.predictor(Image.open(io.BytesIO(built_in(3)[0].data)))
     assert wanted.unsure
     assert page.inner_text("#label") == "Not sure"
-    assert f"best guess has {percent(wanted.score)}" in page.inner_text("#says-words")
+    assert f"highest score is {percent(wanted.score)}" in page.inner_text("#says-words")
     assert page.locator("#bars .label").all_inner_texts() == [label for label, _ in wanted.top(5)]
 
 
@@ -632,12 +639,12 @@ def test_a_model_without_classes_or_prefix_or_positions(opened):
     wait_for_answer(page, "rose window")
     assert page.inner_text("#label") == "No classes"
     assert "no classes" in page.inner_text("#model-words")
-    assert "must have positions" in page.inner_text("#no-positions")
-    assert "the patch in row 2, column 2 looks most" in page.inner_text("#attention-words")
+    assert "no position" in page.inner_text("#no-positions")
+    assert "the patch in row 2, column 2 attends most" in page.inner_text("#attention-words")
     assert not page.locator("#attention-map .chips").is_visible()
 
 
-def test_oblong_pictures_with_registers(opened):
+def test_oblong_images_with_registers(opened):
     page, _ = opened(predictor_of(size=(16, 36), patch=(8, 12), registers=2, pool="attention"))
     page.locator("#examples button").first.click()
     wait_for_answer(page, "rose window")
@@ -646,7 +653,7 @@ def test_oblong_pictures_with_registers(opened):
     size = canvas.bounding_box()
     assert size["width"] / size["height"] == pytest.approx(36 / 16, rel=0.02)
     canvas.hover(position={"x": size["width"] * 0.9, "y": size["height"] * 0.9})
-    assert "row 2, column 3 looks most" in page.inner_text("#attention-words")
+    assert "row 2, column 3 attends most" in page.inner_text("#attention-words")
 
 
 def test_a_model_that_cannot_be_looked_into(opened):

@@ -1,4 +1,4 @@
-"""Two processes (gloo, torchrun) are one run: the same loss, the same judgement, and it resumes."""
+"""Two processes (gloo, torchrun) against one: the same loss, the same evaluation, and exact resume."""
 
 import os
 import shutil
@@ -9,20 +9,20 @@ import time
 
 import pytest
 
-from tiny_runs import (
+from tests.support.tiny_runs import (
     SETTINGS,
     STOPS,
-    calm,
     left_over,
     one_thread,
+    partial_and_distilled,
     prints,
     rows,
-    special,
     train,
+    without_dropout,
     write_arrays,
     write_folder,
 )
-from tiny_runs import __file__ as program
+from tests.support.tiny_runs import __file__ as program
 
 __all__ = ["one_thread"]
 
@@ -30,18 +30,18 @@ TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-p
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Everything two processes are asked here, in one start of torchrun, beside runs of one process."""
+def runs(tmp_path_factory):
+    """All runs of two processes, in one start of torchrun, beside runs of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     write_arrays(folder / "data.npz")
     write_arrays(folder / "many.npz", held_out=300)  # batches of 128: two for one process, one for the other
-    write_arrays(folder / "few.npz", held_out=20)  # one batch: nothing to judge for the second process
-    write_folder(folder / "pictures")
-    (folder / "pictures" / "bee" / "05.png").write_bytes(b"no picture")
-    (folder / "pictures" / "cat" / "08.jpg").write_bytes(b"\xff\xd8\xff")
+    write_arrays(folder / "few.npz", held_out=20)  # one batch: none for the second process
+    write_folder(folder / "images")
+    (folder / "images" / "bee" / "05.png").write_bytes(b"no image")
+    (folder / "images" / "cat" / "08.jpg").write_bytes(b"\xff\xd8\xff")
     for name in ("many", "few"):
-        train(folder / f"{name}.npz", out=folder / f"alone-{name}", **calm(epochs=1))
-        again = shutil.copytree(folder / f"alone-{name}", folder / f"judged-{name}")
+        train(folder / f"{name}.npz", out=folder / f"alone-{name}", **without_dropout(epochs=1))
+        again = shutil.copytree(folder / f"alone-{name}", folder / f"again-{name}")
         (again / "last.safetensors").unlink()
         (again / "metrics.jsonl").unlink()
     done = subprocess.run(
@@ -56,86 +56,87 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["arrays", "folder"])
-def test_workers_change_nothing(made, kind):
-    assert prints(made / f"{kind}-0") == prints(made / f"{kind}-2")
+def test_the_number_of_workers_changes_nothing(runs, kind):
+    assert prints(runs / f"{kind}-0") == prints(runs / f"{kind}-2")
 
 
 @pytest.mark.parametrize(("kind", "at"), STOPS)
-def test_two_stopped_processes_end_in_the_same_bits(made, kind, at):
-    """Step 7: the signal reaches only the second. Sums of both are carried on."""
-    assert prints(made / f"{kind}-at-{at}") == prints(made / f"{kind}-2")
-    assert not left_over(made)
+def test_two_interrupted_processes_end_with_the_same_bits(runs, kind, at):
+    """At step 7 the signal reaches only the second process. The running sums of both are restored."""
+    assert prints(runs / f"{kind}-at-{at}") == prints(runs / f"{kind}-2")
+    assert not left_over(runs)
 
 
-def close(one, other):
+def assert_close(one, other):
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-5)
-        assert {k: a[k] for k in ("step", "rate", "left_out", "val_seen")} == {
-            k: b[k] for k in ("step", "rate", "left_out", "val_seen")
+        assert {k: a[k] for k in ("step", "lr", "skipped_steps", "val_images")} == {
+            k: b[k] for k in ("step", "lr", "skipped_steps", "val_images")
         }
 
 
-def test_the_loss_of_two_is_the_loss_of_one(made, tmp_path):
-    """With mixing and accumulation, and with neither; without dropout, which each draws for itself."""
-    train(made / "data.npz", out=tmp_path / "calm", **calm())
-    close(rows(made / "calm"), rows(tmp_path / "calm"))
-    plain = calm(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1)
-    train(made / "data.npz", out=tmp_path / "plain", **plain)
-    close(rows(made / "plain"), rows(tmp_path / "plain"))
-    assert rows(tmp_path / "plain")[0]["loss"] != pytest.approx(rows(tmp_path / "calm")[0]["loss"], rel=1e-4)
+def test_two_processes_have_the_loss_of_one(runs, tmp_path):
+    """With mixing and accumulation, and with neither; without dropout, which each process draws for itself."""
+    train(runs / "data.npz", out=tmp_path / "mixed", **without_dropout())
+    assert_close(rows(runs / "mixed"), rows(tmp_path / "mixed"))
+    plain = without_dropout(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1)
+    train(runs / "data.npz", out=tmp_path / "plain", **plain)
+    assert_close(rows(runs / "plain"), rows(tmp_path / "plain"))
+    assert rows(tmp_path / "plain")[0]["loss"] != pytest.approx(rows(tmp_path / "mixed")[0]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["lora", "head", "taught"])
-def test_two_tune_and_are_taught_as_one(made, name, tmp_path):
-    train(made / "data.npz", out=tmp_path / name, **special(made)[name])
-    close(rows(made / name), rows(tmp_path / name))
-    assert prints(made / f"{name}-stopped") == prints(made / name)
+def test_two_processes_fine_tune_and_distill_as_one(runs, name, tmp_path):
+    train(runs / "data.npz", out=tmp_path / name, **partial_and_distilled(runs)[name])
+    assert_close(rows(runs / name), rows(tmp_path / name))
+    assert prints(runs / f"{name}-stopped") == prints(runs / name)
 
 
-def test_one_of_two_writes_the_log(made):
-    text = (made / "calm" / "log.txt").read_text()
+def test_only_one_process_writes_the_log(runs):
+    text = (runs / "mixed" / "log.txt").read_text()
     assert [text.count(words) for words in ("Computing on", " epoch    1 ", " steps: ")] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["many", "few"])
-def test_two_judge_to_the_last_digit_as_one(made, name):
-    one, two = rows(made / f"alone-{name}")[-1], rows(made / f"judged-{name}")[-1]
+def test_two_processes_evaluate_to_the_last_digit_as_one(runs, name):
+    one, two = rows(runs / f"alone-{name}")[-1], rows(runs / f"again-{name}")[-1]
     assert one == two
-    assert one["val_seen"] == {"many": 300, "few": 20}[name]
+    assert one["val_images"] == {"many": 300, "few": 20}[name]
 
 
-def test_corrupt_files_of_both_are_counted(made):
-    """Whichever process met them."""
-    alone = made / "alone-pictures"
-    train(made / "pictures", out=alone, corrupt="skip", **SETTINGS)
-    two, one = ([(r["corrupt"], r["val_seen"]) for r in rows(out)] for out in (made / "folder-2", alone))
+def test_corrupt_files_of_both_processes_are_counted(runs):
+    alone = runs / "alone-images"
+    train(runs / "images", out=alone, corrupt="skip", **SETTINGS)
+    two, one = (
+        [(r["corrupt_files"], r["val_images"]) for r in rows(out)] for out in (runs / "folder-2", alone)
+    )
     assert two == one
     assert two[-1][0] >= 1
 
 
-def test_stopped_by_the_terminal_and_gone_on_with(made, tmp_path):
-    """Ctrl-C and SLURM signal every process, and torchrun passes the signal on besides."""
+def test_stopped_by_the_terminal_and_resumed(runs, tmp_path):
+    """Ctrl-C and SLURM signal every process, and torchrun passes the signal on as well."""
     out = tmp_path / "run"
-    given = [f"--set={p}.{k}={v}" for p in ("model", "augment", "mixing") for k, v in SETTINGS[p].items()]
-    start = [*TWO, "-m", "vitrail", "train", made / "data.npz", "--out", out, "--epochs=2000", *given]
-    said, took = stopped([*start, "--batch=16"], out / "metrics.jsonl")
-    stop = [line for line in said.splitlines() if line.startswith("Stopped at step")]
-    assert len(stop) == 1, said
+    options = [f"--set={p}.{k}={v}" for p in ("model", "augment", "mixing") for k, v in SETTINGS[p].items()]
+    start = [*TWO, "-m", "vitrail", "train", runs / "data.npz", "--out", out, "--epochs=2000", *options]
+    output, took = stopped([*start, "--batch=16"], out / "metrics.jsonl")
+    stop = [line for line in output.splitlines() if line.startswith("Stopped at step")]
+    assert len(stop) == 1, output
     step = stop[0].split()[3]
     assert (out / "checkpoints" / f"step-{int(step.replace(',', '')):08d}").is_dir()
     assert took < 20
     assert not left_over(out)
-    (out / "metrics.jsonl").unlink()  # the checkpoint has its rows too
-    said, _ = stopped([*start, "--batch=16", "--resume"], out / "metrics.jsonl")
-    assert f"Going on at step {step} of 10,000." in said
-    assert len(said.split("Stopped at step")) == 2
+    (out / "metrics.jsonl").unlink()  # the checkpoint has its rows, too
+    output, _ = stopped([*start, "--batch=16", "--resume"], out / "metrics.jsonl")
+    assert f"Resuming at step {step} of 10,000." in output
+    assert len(output.split("Stopped at step")) == 2
     assert [row["epoch"] for row in rows(out)] == list(range(1, len(rows(out)) + 1))
 
 
 def stopped(command, file, limit=90):
-    """Start it, wait for a file, stop it and all its children; what it said, and how long stopping took."""
+    """Start a command, wait for a file, stop all its processes; return the output and how long stopping took."""
     child = subprocess.Popen(
         command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -152,8 +153,8 @@ def stopped(command, file, limit=90):
             time.sleep(0.02)
         sent = time.monotonic()
         os.killpg(child.pid, signal.SIGTERM)
-        said, _ = child.communicate(timeout=limit)
+        output, _ = child.communicate(timeout=limit)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-    return said, time.monotonic() - sent
+    return output, time.monotonic() - sent

@@ -1,5 +1,6 @@
-"""A run that was stopped, anywhere and by anything, ends in the same bits as one that was not."""
+"""A run interrupted anywhere and resumed ends with the same bits as an uninterrupted one."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tiny_runs import (
+from tests.support.tiny_runs import (
     SETTINGS,
+    Notes,
     Signals,
     everything,
     left_over,
@@ -20,10 +22,9 @@ from tiny_runs import (
     write_arrays,
     write_folder,
 )
-from tiny_runs import Notes as Listener
-from tiny_runs import __file__ as program
+from tests.support.tiny_runs import __file__ as program
 from vitrail.errors import ConfigError, FileError
-from vitrail.training.loop import Stopped
+from vitrail.training.trainer import Interrupted
 
 __all__ = ["one_thread"]
 
@@ -31,78 +32,76 @@ __all__ = ["one_thread"]
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    return {"arrays": write_arrays(folder / "data.npz"), "folder": write_folder(folder / "pictures")}
+    return {"arrays": write_arrays(folder / "data.npz"), "folder": write_folder(folder / "images")}
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """Undisturbed runs, made when first asked for."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(data, tmp_path_factory):
+    """Uninterrupted runs by kind of data, made on first use."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
 
-    def made(kind):
+    def run(kind):
         out = folder / kind
         if not out.exists():
             train(data[kind], out=out, workers=2, **SETTINGS)
         return out
 
-    return made
+    return run
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("arrays", 2), ("folder", 0), ("folder", 2)])
-@pytest.mark.parametrize("at", [1, 7, "end", "judge", "save"])
-def test_a_stopped_run_ends_in_the_same_bits(kind, workers, at, data, whole, tmp_path):
-    """At the first step, within an epoch, at the end of one, while one is judged, when it has been."""
+@pytest.mark.parametrize("at", [1, 7, "end", "evaluate", "save"])
+def test_an_interrupted_run_ends_with_the_same_bits(kind, workers, at, data, uninterrupted, tmp_path):
+    """At the first step, within an epoch, at its end, during its evaluation, and before it is saved."""
     at = {"arrays": 10, "folder": 6}[kind] if at == "end" else at  # epochs of 5 steps, and of 3
     stopped_and_resumed(data[kind], tmp_path / "run", at, workers=workers, **SETTINGS)
-    assert prints(tmp_path / "run") == prints(whole(kind))
+    assert prints(tmp_path / "run") == prints(uninterrupted(kind))
     assert not left_over(tmp_path)
 
 
-def test_stopped_after_every_step(data, whole, tmp_path):
+def test_interrupted_after_every_step(data, uninterrupted, tmp_path):
     steps = 0
     for at in range(1, 16):
-        with Signals(at), pytest.raises(Stopped):
+        with Signals(at), pytest.raises(Interrupted):
             train(data["arrays"], out=tmp_path / "run", resume=at > 1, **SETTINGS)
         steps += 1
     train(data["arrays"], out=tmp_path / "run", resume=True, **SETTINGS)
     assert rows(tmp_path / "run")[-1]["step"] == steps == 15
-    assert prints(tmp_path / "run") == prints(whole("arrays"))
+    assert prints(tmp_path / "run") == prints(uninterrupted("arrays"))
 
 
-def test_the_number_of_workers_changes_nothing_and_may_change_on_the_way(data, whole, tmp_path):
+def test_the_number_of_workers_changes_nothing_and_may_change_on_resume(data, uninterrupted, tmp_path):
     train(data["folder"], out=tmp_path / "none", workers=0, **SETTINGS)
-    assert prints(tmp_path / "none") == prints(whole("folder"))
+    assert prints(tmp_path / "none") == prints(uninterrupted("folder"))
     stopped_and_resumed(
         data["folder"], tmp_path / "run", 4, workers=0, resumes=dict(workers=2, keep=5), **SETTINGS
     )
-    assert prints(tmp_path / "run") == prints(whole("folder"))
+    assert prints(tmp_path / "run") == prints(uninterrupted("folder"))
 
 
-def test_another_seed_is_another_run(data, whole, tmp_path):
-    """Or all of the above would hold for a run that does not train at all."""
+def test_another_seed_gives_another_run(data, uninterrupted, tmp_path):
+    """Otherwise all of the above would hold for a run that does not train at all."""
     train(data["arrays"], out=tmp_path / "run", seed=1, **SETTINGS)
-    mine, theirs = prints(tmp_path / "run"), prints(whole("arrays"))
-    assert [name for name in mine if mine[name] == theirs[name]] == [
-        "sums.safetensors"
-    ]  # zero after an epoch
+    one, other = prints(tmp_path / "run"), prints(uninterrupted("arrays"))
+    assert [name for name in one if one[name] == other[name]] == ["sums.safetensors"]  # zero after an epoch
     first, *_, last = rows(tmp_path / "run")
     assert last["loss"] < first["loss"]
 
 
-def test_sgd_and_a_schedule_without_ema_resume_too(data, tmp_path):
+def test_sgd_with_a_linear_schedule_and_no_ema_resumes_exactly(data, tmp_path):
     settings = {**SETTINGS, "optimizer": "sgd", "momentum": 0.9, "ema": None, "schedule": "linear"}
-    train(data["arrays"], out=tmp_path / "whole", **settings)
+    train(data["arrays"], out=tmp_path / "uninterrupted", **settings)
     stopped_and_resumed(data["arrays"], tmp_path / "run", 7, **settings)
-    assert prints(tmp_path / "run") == prints(tmp_path / "whole")
+    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
     assert "ema.safetensors" not in prints(tmp_path / "run")
 
 
-def test_fewer_checkpoints_than_epochs_resume_from_the_last_there_is(data, tmp_path):
+def test_with_fewer_checkpoints_than_epochs_the_newest_is_resumed(data, tmp_path):
     settings = {**SETTINGS, "save_every": 2, "evaluate_every": 2}
-    train(data["arrays"], out=tmp_path / "whole", **settings)
+    train(data["arrays"], out=tmp_path / "uninterrupted", **settings)
     out = tmp_path / "run"
     stopped_and_resumed(data["arrays"], out, 12, **settings)
-    assert prints(out) == prints(tmp_path / "whole")
+    assert prints(out) == prints(tmp_path / "uninterrupted")
     assert ["val_loss" in row for row in rows(out)] == [False, True, True]
 
 
@@ -129,83 +128,111 @@ def test_killed_at_two_hundred_random_moments(tmp_path):
     assert kill(tmp_path, 200, seed=2, limit=1800) >= 200
 
 
-# ---- the run's folder --------------------------------------------------------------------------
+# ---- the run directory -------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_left_as_it_is(data, whole, tmp_path):
-    before = everything(whole("arrays"))
-    listener = Listener()
-    done = train(data["arrays"], out=whole("arrays"), resume=True, listener=listener, **SETTINGS)
-    assert everything(whole("arrays")) == before
-    assert done.metrics == rows(whole("arrays"))
-    assert listener.rows == []
+def test_resuming_a_finished_run_changes_nothing(data, uninterrupted, tmp_path):
+    before = everything(uninterrupted("arrays"))
+    callback = Notes()
+    done = train(data["arrays"], out=uninterrupted("arrays"), resume=True, callback=callback, **SETTINGS)
+    assert everything(uninterrupted("arrays")) == before
+    assert done.metrics == rows(uninterrupted("arrays"))
+    assert callback.rows == []
 
 
-def test_a_folder_that_is_not_empty_is_refused(data, whole, tmp_path):
+def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = everything(tmp_path)
-    with pytest.raises(FileError, match=r"--out must be a new or empty folder.* go on with --resume"):
+    with pytest.raises(FileError, match=r"--out must be a new or empty folder.* --resume"):
         train(data["arrays"], out=tmp_path, **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
         train(data["arrays"], out=tmp_path, resume=True, **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
         train(data["arrays"], out=tmp_path / "thesis.tex", **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
-        train(data["arrays"], out=whole("arrays"), **SETTINGS)
+        train(data["arrays"], out=uninterrupted("arrays"), **SETTINGS)
     assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
-        (dict(lr=1e-3), r"train\.lr=0\.001, and 0\.003 in the run"),
-        (dict(epochs=4), r"train\.epochs=4, and 3 in the run"),
-        (dict(seed=3), r"train\.seed=3, and 0 in the run"),
-        (dict(model=dict(SETTINGS["model"], depth=1)), r"model\.depth=1, and 2 in the run"),
-        (dict(mixing=dict(mixup=0.0)), r"train\.mixing="),
+        (dict(lr=1e-3), r"train\.lr is 0\.001, but 0\.003 in the run"),
+        (dict(epochs=4), r"train\.epochs is 4, but 3 in the run"),
+        (dict(seed=3), r"train\.seed is 3, but 0 in the run"),
+        (dict(model=dict(SETTINGS["model"], depth=1)), r"model\.depth is 1, but 2 in the run"),
+        (dict(mixing=dict(mixup=0.0)), r"train\.mixing is "),
     ],
 )
-def test_other_settings_are_refused(change, words, data, whole):
-    before = everything(whole("arrays"))
-    with pytest.raises(ConfigError, match=words):
-        train(data["arrays"], out=whole("arrays"), resume=True, **{**SETTINGS, **change})
-    assert everything(whole("arrays")) == before
+def test_resuming_with_other_settings_is_refused(change, message, data, uninterrupted):
+    before = everything(uninterrupted("arrays"))
+    with pytest.raises(ConfigError, match=message):
+        train(data["arrays"], out=uninterrupted("arrays"), resume=True, **{**SETTINGS, **change})
+    assert everything(uninterrupted("arrays")) == before
 
 
-def test_other_data_is_refused(data, whole, tmp_path):
+def test_resuming_with_other_data_is_refused(data, uninterrupted, tmp_path):
     other = write_arrays(tmp_path / "data.npz", count=90)
-    with pytest.raises(ConfigError, match=r"data\.pictures=90, and 80 in the run"):
-        train(other, out=whole("arrays"), resume=True, **SETTINGS)
-    pictures = shutil.copytree(data["folder"], tmp_path / "pictures")
-    (pictures / "ant" / "00.jpg").rename(pictures / "ant" / "zz.jpg")
-    with pytest.raises(ConfigError, match=r"data\.names="):
-        train(pictures, out=whole("folder"), resume=True, **SETTINGS)
+    with pytest.raises(ConfigError, match=r"data\.train_images is 90, but 80 in the run"):
+        train(other, out=uninterrupted("arrays"), resume=True, **SETTINGS)
+    images = shutil.copytree(data["folder"], tmp_path / "images")
+    (images / "ant" / "00.jpg").rename(images / "ant" / "zz.jpg")
+    with pytest.raises(ConfigError, match=r"data\.digest is "):
+        train(images, out=uninterrupted("folder"), resume=True, **SETTINGS)
 
 
-def test_resume_without_a_run_or_a_checkpoint_starts_at_zero_and_says_so(data, whole, tmp_path):
-    listener = Listener()
-    train(data["arrays"], out=tmp_path / "new", resume=True, listener=listener, **SETTINGS)
-    assert "There is no run to go on with: it starts at step 0." in listener.notes
-    assert prints(tmp_path / "new") == prints(whole("arrays"))
+def test_resume_without_a_run_or_a_checkpoint_starts_at_zero_with_a_message(data, uninterrupted, tmp_path):
+    callback = Notes()
+    train(data["arrays"], out=tmp_path / "new", resume=True, callback=callback, **SETTINGS)
+    assert any("no run to resume" in note and "step 0" in note for note in callback.notes)
+    assert prints(tmp_path / "new") == prints(uninterrupted("arrays"))
 
-    out, listener = tmp_path / "begun", Listener()
+    out, callback = tmp_path / "started", Notes()
     out.mkdir()
-    shutil.copy(whole("arrays") / "config.json", out)
-    train(data["arrays"], out=out, resume=True, listener=listener, **SETTINGS)
-    assert "There is no whole checkpoint: it starts at step 0." in listener.notes
-    assert prints(out) == prints(whole("arrays"))
+    shutil.copy(uninterrupted("arrays") / "config.json", out)
+    train(data["arrays"], out=out, resume=True, callback=callback, **SETTINGS)
+    assert any("no complete checkpoint" in note and "step 0" in note for note in callback.notes)
+    assert prints(out) == prints(uninterrupted("arrays"))
 
 
-def test_a_run_that_was_killed_while_its_folder_was_made_can_be_begun_again(data, whole, tmp_path):
-    for name in ("environment.json", ".config.json.part"):
+def test_a_run_killed_while_its_folder_was_created_can_be_resumed(data, uninterrupted, tmp_path):
+    for name in ("environment.json", ".0123456789abcdef.part"):
         (tmp_path / name).write_text("{")
     train(data["arrays"], out=tmp_path, resume=True, **SETTINGS)
-    assert prints(tmp_path) == prints(whole("arrays"))
+    assert prints(tmp_path) == prints(uninterrupted("arrays"))
     assert not left_over(tmp_path)
 
 
-def test_a_config_that_is_none_is_named(data, tmp_path):
+def test_an_invalid_config_is_an_error(data, tmp_path):
     (tmp_path / "config.json").write_text('{"model": {')
-    with pytest.raises(FileError, match=r"config\.json, which is not one"):
+    with pytest.raises(FileError, match=r"config\.json is not the config\.json of a run"):
         train(data["arrays"], out=tmp_path, resume=True, **SETTINGS)
     assert Path(tmp_path / "config.json").read_text() == '{"model": {'
+
+
+def test_a_run_directory_of_version_0_1_is_refused_with_advice(data, uninterrupted, tmp_path):
+    """0.1 wrote no version, and other names of fields. Its weights load and can be started from."""
+    out = shutil.copytree(uninterrupted("arrays"), tmp_path / "old")
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("version") == 2
+    config["train"]["calm"] = config["train"].pop("mixing_off")
+    config["data"] = {"images": 80, "held_out": 30, "classes": ["0", "1", "2"], "names": "0" * 16}
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    before = everything(out)
+    with pytest.raises(
+        FileError, match=r"0\.1.* cannot resume.* weights still load.*--from \S*last\.safetensors"
+    ):
+        train(data["arrays"], out=out, resume=True, **SETTINGS)
+    with pytest.raises(FileError, match="--out must be a new or empty folder"):
+        train(data["arrays"], out=out, **SETTINGS)
+    assert everything(out) == before
+    run = train(data["arrays"], out=tmp_path / "new", from_=out / "last.safetensors", epochs=1, batch=16)
+    assert run.metrics[-1]["val_images"] == 30
+
+
+def test_a_run_directory_of_a_later_version_is_refused(data, uninterrupted, tmp_path):
+    out = shutil.copytree(uninterrupted("arrays"), tmp_path / "later")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "version": 3}))
+    with pytest.raises(FileError, match=r"another version of Vitrail \(format 3\)"):
+        train(data["arrays"], out=out, resume=True, **SETTINGS)

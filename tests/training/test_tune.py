@@ -1,33 +1,32 @@
-"""Who learns: updates of low rank (LoRA), and a head on an encoder that is frozen."""
+"""Parameter-efficient tuning: LoRA, and a linear probe on a frozen encoder."""
 
 import pytest
 import safetensors.torch
 import torch
 
 import vitrail as vt
-from conftest import shake
-from tiny_runs import (
+from tests.support.models import shake
+from tests.support.tiny_runs import (
     SETTINGS,
     Notes,
-    calm,
     one_thread,
     prints,
     rows,
     stopped_and_resumed,
     train,
+    without_dropout,
     write_arrays,
 )
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV
-from vitrail.preprocess import Preprocess
+from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint
-from vitrail.training.loop import Trainer
-from vitrail.training.lora import UPDATE, adapt, merged
-from vitrail.training.optim import groups
-from vitrail.training.parallel import Ranks
-from vitrail.training.precision import choose_machine
-from vitrail.training.settings import TrainConfig
+from vitrail.training.lora import UPDATE, add_lora, merge_lora
+from vitrail.training.optim import parameter_groups
+from vitrail.training.precision import choose_device
+from vitrail.training.trainer import Trainer
 
 __all__ = ["one_thread"]
 
@@ -42,36 +41,36 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Weights to start from, of which every one matters."""
+    """A weight file in which no parameter is zero."""
     torch.manual_seed(3)
     file = tmp_path_factory.mktemp("start") / "start.safetensors"
     vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**TINY))), labels=["0", "1", "2"]).save(file)
     return file
 
 
-def trainer(data, out, **settings):
+def build_trainer(data, **settings):
     torch.manual_seed(0)
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
     drops = settings.pop("drops", {})
     how = TrainConfig(**{"batch": 16, "epochs": 2, "lr": 0.01, **settings})
     model = shake(vt.ViT(vt.ViTConfig(**TINY, **drops)))
-    return Trainer(model, spec, open_data(data), how, choose_machine("fp32"), Ranks(), out)
+    return Trainer(model, spec, open_dataset(data), how, choose_device("fp32"))
 
 
 # ---- LoRA: the update ---------------------------------------------------------------------------
 
 
-def adapted(**config):
-    """A model with updates that are not zero, and the one it was."""
+def model_with_lora(**config):
+    """A model with LoRA, a copy of it without, and an input."""
     model = shake(vt.ViT(vt.ViTConfig(**{**TINY, **config})))
     base = vt.ViT(model.config).eval()
     base.load_state_dict(model.state_dict())
-    adapt(model, LORA)
+    add_lora(model, LORA)
     return model, base, torch.randn(4, *model.config.input_shape)
 
 
-def test_at_first_it_is_the_model_it_was():
-    model, base, x = adapted()
+def test_lora_starts_as_the_original_model():
+    model, base, x = model_with_lora()
     assert torch.equal(model(x), base(x))
     assert all(
         (type(part.weight), isinstance(part, QKV)) == (torch.Tensor, True)
@@ -81,7 +80,7 @@ def test_at_first_it_is_the_model_it_was():
 
 
 def test_the_update_is_alpha_over_r_times_B_A_for_each_of_q_k_v():
-    model, base, _ = adapted()
+    model, base, _ = model_with_lora()
     shake(model)
     for block, old in zip(model.blocks, base.blocks, strict=True):
         update = block.attention.qkv.parametrizations.weight[0]
@@ -94,11 +93,11 @@ def test_the_update_is_alpha_over_r_times_B_A_for_each_of_q_k_v():
             torch.testing.assert_close(found, by_hand)
 
 
-def test_its_first_values_are_the_seeds():
+def test_the_initial_values_depend_on_the_seed_alone():
     def first(seed):
         model = vt.ViT(vt.ViTConfig(**TINY))
-        torch.rand(seed + 7)  # what else is drawn does not matter
-        adapt(model, TrainConfig(tune="lora", seed=seed))
+        torch.rand(seed + 7)  # other random numbers do not matter
+        add_lora(model, TrainConfig(tune="lora", seed=seed))
         return model.blocks[1].attention.qkv.parametrizations.weight[0].A
 
     assert torch.equal(first(0), first(0))
@@ -116,10 +115,10 @@ def test_its_first_values_are_the_seeds():
         dict(distillation_token=True, head="distilled"),
     ],
 )
-def test_merged_is_a_plain_model_with_the_same_logits(config):
-    model, base, x = adapted(**config)
+def test_the_merged_model_is_plain_and_has_the_same_logits(config):
+    model, base, x = model_with_lora(**config)
     shake(model)
-    plain = merged(model)
+    plain = merge_lora(model)
     assert list(plain.state_dict()) == list(base.state_dict())
     assert type(plain.blocks[0].attention.qkv) is QKV
     torch.testing.assert_close(plain(x), model(x), rtol=0, atol=1e-5)
@@ -134,39 +133,42 @@ def test_merged_is_a_plain_model_with_the_same_logits(config):
 # ---- LoRA: a run --------------------------------------------------------------------------------
 
 
-def test_only_the_updates_and_the_head_learn(data, tmp_path):
-    made = trainer(data, tmp_path, tune="lora", ema=0.9, weight_decay=0.5)
-    first = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-    made.run(lambda epoch: None)
-    moved = {name for name, p in made.model.named_parameters() if not torch.equal(first[name], p)}
+def test_only_the_updates_and_the_head_are_trained(data):
+    trainer = build_trainer(data, tune="lora", ema=0.9, weight_decay=0.5)
+    first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.run()
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(first[name], p)}
     assert moved == {name for name in first if UPDATE in name or name.startswith("head.")}
     assert len(moved) == 2 * 2 + 2
-    assert moved == {n for n, p in made.ema.named_parameters() if not torch.equal(first[n], p)}
-    tensors = checkpoint.optimizer_tensors(made.optimizer, made.names)
+    assert moved == {n for n, p in trainer.ema.named_parameters() if not torch.equal(first[n], p)}
+    tensors = checkpoint.optimizer_tensors(trainer.optimizer, trainer.names)
     assert {key.partition("/")[2] for key in tensors} == moved
 
 
-def test_the_updates_decay_as_matrices_do(data, tmp_path):
-    made = trainer(data, tmp_path, tune="lora", weight_decay=0.3)
-    found = {g["weight_decay"]: {made.names[p] for p in g["params"]} for g in groups(made.model, LORA)}
+def test_the_updates_have_weight_decay(data):
+    trainer = build_trainer(data, tune="lora", weight_decay=0.3)
+    found = {
+        g["weight_decay"]: {trainer.names[p] for p in g["params"]}
+        for g in parameter_groups(trainer.model, LORA)
+    }
     assert found[0.0] == {"head.bias"}
     decays = next(names for decay, names in found.items() if decay)
     assert {name.rpartition(".")[2] for name in decays} == {"A", "B", "weight"}
 
 
-class Plan(Notes):
-    def plan(self, facts):
-        self.facts = facts
+class PlanCallback(Notes):
+    def on_plan(self, plan):
+        self.plan = plan
 
 
-def test_files_of_a_run_are_plain(data, start, tmp_path):
-    """Any reader reads them; what they say is what the model in training says."""
-    listener, out = Plan(), tmp_path / "run"
+def test_weight_files_of_a_run_are_plain(data, start, tmp_path):
+    """They have no LoRA parameters, and the logits of the model in training."""
+    callback, out = PlanCallback(), tmp_path / "run"
     train(
-        data, out=out, start=start, tune="lora", lora_rank=2, epochs=3, batch=16, ema=0.9, listener=listener
+        data, out=out, from_=start, tune="lora", lora_rank=2, epochs=3, batch=16, ema=0.9, callback=callback
     )
-    # of each block's A (3, 2, 16) and B (3, 16, 2), and the head
-    assert listener.facts["parameters"].endswith(f", of which {2 * 192 + 51:,} learn")
+    # each block's A (3, 2, 16) and B (3, 16, 2), and the head
+    assert f", {2 * 192 + 51:,} of them trained" in callback.plan["parameters"]
     saved = checkpoint.load_newest(out / "checkpoints")[0].tensors
     x = torch.randn(5, 1, 8, 8)
     ordinary = list(vt.ViT(vt.ViTConfig(**TINY)).state_dict())
@@ -176,7 +178,7 @@ def test_files_of_a_run_are_plain(data, start, tmp_path):
         assert sorted(key for key in keys if not key.startswith("golden/")) == sorted(ordinary)
         plain = vt.load(out / f"{file}.safetensors").model
         inside = vt.ViT(plain.config).eval()
-        adapt(inside, TrainConfig(tune="lora", lora_rank=2))
+        add_lora(inside, TrainConfig(tune="lora", lora_rank=2))
         inside.load_state_dict(saved[kind])
         if file == "last":  # best may be of an earlier epoch
             torch.testing.assert_close(plain(x), inside(x), rtol=0, atol=1e-5)
@@ -187,19 +189,19 @@ def test_files_of_a_run_are_plain(data, start, tmp_path):
     assert vt.evaluate(out / "last.safetensors", data).scores.count == 30
 
 
-@pytest.mark.parametrize("at", [7, "judge"])
-def test_lora_ends_in_the_same_bits(at, data, tmp_path):
-    """With the mean of the weights, dropout, accumulation and mixing."""
+@pytest.mark.parametrize("at", [7, "evaluate"])
+def test_lora_resumes_exactly(at, data, tmp_path):
+    """With EMA, dropout, accumulation and mixing."""
     how = {**SETTINGS, "tune": "lora", "lora_rank": 2, "epochs": 2}
-    train(data, out=tmp_path / "whole", **how)
+    train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", at, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "whole")
+    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("lora_rank", 0), ("lora_rank", 1.5), ("lora_alpha", 0), ("lora_alpha", "x")]
 )
-def test_wrong_ranks(field, value):
+def test_invalid_lora_settings_are_errors(field, value):
     with pytest.raises(ConfigError, match=f"{field} must be"):
         TrainConfig(**{field: value})
 
@@ -209,39 +211,39 @@ def test_wrong_ranks(field, value):
 DROPS = dict(drop_path=0.5, dropout=0.3, attention_dropout=0.3, patch_dropout=0.5)
 
 
-def test_nothing_is_dropped_from_a_frozen_encoder(data, tmp_path):
-    """Whatever the model would drop, the head learns the same, to the bit."""
+def test_a_frozen_encoder_has_no_dropout(data):
+    """Whatever the model's dropout, the head is trained to the same bits."""
     heads = []
     for drops in ({}, DROPS):
-        made = trainer(data, tmp_path, tune="head", drops=drops)
-        first = {name: p.detach().clone() for name, p in made.model.named_parameters()}
-        made.run(lambda epoch: None)
-        last = dict(made.model.named_parameters())
+        trainer = build_trainer(data, tune="head", drops=drops)
+        first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.run()
+        last = dict(trainer.model.named_parameters())
         assert {n for n in first if not torch.equal(first[n], last[n])} == {"head.weight", "head.bias"}
         heads.append(last)
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
-    loose = trainer(data, tmp_path, tune="bias", drops=DROPS)  # where more learns, they drop
-    calmer = trainer(data, tmp_path, tune="bias")
-    for one in (loose, calmer):
-        one.run(lambda epoch: None)
-    assert not torch.equal(loose.model.head.weight, calmer.model.head.weight)
+    loose = build_trainer(data, tune="bias", drops=DROPS)  # an encoder that is trained has dropout
+    plain = build_trainer(data, tune="bias")
+    for one in (loose, plain):
+        one.run()
+    assert not torch.equal(loose.model.head.weight, plain.model.head.weight)
 
 
-def test_a_frozen_encoder_has_no_graph(data, tmp_path):
-    made = trainer(data, tmp_path, tune="head", epochs=1, drops=DROPS)
+def test_a_frozen_encoder_has_no_graph(data):
+    trainer = build_trainer(data, tune="head", epochs=1, drops=DROPS)
     seen = []
 
-    def look(block, inputs, out):
+    def hook(block, inputs, out):
         seen.append((block.training, out.requires_grad))
 
-    made.model.blocks[-1].register_forward_hook(look)
-    made.run(lambda epoch: None)
-    assert seen == [(False, False)] * made.steps
-    assert made.model.head.training
+    trainer.model.blocks[-1].register_forward_hook(hook)
+    trainer.run()
+    assert seen == [(False, False)] * trainer.steps
+    assert trainer.model.head.training
 
 
-def test_a_probe_by_the_loop_is_a_run_like_any_other(data, start, tmp_path):
-    how = calm(start=start, tune="head", epochs=2, model=dict(drop_path=0.4))
-    train(data, out=tmp_path / "whole", **how)
+def test_a_linear_probe_resumes_exactly(data, start, tmp_path):
+    how = without_dropout(from_=start, tune="head", epochs=2, model=dict(drop_path=0.4))
+    train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", 7, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "whole")
+    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")

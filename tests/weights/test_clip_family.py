@@ -1,9 +1,8 @@
-"""CLIP's visual tower as OpenAI and OpenCLIP spell it, against a forward pass of PyTorch's own parts."""
+"""CLIP's visual tower by OpenAI and OpenCLIP, compared with a forward pass in plain PyTorch."""
 
 import re
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -11,8 +10,9 @@ from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer as Timm
 from torch import nn
 
-from bits import same_file
-from conftest import shake
+from tests.support.bits import same_file
+from tests.support.model_files import save_state
+from tests.support.models import shake
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
 from vitrail.weights.load import load
@@ -26,7 +26,7 @@ TEXT = {
 
 
 def tower(width=32, depth=2, patch=8, grid=(4, 4), out=6, hidden=64, channels=3, pre=True, scaled=False):
-    """A visual tower of random numbers, under its own names."""
+    """A visual tower of random values, under its own names."""
     shapes = {
         "conv1.weight": (width, channels, patch, patch), "class_embedding": (width,),
         "positional_embedding": (1 + grid[0] * grid[1], width), "ln_post.weight": (width,), "ln_post.bias": (width,),
@@ -46,8 +46,8 @@ def tower(width=32, depth=2, patch=8, grid=(4, 4), out=6, hidden=64, channels=3,
     return {name: 0.2 * torch.randn(shape) + name.startswith("ln_post.w") for name, shape in shapes.items()}
 
 
-def reference(state, pictures, heads, activation):
-    """Pictures to vectors, with the tensors of a tower."""
+def reference(state, images, heads, activation):
+    """Images to vectors, with the tensors of a tower."""
     width, _, patch, _ = state["conv1.weight"].shape
 
     def norm(x, name):
@@ -56,7 +56,7 @@ def reference(state, pictures, heads, activation):
     def linear(x, name):
         return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
 
-    x = F.conv2d(pictures, state["conv1.weight"], stride=patch).flatten(2).mT
+    x = F.conv2d(images, state["conv1.weight"], stride=patch).flatten(2).mT
     first = state["class_embedding"].expand(len(x), 1, width)
     x = torch.cat([first, x], dim=1) + state["positional_embedding"]
     x = norm(x, "ln_pre") if "ln_pre.weight" in state else x
@@ -78,7 +78,7 @@ def quick_gelu(x):
     return x * torch.sigmoid(1.702 * x)
 
 
-def whole(state, at="visual."):
+def with_text_tower(state, at="visual."):
     """A file with both towers."""
     names = {at + name: tensor for name, tensor in state.items()}
     names |= {at.removesuffix("visual.") + name: torch.randn(shape) for name, shape in TEXT.items()}
@@ -86,20 +86,15 @@ def whole(state, at="visual."):
     return names
 
 
-def saved(tensors, path):
-    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    return path
-
-
 def agree(bundle, state, heads, activation=quick_gelu):
-    pictures = torch.randn(2, *bundle.model.config.input_shape)
+    images = torch.randn(2, *bundle.model.config.input_shape)
     with torch.no_grad():
-        ours, expected = bundle.model(pictures), reference(state, pictures, heads, activation)
+        ours, expected = bundle.model(images), reference(state, images, heads, activation)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def as_openai_keeps_it(state):
+def in_openai_dtypes(state):
     """Matrices in float16, norms and embeddings in float32."""
     small = r"conv1|in_proj|out_proj|c_fc|c_proj|(^|\.)proj$|text_projection"
     return {name: tensor.half() if re.search(small, name) else tensor for name, tensor in state.items()}
@@ -116,7 +111,9 @@ def test_same_vectors(tmp_path_factory, side, patch, depth, heads, out, channels
         patch=patch, grid=(side, side), depth=depth, out=out, channels=channels, pre=pre, scaled=scaled
     )
     names = (
-        whole(state, at) if at.endswith("visual.") else {at + name: tensor for name, tensor in state.items()}
+        with_text_tower(state, at)
+        if at.endswith("visual.")
+        else {at + name: tensor for name, tensor in state.items()}
     )
     path = tmp_path_factory.mktemp("clip") / "model.pt"
     torch.save(names, path)
@@ -125,13 +122,17 @@ def test_same_vectors(tmp_path_factory, side, patch, depth, heads, out, channels
     agree(bundle, state, heads, F.gelu if gelu else quick_gelu)
 
 
-def test_oblong_pictures(tmp_path):
+def test_rectangular_images(tmp_path):
     state = tower(grid=(3, 5))
-    agree(load(saved(whole(state), tmp_path / "model.safetensors"), heads=2, size=(24, 40)), state, 2)
+    agree(
+        load(save_state(with_text_tower(state), tmp_path / "model.safetensors"), heads=2, size=(24, 40)),
+        state,
+        2,
+    )
 
 
-def test_what_shapes_do_not_tell(tmp_path):
-    path = saved(whole(tower(width=128)), tmp_path / "model.safetensors")
+def test_the_profile(tmp_path):
+    path = save_state(with_text_tower(tower(width=128)), tmp_path / "model.safetensors")
     bundle = load(path)
     config = bundle.model.config
     assert (config.eps, config.activation, config.heads, config.pool_norm) == (1e-5, "quick-gelu", 2, "after")
@@ -147,24 +148,24 @@ def test_what_shapes_do_not_tell(tmp_path):
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "mixed"])
 @pytest.mark.parametrize("lone", [False, True])
-def test_written_back_to_the_last_bit(tmp_path, kind, lone):
-    state = tower(scaled=True) if lone else whole(tower())
+def test_bit_equal_round_trip(tmp_path, kind, lone):
+    state = tower(scaled=True) if lone else with_text_tower(tower())
     if kind == "mixed":
-        state = as_openai_keeps_it(state)
+        state = in_openai_dtypes(state)
         assert {tensor.dtype for tensor in state.values()} >= {torch.float16, torch.float32}
     else:
         dtype = getattr(torch, kind)
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
-    path = saved(state, tmp_path / "model.safetensors")
+    path = save_state(state, tmp_path / "model.safetensors")
     report = convert(path, tmp_path / "again.safetensors", to="clip", heads=2)
     same_file(path, tmp_path / "again.safetensors")
     assert report.target == ("clip-visual" if lone else "clip")
     assert sorted(report.extras) == ([] if lone else sorted([*TEXT, "input_resolution"]))
 
-    bundle, pictures = load(path, heads=2), torch.randn(2, 3, 32, 32)
+    bundle, images = load(path, heads=2), torch.randn(2, 3, 32, 32)
     bundle.save(tmp_path / "ours.safetensors")
     again = load(tmp_path / "ours.safetensors")
-    assert torch.equal(again.model(pictures), bundle.model(pictures))
+    assert torch.equal(again.model(images), bundle.model(images))
     assert again.extras.keys() == bundle.extras.keys()
     convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="clip")
     same_file(path, tmp_path / "back.safetensors")
@@ -172,7 +173,7 @@ def test_written_back_to_the_last_bit(tmp_path, kind, lone):
 
 def test_positions_are_resized(tmp_path):
     state = tower()
-    bundle = load(saved(whole(state), tmp_path / "model.safetensors"), heads=2, size=48)
+    bundle = load(save_state(with_text_tower(state), tmp_path / "model.safetensors"), heads=2, size=48)
     rows = state["positional_embedding"]
     grid = rows[1:].T.reshape(1, 32, 4, 4)
     grid = F.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True, align_corners=False)
@@ -180,39 +181,39 @@ def test_positions_are_resized(tmp_path):
     agree(bundle, state, 2)
 
 
-def test_clip_is_not_written_from_others(tmp_path):
+def test_clip_is_only_written_back(tmp_path):
     timm = Timm(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5)
-    path = saved(timm.state_dict(), tmp_path / "timm.safetensors")
-    with pytest.raises(ConfigError, match="TO must be a family that is written"):
+    path = save_state(timm.state_dict(), tmp_path / "timm.safetensors")
+    with pytest.raises(ConfigError, match="not a family that can be written"):
         convert(path, tmp_path / "clip.safetensors", to="clip", heads=2)
 
 
-def test_a_tensor_too_many_and_one_too_few(tmp_path):
-    state = whole(tower())
-    more = saved(state | {"visual.attn_pool.query": torch.ones(2, 32)}, tmp_path / "more.safetensors")
+def test_unknown_and_missing_tensors(tmp_path):
+    state = with_text_tower(tower())
+    more = save_state(state | {"visual.attn_pool.query": torch.ones(2, 32)}, tmp_path / "more.safetensors")
     with pytest.raises(FileError, match=r"visual\.attn_pool\.query"):
         load(more, heads=2)
     del state["visual.transformer.resblocks.1.mlp.c_proj.bias"]
-    with pytest.raises(FileError, match=r"without blocks\.1\.mlp\.fc2\.bias"):
-        load(saved(state, tmp_path / "less.safetensors"), heads=2)
+    with pytest.raises(FileError, match=r"is missing blocks\.1\.mlp\.fc2\.bias"):
+        load(save_state(state, tmp_path / "less.safetensors"), heads=2)
     alone = tower() | {"transformer.resblocks.0.ln_3.weight": torch.ones(32)}
-    with pytest.raises(FileError, match=r"transformer\.resblocks\.0\.ln_3\.weight"):  # no text tower's
-        load(saved(alone, tmp_path / "alone.safetensors"), heads=2)
+    with pytest.raises(FileError, match=r"transformer\.resblocks\.0\.ln_3\.weight"):  # there is no text tower
+        load(save_state(alone, tmp_path / "alone.safetensors"), heads=2)
 
 
-def test_a_tower_of_convolutions_is_another_model(tmp_path):
-    state = whole(tower())
+def test_a_convolutional_tower_is_refused(tmp_path):
+    state = with_text_tower(tower())
     state = {name: tensor for name, tensor in state.items() if not name.startswith("visual.")}
     state |= {
         "visual.conv1.weight": torch.randn(8, 3, 3, 3),
         "visual.attnpool.positional_embedding": torch.randn(5, 8),
     }
-    with pytest.raises(FileError, match="must be those of a family that is read"):
-        load(saved(state, tmp_path / "resnet.safetensors"))
+    with pytest.raises(FileError, match="is of no known family"):
+        load(save_state(state, tmp_path / "resnet.safetensors"))
 
 
-def timms_tower():
-    """timm's model, a projection behind it, and the file that OpenCLIP makes of both."""
+def timm_tower():
+    """timm's model, a projection after it, and the tensors that OpenCLIP saves of both."""
     trunk = shake(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=0))
     proj = torch.randn(6, 32)
     state = {f"visual.trunk.{name}": tensor for name, tensor in trunk.state_dict().items()}
@@ -221,14 +222,14 @@ def timms_tower():
 
 
 def test_openclip_with_a_tower_from_timm(tmp_path):
-    trunk, proj, state = timms_tower()
-    path = saved(state, tmp_path / "model.safetensors")
-    bundle, pictures = load(path, heads=2), torch.randn(2, 3, 32, 32)
+    trunk, proj, state = timm_tower()
+    path = save_state(state, tmp_path / "model.safetensors")
+    bundle, images = load(path, heads=2), torch.randn(2, 3, 32, 32)
     assert bundle.source.family == "clip-timm"
     with torch.no_grad():
-        torch.testing.assert_close(bundle.model(pictures), trunk(pictures) @ proj.T, rtol=0, atol=1e-5)
+        torch.testing.assert_close(bundle.model(images), trunk(images) @ proj.T, rtol=0, atol=1e-5)
     convert(path, tmp_path / "again.safetensors", to="clip", heads=2)
     same_file(path, tmp_path / "again.safetensors")
 
     lone = {name.removeprefix("visual."): tensor for name, tensor in state.items() if "trunk" in name}
-    assert load(saved(lone, tmp_path / "trunk.safetensors"), heads=2).source.family == "timm"
+    assert load(save_state(lone, tmp_path / "trunk.safetensors"), heads=2).source.family == "timm"

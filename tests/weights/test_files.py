@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hostile import archive, hostile_files, info, npy, npz, sayings, state, tensor, text
-from hostile import safetensors as safetensors_bytes
+from tests.support.hostile import archive, error_messages, hostile_files, info, npy, npz, state, tensor, text
+from tests.support.hostile import safetensors as safetensors_bytes
 from vitrail.errors import FileError, printable
 from vitrail.weights.files import Entry, open_weights, write_npz, write_safetensors
 
@@ -40,7 +40,7 @@ def make(dtype, shape):
 
 
 def as_numpy(tensor):
-    """numpy's form of a tensor; of bfloat16, what numpy writes where it has no name for it."""
+    """A tensor as a numpy array; bfloat16, which numpy does not have, as two untyped bytes."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view("V2")
     return tensor.numpy()
@@ -65,7 +65,7 @@ def scan(file, name):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind in KINDS for dtype in KINDS[kind]])
-def test_every_dtype_and_shape_comes_back(tmp_path, kind, dtype):
+def test_every_dtype_and_shape_round_trips(tmp_path, kind, dtype):
     tensors = {f"t{len(shape)}.{sum(shape)}": make(dtype, shape) for shape in SHAPES}
     with open_weights(write(tmp_path / "no_suffix", kind, tensors)) as file:
         assert (file.kind, file.metadata, file.wrapper) == (kind, {}, "")
@@ -88,7 +88,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_is_a_copy_that_can_be_changed(tmp_path, kind):
+def test_tensors_are_writable_copies(tmp_path, kind):
     with open_weights(write(tmp_path / "w", kind, {"a": torch.ones(3), "b": torch.ones(2)})) as file:
         first = file.tensor("a")
         first.mul_(5)
@@ -113,16 +113,14 @@ def test_chunks_are_small_and_complete(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_name_that_is_not_there(tmp_path, kind):
+def test_unknown_tensor_name(tmp_path, kind):
     with open_weights(write(tmp_path / "w", kind, {"a": torch.ones(3)})) as file:
-        for ask in (file.tensor, lambda name: list(file.chunks(name))):
-            with pytest.raises(
-                FileError, match=r"w: it has no tensor named b\\x1b. Its names are in .entries"
-            ):
-                ask("b\x1b")
+        for read in (file.tensor, lambda name: list(file.chunks(name))):
+            with pytest.raises(FileError, match=r"w cannot be read: it has no tensor named b\\x1b"):
+                read("b\x1b")
 
 
-def test_entries_and_chunks_need_no_torch(tmp_path):
+def test_entries_and_chunks_do_not_import_torch(tmp_path):
     paths = [str(write(tmp_path / kind, kind, {"w": torch.ones(2, 3)})) for kind in KINDS]
     code = """
         import sys
@@ -142,7 +140,7 @@ def test_entries_and_chunks_need_no_torch(tmp_path):
 # ---- safetensors --------------------------------------------------------------------------------
 
 
-def test_metadata_and_the_order_of_the_file(tmp_path):
+def test_metadata_and_file_order(tmp_path):
     path = tmp_path / "w"
     write_safetensors(
         path, {"b": torch.ones(1), "a": torch.zeros(1, dtype=torch.int8)}, {"made by": "us", "é": "\x1b"}
@@ -156,7 +154,7 @@ def test_metadata_and_the_order_of_the_file(tmp_path):
         assert list(file.entries) == ["z", "a"]
 
 
-def test_a_bool_is_true_or_false_whatever_its_byte(tmp_path):
+def test_bools_are_valid_whatever_their_byte(tmp_path):
     (tmp_path / "w").write_bytes(safetensors_bytes({"b": info(0, 3, (3,), "BOOL")}, b"\0\1\2"))
     with open_weights(tmp_path / "w") as file:
         assert file.tensor("b").view(torch.uint8).tolist() == [0, 1, 1]
@@ -204,7 +202,7 @@ metadata = st.one_of(
 
 @st.composite
 def mutated(draw):
-    """A good file of a few tensors, with up to three things wrong with it."""
+    """A valid file of a few tensors with up to three defects."""
     header, end = {}, 0
     for name in draw(st.lists(st.sampled_from(["a", "b", "c", "é", ""]), unique=True, max_size=4)):
         dtype, size = draw(st.sampled_from([("F32", 4), ("F16", 2), ("U8", 1), ("BOOL", 1), ("I64", 8)]))
@@ -218,19 +216,19 @@ def mutated(draw):
                 header["__metadata__"] = draw(metadata)
             case 1 if header:
                 header[draw(st.sampled_from(sorted(header)))] = draw(infos)
-            case 2 if header and isinstance(found := header[draw(st.sampled_from(sorted(header)))], dict):
-                found |= draw(infos)
+            case 2 if header and isinstance(entry := header[draw(st.sampled_from(sorted(header)))], dict):
+                entry |= draw(infos)
             case 3:
                 end = max(0, end + draw(st.integers(-2, 2)))
             case 4:
                 header[draw(st.text(max_size=2))] = draw(st.one_of(infos, st.none(), st.integers(0, 3)))
     text = json.dumps(header).encode() + b" " * draw(st.integers(0, 3))
     if draw(st.integers(0, 9)) == 0:
-        place = draw(st.integers(1, len(text) - 1)) if len(text) > 1 else 0
+        at = draw(st.integers(1, len(text) - 1)) if len(text) > 1 else 0
         text = (
-            text[:place]
+            text[:at]
             + draw(st.sampled_from([b"", b"\0", b'"', b"\xff", b"NaN", b"{", b"-0", b"\\"]))
-            + text[place + 1 :]
+            + text[at + 1 :]
         )
     length = len(text) + draw(st.sampled_from([0] * 9 + [-1, 1, 2**40, 2**63]))
     return header, safetensors_bytes(text, bytes(end), max(0, length))
@@ -238,21 +236,23 @@ def mutated(draw):
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(mutated())
-def test_our_verdict_is_that_of_the_safetensors_library(tmp_path_factory, case):
+def test_we_accept_what_the_safetensors_library_accepts(tmp_path_factory, case):
     header, data = case
     mine, other = ours(data, tmp_path_factory.getbasetemp() / "mutated"), theirs(data)
-    if "a name twice" in mine:  # stricter than the library on purpose
+    if "a duplicate name" in mine:  # stricter than the library, on purpose
         return
-    if "larger than any tensor" in mine:  # it accepts giants that have a zero among their sides
+    if "larger than any tensor" in mine:  # the library accepts huge shapes with a zero side
         return
-    odd = [v for v in header.values() if not isinstance(v, dict) or isinstance(v.get("data_offsets"), dict)]
-    if mine and not other and odd:  # it takes a tensor's three fields in a list, too
+    unusual = [
+        v for v in header.values() if not isinstance(v, dict) or isinstance(v.get("data_offsets"), dict)
+    ]
+    if mine and not other and unusual:  # the library also takes a tensor's three fields as a list
         return
     assert bool(mine) == bool(other), (mine, other, data)
 
 
-def test_the_verdicts_compared_are_of_both_kinds():
-    """Or the comparison would say nothing."""
+def test_the_generated_files_are_both_valid_and_invalid():
+    """Otherwise the comparison would prove nothing."""
     good = bad = 0
 
     @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -268,7 +268,7 @@ def test_the_verdicts_compared_are_of_both_kinds():
 # ---- npz ----------------------------------------------------------------------------------------
 
 
-def test_what_numpy_writes_is_read(tmp_path):
+def test_reads_what_numpy_writes(tmp_path):
     values = np.arange(24.0).reshape(2, 3, 4)
     arrays = {
         "c": values,
@@ -314,16 +314,16 @@ def test_npy_version_3(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["npz", "pickle"])
-def test_a_flipped_bit_is_found_by_its_checksum(tmp_path, kind):
+def test_a_flipped_bit_is_detected(tmp_path, kind):
     path = write(tmp_path / "w", kind, {"w": torch.full((1000,), 1.5)})
     data = bytearray(path.read_bytes())
     data[data.index(torch.full((10,), 1.5).numpy().tobytes()) + 100] ^= 1
     path.write_bytes(data)
     with open_weights(path) as file:
-        with pytest.raises(FileError, match=f"{path}: it is damaged"):
+        with pytest.raises(FileError, match=f"{path} cannot be read: it is damaged"):
             list(file.chunks("w"))
-        if kind == "npz":  # torch does not look at checksums
-            with pytest.raises(FileError, match=f"{path}: it is damaged"):
+        if kind == "npz":  # torch does not check checksums
+            with pytest.raises(FileError, match=f"{path} cannot be read: it is damaged"):
                 file.tensor("w")
 
 
@@ -348,13 +348,13 @@ def test_views_of_one_storage(tmp_path):
     with open_weights(tmp_path / "w") as file:
         assert list(file.entries) == list(tensors)
         for name, expected in tensors.items():
-            found = file.tensor(name)
-            assert torch.equal(found, expected)
-            assert type(found) is torch.Tensor
-            assert not found.requires_grad
-            assert found.is_contiguous()
-            whole = base if name in ("transposed", "column", "every_other", "unit") else expected
-            np.testing.assert_array_equal(scan(file, name), whole.detach().flatten().numpy())
+            tensor = file.tensor(name)
+            assert torch.equal(tensor, expected)
+            assert type(tensor) is torch.Tensor
+            assert not tensor.requires_grad
+            assert tensor.is_contiguous()
+            storage = base if name in ("transposed", "column", "every_other", "unit") else expected
+            np.testing.assert_array_equal(scan(file, name), storage.detach().flatten().numpy())
 
 
 def test_big_endian_pickles(tmp_path):
@@ -369,7 +369,7 @@ def test_big_endian_pickles(tmp_path):
         assert file.tensor("w").tolist() == [0, 1, 2, 3]
 
 
-def test_a_model_and_its_whole_checkpoint(tmp_path):
+def test_a_training_checkpoint(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
@@ -416,31 +416,31 @@ def test_wrapped_state_dicts(tmp_path, held, wrapper):
 
 
 @pytest.mark.parametrize(
-    ("held", "says"),
+    ("held", "message"),
     [
         ({"tower": {"w": torch.ones(1)}, "epoch": 3}, "its keys are: tower, epoch. .*checkpoint_key=tower"),
         ([torch.ones(1)], "holds a list"),
         (torch.ones(1), "holds one tensor"),
-        (torch.nn.Linear(1, 1), "asks to run .*torch.nn.modules.linear.Linear"),
-        ({"w": torch.ones(1), "when": np.float64(3)}, "asks to run .*numpy"),
-        ({"w": torch.ones(1).to_sparse()}, "asks to run torch._utils._rebuild_sparse_tensor"),
+        (torch.nn.Linear(1, 1), "wants to run .*torch.nn.modules.linear.Linear"),
+        ({"w": torch.ones(1), "when": np.float64(3)}, "wants to run .*numpy"),
+        ({"w": torch.ones(1).to_sparse()}, "wants to run torch._utils._rebuild_sparse_tensor"),
     ],
 )
-def test_what_is_no_state_dict(tmp_path, held, says):
+def test_what_is_not_a_state_dict(tmp_path, held, message):
     torch.save(held, tmp_path / "w")
-    with pytest.raises(FileError, match=f"w: .*{says}"):
+    with pytest.raises(FileError, match=f"w cannot be read: .*{message}"):
         open_weights(tmp_path / "w")
 
 
-def test_torch_is_held_to_what_was_checked(tmp_path, monkeypatch):
+def test_torch_must_read_what_was_checked(tmp_path, monkeypatch):
     torch.save({"w": torch.ones(3)}, tmp_path / "w")
     for other in (torch.ones(4), torch.ones(3, dtype=torch.float64)):
         monkeypatch.setattr(torch, "load", lambda *_, other=other, **__: {"w": other})
-        with open_weights(tmp_path / "w") as file, pytest.raises(FileError, match="in another way"):
+        with open_weights(tmp_path / "w") as file, pytest.raises(FileError, match="differently"):
             file.tensor("w")
 
 
-def test_torch_reads_weights_only_and_the_file_that_was_checked(tmp_path, monkeypatch):
+def test_torch_reads_with_weights_only_from_the_checked_file(tmp_path, monkeypatch):
     path, load, seen = tmp_path / "w", torch.load, []
     torch.save({"w": torch.ones(3)}, path)
     monkeypatch.setattr(torch, "load", lambda *a, **k: seen.append(k) or load(*a, **k))
@@ -452,8 +452,8 @@ def test_torch_reads_weights_only_and_the_file_that_was_checked(tmp_path, monkey
     assert seen == [{"map_location": "cpu", "weights_only": True}]  # once
 
 
-def test_the_files_in_hostile_differ_from_a_good_one_by_one_thing(tmp_path):
-    """Or a refusal could have another cause than the one meant."""
+def test_the_hostile_files_are_derived_from_valid_ones(tmp_path):
+    """Otherwise a refusal could have another cause than the intended one."""
     for name, data in {
         "pickle": archive(state(tensor())),
         "npz": npz(("w.npy", npy())),
@@ -475,7 +475,7 @@ from vitrail.weights.files import open_weights
 
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 try:
-    open_weights(sys.argv[1])  # what is loaded once and not by the file's doing
+    open_weights(sys.argv[1])  # import what is imported on first use
 except FileError:
     pass
 
@@ -486,50 +486,54 @@ def peak():
 for line in sys.stdin:
     name, path = json.loads(line)
     with open("/proc/self/clear_refs", "w") as reset:
-        reset.write("5")  # the highest memory so far is forgotten
-    before, start, says = peak(), time.perf_counter(), "ACCEPTED"
+        reset.write("5")  # reset the peak memory
+    before, start, message = peak(), time.perf_counter(), "ACCEPTED"
     try:
         open_weights(path)
     except FileError as error:
-        says = str(error)
+        message = str(error)
     except BaseException as error:
-        says = f"ESCAPED {error!r}"
-    print(json.dumps([name, says, time.perf_counter() - start, peak() - before]), flush=True)
+        message = f"ESCAPED {error!r}"
+    print(json.dumps([name, message, time.perf_counter() - start, peak() - before]), flush=True)
 assert "torch" not in sys.modules
 """
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory):
-    """All hostile files, opened in one child process with 1 GiB of memory: {name: (text, s, KiB)}."""
+def results(tmp_path_factory):
+    """All hostile files, opened in a child process with 1 GiB of memory: {name: (path, message, s, KiB)}."""
     folder = tmp_path_factory.mktemp("hostile")
     files = hostile_files(folder)
     harmless = folder / "harmless.pth"
     harmless.write_bytes(archive(b"\x80\2)."))
-    asked = "".join(json.dumps([name, str(path)]) + "\n" for name, path in files.items())
+    requests = "".join(json.dumps([name, str(path)]) + "\n" for name, path in files.items())
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(harmless)], input=asked, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CHILD, str(harmless)],
+        input=requests,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert not (folder / "canary").exists()
-    found = {name: (files[name], *rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
-    assert set(found) == set(files)
-    return found
+    results = {name: (files[name], *rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
+    assert set(results) == set(files)
+    return results
 
 
-@pytest.mark.parametrize("name", sayings())
-def test_hostile_files_are_refused(verdicts, name):
-    path, says, seconds, kib = verdicts[name]
-    assert f" {printable(path)}: " in says
-    assert sayings()[name] in says
-    assert says.isprintable()
-    assert len(says) < 1500
+@pytest.mark.parametrize("name", error_messages())
+def test_hostile_files_are_refused(results, name):
+    path, message, seconds, kib = results[name]
+    assert message.startswith(printable(path))
+    assert error_messages()[name] in message
+    assert message.isprintable()
+    assert len(message) < 1500
     assert seconds < 1
     assert kib < 20_000
 
 
-def test_a_canary_would_be_seen(tmp_path):
-    """The pickles do what they say where nobody checks: their own unpickler runs them."""
+def test_the_canary_works(tmp_path):
+    """Python's own unpickler does execute the hostile pickles."""
     data = archive(state(b"cposix\nsystem\n" + text(f"touch {tmp_path}/canary") + b"\x85R"))
     (tmp_path / "w").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "w") as zipped:
@@ -549,15 +553,15 @@ def test_a_canary_would_be_seen(tmp_path):
     st.integers(0, 10**6),
 )
 def test_a_damaged_file_is_read_or_refused(tmp_path_factory, kind, changes, cut, end):
-    """Any bytes anywhere: a FileError, or tensors of the shapes that are promised; nothing else."""
+    """Any bytes anywhere: either a FileError, or tensors of the shapes in the header."""
     folder = tmp_path_factory.getbasetemp()
     path = folder / f"good.{kind}"
     if not path.exists():
         write(path, kind, {"a": torch.ones(2, 3), "b": torch.arange(4)})
     data = bytearray(path.read_bytes())
-    for place, new in changes:
-        place %= len(data)
-        data[place : place + len(new)] = new
+    for at, new in changes:
+        at %= len(data)
+        data[at : at + len(new)] = new
     (folder / "damaged").write_bytes(data[: end % len(data)] if cut == 0 else data)
     try:
         with open_weights(folder / "damaged") as file:
@@ -582,8 +586,8 @@ def test_shared_and_strided_tensors_are_written(tmp_path):
         "e": base[:0],
     }
     write_safetensors(tmp_path / "w", tensors)
-    for name, found in safetensors.torch.load_file(tmp_path / "w").items():
-        assert torch.equal(found, tensors[name])
+    for name, written in safetensors.torch.load_file(tmp_path / "w").items():
+        assert torch.equal(written, tensors[name])
     assert len(safetensors.torch.load_file(tmp_path / "w")) == len(tensors)
 
 
@@ -612,7 +616,7 @@ class TestWriting:
         open_weights(tmp_path / "w").close()
 
     def test_the_temporary_file(self, tmp_path, write_it, monkeypatch):
-        """It is whole and on the disk before it takes the place, and has a name that no glob takes."""
+        """It is complete and on the disk before the rename, and has a hidden name."""
         seen, replace, sync = [], os.replace, os.fsync
 
         def watch(source, target):
@@ -633,16 +637,16 @@ class TestWriting:
         assert part.name.endswith(".part")
         assert seen[4][0] != part
 
-    def test_places_that_cannot_be_written(self, tmp_path, write_it):
+    def test_paths_that_cannot_be_written(self, tmp_path, write_it):
         (tmp_path / "folder").mkdir()
         os.mkfifo(tmp_path / "pipe")
-        for name, says in {
+        for name, message in {
             "folder": "not a file",
             "pipe": "not a file",
             "none/w": "No such file",
             "w" * 300: "File name too long",
         }.items():
-            with pytest.raises(FileError, match=f"must be written whole. Got .*: .*{says}"):
+            with pytest.raises(FileError, match=f"cannot be written: .*{message}"):
                 write_it(tmp_path / name)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
 
@@ -653,13 +657,11 @@ class TestWriting:
             raise PermissionError(1, "Operation not permitted")
 
         monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(
-            FileError, match=r"Operation not permitted\. .*an older file of that name is as it was"
-        ):
+        with pytest.raises(FileError, match=r"Operation not permitted\. .*existing file .* unchanged"):
             write_it(tmp_path / "w")
         assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("w", "old")]
 
-    def test_an_interruption_leaves_nothing(self, tmp_path, write_it, monkeypatch):
+    def test_an_interrupt_leaves_nothing(self, tmp_path, write_it, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
@@ -671,7 +673,7 @@ class TestWriting:
 
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])
 def test_a_full_disk(tmp_path, kind):
-    """A limit on the size of files fails in the same place as a disk without space."""
+    """A limit on the file size fails at the same point as a full disk."""
     path = write(tmp_path / "w", kind, {"w": torch.ones(3)})
     old = path.read_bytes()
     code = """
@@ -693,7 +695,7 @@ def test_a_full_disk(tmp_path, kind):
         [sys.executable, "-c", textwrap.dedent(code), str(path), kind], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"Got {path}: " in done.stdout
+    assert f"{path} cannot be written: " in done.stdout
     assert "File too large" in done.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["w"]
     assert path.read_bytes() == old
@@ -711,9 +713,9 @@ def test_a_full_disk(tmp_path, kind):
         lambda p: write_safetensors(p, {"w": torch.ones(2)}, {"a": 3}),
     ],
 )
-def test_what_could_not_be_read_is_not_written(tmp_path, write_it):
+def test_an_unreadable_file_is_not_written(tmp_path, write_it):
     (tmp_path / "w").write_text("old")
-    with pytest.raises(FileError, match="must be written whole"):
+    with pytest.raises(FileError, match="cannot be written"):
         write_it(tmp_path / "w")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("w", "old")]
 

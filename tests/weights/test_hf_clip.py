@@ -1,4 +1,4 @@
-"""The vision towers of transformers' CLIP and SigLIP: the same vectors, and files that come back whole."""
+"""The vision towers of transformers' CLIP and SigLIP: same vectors, and bit-equal round trips."""
 
 import copy
 import json
@@ -9,13 +9,13 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_hf import agree, changed, loaded, written
 
 import vitrail as vt
-from bits import same_file
-from conftest import shake
+from tests.support.bits import same_file
+from tests.support.hf_models import agree, change_config, from_pretrained, save_pretrained
+from tests.support.models import shake
 from vitrail.errors import ConfigError, FileError
-from vitrail.weights.convert import CannotExpress
+from vitrail.weights.convert import ConversionError
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, patch_size=8)
 TOWER = dict(**SMALL, image_size=32)
@@ -28,27 +28,27 @@ SIGLIP = hf.SiglipConfig(text_config=TEXT, vision_config=TOWER)
 FIVE = {"id2label": {number: str(number) for number in range(5)}}
 
 
-def pooled(model, pictures):
-    return model(pictures).pooler_output
+def pooled(model, images):
+    return model(images).pooler_output
 
 
-def classified(model, pictures):
-    return model(pictures).logits
+def classified(model, images):
+    return model(images).logits
 
 
-# The model, its config, what we compare, the family, and how many tensors are kept beside.
+# The model, its config, what we compare, the family, and the number of extra tensors.
 MODELS = {
     "clip": (hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER), pooled, "hf-clip", 0),
     "clip with projection": (
         hf.CLIPVisionModelWithProjection,
         hf.CLIPVisionConfig(**TOWER, projection_dim=7, hidden_act="gelu", layer_norm_eps=1e-3),
-        lambda model, pictures: model(pictures).image_embeds,
+        lambda model, images: model(images).image_embeds,
         *("hf-clip", 0),
     ),
     "clip with text": (
         hf.CLIPModel,
         CLIP,
-        lambda model, pictures: model.visual_projection(model.vision_model(pictures).pooler_output),
+        lambda model, images: model.visual_projection(model.vision_model(images).pooler_output),
         *("hf-clip", 22),
     ),
     "clip classifier": (
@@ -65,13 +65,13 @@ MODELS = {
     "siglip without its pool": (
         hf.SiglipVisionModel,
         hf.SiglipVisionConfig(**TOWER, vision_use_head=False),
-        lambda model, pictures: model(pictures).last_hidden_state.mean(dim=1),
+        lambda model, images: model(images).last_hidden_state.mean(dim=1),
         *("hf-siglip", 0),
     ),
     "siglip with text": (
         hf.SiglipModel,
         SIGLIP,
-        lambda model, pictures: model.vision_model(pictures).pooler_output,
+        lambda model, images: model.vision_model(images).pooler_output,
         *("hf-siglip", 24),
     ),
     "siglip classifier": (
@@ -82,35 +82,35 @@ MODELS = {
 }
 
 
-def made(name):
+def build(name):
     kind, config, read, *_ = MODELS[name]
     model = shake(kind(copy.deepcopy(config)))
-    return model, lambda pictures: read(model, pictures)
+    return model, lambda images: read(model, images)
 
 
-def facts(name):
-    """What a file alone does not tell."""
+def overrides(name):
+    """What the weight file alone does not contain."""
     config = MODELS[name][1]
     config = getattr(config, "vision_config", config)
-    words = {"quick_gelu": "quick-gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
+    activations = {"quick_gelu": "quick-gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
     return dict(
-        heads=4, eps=config.layer_norm_eps, activation=words[config.hidden_act], size=config.image_size
+        heads=4, eps=config.layer_norm_eps, activation=activations[config.hidden_act], size=config.image_size
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_folder(name, tmp_path):
-    model, theirs = made(name)
-    family, beside = MODELS[name][3:]
-    file = written(model, tmp_path / "in")
+    model, theirs = build(name)
+    family, extras = MODELS[name][3:]
+    file = save_pretrained(model, tmp_path / "in")
     bundle = vt.load(tmp_path / "in")
     assert bundle.source.family == family
-    assert len(bundle.extras) == beside
+    assert len(bundle.extras) == extras
     agree(theirs, bundle)
 
     report = vt.convert(tmp_path / "in", tmp_path / "back.safetensors", to=family)
     assert same_file(file, tmp_path / "back.safetensors")
-    if name == "siglip without its pool":  # of which transformers has no vector to compare with
+    if name == "siglip without its pool":  # transformers has no vector to compare with
         assert report.difference is None
         assert "pool" in report.checked_by
     else:
@@ -126,22 +126,22 @@ def test_folder(name, tmp_path):
 
 @pytest.mark.parametrize("outer", ["", "vision_model.", "model.vision_model."])
 @pytest.mark.parametrize("name", ["clip", "siglip", "siglip without its pool"])
-def test_a_tower_alone_with_and_without_its_level(name, outer, tmp_path):
-    """Files on the hub have "vision_model." before every name; what transformers 5 writes has not."""
-    model, theirs = made(name)
+def test_a_tower_with_and_without_prefix(name, outer, tmp_path):
+    """Files on the hub have the prefix "vision_model."; those that transformers 5 writes do not."""
+    model, theirs = build(name)
     state = {outer + key: tensor for key, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "in.pt")
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
-    bundle = vt.load(tmp_path / "in.pt", **facts(name))
+    bundle = vt.load(tmp_path / "in.pt", **overrides(name))
     assert bundle.source.family == MODELS[name][3]
     agree(theirs, bundle)
-    report = vt.convert(tmp_path / "in.pt", tmp_path / "back.safetensors", to="hf", **facts(name))
+    report = vt.convert(tmp_path / "in.pt", tmp_path / "back.safetensors", to="hf", **overrides(name))
     assert same_file(tmp_path / "in.safetensors", tmp_path / "back.safetensors")
     assert name == "siglip without its pool" or report.difference < 1e-5, report
 
 
-def test_old_files_keep_numbers_of_positions(tmp_path):
-    model, theirs = made("clip with text")
+def test_old_files_hold_position_ids(tmp_path):
+    model, theirs = build("clip with text")
     numbers = torch.arange(17)[None]
     state = {**model.state_dict(), "vision_model.embeddings.position_ids": numbers}
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
@@ -154,8 +154,8 @@ def test_old_files_keep_numbers_of_positions(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["clip with text", "siglip with text", "siglip classifier"])
-def test_half_precision_comes_back(name, dtype, tmp_path):
-    file = written(made(name)[0].to(dtype), tmp_path / "in")
+def test_half_precision_round_trips(name, dtype, tmp_path):
+    file = save_pretrained(build(name)[0].to(dtype), tmp_path / "in")
     vt.load(tmp_path / "in").save(tmp_path / "ours.safetensors")
     vt.convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="hf")
     assert same_file(file, tmp_path / "back.safetensors")
@@ -178,44 +178,44 @@ def test_any_tower(tmp_path_factory, widths, depth, sides, channels, eps, act, k
         patch_size=sides[0], image_size=sides[1], num_channels=channels, layer_norm_eps=eps, hidden_act=act,
     )  # fmt: skip
     model = shake(kind(config))
-    file = written(model, folder / "in")
+    file = save_pretrained(model, folder / "in")
     bundle = vt.load(folder / "in")
     vector = "image_embeds" if "Projection" in kind.__name__ else "pooler_output"
-    agree(lambda pictures: getattr(model(pictures), vector), bundle)
+    agree(lambda images: getattr(model(images), vector), bundle)
     assert vt.convert(folder / "in", folder / "out", to="hf").difference < 1e-5
     assert same_file(file, folder / "out" / "model.safetensors")
-    again = loaded(kind, folder / "out")
-    agree(lambda pictures: getattr(again(pictures), vector), bundle)
+    again = from_pretrained(kind, folder / "out")
+    agree(lambda images: getattr(again(images), vector), bundle)
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 @pytest.mark.parametrize("size", [(48, 48), (16, 40)])
-def test_positions_are_resized_as_transformers_does(name, size, tmp_path):
-    model, _ = made(name)
-    written(model, tmp_path / "in")
+def test_positions_are_resized_as_in_transformers(name, size, tmp_path):
+    model, _ = build(name)
+    save_pretrained(model, tmp_path / "in")
     bundle = vt.load(tmp_path / "in", size=size)
-    agree(lambda pictures: model(pictures, interpolate_pos_encoding=True).pooler_output, bundle)
+    agree(lambda images: model(images, interpolate_pos_encoding=True).pooler_output, bundle)
 
 
-# ---- what settings say ----------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------
 
 
-def test_what_a_config_leaves_out_is_what_transformers_has(tmp_path):
-    """SigLIP B/16 on the hub has nothing in its vision_config but the model_type."""
+def test_missing_config_keys_have_transformers_defaults(tmp_path):
+    """The vision_config of SigLIP B/16 on the hub has only the model_type."""
     vision = dict(num_attention_heads=12, num_hidden_layers=12, hidden_size=24, image_size=224, patch_size=56)
     model = shake(hf.SiglipVisionModel(hf.SiglipVisionConfig(**vision, intermediate_size=40)))
-    written(model, tmp_path)
+    save_pretrained(model, tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "siglip", "vision_config": {"model_type": "siglip_vision_model"}})
     )
     bundle = vt.load(tmp_path)
     assert (bundle.model.config.heads, bundle.model.config.pixels) == (12, (224, 224))
-    agree(lambda pictures: model(pictures).pooler_output, bundle, 1e-4)  # 9408 pixels in each sum
+    agree(lambda images: model(images).pooler_output, bundle, 1e-4)  # each sum is over 9408 pixels
 
 
-def test_of_two_vision_configs_the_second_counts(tmp_path):
-    written(made("clip with text")[0], tmp_path)
-    changed(tmp_path, vision_config_dict={"hidden_act": "gelu"})
+def test_of_two_vision_configs_the_second_is_used(tmp_path):
+    save_pretrained(build("clip with text")[0], tmp_path)
+    change_config(tmp_path, vision_config_dict={"hidden_act": "gelu"})
     assert vt.load(tmp_path).model.config.activation == "gelu"
 
 
@@ -229,23 +229,26 @@ def test_of_two_vision_configs_the_second_counts(tmp_path):
     ],
 )
 def test_settings_are_checked(settings, named, tmp_path):
-    written(made("clip with text")[0], tmp_path)
+    save_pretrained(build("clip with text")[0], tmp_path)
     with pytest.raises(ConfigError, match=named):
-        vt.load(changed(tmp_path, **settings))
+        vt.load(change_config(tmp_path, **settings))
 
 
 def test_published_preprocessing(tmp_path):
-    clip, siglip = written(made("clip")[0], tmp_path / "c"), written(made("siglip")[0], tmp_path / "s")
+    clip, siglip = (
+        save_pretrained(build("clip")[0], tmp_path / "c"),
+        save_pretrained(build("siglip")[0], tmp_path / "s"),
+    )
     assert vt.load(clip, heads=4).preprocess.mean[0] == 0.48145466
     assert vt.load(siglip, heads=4).preprocess.resize == "squash"
 
 
-# ---- which family it is ---------------------------------------------------------------------
+# ---- recognizing the family ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["clip", "clip classifier", "siglip", "siglip classifier"])
-def test_a_file_is_of_one_family(name, tmp_path):
-    file = written(made(name)[0], tmp_path)
+def test_a_file_matches_one_family(name, tmp_path):
+    file = save_pretrained(build(name)[0], tmp_path)
     others = {family for *_, family, _ in MODELS.values()} - {MODELS[name][3]}
     for other in others | {"hf-vit", "hf-dinov2", "timm"}:
         with pytest.raises(FileError, match=f"family {other}"):
@@ -253,8 +256,8 @@ def test_a_file_is_of_one_family(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["clip with text", "siglip with text"])
-def test_what_has_no_place_and_what_is_missing(name, tmp_path):
-    file = written(made(name)[0], tmp_path)
+def test_unknown_and_missing_tensors(name, tmp_path):
+    file = save_pretrained(build(name)[0], tmp_path)
     state = safetensors.torch.load_file(file)
     safetensors.torch.save_file({**state, "vision_model.prompt": torch.ones(2)}, file)
     with pytest.raises(FileError, match=r"vision_model\.prompt"):
@@ -287,16 +290,16 @@ def fresh(path, **fields):
 
 
 @pytest.mark.parametrize(("family", "fields"), WRITTEN)
-def test_ours_to_theirs(family, fields, tmp_path):
+def test_new_models_are_written(family, fields, tmp_path):
     path = fresh(tmp_path / "ours.safetensors", **fields)
     report = vt.convert(path, tmp_path / "out", to="hf")
     assert report.target == family
     assert report.difference < 1e-5, report
     bundle = vt.load(path)
     name = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"][0]
-    model = loaded(getattr(hf, name), tmp_path / "out")
+    model = from_pretrained(getattr(hf, name), tmp_path / "out")
     vector = {"CLIPVisionModelWithProjection": "image_embeds", "SiglipForImageClassification": "logits"}
-    agree(lambda pictures: getattr(model(pictures), vector.get(name, "pooler_output")), bundle)
+    agree(lambda images: getattr(model(images), vector.get(name, "pooler_output")), bundle)
     back = vt.load(tmp_path / "out")
     assert back.source.family == family
     agree(back.model, bundle)
@@ -321,14 +324,14 @@ def test_ours_to_theirs(family, fields, tmp_path):
         ("hf-siglip-classifier", AS_SIGLIP | dict(pool="mean", size=(16, 32), classes=3), "square"),
     ],
 )
-def test_what_they_cannot_express(family, fields, reason, tmp_path):
+def test_unsupported_models_are_refused(family, fields, reason, tmp_path):
     path = fresh(tmp_path / "ours.safetensors", **fields)
-    with pytest.raises(CannotExpress, match=reason):
+    with pytest.raises(ConversionError, match=reason):
         vt.convert(path, tmp_path / "out", to=family)
     assert not (tmp_path / "out").exists()
 
 
 def test_clip_classifiers_are_only_written_back(tmp_path):
     path = fresh(tmp_path / "ours.safetensors", **AS_CLIP | dict(classes=6))
-    with pytest.raises(ConfigError, match="TO must be a family that is written"):
+    with pytest.raises(ConfigError, match="not a family that can be written"):
         vt.convert(path, tmp_path / "out", to="hf-clip-classifier")

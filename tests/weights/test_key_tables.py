@@ -1,4 +1,4 @@
-"""A user's own table of keys: complete by itself or with a family, in the file's own names, with tensors to ignore."""
+"""Users' key tables: complete or with a family, in the file's own names, with tensors to ignore."""
 
 import json
 import re
@@ -11,14 +11,15 @@ from typer.testing import CliRunner
 from vit_pytorch import ViT
 
 import vitrail as vt
-from bits import same_file
-from conftest import shake
+from tests.support.bits import same_file
+from tests.support.model_files import same_logits
+from tests.support.models import shake
 from vitrail.cli import app
 from vitrail.errors import ConfigError, FileError
-from vitrail.weights.keys import NEEDED, read_table
+from vitrail.weights.keys import REQUIRED, read_table
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-OWN = {  # ours by the names of nobody
+OWN = {  # our names, and names of no family
     "tokens.proj": "stem.conv",
     "blocks.{i}.norm1": "layer.{i}.ln_a",
     "blocks.{i}.attention.qkv": "layer.{i}.mix",
@@ -34,21 +35,21 @@ TIMMS |= {"ln_b": "norm2", "up": "mlp.fc1", "down": "mlp.fc2", "last": "norm", "
 TABLE = [
     *([f"{theirs}.{kind}", f"{ours}.{kind}"] for ours, theirs in OWN.items() for kind in ("weight", "bias")),
     ["first", "prefix", "tokens"],
-    ["places", "position.table", "lead"],
+    ["positions", "position.table", "lead"],
 ]
 
 
 def own_names(state):
-    names = {"cls_token": "first", "pos_embed": "places"}
-    found = {}
+    names = {"cls_token": "first", "pos_embed": "positions"}
+    renamed = {}
     for name, tensor in state.items():
         stem, _, kind = name.rpartition(".")
         block = re.match(r"blocks\.(\d+)\.", name)
         inner = stem.removeprefix(block[0]) if block else stem
         mine = next((own for own, timms in TIMMS.items() if timms == inner), None)
         at = f"layer.{block[1]}.{mine}" if block else mine
-        found[names.get(name) or f"{at}.{kind}"] = tensor
-    return found
+        renamed[names.get(name) or f"{at}.{kind}"] = tensor
+    return renamed
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +63,13 @@ def path(theirs, tmp_path):
     return tmp_path / "own.safetensors"
 
 
-def agree(model, other, images=None):
-    images = torch.randn(2, *model.config.input_shape)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), other(images), rtol=0, atol=1e-5)
-
-
 # ---- without a family ----------------------------------------------------------------------------
 
 
 def test_a_complete_table_needs_no_family(theirs, path, tmp_path):
     bundle = vt.load(path, keys=TABLE, heads=2)
     assert bundle.source.family == "keys"
-    agree(bundle.model, theirs)
+    same_logits(bundle.model, theirs)
     bundle.save(tmp_path / "ours.safetensors")
     vt.convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="keys")
     same_file(path, tmp_path / "back.safetensors")
@@ -95,17 +90,17 @@ def test_blocks_may_be_named_one_by_one(theirs, path):
         for row in TABLE
         for block in (range(2) if "{i}" in row[0] else [0])
     ]
-    agree(vt.load(path, keys=rows, heads=2).model, theirs)
+    same_logits(vt.load(path, keys=rows, heads=2).model, theirs)
 
 
-@pytest.mark.parametrize("left_out", [*NEEDED])
-def test_what_an_incomplete_table_lacks_is_named(path, left_out):
-    rows = [row for row in TABLE if row[1] != left_out]
-    with pytest.raises(FileError, match=f"no row for {re.escape(left_out)}.*or give the family"):
+@pytest.mark.parametrize("missing", [*REQUIRED])
+def test_the_missing_rows_of_an_incomplete_table_are_named(path, missing):
+    rows = [row for row in TABLE if row[1] != missing]
+    with pytest.raises(FileError, match=f"no row for {re.escape(missing)}.*or give the family"):
         vt.load(path, keys=rows, heads=2)
 
 
-def test_a_row_that_names_no_tensor_of_the_file(path):
+def test_rows_for_tensors_that_are_not_in_the_file(path):
     rows = [["stem.kernel", row[1]] if row[1] == "tokens.proj.weight" else row for row in TABLE]
     with pytest.raises(
         FileError, match=r"has stem\.kernel for tokens\.proj\.weight, which is not in the file"
@@ -119,25 +114,25 @@ def test_a_row_that_names_no_tensor_of_the_file(path):
     ("name", "layout"),
     [("position.table", "lead"), ("prefix", "tokens"), ("tokens.proj.weight", "patch_planes")],
 )
-def test_a_layout_that_is_missing_is_named(theirs, tmp_path, name, layout):
+def test_missing_layouts_are_named(theirs, tmp_path, name, layout):
     state = own_names(theirs.state_dict())
     state["stem.conv.weight"] = state["stem.conv.weight"].flatten(1)
     safetensors.torch.save_file(state, tmp_path / "flat.safetensors")
     keys = [[*row, "patch_planes"] if row[1] == "tokens.proj.weight" else row for row in TABLE]
-    agree(vt.load(tmp_path / "flat.safetensors", keys=keys, heads=2).model, theirs)
+    same_logits(vt.load(tmp_path / "flat.safetensors", keys=keys, heads=2).model, theirs)
     keys = [row[:2] if row[1] == name else row for row in keys]
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} must have . axes.*layout {layout}"):
         vt.load(tmp_path / "flat.safetensors", keys=keys, heads=2)
 
 
-def test_a_table_is_not_for_a_vitrail_file(path, tmp_path):
+def test_a_vitrail_file_takes_no_table(path, tmp_path):
     vt.load(path, keys=TABLE, heads=2).save(tmp_path / "ours.safetensors")
-    with pytest.raises(ConfigError, match="takes no table of keys"):
+    with pytest.raises(ConfigError, match="needs no key table"):
         vt.load(tmp_path / "ours.safetensors", keys=TABLE)
 
 
-def test_a_table_with_a_family_whose_shapes_are_others(path):
-    with pytest.raises(ConfigError, match=r"layer\.0\.mix\.weight must have three axes"):
+def test_a_table_with_a_family_of_other_shapes(path):
+    with pytest.raises(ConfigError, match=r"layer\.0\.mix\.weight has the shape .*an axis for the"):
         vt.load(path, keys=TABLE, family="google")
 
 
@@ -146,7 +141,7 @@ def test_a_table_with_a_family_whose_shapes_are_others(path):
 
 @pytest.fixture
 def old(tmp_path):
-    """vit-pytorch as before version 0.10, whose names are respelled; the norm of block 1 has another name."""
+    """vit-pytorch before version 0.10, whose names are respelled."""
     sizes = dict(
         image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=2, mlp_dim=48, dim_head=16
     )
@@ -158,30 +153,30 @@ def old(tmp_path):
         "transformer.norm": "mlp_head.0",
         "mlp_head.": "mlp_head.1.",
     }
-    found = {}
+    old = {}
     for name, tensor in state.items():
         if name.startswith(("to_patch_embedding.1", "to_patch_embedding.3")):
             continue
         new = next((name.replace(a, b) for a, b in spell.items() if a in name), name)
-        found[new] = tensor[None] if name in ("cls_token", "pos_embedding") and tensor.ndim == 2 else tensor
-    safetensors.torch.save_file(found, tmp_path / "old.safetensors")
-    return tmp_path / "old.safetensors", found
+        old[new] = tensor[None] if name in ("cls_token", "pos_embedding") and tensor.ndim == 2 else tensor
+    safetensors.torch.save_file(old, tmp_path / "old.safetensors")
+    return tmp_path / "old.safetensors", old
 
 
-def test_a_table_speaks_of_the_file_s_own_names(old, tmp_path):
+def test_a_table_uses_the_names_in_the_file(old, tmp_path):
     path, state = old
     expected = vt.load(path, heads=2, head_width=16)
     assert expected.source.family == "lucidrains-old"
     renamed = {name.replace("fn.fn.net.3", "fn.fn.last"): tensor for name, tensor in state.items()}
     safetensors.torch.save_file(renamed, tmp_path / "renamed.safetensors")
-    # One row in a name that is respelled besides, and one for an anchor of the family.
+    # Rows for a name that is respelled, and one for an anchor of the family.
     keys = [
         [f"transformer.layers.{{i}}.1.fn.fn.last.{kind}", f"blocks.{{i}}.mlp.fc2.{kind}"]
         for kind in ("weight", "bias")
     ] + [["transformer.layers.{i}.0.fn.norm.weight", "blocks.{i}.norm1.weight"]]
     for family in ("lucidrains-old", None):
         bundle = vt.load(tmp_path / "renamed.safetensors", heads=2, head_width=16, family=family, keys=keys)
-        agree(bundle.model, expected.model)
+        same_logits(bundle.model, expected.model)
         assert not any("no such tensor" in note for note in bundle.notes)
     bundle.save(tmp_path / "ours.safetensors")
     vt.convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="lucidrains")
@@ -189,13 +184,13 @@ def test_a_table_speaks_of_the_file_s_own_names(old, tmp_path):
 
 
 def test_a_row_for_one_tensor_of_a_prefixed_file(theirs, tmp_path):
-    """The row has the file's whole name; the family's own names still have something before them."""
+    """The row has the full name in the file; the family's own names still have a prefix."""
     state = {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}
     state["module.stem"] = state.pop("module.patch_embed.proj.weight")
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     bundle = vt.load(tmp_path / "model.safetensors", keys=[("module.stem", "tokens.proj.weight")], heads=2)
     assert bundle.source.family == "timm"
-    agree(bundle.model, theirs)
+    same_logits(bundle.model, theirs)
 
 
 # ---- tensors to ignore --------------------------------------------------------------------------
@@ -217,7 +212,7 @@ def test_tensors_to_ignore(theirs, larger, tmp_path):
         vt.load(larger, heads=2)
     keys = [("decoder.*", None), ("temperature", None)]
     bundle = vt.load(larger, heads=2, keys=keys)
-    agree(bundle.model, theirs)
+    same_logits(bundle.model, theirs)
     assert any("33 tensors" in note and "decoder." in note for note in bundle.notes), bundle.notes
     assert bundle.extras == {}
     bundle.save(tmp_path / "ours.safetensors")
@@ -226,12 +221,12 @@ def test_tensors_to_ignore(theirs, larger, tmp_path):
     assert set(back) == {f"encoder.{name}" for name in theirs.state_dict()}
 
 
-def test_the_rest_can_be_ignored(theirs, tmp_path):
+def test_all_other_tensors_can_be_ignored(theirs, tmp_path):
     state = own_names(theirs.state_dict()) | {"text.weight": torch.ones(3), "temperature": torch.ones(1)}
     safetensors.torch.save_file(state, tmp_path / "more.safetensors")
-    with pytest.raises(FileError, match=r"temperature, text\.weight besides"):
+    with pytest.raises(FileError, match=r"unknown tensors: temperature, text\.weight"):
         vt.load(tmp_path / "more.safetensors", keys=TABLE, heads=2)
-    agree(vt.load(tmp_path / "more.safetensors", keys=[*TABLE, ("*", None)], heads=2).model, theirs)
+    same_logits(vt.load(tmp_path / "more.safetensors", keys=[*TABLE, ("*", None)], heads=2).model, theirs)
 
 
 def test_a_head_can_be_ignored(theirs, tmp_path):
@@ -240,14 +235,19 @@ def test_a_head_can_be_ignored(theirs, tmp_path):
     assert bundle.model.config.classes == 0
 
 
-def test_a_pattern_that_matches_nothing_is_said(larger):
+def test_a_pattern_that_matches_nothing_is_noted(larger):
     keys = [(["decoder.*", "temperature"], None), ("text.*", None)]
     assert any(
         "text.*, which matches no tensor" in note for note in vt.load(larger, heads=2, keys=keys).notes
     )
 
 
+def test_the_old_name_of_a_layout():
+    """Files of version 0.1 store "turned" for "transposed"."""
+    assert read_table([("a", "head.weight", "turned")]) == read_table([("a", "head.weight", "transposed")])
+
+
 @pytest.mark.parametrize("row", [("decoder.*", None, "lead"), ("decoder.{x}", None), (3, None), None])
-def test_rows_that_ignore_nothing_well(row):
+def test_invalid_rows_to_ignore(row):
     with pytest.raises(ConfigError, match="row of keys"):
         read_table([row])

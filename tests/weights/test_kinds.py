@@ -1,4 +1,4 @@
-"""What a file is: which of its state dicts is read, and true words for what is none."""
+"""Which state dict of a file is read, and correct descriptions of other files."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from vitrail.weights.load import load
 
 
 def test_which_state_dict_of_several(tmp_path):
-    """The first of the usual keys, and the others are told; or the one that is asked for."""
+    """The first of the usual keys, and a note on the others; or the requested one."""
     held = {"student": {"w": torch.ones(1)}, "teacher": {"w": torch.zeros(1)}, "mine": {"v": torch.ones(2)}}
     torch.save(held | {"loss": torch.ones(1)}, tmp_path / "w")
     with open_weights(tmp_path / "w", "student") as file:
@@ -42,7 +42,7 @@ def test_the_usual_keys(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    ("asked", "read", "note"),
+    ("key", "read", "note"),
     [
         (None, "model", "under model, model_ema; model was read"),
         ("model_ema", "model_ema", ""),
@@ -50,18 +50,18 @@ def test_the_usual_keys(tmp_path, key):
         ("mine", "mine", ""),
     ],
 )
-def test_a_model_and_its_average(tmp_path, asked, read, note):
+def test_a_model_and_its_average(tmp_path, key, read, note):
     model = VisionTransformer(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=3)
     held = {}
-    for number, key in enumerate(("model_ema", "mine", "model")):
-        held[key] = {name: torch.full_like(tensor, number) for name, tensor in model.state_dict().items()}
+    for number, name in enumerate(("model_ema", "mine", "model")):
+        held[name] = {n: torch.full_like(tensor, number) for n, tensor in model.state_dict().items()}
     torch.save(held | {"epoch": 3, "loss": torch.ones(1)}, tmp_path / "run.pth")
-    bundle = load(tmp_path / "run.pth", heads=2, checkpoint_key=asked)
+    bundle = load(tmp_path / "run.pth", heads=2, checkpoint_key=key)
     assert bundle.model.head.bias[0] == list(held).index(read)
     assert (
         any(note in one for one in bundle.notes) if note else not any("was read" in n for n in bundle.notes)
     )
-    more = ["--set", f"checkpoint_key={asked}"] if asked else []
+    more = ["--set", f"checkpoint_key={key}"] if key else []
     done = CliRunner().invoke(app, ["info", str(tmp_path / "run.pth"), "--set", "heads=2", *more])
     assert done.exit_code == 0, done.output
     assert ("was read" in done.stdout) == bool(note)
@@ -75,7 +75,7 @@ def test_a_tensor_beside_the_model_is_not_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("length", [2**63 - 1, 2**63 - 16, 2**63 + 0x80, 2**64 - 1, 2**62, 2**40])
-def test_a_header_of_absurd_length(tmp_path, length):
+def test_a_header_of_impossible_length(tmp_path, length):
     (tmp_path / "w").write_bytes(length.to_bytes(8, "little") + b'{"a":1}')
     with pytest.raises(FileError, match=f"claims a header of {length:,} bytes"):
         open_weights(tmp_path / "w")
@@ -83,7 +83,7 @@ def test_a_header_of_absurd_length(tmp_path, length):
 
 @pytest.mark.parametrize("text", ["caf\u00e9, 12 \u20ac\n", "eight...{json}"])
 @pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
-def test_text_is_called_text(tmp_path, text, encoding):
+def test_text_is_recognized(tmp_path, text, encoding):
     (tmp_path / "w").write_bytes(text.encode(encoding))
     with pytest.raises(FileError, match="it is text"):
         open_weights(tmp_path / "w")
@@ -92,7 +92,7 @@ def test_text_is_called_text(tmp_path, text, encoding):
 @pytest.mark.parametrize(
     ("images", "labels"), [("images", "labels"), ("x_train", "y_train"), ("train_images", "train_labels")]
 )
-def test_data_is_called_data(tmp_path, images, labels):
+def test_data_is_recognized(tmp_path, images, labels):
     arrays = {images: np.zeros((4, 8, 8, 3), np.uint8), labels: np.zeros(4, np.int64)}
     np.savez(tmp_path / "data.npz", **arrays)
     with pytest.raises(

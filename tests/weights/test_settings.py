@@ -1,4 +1,4 @@
-"""Settings beside the weights that contradict them, or say only a part: each is refused or said."""
+"""Settings beside the weights that contradict them or are incomplete: each is refused or noted."""
 
 import json
 
@@ -9,7 +9,7 @@ import transformers as hf
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
-from conftest import shake
+from tests.support.models import shake
 from vitrail.errors import FileError
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32)
@@ -19,15 +19,15 @@ IMAGENET = dict(image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225
 
 @pytest.fixture
 def folder(tmp_path):
-    """transformers' ViT, as it saves one."""
+    """transformers' ViT, saved by transformers."""
     config = hf.ViTConfig(**SIZES, patch_size=8, num_labels=5)
     shake(hf.ViTForImageClassification(config)).save_pretrained(tmp_path / "in")
     return tmp_path / "in"
 
 
 @pytest.fixture
-def timms(tmp_path):
-    """A folder as we write it for timm."""
+def timm_folder(tmp_path):
+    """A folder that we write for timm."""
     sizes = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
     model = shake(VisionTransformer(**sizes))
     safetensors.torch.save_file(model.state_dict(), tmp_path / "timm.safetensors")
@@ -40,8 +40,8 @@ def timms(tmp_path):
 
 def changed(folder, file="config.json", **settings):
     path = folder / file
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | settings))
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | settings))
     return folder
 
 
@@ -49,7 +49,7 @@ def changed(folder, file="config.json", **settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "true"),
+    ("name", "value", "stored"),
     [
         ("hidden_size", 10**9, 32),
         ("hidden_size", "32", 32),
@@ -60,26 +60,26 @@ def changed(folder, file="config.json", **settings):
         ("num_channels", 1, 3),
     ],
 )
-def test_a_size_that_the_weights_do_not_have(folder, name, value, true):
-    with pytest.raises(FileError, match=rf"config\.json has {name}=.*weights have \(?{true}"):
+def test_sizes_that_contradict_the_weights(folder, name, value, stored):
+    with pytest.raises(FileError, match=rf"config\.json has {name}=.*weights have \(?{stored}"):
         vt.load(changed(folder, **{name: value}))
     assert vt.load(folder / "model.safetensors", heads=4).model.config.width == 32  # without its settings
 
 
-def test_what_the_user_gives_is_not_held_against_the_settings(folder):
+def test_given_sizes_are_not_compared_with_the_settings(folder):
     changed(folder, image_size=10**9)
     assert vt.load(folder, size=32).model.config.pixels == (32, 32)
 
 
-def test_the_tower_of_two(tmp_path):
+def test_the_vision_config_of_two_towers(tmp_path):
     tower = dict(SIZES, patch_size=8)
     text = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config = hf.CLIPConfig(vision_config=tower, text_config=text)
     shake(hf.CLIPModel(config)).save_pretrained(tmp_path)
-    vt.load(tmp_path)  # the text's sizes are its own
-    found = json.loads((tmp_path / "config.json").read_text())
-    found["vision_config"]["hidden_size"] = 33
-    (tmp_path / "config.json").write_text(json.dumps(found))
+    vt.load(tmp_path)  # the sizes of the text tower do not matter
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["hidden_size"] = 33
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FileError, match=r"vision_config\.hidden_size=33"):
         vt.load(tmp_path)
 
@@ -88,24 +88,24 @@ def test_the_tower_of_two(tmp_path):
     ("name", "value"),
     [("embed_dim", 10**9), ("depth", 3), ("img_size", 48), ("in_chans", 4), ("reg_tokens", 1)],
 )
-def test_a_size_of_timm_s(timms, name, value):
-    found = json.loads((timms / "config.json").read_text())
-    found["model_args"][name] = value
-    (timms / "config.json").write_text(json.dumps(found))
+def test_sizes_in_timm_s_settings(timm_folder, name, value):
+    config = json.loads((timm_folder / "config.json").read_text())
+    config["model_args"][name] = value
+    (timm_folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(FileError, match=rf"model_args\.{name}={value}"):
-        vt.load(timms)
+        vt.load(timm_folder)
 
 
-def test_timm_s_classes(timms):
+def test_classes_in_timm_s_settings(timm_folder):
     with pytest.raises(FileError, match="num_classes=6"):
-        vt.load(changed(timms, num_classes=6))
+        vt.load(changed(timm_folder, num_classes=6))
 
 
 # ---- labels -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("names", "message"),
     [
         ({"0": "ant", "1": "bee", "3": "dog", "4": "eel"}, "no name for class 2"),
         (NAMES | {"2": None}, "no name for class 2"),
@@ -114,14 +114,14 @@ def test_timm_s_classes(timms):
         ("ant bee", "not names by number"),
     ],
 )
-def test_labels_that_do_not_fit_are_said(folder, names, words):
+def test_labels_that_do_not_fit_are_noted(folder, names, message):
     bundle = vt.load(changed(folder, id2label=names))
     assert bundle.labels is None
-    assert any("labels in config.json were not used" in note and words in note for note in bundle.notes)
+    assert any("labels in config.json were not used" in note and message in note for note in bundle.notes)
 
 
-def test_labels_as_timm_has_them(timms):
-    assert vt.load(timms).labels == list(NAMES.values())
+def test_labels_in_timm_s_settings(timm_folder):
+    assert vt.load(timm_folder).labels == list(NAMES.values())
 
 
 # ---- an index -----------------------------------------------------------------------------------
@@ -147,20 +147,20 @@ def listed(folder):
     return json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
 
 
-def test_an_index_that_is_true(sharded):
+def test_a_correct_index(sharded):
     assert vt.load(sharded).model.config.width == 32
 
 
 @pytest.mark.parametrize("name", ["vit.embeddings.mask", "vit.embeddings.cls_token"])
-def test_an_index_names_a_tensor_that_is_not_there(sharded, name):
-    """Not at all, or in the other file."""
+def test_an_index_that_lists_a_missing_tensor(sharded, name):
+    """Missing everywhere, or in another file."""
     other = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}
     index(sharded, listed(sharded) | {name: other[listed(sharded).get(name, "a.safetensors")]})
     with pytest.raises(FileError, match=rf"index\.json lists {name} in .*holds no such tensor"):
         vt.load(sharded)
 
 
-def test_an_index_leaves_out_a_tensor(sharded):
+def test_an_index_that_omits_a_tensor(sharded):
     index(sharded, {name: file for name, file in listed(sharded).items() if name != "classifier.bias"})
     with pytest.raises(FileError, match=r"holds classifier\.bias, which .*index\.json does not list"):
         vt.load(sharded)
@@ -170,19 +170,19 @@ def test_an_index_leaves_out_a_tensor(sharded):
 
 
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json", "model.safetensors.index.json"])
-def test_where_the_json_is_wrong(folder, file):
+def test_invalid_json(folder, file):
     (folder / file).write_text('{\n  "one": 1,\n  "two" 2\n}\n')
-    with pytest.raises(FileError, match=rf"{file}: .*line 3 column 9"):
+    with pytest.raises(FileError, match=rf"{file} is not valid JSON: .*line 3, column 9"):
         vt.load(folder)
     (folder / file).write_text('{"one": 1, "one": 2}')
-    with pytest.raises(FileError, match=rf"{file}: .*'one' comes twice"):
+    with pytest.raises(FileError, match=rf"{file} is not valid JSON: .*'one' appears twice"):
         vt.load(folder)
 
 
-# ---- a preprocessor_config.json that says a part --------------------------------------------------
+# ---- an incomplete preprocessor_config.json --------------------------------------------------
 
 
-def test_without_a_size_the_rest_is_used(folder):
+def test_a_missing_size(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(IMAGENET, resample=3)))
     bundle = vt.load(folder)
     spec = bundle.preprocess
@@ -192,7 +192,7 @@ def test_without_a_size_the_rest_is_used(folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "lacks", "after"),
+    ("settings", "missing", "expected"),
     [
         (dict(size=32), "resample, image_mean, image_std", dict(mean=(0.5,) * 3, interpolation="bilinear")),
         (dict(IMAGENET, do_resize=False), "size", dict(resize="none")),
@@ -202,28 +202,28 @@ def test_without_a_size_the_rest_is_used(folder):
         (dict(size=32, resample=0, do_normalize=False), "", dict(mean=(0,) * 3, interpolation="nearest")),
     ],
 )  # fmt: skip
-def test_what_is_lacking_is_as_usual(folder, settings, lacks, after):
+def test_missing_keys_have_the_usual_values(folder, settings, missing, expected):
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     bundle = vt.load(folder)
-    assert {name: getattr(bundle.preprocess, name) for name in after} == after
+    assert {name: getattr(bundle.preprocess, name) for name in expected} == expected
     assert bundle.preprocess.target == (32, 32)
-    said = [note for note in bundle.notes if "preprocessor_config.json has no" in note]
-    assert len(said) == bool(lacks)
-    assert f"no {lacks};" in "".join(said) if lacks else not said
+    notes = [note for note in bundle.notes if "preprocessor_config.json has no" in note]
+    assert len(notes) == bool(missing)
+    assert f"no {missing};" in "".join(notes) if missing else not notes
 
 
-def test_a_preprocessing_for_another_size_is_said(folder):
+def test_a_preprocessing_for_another_size_is_noted(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(IMAGENET, resample=3, size=10**9)))
     bundle = vt.load(folder)
     assert bundle.preprocess.target == (32, 32)
     assert any("1000000000x1000000000" in note for note in bundle.notes)
 
 
-def test_one_that_cannot_be_used_is_not_called_missing(folder):
+def test_an_unusable_one_is_not_called_missing(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(dict(IMAGENET, resample=9)))
     notes = vt.load(folder).notes
     assert any("was not used" in note and "resample=9" in note and "google" in note for note in notes)
-    assert not any("not in the file" in note for note in notes)
+    assert not any("has no preprocessing" in note for note in notes)
 
 
 # ---- a stem -------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_one_that_cannot_be_used_is_not_called_missing(folder):
 
 @pytest.mark.parametrize("size", [None, (96, 160)])
 def test_the_stem_of_a_hybrid_is_named(size, tmp_path):
-    """Whose positions are not on a square: no size that is given would fit, as its patches are no pixels."""
+    """Its positions are not on a square; no size would fit, since its patches are not pixels."""
     state = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2).state_dict()
     state["pos_embed"] = torch.zeros(1, 61, 32)
     state["patch_embed.proj.weight"] = torch.zeros(32, 1024, 1, 1)

@@ -1,4 +1,4 @@
-"""timm, DeiT, DeiT III, MAE and DINOv2: read to the same logits, written back to the last bit."""
+"""timm, DeiT, DeiT III, MAE and DINOv2: same logits, and bit-equal round trips."""
 
 from functools import partial
 
@@ -14,16 +14,16 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import vitrail as vt
-from bits import same_file
-from conftest import shake
-from vitrail.weights.convert import CannotExpress
+from tests.support.bits import same_file
+from tests.support.models import shake
+from vitrail.weights.convert import ConversionError
 from vitrail.weights.describe import describe
 from vitrail.weights.folder import open_model
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 SILU = dict(act_layer=nn.SiLU)
 
-# Arguments of timm's constructor, and facts that a file does not tell.
+# Arguments of timm's constructor, and fields that a file does not show.
 MODELS = {
     "plain": ({}, {}),
     "no head": (dict(num_classes=0), {}),
@@ -42,11 +42,11 @@ MODELS = {
     "no last norm": (dict(final_norm=False), {}),
     "no qkv bias": (dict(qkv_bias=False), {}),
     "swiglu packed": (dict(mlp_layer=SwiGLUPacked, **SILU), {}),
-    "swiglu apart": (dict(mlp_layer=SwiGLU, **SILU), {}),
+    "swiglu not packed": (dict(mlp_layer=SwiGLU, **SILU), {}),
     "gelu tanh": (dict(act_layer="gelu_tanh"), dict(activation="gelu-tanh")),
     "another eps": (dict(norm_layer=partial(nn.LayerNorm, eps=1e-3)), dict(eps=1e-3)),
     "five channels": (dict(in_chans=5), {}),
-    "oblong": (dict(img_size=(16, 48), patch_size=(4, 8)), dict(size=(16, 48))),
+    "rectangular": (dict(img_size=(16, 48), patch_size=(4, 8)), dict(size=(16, 48))),
     "odd mlp": (dict(mlp_ratio=2.65625), {}),
 }
 
@@ -66,14 +66,14 @@ def agree(theirs, bundle, tolerance=1e-5):
     assert (expected - logits).abs().max() < tolerance
 
 
-@pytest.mark.parametrize(("arguments", "facts"), MODELS.values(), ids=MODELS)
-def test_logits_and_round_trip(arguments, facts, tmp_path):
+@pytest.mark.parametrize(("arguments", "overrides"), MODELS.values(), ids=MODELS)
+def test_logits_and_round_trip(arguments, overrides, tmp_path):
     theirs = shake(VisionTransformer(**SMALL | arguments))
     path = saved(theirs, tmp_path / "in.safetensors")
-    bundle = vt.load(path, heads=2, **facts)
+    bundle = vt.load(path, heads=2, **overrides)
     agree(theirs, bundle)
 
-    vt.convert(path, tmp_path / "back.safetensors", to="timm", heads=2, **facts)
+    vt.convert(path, tmp_path / "back.safetensors", to="timm", heads=2, **overrides)
     assert same_file(path, tmp_path / "back.safetensors")
 
     bundle.save(tmp_path / "ours.safetensors")
@@ -102,7 +102,7 @@ def test_any_mixture(tmp_path_factory, widths, depth, sides, registers, scaled, 
         size, patch, embed_dim=widths[0], num_heads=widths[1], depth=depth, reg_tokens=registers,
         init_values=0.1 if scaled else None, qkv_bias=not bare, num_classes=3,
     )  # fmt: skip
-    theirs = shake(theirs).to(dtype)  # what the file can hold
+    theirs = shake(theirs).to(dtype)  # the values the file can hold
     path = saved(theirs, folder / "in.safetensors", dtype)
     bundle = vt.load(path, heads=widths[1], size=size)
     assert bundle.model.config.pixels == (size if isinstance(size, tuple) else (size, size))
@@ -122,7 +122,7 @@ def test_distilled(tmp_path):
     assert same_file(path, tmp_path / "back.safetensors")
 
 
-def test_deit_as_published_is_wrapped_in_a_pickle(tmp_path):
+def test_deit_as_published_is_a_wrapped_pickle(tmp_path):
     theirs = shake(VisionTransformer(**SMALL))
     torch.save({"model": theirs.state_dict(), "epoch": 3}, tmp_path / "deit.pth")
     bundle = vt.load(tmp_path / "deit.pth", heads=2)
@@ -149,7 +149,7 @@ def test_deit_three_as_published(tmp_path):
     assert same_file(tmp_path / "as.safetensors", tmp_path / "back.safetensors")
 
 
-def test_mae_keeps_its_decoder_beside(tmp_path):
+def test_the_decoder_of_mae_is_kept(tmp_path):
     theirs = shake(VisionTransformer(**SMALL | dict(num_classes=0)))
     more = {"mask_token": torch.randn(1, 1, 16), "decoder_pred.weight": torch.randn(192, 16)}
     torch.save({"model": {**theirs.state_dict(), **more}}, tmp_path / "mae.pth")
@@ -163,7 +163,7 @@ def test_mae_keeps_its_decoder_beside(tmp_path):
 
 
 class DINOv2(VisionTransformer):
-    """DINOv2 puts registers in after the positions, which only the class token and the patches have."""
+    """DINOv2 inserts registers after adding positions, which only the class token and the patches have."""
 
     def _pos_embed(self, x):
         classes = self.cls_token.expand(len(x), -1, -1)
@@ -172,7 +172,7 @@ class DINOv2(VisionTransformer):
 
 
 def dinov2(registers=0, chunked=False, gated=False):
-    """A DINOv2, and its tensors under the names it was first published with."""
+    """A DINOv2, and its tensors under the names as first published."""
     mlp = dict(mlp_layer=SwiGLUPacked, **SILU) if gated else {}
     theirs = DINOv2(**SMALL | dict(depth=4, num_classes=0, init_values=1e-5), **mlp)
     theirs.rows = nn.Parameter(torch.randn(1, 17, 32))
@@ -186,7 +186,7 @@ def dinov2(registers=0, chunked=False, gated=False):
     state["mask_token"] = torch.randn(1, 32)
     if gated:
         state = {n.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3"): t for n, t in state.items()}
-    if chunked:  # two chunks of two blocks; the second number counts on
+    if chunked:  # two chunks of two blocks; the second index does not restart
         state = {
             f"blocks.{int(n.split('.')[1]) // 2}.{n[7:]}" if n.startswith("blocks.") else n: t
             for n, t in state.items()
@@ -210,7 +210,7 @@ def test_dinov2_as_published(registers, chunked, gated, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["module.", "model.backbone.", "visual.trunk."])
-def test_names_with_something_before_them(wrapper, tmp_path):
+def test_prefixed_names(wrapper, tmp_path):
     theirs = shake(VisionTransformer(**SMALL))
     state = {wrapper + name: tensor for name, tensor in theirs.state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
@@ -219,7 +219,7 @@ def test_names_with_something_before_them(wrapper, tmp_path):
     assert same_file(tmp_path / "in.safetensors", tmp_path / "back.safetensors")
 
 
-# ---- written from a model of ours -----------------------------------------------------------
+# ---- written from other models -----------------------------------------------------------
 
 OURS = dict(width=32, depth=2, heads=2, patch=8, size=32, classes=5)
 WRITTEN = [
@@ -238,7 +238,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("fields", WRITTEN, ids=range(len(WRITTEN)))
-def test_timm_takes_what_we_write(fields, tmp_path):
+def test_timm_loads_our_files(fields, tmp_path):
     config = vt.ViTConfig(**OURS | fields)
     vt.Bundle(model=shake(vt.ViT(config))).save(tmp_path / "ours.safetensors")
     report = vt.convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", to="timm")
@@ -247,7 +247,7 @@ def test_timm_takes_what_we_write(fields, tmp_path):
 
 
 @pytest.mark.parametrize("fields", [WRITTEN[0], WRITTEN[5], WRITTEN[8], WRITTEN[9]], ids=range(4))
-def test_timm_opens_the_folder_we_write(fields, tmp_path):
+def test_timm_loads_our_folders(fields, tmp_path):
     model = shake(vt.ViT(vt.ViTConfig(**OURS | fields)))
     labels = ["ant", "bee", "cat", "dog", "eel"]
     preprocess = vt.Preprocess(size=model.config.size, resize="shortest", resize_to=max(model.config.pixels))
@@ -265,29 +265,29 @@ def test_timm_opens_the_folder_we_write(fields, tmp_path):
 
 
 REFUSED = [
-    (dict(eps=1e-12), "eps is 1e-06 there, and 1e-12 here.* A fact such as eps can be given anew"),
+    (dict(eps=1e-12), "eps is 1e-06 there, and 1e-12 here.* such as eps can be overridden"),
     (dict(position="rotary", head_width=8), "position is 'learned' or 'none' there, and 'rotary' here"),
     (dict(block="post-norm"), "block is 'pre-norm' there, and 'post-norm' here"),
     (dict(norm="rms"), "norm is 'layer' there"),
     (dict(rows="class", registers=2), "rows is 'all' or 'patches' there"),
     (dict(head="tanh"), "head is 'linear' or 'distilled' there"),
-    (dict(norm_pre=True), "a norm before the first block and a bias of the patch projection exclude"),
-    (dict(pool="attention", qk_norm=True), "the attention pool has no norm of q and k"),
+    (dict(norm_pre=True), "either a norm before the first block or a bias"),
+    (dict(pool="attention", qk_norm=True), "its attention pool has no q and k norm"),
     (dict(distillation_token=True, registers=1), "a plain DeiT"),
     (dict(scale="width"), "scale is 'head' there, and 'width' here"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "reason"), REFUSED)
-def test_what_timm_cannot_express_is_refused(fields, reason, tmp_path):
+def test_unsupported_models_are_refused(fields, reason, tmp_path):
     model = vt.ViT(vt.ViTConfig(**OURS | fields))
     vt.Bundle(model=model).save(tmp_path / "ours.safetensors")
-    with pytest.raises(CannotExpress, match=reason):
+    with pytest.raises(ConversionError, match=reason):
         vt.convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", to="timm")
     assert [p.name for p in tmp_path.iterdir()] == ["ours.safetensors"]
 
 
-# ---- files that are not whole, and facts that are not told ----------------------------------
+# ---- incomplete files and missing fields ----------------------------------
 
 
 def change(tmp_path, **tensors):
@@ -299,47 +299,48 @@ def change(tmp_path, **tensors):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "facts", "message"),
+    ("tensors", "overrides", "message"),
     [
-        ({"rel_pos.table": torch.zeros(3)}, dict(heads=2), "Every tensor of a timm file .* rel_pos.table besides"),
-        ({"blocks.1.norm1.weight": None}, dict(heads=2), "exactly the tensors .* without blocks.1.norm1.weight"),
-        ({"head.bias": torch.zeros(6)}, dict(heads=2), "head.bias 6 for 5"),
-        ({}, {}, "How many heads .* attention of width 32, which 64"),
-        ({}, dict(heads=5), "heads must divide the width of attention. Got heads=5 and 32"),
-        ({"pos_embed": torch.zeros(1, 25, 32)}, dict(heads=2), "size must be told .* 25 position rows and 1 tokens"),
-        ({}, dict(heads=2, family="tim"), "family must be one that is read. Got 'tim'. Did you mean 'timm'"),
-        ({}, dict(heads=2, family="dinov2"), "must be of the family dinov2"),
-        ({}, dict(heads=2, activation="gleu"), "activation must be one of its words"),
-        ({}, dict(heads=2, hidden_size=2), "takes only the fields it has"),
-        ({"patch_embed.proj.weight": None}, dict(heads=2), "names must be those of a family"),
+        ({"rel_pos.table": torch.zeros(3)}, dict(heads=2), "is a timm file with unknown tensors: rel_pos.table"),
+        ({"blocks.1.norm1.weight": None}, dict(heads=2), "does not hold the tensors .* missing blocks.1.norm1.weight"),
+        ({"head.bias": torch.zeros(6)}, dict(heads=2), "head.bias 6 instead of 5"),
+        ({}, {}, "number of heads, .* head width 64 does not divide the attention width 32"),
+        ({}, dict(heads=5), "heads=5 does not divide the attention width 32"),
+        ({"pos_embed": torch.zeros(1, 25, 32)}, dict(heads=2), "25 position rows with 1 prefix tokens .* [Gg]ive size"),
+        ({}, dict(heads=2, family="tim"), "unknown family 'tim'. Did you mean 'timm'"),
+        ({}, dict(heads=2, family="dinov2"), "is not a file of the family dinov2"),
+        ({}, dict(heads=2, activation="gleu"), "unknown activation 'gleu'"),
+        ({}, dict(heads=2, hidden_size=2), "has no field 'hidden_size'"),
+        ({"patch_embed.proj.weight": None}, dict(heads=2), "is of no known family"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_said(tensors, facts, message, tmp_path):
+def test_wrong_files_and_fields_are_refused(tensors, overrides, message, tmp_path):
     with pytest.raises(vt.VitrailError, match=message):
-        vt.load(change(tmp_path, **tensors), **facts)
+        vt.load(change(tmp_path, **tensors), **overrides)
 
 
 def test_twenty_five_rows_on_four_by_six(tmp_path):
-    """25 = 1 + 4 x 6, and 5 x 5 as well: nobody can know without being told."""
+    """25 rows are 1 + 4 x 6 or 5 x 5: the size must be given."""
     theirs = shake(VisionTransformer(**SMALL | dict(img_size=(32, 48))))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path, heads=2, size=(32, 48))
     assert bundle.model.config.grid == (4, 6)
-    assert bundle.notes == ["Preprocessing is not in the file; it is the one published for augreg."]
+    assert bundle.notes == ["The file has no preprocessing; the one published for augreg is used."]
     agree(theirs, bundle)
 
 
-def test_heads_of_the_usual_width_are_taken_on_trust(tmp_path):
+def test_the_usual_head_width_is_assumed(tmp_path):
     theirs = shake(VisionTransformer(**SMALL | dict(embed_dim=128, num_heads=2)))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path)
-    assert bundle.notes[0] == "2 heads of width 64, which is usual and not in the file; give heads if not."
+    assert bundle.notes[0].startswith("Assumed 2 heads of width 64")
     agree(theirs, bundle)
     assert vt.load(path, heads=4).model.config.heads == 4
 
 
-def test_describing_needs_no_numbers(tmp_path):
+def test_describe(tmp_path):
     path = saved(VisionTransformer(**SMALL), tmp_path / "in.safetensors")
-    with open_model(path) as stored:
-        what = describe(stored, heads=2)
-    assert (what.family, what.config.depth, what.config.classes) == ("timm", 2, 5)
+    with open_model(path) as files:
+        description = describe(files, heads=2)
+    config = description.config
+    assert (description.family.name, config.depth, config.classes) == ("timm", 2, 5)

@@ -1,10 +1,7 @@
-"""A ViT of one's own round nn.TransformerEncoder, as tutorials build it; and a table of keys for any other."""
+"""Home-made ViTs around nn.TransformerEncoder, as in tutorials; and a key table for other names."""
 
-import gzip
 import re
-from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -13,36 +10,36 @@ from hypothesis import strategies as st
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from bits import same_file
-from conftest import shake
+from tests.support.bits import same_file
+from tests.support.model_files import mnist_test_set, same_logits, save_state
+from tests.support.models import shake
+from tests.support.shared_data import shared
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
 from vitrail.weights.load import load
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
 
 class Patches(nn.Module):
-    """x_p E with a matrix: the numbers of a patch channel by channel, or pixel by pixel."""
+    """Patch embedding by a matrix: patches flattened channel by channel, or pixel by pixel."""
 
     def __init__(self, channels, width, patch, pixelwise=False):
         super().__init__()
         self.proj, self.patch, self.pixelwise = nn.Linear(channels * patch**2, width), patch, pixelwise
 
-    def forward(self, pictures):
+    def forward(self, images):
         P = self.patch
-        x = pictures.unfold(2, P, P).unfold(3, P, P)  # (B, C, h, w, P, P)
+        x = images.unfold(2, P, P).unfold(3, P, P)  # (B, C, h, w, P, P)
         x = x.permute(0, 2, 3, 4, 5, 1) if self.pixelwise else x.permute(0, 2, 3, 1, 4, 5)
         return self.proj(x.flatten(3).flatten(1, 2))
 
 
 class Conv(nn.Conv2d):
-    def forward(self, pictures):
-        return super().forward(pictures).flatten(2).mT
+    def forward(self, images):
+        return super().forward(images).flatten(2).mT
 
 
 class Net(nn.Module):
-    """What a tutorial ends with; every option is one that people choose."""
+    """A typical tutorial model, with the options that people choose."""
 
     def __init__(
         self, linear=False, norm_first=False, last="encoder", tokens="cls_token", activation="relu", encoder="encoder",
@@ -66,9 +63,9 @@ class Net(nn.Module):
         if last == "head":
             setattr(self, head, nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 5)))
 
-    def forward(self, pictures):
+    def forward(self, images):
         tokens, positions, encoder, head = (getattr(self, name, None) for name in self.names)
-        x = self.patch_embed(pictures)
+        x = self.patch_embed(images)
         if tokens is not None:
             x = torch.cat([tokens.expand(len(x), -1, -1), x], dim=1)
         x = self.norm(encoder(x + positions))
@@ -79,23 +76,10 @@ def net(**options):
     return shake(Net(**options))
 
 
-def facts(norm_first=False, activation="relu", heads=2, channels=3, **_):
-    told = dict(heads=heads, channels=channels)
-    told |= dict(block="pre-norm") if norm_first else {}
-    return told | (dict(activation=activation) if activation != "relu" else {})
-
-
-def saved(tensors, path):
-    safetensors.torch.save_file(dict(tensors), path)
-    return path
-
-
-def agree(model, other):
-    pictures = torch.randn(2, *model.config.input_shape)
-    with torch.no_grad():
-        ours, expected = model(pictures), other(pictures)
-    assert expected.abs().max() > 0.1
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+def overrides(norm_first=False, activation="relu", heads=2, channels=3, **_):
+    fields = dict(heads=heads, channels=channels)
+    fields |= dict(block="pre-norm") if norm_first else {}
+    return fields | (dict(activation=activation) if activation != "relu" else {})
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -117,19 +101,19 @@ def test_same_logits(tmp_path_factory, options, wrapper):
     path = tmp_path_factory.mktemp("torch") / "model.pth"
     torch.save({wrapper + name: tensor for name, tensor in model.state_dict().items()}, path)
     h, w = options["grid"]
-    bundle = load(path, size=(8 * h, 8 * w), **facts(**options))
+    bundle = load(path, size=(8 * h, 8 * w), **overrides(**options))
     assert bundle.source.family == "torch"
-    agree(bundle.model, model)
+    same_logits(bundle.model, model)
 
 
 @pytest.mark.parametrize("last", ["encoder", "outside", "head", "nowhere"])
-def test_where_the_last_norm_stands(tmp_path, last):
-    model = net(last=last, tokens="")  # of a mean it makes a difference
-    agree(load(saved(model.state_dict(), tmp_path / "model.safetensors"), heads=2).model, model)
+def test_position_of_the_last_norm(tmp_path, last):
+    model = net(last=last, tokens="")  # it makes a difference for the mean
+    same_logits(load(save_state(model.state_dict(), tmp_path / "model.safetensors"), heads=2).model, model)
 
 
-def test_what_shapes_do_not_tell(tmp_path):
-    bundle = load(saved(net().state_dict(), tmp_path / "model.safetensors"), heads=2)
+def test_the_profile(tmp_path):
+    bundle = load(save_state(net().state_dict(), tmp_path / "model.safetensors"), heads=2)
     config = bundle.model.config
     assert (config.block, config.activation, config.eps) == ("post-norm", "relu", 1e-5)
 
@@ -137,39 +121,39 @@ def test_what_shapes_do_not_tell(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("linear", [False, True])
 @pytest.mark.parametrize("last", ["encoder", "head", "nowhere"])
-def test_written_back_to_the_last_bit(tmp_path, dtype, linear, last):
+def test_bit_equal_round_trip(tmp_path, dtype, linear, last):
     model = net(linear=linear, last=last).to(dtype)
-    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    path = save_state(model.state_dict(), tmp_path / "model.safetensors")
     report = convert(path, tmp_path / "again.safetensors", to="torch", heads=2)
     same_file(path, tmp_path / "again.safetensors")
     assert report.difference is None
 
-    bundle, pictures = load(path, heads=2), torch.randn(2, 3, 32, 32)
+    bundle, images = load(path, heads=2), torch.randn(2, 3, 32, 32)
     bundle.save(tmp_path / "ours.safetensors")
-    assert torch.equal(load(tmp_path / "ours.safetensors").model(pictures), bundle.model(pictures))
+    assert torch.equal(load(tmp_path / "ours.safetensors").model(images), bundle.model(images))
     convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="torch")
     same_file(path, tmp_path / "back.safetensors")
 
 
-def test_it_is_not_written_from_others(tmp_path):
+def test_it_is_only_written_back(tmp_path):
     model = VisionTransformer(32, 8, 1, 2, 32, 48, num_classes=5)
-    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    path = save_state(model.state_dict(), tmp_path / "model.safetensors")
     assert load(path, heads=2).source.family == "torchvision"
-    with pytest.raises(ConfigError, match="TO must be a family that is written"):
+    with pytest.raises(ConfigError, match="not a family that can be written"):
         convert(path, tmp_path / "out.safetensors", to="torch", heads=2)
 
 
-def test_a_tensor_too_many_and_one_too_few(tmp_path):
+def test_unknown_and_missing_tensors(tmp_path):
     state = net().state_dict()
-    more = saved(state | {"neck.weight": torch.ones(32)}, tmp_path / "more.safetensors")
+    more = save_state(state | {"neck.weight": torch.ones(32)}, tmp_path / "more.safetensors")
     with pytest.raises(FileError, match=r"neck\.weight"):
         load(more, heads=2)
     del state["encoder.layers.1.linear2.bias"]
-    with pytest.raises(FileError, match=r"without blocks\.1\.mlp\.fc2\.bias"):
-        load(saved(state, tmp_path / "less.safetensors"), heads=2)
+    with pytest.raises(FileError, match=r"is missing blocks\.1\.mlp\.fc2\.bias"):
+        load(save_state(state, tmp_path / "less.safetensors"), heads=2)
 
 
-# ---- a table of one's own
+# ---- key tables
 
 
 def renamed(state, names):
@@ -186,69 +170,72 @@ def renamed(state, names):
         (True, {"patch_embed.proj": "patch_embedding.1", "encoder.": "model.deep.encoder."}),
     ],
 )
-def test_other_usual_names(tmp_path, pixelwise, names):
+def test_other_common_names(tmp_path, pixelwise, names):
     model = net(linear=True, pixelwise=pixelwise)
     state = {}
     for name, tensor in model.state_dict().items():
         old = next((start for start in names if name.startswith(start)), "")
         new = names[old] + name.removeprefix(old) if old else name
-        state[new] = tensor[0] if new.endswith("pos_embedding.weight") else tensor  # as nn.Embedding has it
-    path = saved(state, tmp_path / "model.safetensors")
-    agree(load(path, heads=2).model, model)
+        state[new] = tensor[0] if new.endswith("pos_embedding.weight") else tensor  # as in nn.Embedding
+    path = save_state(state, tmp_path / "model.safetensors")
+    same_logits(load(path, heads=2).model, model)
     convert(path, tmp_path / "again.safetensors", to="torch", heads=2)
     same_file(path, tmp_path / "again.safetensors")
 
 
-def test_names_of_one_s_own(tmp_path):
+def test_custom_names(tmp_path):
     model = net()
     names = {"patch_embed.weight": "stem.w", "patch_embed.bias": "stem.b", "cls_token": "first"}
-    path = saved(renamed(model.state_dict(), names), tmp_path / "model.safetensors")
+    path = save_state(renamed(model.state_dict(), names), tmp_path / "model.safetensors")
     with pytest.raises(
-        FileError, match=r"'tokens\.proj\.weight' is missing or odd, and first, stem\.b, stem\.w"
+        FileError,
+        match=r"'tokens\.proj\.weight' is missing or has an unexpected shape, and first, stem\.b, stem\.w",
     ):
         load(path, heads=2)
     keys = [("stem.w", "tokens.proj.weight"), ("stem.b", "tokens.proj.bias"), ("first", "prefix", "tokens")]
     bundle = load(path, heads=2, keys=iter(keys), family="torch")
-    agree(bundle.model, model)
+    same_logits(bundle.model, model)
     bundle.save(tmp_path / "ours.safetensors")
     convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="torch")
     same_file(path, tmp_path / "back.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         (("stem.w",), "A row of keys is"),
         (("stem.w", 3), "A row of keys is"),
-        ((3, "tokens.proj.weight"), "may hold {i}"),
+        ((3, "tokens.proj.weight"), "may contain {i}"),
         (("{w:>999999999}stem.w", "tokens.proj.weight"), "no other braces"),
         (("stem.w", "tokens.{0}"), "no other braces"),
-        (("stem.w", "tokens.proj.weight", "sideways"), "A layout must be known"),
+        (("stem.w", "tokens.proj.weight", "sideways"), "unknown layout"),
     ],
 )
-def test_a_row_that_is_none(tmp_path, row, words):
-    path = saved(net().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_invalid_rows(tmp_path, row, message):
+    path = save_state(net().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load(path, heads=2, keys=[row])
 
 
-def test_patches_pixel_by_pixel(tmp_path):
-    """Which number of a flat patch is which cannot be seen; a row of keys says it."""
+def test_patches_flattened_pixel_by_pixel(tmp_path):
+    """The order within a flat patch does not show in shapes; a row of keys gives it."""
     model = net(linear=True, pixelwise=True)
-    path = saved(model.state_dict(), tmp_path / "model.safetensors")
+    path = save_state(model.state_dict(), tmp_path / "model.safetensors")
     keys = [("patch_embed.proj.weight", "tokens.proj.weight", "patch_rows")]
-    agree(load(path, heads=2, keys=keys).model, model)
+    same_logits(load(path, heads=2, keys=keys).model, model)
     with pytest.raises(AssertionError, match="not close"):
-        agree(load(path, heads=2).model, model)
+        same_logits(load(path, heads=2).model, model)
     convert(path, tmp_path / "again.safetensors", to="torch", heads=2, keys=keys)
     same_file(path, tmp_path / "again.safetensors")
 
 
-@pytest.mark.skipif(not (DATA / "weights").exists(), reason="the weights are not part of the repository")
 class TestTrainedBySomebodyElse:
-    """A one-block ViT on MNIST, in names of its author's own: post-norm, no class token, mean of the patches."""
+    """A one-block ViT trained on MNIST, with custom names: post-norm, no class token, mean pool."""
 
-    path = DATA / "weights" / "mnist_vit_agentzz1.pth"
+    @property
+    def path(self):
+        return shared("data/weights/mnist_vit_agentzz1.pth")
+
     keys = (
         ("patch_embed.proj.weight", "tokens.proj.weight", "patch_planes"),
         ("patch_embed.proj.bias", "tokens.proj.bias"),
@@ -263,43 +250,41 @@ class TestTrainedBySomebodyElse:
         *((f"encoder.{{i}}.{n}.{kind}", f"blocks.{{i}}.{n}.{kind}") for n in ("norm1", "norm2") for kind in ("weight", "bias")),
     )  # fmt: skip
 
-    def load(self, **facts):
-        return load(self.path, family="torch", keys=self.keys, channels=1, heads=1, **facts)
+    def load(self, **overrides):
+        return load(self.path, family="torch", keys=self.keys, channels=1, heads=1, **overrides)
 
-    def right(self, **facts):
-        def read(name, header):
-            with gzip.open(DATA / "mnist" / f"t10k-{name}-ubyte.gz") as file:
-                return np.frombuffer(file.read(), np.uint8, offset=header)
-
-        levels = torch.from_numpy(read("images-idx3", 16).reshape(-1, 1, 28, 28) / np.float32(255))
-        labels = torch.from_numpy(read("labels-idx1", 8).astype(np.int64))
-        model = self.load(**facts).model
+    def count_correct(self, **overrides):
+        images, labels = mnist_test_set()
+        model = self.load(**overrides).model
         with torch.no_grad():
-            guesses = torch.cat([model(some).argmax(1) for some in ((levels - 0.1307) / 0.3081).split(1000)])
-        return (guesses == labels).sum()
+            predictions = torch.cat([model(some).argmax(1) for some in images.split(1000)])
+        return (predictions == labels).sum()
 
-    def test_its_score(self):
-        """83.97 %; PyTorch's own activation, and the last norm behind the pool, are not what it was trained with."""
-        assert self.right(activation="gelu") == 8397
-        assert self.right() == 8339
-        assert self.right(activation="gelu", pool_norm="after") == 8368
+    def test_accuracy(self):
+        """83.97 %; with PyTorch's default activation, or the last norm after the pool, it is lower."""
+        assert self.count_correct(activation="gelu") == 8397
+        assert self.count_correct() == 8339
+        assert self.count_correct(activation="gelu", pool_norm="after") == 8368
 
     def test_a_complete_table_needs_no_family(self):
         around = [("pos_embed", "position.table", "lead")]
         around += [(f"norm.{kind}", f"norm.{kind}") for kind in ("weight", "bias")]
         around += [(f"classifier.{kind}", f"head.{kind}") for kind in ("weight", "bias")]
-        with pytest.raises(FileError, match=r"pos_embed, norm\.weight, .* besides"):
+        with pytest.raises(FileError, match=r"unknown tensors: pos_embed, norm\.weight"):
             load(self.path, keys=self.keys, channels=1, heads=1)
-        how = dict(channels=1, heads=1, block="post-norm", activation="gelu", eps=1e-5)
-        alone, images = load(self.path, keys=[*self.keys, *around], **how).model, torch.randn(2, 1, 28, 28)
+        overrides = dict(channels=1, heads=1, block="post-norm", activation="gelu", eps=1e-5)
+        alone, images = (
+            load(self.path, keys=[*self.keys, *around], **overrides).model,
+            torch.randn(2, 1, 28, 28),
+        )
         assert torch.equal(alone(images), self.load(activation="gelu").model(images))
 
-    def test_without_the_table_it_is_not_known(self):
-        with pytest.raises(FileError, match="The file must be of the family torch"):
+    def test_it_is_unknown_without_the_table(self):
+        with pytest.raises(FileError, match="is not a file of the family torch"):
             load(self.path, family="torch", channels=1, heads=1)
 
-    def test_written_back_to_the_last_bit(self, tmp_path):
-        self.load().save(tmp_path / "ours.safetensors")  # the table goes with it
+    def test_bit_equal_round_trip(self, tmp_path):
+        self.load().save(tmp_path / "ours.safetensors")  # the table is saved with it
         convert(tmp_path / "ours.safetensors", tmp_path / "out.safetensors", to="torch")
         before, after = (
             torch.load(self.path, "cpu"),

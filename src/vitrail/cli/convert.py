@@ -1,4 +1,4 @@
-"""`vitrail convert`: a model from one family to another, with a report."""
+"""`vitrail convert`: convert a model to another family, with a report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli import facts as options
+from vitrail.cli import overrides as options
 
 
 def convert(
@@ -21,42 +21,44 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="vitrail, hf, timm, torchvision, google, or where IN came from.")
+        str, typer.Option(help="vitrail, hf, timm, torchvision, google, lucidrains, or the family of IN.")
     ] = "vitrail",
     classes: Annotated[
-        int | None, typer.Option(min=0, help="For so many classes, with a fresh head.")
+        int | None, typer.Option(min=0, help="Replace the head by a new one for this many classes.")
     ] = None,
     size: options.Size = None,
-    channels: Annotated[int | None, typer.Option(min=1, help="For pictures with so many channels.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Take hf:owner/name from the cache.")] = False,
+    channels: Annotated[
+        int | None, typer.Option(min=1, help="Change the model to this many input channels.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use only the cache for hf:owner/name.")] = False,
     family: options.Family = None,
     keys: options.Keys = None,
     given: options.Set = None,
 ) -> None:
-    """Write a model as a file of another library, and say what was changed and how near the logits are.
+    """Write a model as a file of another library, and report what was changed and how close the logits are.
 
-    A model with NaN or infinity in its weights is refused. The exit code is 1 where logits come out as such.
+    A model with NaN or infinity in its weights is refused. The exit code is 1 if the other library's logits
+    are NaN or infinity.
     """
-    from vitrail.weights.convert import convert as run
+    from vitrail.errors import printable
+    from vitrail.weights.convert import convert as convert_file
 
-    how = options.facts(family, keys, given, size, classes=classes, channels=channels)
-    report = run(source, out, to=to, offline=offline, **how)
+    arguments = options.load_arguments(family, keys, given, size, classes=classes, channels=channels)
+    report = convert_file(source, out, to=to, offline=offline, **arguments)
     lines = {
         "from": report.source,
         "to": f"{report.target}, {out}",
         "same": f"{report.same} tensors",
         "renamed": f"{report.renamed} tensors",
         "transformed": f"{report.transformed} tensors",
-        "kept beside": ", ".join(report.extras[:8]) + (" ..." if len(report.extras) > 8 else "") or "none",
-        "largest logit difference": "not known" if report.difference is None else f"{report.difference:.2g}",
+        "extra tensors": ", ".join(report.extras[:8]) + (" ..." if len(report.extras) > 8 else "") or "none",
+        "largest logit difference": "unknown" if report.difference is None else f"{report.difference:.2g}",
         "compared with": report.checked_by,
     }
-    from vitrail.errors import printable
-
-    for word, value in lines.items():
-        print(f"{word:<25} {printable(value)}")
+    for name, value in lines.items():
+        print(f"{name:<25} {printable(value)}")
     for note in report.notes:
         print(f"note: {printable(note)}")
     if not report.holds:
-        typer.echo("vitrail: The other library's logits hold NaN or infinity; do not use OUT.", err=True)
+        typer.echo("vitrail: the other library's logits are NaN or infinity; do not use OUT.", err=True)
         raise typer.Exit(1)

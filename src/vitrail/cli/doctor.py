@@ -1,4 +1,4 @@
-"""`vitrail doctor`: what is wrong with my data?"""
+"""`vitrail doctor`: check a data set for problems."""
 
 from __future__ import annotations
 
@@ -11,156 +11,159 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from vitrail.cli.progress import ProgressBars
 from vitrail.errors import printable
 
 if TYPE_CHECKING:
-    from vitrail.data.doctor import Findings
+    from vitrail.data.doctor import DatasetReport
 
-MOST = 5  # lines of each kind; all of them are in the JSON
-WIDTH = 80
+_MAX_LINES = 5  # of each kind of finding; the JSON has all
+_WIDTH = 80
 
 
 def doctor(
-    data: Annotated[str, typer.Argument(help="A folder of images, a table, an array file, or: digits.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that decode files.")] = 2,
+    data: Annotated[
+        str,
+        typer.Argument(
+            help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits".'
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Threads that decode images.")] = 2,
 ) -> None:
-    """Decode every image and say what is wrong: corrupt files, images in two splits, odd classes.
+    """Check a data set: corrupt files, images in two splits, suspicious classes.
 
-    No file is changed. The exit code is 1 where something must be repaired: files that cannot be read or
-    are not read, the same image in two splits or under two labels, classes without training images or
-    with almost the same name, and whatever training would refuse. What is only worth knowing (small
-    classes, duplicates, other files) does not change it. It is 2 where the data cannot be opened.
+    Every image is decoded; no file is changed. The exit code is 1 if something must be repaired: files
+    that cannot be read or are skipped, the same image in two splits or with two labels, classes without
+    training images or with almost the same name, and whatever training would refuse. Small classes,
+    duplicates within a split and other files are only reported. It is 2 if the data cannot be opened.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    from vitrail.data.doctor import check_images, open_for_check, splits_of
 
-    from vitrail.data.doctor import examine, open_to_examine, splits_of
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading the names", total=None)
-        images, problems = open_to_examine(data)
-        total = sum(map(len, splits_of(images).values()))
-        bar.update(task, description=f"decoding {total:,} images", total=total)
-        found = examine(images, workers, lambda done: bar.update(task, completed=done))
-    found.problems = problems
+    with ProgressBars() as bars:
+        bars("listing files", 0, None)
+        dataset, problems = open_for_check(data)
+        total = sum(map(len, splits_of(dataset).values()))
+        bars("listing files", total, total)
+        report = check_images(dataset, workers, lambda done: bars("decoding images", done, total))
+    report.problems = problems
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(report), indent=2))
     else:
-        show(found)
-    if found.ill:
+        _show_report(report)
+    if report.ill:
         raise typer.Exit(1)
 
 
-class Section(NamedTuple):
-    """A kind of finding: its title, how many, and the lines of the first few."""
+class _Section(NamedTuple):
+    """A kind of finding: its title, the number of findings, and lines for the first few."""
 
     title: str
     total: int
     lines: list[str]
 
 
-def show(found: Findings) -> None:
-    counts = ", ".join(f"{count:,} in {name}" for name, count in found.pictures.items()) or "none"
-    say(f"images: {counts}; {found.classes:,} class{'es' * (found.classes != 1)}")
-    say(f"modes: {', '.join(f'{mode} {count:,}' for mode, count in found.modes.items()) or 'none'}")
-    for note in found.notes:
-        say(printable(note, 400))
-    wrong, known = list(faults(found)), list(remarks(found))
-    for title, sections in (("MUST BE REPAIRED", wrong), ("WORTH KNOWING", known)):
+def _show_report(report: DatasetReport) -> None:
+    counts = ", ".join(f"{count:,} in {name}" for name, count in report.images.items()) or "none"
+    _print_wrapped(f"images: {counts}; {report.classes:,} class{'es' * (report.classes != 1)}")
+    modes = ", ".join(f"{mode} {count:,}" for mode, count in report.modes.items()) or "none"
+    _print_wrapped(f"color modes: {modes}")
+    for note in report.notes:
+        _print_wrapped(printable(note, 400))
+    faults, remarks = list(_faults(report)), list(_remarks(report))
+    for title, sections in (("MUST BE REPAIRED", faults), ("WORTH KNOWING", remarks)):
         if sections:
             print(f"\n{title}")
         for section in sections:
             print(f"{section.title} ({section.total:,}):")
             print("\n".join(section.lines))
-    repair = "Nothing must be repaired."
-    if found.ill:
-        repair = f"{len(wrong)} kind{'s' * (len(wrong) > 1)} of fault must be repaired."
-    print(f"\n{repair}")
+    verdict = "Nothing must be repaired."
+    if report.ill:
+        verdict = f"{len(faults)} kind{'s' * (len(faults) > 1)} of problem must be repaired."
+    print(f"\n{verdict}")
 
 
-def faults(found: Findings) -> Iterator[Section]:
-    """What makes the exit code 1."""
+def _faults(report: DatasetReport) -> Iterator[_Section]:
+    """Findings that make the exit code 1."""
     from vitrail.data.folders import FAULTS
 
-    if found.problems:
-        lines = [line for one in found.problems for line in wrapped(printable(one, 600))]
-        yield Section("training would refuse this data", len(found.problems), lines)
-    if found.corrupt:
-        yield Section("cannot be read", len(found.corrupt), by_reason(found.corrupt))
-    yield from groups("the same image in two splits", found.leaked)
-    yield from groups("the same image under two labels", found.disputed)
-    if names := found.absent.get("train"):
-        yield names_of("classes without a training image", names)
-    if found.alike:
+    if report.problems:
+        lines = [line for text in report.problems for line in _wrap(printable(text, 600))]
+        yield _Section("training would refuse this data", len(report.problems), lines)
+    if report.corrupt:
+        yield _Section("cannot be read", len(report.corrupt), _group_by_reason(report.corrupt))
+    yield from _list_groups("the same image in two splits", report.leaked)
+    yield from _list_groups("the same image under two labels", report.disputed)
+    if names := report.absent.get("train"):
+        yield _list_names("classes without a training image", names)
+    if report.alike:
         title = "classes whose names differ only in case, blanks or separators"
-        yield names_of(title, found.alike)
+        yield _list_names(title, report.alike)
     for kind, title in FAULTS.items():
-        if names := found.skipped.get(kind):
-            yield names_of(f"not read: {title}", names)
+        if names := report.skipped.get(kind):
+            yield _list_names(f"not read: {title}", names)
 
 
-def remarks(found: Findings) -> Iterator[Section]:
-    """What may be as it should be."""
+def _remarks(report: DatasetReport) -> Iterator[_Section]:
+    """Findings that may be intended."""
     from vitrail.data.folders import HARMLESS
 
-    yield from groups("the same image twice", found.twice)
-    for split, names in found.absent.items():
+    yield from _list_groups("the same image twice", report.twice)
+    for split, names in report.absent.items():
         if split != "train":
-            yield names_of(f"classes without an image in {split}", names)
-    if found.few:
-        few = [f"{name}: {count}" for name, count in found.few.items()]
-        yield names_of("classes with few training images", few)
-    if found.small:
-        yield names_of("very small images", found.small)
+            yield _list_names(f"classes without an image in {split}", names)
+    if report.few:
+        few = [f"{name}: {count}" for name, count in report.few.items()]
+        yield _list_names("classes with few training images", few)
+    if report.small:
+        yield _list_names("very small images", report.small)
     for kind, title in HARMLESS.items():
-        if kind in found.skipped:
-            yield names_of(f"not read: {title}", found.skipped[kind])
+        if kind in report.skipped:
+            yield _list_names(f"not read: {title}", report.skipped[kind])
 
 
 # ---- lines of at most 80 columns ------------------------------------------------------------
 
 
-def say(text: str) -> None:
-    print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+def _print_wrapped(text: str) -> None:
+    print(textwrap.fill(text, _WIDTH, subsequent_indent="  "))
 
 
-def wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def names_of(title: str, names: Sequence[str], indent: str = "  ") -> Section:
-    """The first few in one line, or in a line each if they are long."""
-    more = [f"and {len(names) - MOST:,} more (--json has all)"] if len(names) > MOST else []
-    line = indent + " ".join([", ".join(names[:MOST]), *more])
-    if len(line) <= WIDTH:
-        return Section(title, len(names), [line])
-    lines = [indent + printable(name, WIDTH - len(indent)) for name in names[:MOST]]
-    return Section(title, len(names), lines + [indent + text for text in more])
+def _list_names(title: str, names: Sequence[str], indent: str = "  ") -> _Section:
+    """The first few names on one line, or one per line if they are long."""
+    more = [f"and {len(names) - _MAX_LINES:,} more (--json has all)"] if len(names) > _MAX_LINES else []
+    line = indent + " ".join([", ".join(names[:_MAX_LINES]), *more])
+    if len(line) <= _WIDTH:
+        return _Section(title, len(names), [line])
+    lines = [indent + printable(name, _WIDTH - len(indent)) for name in names[:_MAX_LINES]]
+    return _Section(title, len(names), lines + [indent + text for text in more])
 
 
-def groups(title: str, found: list[list[str]]) -> Iterator[Section]:
-    """A line for each group of images that are the same."""
-    if found:
+def _list_groups(title: str, groups: list[list[str]]) -> Iterator[_Section]:
+    """One line per group of equal images."""
+    if groups:
         lines = []
-        for names in found[:MOST]:
+        for names in groups[:_MAX_LINES]:
             more = f" and {len(names) - 2:,} more" if len(names) > 2 else ""
-            room = (WIDTH - len("   = ") - len(more)) // 2
+            room = (_WIDTH - len("   = ") - len(more)) // 2
             lines.append("  " + " = ".join(printable(name, room) for name in names[:2]) + more)
-        if len(found) > MOST:
-            lines.append(f"  and {len(found) - MOST:,} more (--json has all)")
-        yield Section(title, len(found), lines)
+        if len(groups) > _MAX_LINES:
+            lines.append(f"  and {len(groups) - _MAX_LINES:,} more (--json has all)")
+        yield _Section(title, len(groups), lines)
 
 
-def by_reason(corrupt: dict[str, str]) -> list[str]:
-    """Files under the reason why they cannot be read."""
+def _group_by_reason(corrupt: dict[str, str]) -> list[str]:
+    """Files that cannot be read, grouped by reason."""
     files = defaultdict(list)
     for name, reason in corrupt.items():
         files[reason].append(name)
     lines = []
-    for reason, names in list(files.items())[:MOST]:
-        lines += [*wrapped(f"{len(names):,}: {reason}"), *names_of("", names, "    ").lines]
-    if len(files) > MOST:
-        lines.append(f"  and {len(files) - MOST:,} more reasons (--json has all)")
+    for reason, names in list(files.items())[:_MAX_LINES]:
+        lines += [*_wrap(f"{len(names):,}: {reason}"), *_list_names("", names, "    ").lines]
+    if len(files) > _MAX_LINES:
+        lines.append(f"  and {len(files) - _MAX_LINES:,} more reasons (--json has all)")
     return lines

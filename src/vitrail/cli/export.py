@@ -1,30 +1,31 @@
-"""`vitrail export`: a model in another form."""
+"""`vitrail export`: write a model as ONNX, a torch.export program, or an HTML page."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli import facts as options
+from vitrail.cli import overrides as options
 from vitrail.errors import InputError, printable, suggest
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
     from vitrail.export.proof import Proof
 
-NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "html": "classroom.html"}
-FREE = ("batch", "size")
+_FILE_NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "html": "classroom.html"}
+_DYNAMIC = ("batch", "size")
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A weight file, a folder with one, or hf:owner/name.")],
+    model: Annotated[str, typer.Argument(help="A weight file, a model folder, or hf:owner/name.")],
     to: Annotated[
         str,
         typer.Option(
-            help="onnx: one file for ONNX Runtime, with a proof. torch-export: a .pt2 program. "
-            "html: a page that computes the model in a browser."
+            metavar="onnx|torch-export|html",
+            help="onnx: a file for ONNX Runtime. torch-export: a .pt2 program. "
+            "html: a page that runs the model in a browser.",
         ),
     ],
     out: Annotated[
@@ -33,88 +34,90 @@ def export(
     size: options.Size = None,
     dynamic: Annotated[
         str | None,
-        typer.Option(help="What stays free: batch, which always does, or batch,size.", show_default="batch"),
+        typer.Option(help="Dynamic dimensions: batch, or batch,size.", show_default="batch"),
     ] = None,
     with_preprocess: Annotated[
-        bool, typer.Option("--with-preprocess", help="The graph takes 8-bit pictures and resizes them.")
+        bool,
+        typer.Option(
+            "--with-preprocess", help="Include resizing and normalization; the input is uint8 pixels."
+        ),
     ] = False,
     family: options.Family = None,
     keys: options.Keys = None,
-    given: options.Set = None,
+    settings: options.Set = None,
 ) -> None:
-    """Put a model into another form, and prove that it gives the same answers.
+    """Export a model, and check that the outputs are the same.
 
-    An ONNX or .pt2 file is run beside the model on the same inputs before it gets its name; the comparison,
-    the versions and the time both took are in a .proof.json beside it. vitrail predict and vitrail serve
-    take the .onnx.
+    An ONNX or .pt2 file is compared with the model on the same inputs before it is saved. The differences,
+    the versions and the time of both are in a .proof.json beside it. vitrail predict and vitrail serve
+    accept the .onnx file.
 
-    The HTML file holds a small model to draw for, in any browser, without a server. A model that a form
-    cannot hold is refused, with the field that stands in the way.
+    The HTML file is a page that runs a small model in any browser, without a server. A model that a
+    format does not support is refused, and the message names the config field.
     """
-    if to not in NAMES:
-        raise InputError("--to must name a form that is there.", printable(repr(to)), suggest(to, NAMES))
-    place = out or Path(NAMES[to])
-    facts = options.facts(family, keys, given, size)
+    if to not in _FILE_NAMES:
+        raise InputError(f"Unknown format {printable(repr(to))} for --to. {suggest(to, _FILE_NAMES)}")
+    path = out or Path(_FILE_NAMES[to])
+    overrides = options.load_arguments(family, keys, settings, size)
     if to == "html":
         if dynamic is not None or with_preprocess:
-            got = "--dynamic" if dynamic is not None else "--with-preprocess"
-            raise InputError("A page takes neither --dynamic nor --with-preprocess.", got, "Leave it out.")
-        write_page(model, place, facts)
+            option = "--dynamic" if dynamic is not None else "--with-preprocess"
+            raise InputError(f"{option} is not for --to html; remove it.")
+        _export_page(model, path, overrides)
         return
-    free = words(dynamic)
+    dimensions = _parse_dynamic(dynamic)
 
-    from vitrail.export.keep import check_place
     from vitrail.export.onnx import write_onnx
     from vitrail.export.torch_export import write_torch
+    from vitrail.export.writing import check_output
     from vitrail.weights.load import load
 
-    check_place(place, Path(NAMES[to]).suffix)
-    bundle = load(model, **facts)
+    check_output(path, Path(_FILE_NAMES[to]).suffix)
+    bundle = load(model, **overrides)
     write = write_onnx if to == "onnx" else write_torch
-    show(write(bundle, place, dynamic=free, with_preprocess=with_preprocess), place, bundle.model.config)
+    proof = write(bundle, path, dynamic=dimensions, with_preprocess=with_preprocess)
+    _show_proof(proof, path, bundle.model.config)
 
 
-def words(dynamic: str | None) -> tuple[str, ...]:
-    found = tuple(word.strip() for word in ("batch" if dynamic is None else dynamic).split(","))
-    for word in found:
-        if word not in FREE:
+def _parse_dynamic(dynamic: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in ("batch" if dynamic is None else dynamic).split(","))
+    for name in names:
+        if name not in _DYNAMIC:
             raise InputError(
-                "--dynamic takes batch, or batch,size.", printable(repr(word)), suggest(word, FREE)
+                f"--dynamic takes batch or batch,size, not {printable(repr(name))}. {suggest(name, _DYNAMIC)}"
             )
-    return found
+    return names
 
 
-def write_page(model: str, place: Path, facts: dict[str, object]) -> None:
-    from vitrail.export.html import check_place, write_classroom
+def _export_page(model: str, path: Path, overrides: dict[str, Any]) -> None:
+    from vitrail.export.html import check_page_path, write_classroom
     from vitrail.weights.load import load
 
-    check_place(place)
-    bundle = load(model, **facts)  # type: ignore[arg-type]
-    for note in write_classroom(bundle, place, name=Path(model).stem):
+    check_page_path(path)
+    bundle = load(model, **overrides)
+    for note in write_classroom(bundle, path, name=Path(model).stem):
         print(f"note: {note}")
-    print(f"Written: {printable(place)}, {place.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
+    print(f"Saved {printable(path)} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser.")
 
 
-def show(proof: Proof, place: Path, config: ViTConfig) -> None:
-    """The proof in a few lines."""
+def _show_proof(proof: Proof, path: Path, config: ViTConfig) -> None:
     checks, speed = proof.checks, proof.speed
     worst = max(checks, key=lambda check: check.difference / check.limit)
     same, count = sum(check.same_class for check in checks), sum(check.inputs for check in checks)
-    levels, others = (sum(getattr(check, name) for check in checks) for name in ("levels", "other_levels"))
-    gives = f"embedding (batch, {config.pooled_width})"
-    print(f"gives        {f'logits (batch, {config.classes}), ' if config.classes else ''}{gives}")
-    print(
-        f"difference   {worst.difference:.2g}, of at most {worst.limit:.2g}, over {len(checks)} comparisons"
-    )
+    logits = f"logits (batch, {config.classes}), " if config.classes else ""
+    print(f"outputs      {logits}embedding (batch, {config.pooled_width})")
+    print(f"difference   at most {worst.difference:.2g} in {len(checks)} checks (limit {worst.limit:.2g})")
     print(f"same class   {same} of {count} inputs")
-    if levels:
-        step, most = (max(getattr(c, name) for c in checks) for name in ("largest_step", "all_in_all"))
-        print(f"levels       {others:,} of {levels:,} not those of Preprocess, by at most {step}")
-        print(f"             with which outputs differ by {most:.2g}")
+    if pixels := sum(check.pixels for check in checks):
+        changed = sum(check.different_pixels for check in checks)
+        largest = max(check.largest_pixel_difference for check in checks)
+        effect = max(check.end_to_end_difference for check in checks)
+        print(f"pixels       {changed:,} of {pixels:,} differ from Preprocess, by at most {largest}")
+        print(f"             outputs differ by {effect:.2g} because of them")
     print(
-        f"one picture  {speed.exported:.3g} ms in {speed.runtime}, {speed.eager:.3g} ms in eager torch "
-        f"(median of {speed.n} in turns, threads: {speed.threads})"
+        f"one image    {speed.exported:.3g} ms in {speed.runtime}, {speed.eager:.3g} ms in eager PyTorch "
+        f"(median of {speed.n}, threads: {speed.threads})"
     )
     print("versions     " + ", ".join(f"{name} {version}" for name, version in proof.versions.items()))
     print(f"sha256       {proof.sha256}")
-    print(f"Written: {printable(place)}, {proof.bytes / 1e6:.1f} MB, and {printable(place.name)}.proof.json.")
+    print(f"Saved {printable(path)} ({proof.bytes / 1e6:.1f} MB) and {printable(path.name)}.proof.json")

@@ -1,4 +1,4 @@
-"""`vitrail info`: what is in a weight file, from its headers alone. torch is not loaded."""
+"""`vitrail info`: what is in a weight file, from its headers alone. torch is not imported."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli import facts as options
+from vitrail.cli import overrides as options
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
-    from vitrail.weights.describe import Description
-    from vitrail.weights.folder import Stored
+    from vitrail.weights.describe import FileDescription
+    from vitrail.weights.folder import ModelFiles
 
 SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 
@@ -24,80 +24,72 @@ def info(
     file: Annotated[
         str, typer.Argument(help="A weight file, a folder with one and its settings, or hf:owner/name.")
     ],
-    check: Annotated[
-        bool, typer.Option("--check", help="Look at every number for NaN and infinity.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check every value for NaN and infinity.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Take hf:owner/name from the cache.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use only the cache for hf:owner/name.")] = False,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
     given: options.Set = None,
 ) -> None:
-    """Say what is in a weight file without building the model: family, size, preprocessing, licence.
+    """Show what is in a weight file without building the model: family, size, preprocessing, license.
 
-    With --check the exit code is 1 where a number is not finite.
+    With --check, the exit code is 1 if a value is NaN or infinity.
     """
     from vitrail.weights.describe import describe
     from vitrail.weights.folder import open_model
     from vitrail.weights.hub import fetch_model
 
-    path, origin = fetch_model(file, offline=offline)
-    told = options.facts(family, keys, given, size)
-    with open_model(path, told.pop("checkpoint_key", None)) as stored:
-        what = describe(stored, **told)
-        replace(what.config, **{name: told[name] for name in SHAPES if name in told})  # which checks them
-        what = replace(what, card=replace(what.card, **origin))
-        found = facts_of(stored, what)
-        bad = scan(stored) if check else None
+    path, card_fields = fetch_model(file, offline=offline)
+    arguments = options.load_arguments(family, keys, given, size)
+    with open_model(path, arguments.pop("checkpoint_key", None)) as files:
+        description = describe(files, **arguments)
+        changes = {name: arguments[name] for name in SHAPES if name in arguments}
+        replace(description.config, **changes)  # raises for an impossible shape
+        description = replace(description, card=replace(description.card, **card_fields))
+        facts = _collect(files, description)
+        bad = _scan(files) if check else None
     if bad is not None:
-        found["not finite"] = bad
+        facts["NaN or infinity"] = bad
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(facts, indent=2))
     else:
-        show(found)
+        _show(facts)
     if bad:
         raise typer.Exit(1)
 
 
-def facts_of(stored: Stored, what: Description) -> dict[str, Any]:
-    """Everything that is known, under the words it is shown with."""
+def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
+    """Everything that is shown, by name."""
     from vitrail.errors import printable
 
-    config, entries = what.config, stored.entries
-    own = what.found is None
-    ours = (
-        {n: e.shape for n, e in entries.items() if not n.startswith(("extras/", "golden/"))}
-        if own
-        else what.found.shapes  # type: ignore[union-attr]
-    )
-    extras = [n for n in entries if n.startswith("extras/")] if own else what.found.extras  # type: ignore[union-attr]
-    dtypes = Counter(entry.dtype for entry in entries.values())
+    config, match, card = description.config, description.match, description.card
+    labels, preprocess = description.labels, description.preprocess
     return {
-        "file": printable(str(stored.path)),
-        "family": f"{what.family}: {what.title}",
-        "model": size_name(config),
-        "parameters": sum(math.prod(shape) for shape in ours.values()),
+        "file": printable(files.path),
+        "family": f"{match.family.name}: {match.family.title}",
+        "model": _size_name(config),
+        "parameters": sum(math.prod(shape) for shape in match.shapes.values()),
         "classes": config.classes,
-        "labels": [printable(label) for label in what.labels] if what.labels else None,
-        "preprocessing": what.preprocess.describe() if what.preprocess else None,
-        "licence": printable(what.card.licence),
-        "source": printable(what.card.source) or None,
-        "metrics": {printable(str(n)): value for n, value in what.card.metrics.items()} or None,
-        "dtypes": dict(dtypes),
-        "besides the model": [printable(name) for name in extras] or None,
-        "follows": what.follows or None,
-        "taken on trust": [printable(note) for note in what.notes] or None,
-        "config": unusual(config),
+        "labels": [printable(label) for label in labels] if labels else None,
+        "preprocessing": preprocess.describe() if preprocess else None,
+        "license": printable(card.license),
+        "source": printable(card.source) or None,
+        "metrics": {printable(name): value for name, value in card.metrics.items()} or None,
+        "dtypes": dict(Counter(entry.dtype for entry in files.entries.values())),
+        "extra tensors": [printable(name) for name in match.extras.values()] or None,
+        "follows": match.family.profile.follows or None,
+        "notes": [printable(note) for note in description.notes] or None,
+        "config": _non_default(config),
     }
 
 
-def size_name(config: ViTConfig) -> str:
-    """ "B/16@224x224", where it is a published size; its numbers otherwise."""
-    from vitrail.config import by
+def _size_name(config: ViTConfig) -> str:
+    """ "B/16@224x224" for a published size; otherwise its numbers."""
+    from vitrail.config import format_sides
     from vitrail.presets import SIZES
 
-    sides = f"/{by(dict.fromkeys(config.patch_pixels))}@{by(config.pixels)}"
+    sides = f"/{format_sides(dict.fromkeys(config.patch_pixels))}@{format_sides(config.pixels)}"
     numbers = config.width, config.depth, config.F, config.heads
     for name, size in SIZES.items():
         if (size.width, size.depth, size.mlp_width, size.heads) == numbers:
@@ -105,8 +97,8 @@ def size_name(config: ViTConfig) -> str:
     return f"width {config.width}, depth {config.depth}, {config.heads} heads, MLP {config.F}, {sides}"
 
 
-def unusual(config: ViTConfig) -> dict[str, Any]:
-    """The fields that are not as in the paper."""
+def _non_default(config: ViTConfig) -> dict[str, Any]:
+    """The fields that differ from the defaults, which are the paper's."""
     import dataclasses
 
     skipped = ("width", "depth", "heads", "mlp_width", "patch", "size", "classes")
@@ -117,33 +109,33 @@ def unusual(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def scan(stored: Stored) -> list[str]:
-    """The tensors with a NaN or an infinity, read in pieces."""
+def _scan(files: ModelFiles) -> list[str]:
+    """The tensors with NaN or infinity, read in chunks."""
     import numpy as np
 
     from vitrail.errors import printable
 
     return [
         printable(name)
-        for name, entry in stored.entries.items()
-        if "float" in entry.dtype and not all(np.isfinite(piece).all() for piece in stored.chunks(name))
+        for name, entry in files.entries.items()
+        if "float" in entry.dtype and not all(np.isfinite(chunk).all() for chunk in files.chunks(name))
     ]
 
 
-def show(found: dict[str, Any]) -> None:
-    """Two columns: word and value; lists go below one another."""
+def _show(facts: dict[str, Any]) -> None:
+    """Print a table of names and values; long lists take a line per item."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2, 0, 0))
-    for word, value in found.items():
+    for name, value in facts.items():
         if value not in (None, {}):
-            table.add_row(Text(word, style="bold"), Text(in_words(value)))
+            table.add_row(Text(name, style="bold"), Text(_as_text(value)))
     Console(highlight=False).print(table)
 
 
-def in_words(value: Any) -> str:
+def _as_text(value: Any) -> str:
     match value:
         case bool() | str():
             return str(value)
@@ -157,6 +149,6 @@ def in_words(value: Any) -> str:
             joint = ", " if sum(map(len, value)) < 80 else "\n"
             return joint.join(map(str, value))
         case dict():
-            return ", ".join(f"{name} {in_words(one)}" for name, one in value.items())
+            return ", ".join(f"{name} {_as_text(item)}" for name, item in value.items())
         case _:
             return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,120 +1,150 @@
-"""`vitrail lab` and `vitrail notes`: the claims of the lecture notes, run."""
+"""`vitrail lab` and `vitrail notes`: experiments that test the claims of the lecture notes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.places import check_out
+from vitrail.cli.outputs import check_empty_folder
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
 
 def lab(
-    name: Annotated[str | None, typer.Argument(help="Which; without one, they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The lab to run.", show_default="list all labs")] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="MNIST's files, a text, sounds: what the lab takes.", show_default="what is built in"
+            help="Data for the lab, such as MNIST files, a text file or sounds.", show_default="built-in data"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A new or empty folder.", show_default="lab-NAME")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Fewer and smaller: in seconds.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The output folder, new or empty.", show_default="lab-NAME")
+    ] = None,
+    small: Annotated[
+        bool, typer.Option("--small", help="Run a smaller experiment, which takes seconds.")
+    ] = False,
 ) -> None:
-    """Run a claim of the lecture notes: an experiment with a number, a picture and a verdict.
+    """Test a claim of the lecture notes with an experiment.
 
-    The folder gets NAME.json, with all numbers, and NAME.png and NAME.svg.
+    The output folder gets NAME.json with all measurements, and the figure as NAME.png and NAME.svg.
     """
-    from vitrail.labs.lab import LABS, find, joined, number_in_words, perform
+    from vitrail.course.labs.lab import LABS, find_lab, format_number, format_verdict, run_lab
 
     if name is None:
-        longest = max(map(len, LABS))
-        for one in LABS:
-            print(f"{one:{longest}}  {find(one).CLAIM}")
+        _print_fields({each: find_lab(each).CLAIM for each in LABS})
         return
-    find(name)
-    place = Path(f"lab-{name}") if out is None else out
-    check_out(place)
-    found = perform(name, place, "small" if small else "full", data)
-    print(f"note:    {found['note']}")
-    print(f"claim:   {found['claim']}")
-    print(f"number:  {number_in_words(found)}")
-    print(f"verdict: {joined(found['verdict'], found['condition'])}")
-    print(found["sentence"])
-    print(f"Written: {printable(place)}, with {name}.json, {name}.png and {name}.svg.")
+    find_lab(name)
+    folder = Path(f"lab-{name}") if out is None else out
+    check_empty_folder("--out", folder)
+    result = run_lab(name, folder, "small" if small else "full", data)
+    _print_fields(
+        {
+            "note": result["note"],
+            "claim": result["claim"],
+            "measured": format_number(result),
+            "verdict": format_verdict(result["verdict"], result["condition"]),
+        }
+    )
+    print(textwrap.fill(result["sentence"], _width()))
+    for ending in ("json", "png", "svg"):
+        print(f"Saved {printable(folder / name)}.{ending}")
 
 
 def notes(
-    run: Annotated[bool, typer.Option("--run", help="Run all labs first: an hour on two cores.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Run all labs first, which takes an hour on two cores.")
+    ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="With --run, a new or empty folder.", show_default="notes")
+        Path | None,
+        typer.Option(help="With --run, the output folder, new or empty.", show_default="notes"),
     ] = None,
-    small: Annotated[bool, typer.Option("--small", help="With --run, fewer and smaller.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="With --run, run smaller experiments.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="The published results that the notes print, ours beside them.")
+        bool, typer.Option("--table", help="Print the published results in the lecture notes beside ours.")
     ] = False,
 ) -> None:
-    """Print what the lecture notes claim, and what came of it when it was run: number and verdict.
+    """List the claims of the lecture notes, with the measurement and the verdict of each lab.
 
-    The table is of our own run; with --run it is of yours, whose numbers and pictures are then in --out.
+    The results are ours; with --run they are yours, and the output folder gets all numbers and figures.
     """
-    from vitrail.labs import lab as labs
+    from vitrail.course.labs import lab as labs
 
     if (small or out is not None) and not run:
         option = "--small" if small else "--out"
-        raise InputError(f"{option} is for --run.", f"{option} alone", "Add --run, or leave it out.")
+        raise InputError(f"{option} is an option for --run; add --run, or remove {option}.")
     if table:
         if run:
-            raise InputError("Published results are not run.", "--table --run", "Leave one of them out.")
-        show_published(markdown)
+            raise InputError(
+                "--table prints published results and cannot be combined with --run; remove one."
+            )
+        _show_published(markdown)
         return
-    place = Path("notes") if out is None else out
-    with outlasting(printable(place / "results.json")) if run else nullcontext():
-        results = run_all(place, small) if run else labs.known()
+    folder = Path("notes") if out is None else out
+    with outlasting(printable(folder / "results.json")) if run else nullcontext():
+        results = _run_labs(folder, small) if run else labs.load_results()
         if markdown:
-            print(labs.markdown(results), end="")
+            print(labs.markdown_table(results), end="")
         else:
-            show(results)
+            _show_results(results)
         if run:
-            print(f"Written: {printable(place)}, with results.json, and every lab's numbers and picture.")
+            print(f"Saved {printable(folder / 'results.json')}, and the numbers and the figure of every lab")
 
 
-def show_published(markdown: bool) -> None:
-    from vitrail.labs import table
+def _show_published(markdown: bool) -> None:
+    from vitrail.course.labs import published_results
 
     if markdown:
-        print(table.markdown(), end="")
+        print(published_results.published_markdown(), end="")
     else:
-        table.show()
+        published_results.print_published()
 
 
-def run_all(out: Path, small: bool) -> list[dict[str, Any]]:
-    from vitrail.labs.collect import collect, write
+def _run_labs(out: Path, small: bool) -> list[dict[str, Any]]:
+    from vitrail.course.labs.collect import collect_results, write_results
 
-    def tell(result: dict[str, Any]) -> None:
+    def report(result: dict[str, Any]) -> None:
         print(f"{result['name']}: {result['verdict']} ({result['seconds']} s)", flush=True)
 
-    check_out(out)
-    results = collect(out, "small" if small else "full", tell)
-    write(results, out / "results.json")
+    check_empty_folder("--out", out)
+    results = collect_results(out, "small" if small else "full", report)
+    write_results(results, out / "results.json")
     return results
 
 
-def show(results: Sequence[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+# ---- the terminal ---------------------------------------------------------------------------
 
-    from vitrail.labs.lab import COLUMNS, row
 
-    table = Table(box=SIMPLE_HEAD, show_lines=True, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, overflow="fold")
+def _show_results(results: Sequence[dict[str, Any]]) -> None:
+    """A paragraph for each lab: a table of five columns would be unreadable in a terminal."""
+    from vitrail.course.labs.lab import format_number, format_verdict
+
     for result in results:
-        table.add_row(*row(result))
-    Console(highlight=False, markup=False).print(table)
+        print(result["command"])
+        fields = {
+            "  note": result["note"],
+            "  claim": result["claim"],
+            "  measured": format_number(result),
+            "  verdict": format_verdict(result["verdict"], result["condition"]),
+        }
+        _print_fields(fields)
+        print()
+
+
+def _print_fields(fields: Mapping[str, str]) -> None:
+    """Print names and wrapped texts in two columns."""
+    width = max(map(len, fields)) + 2
+    for name, text in fields.items():
+        print(textwrap.fill(text, _width(), initial_indent=f"{name:{width}}", subsequent_indent=" " * width))
+
+
+def _width() -> int:
+    """Columns of the terminal; without one, lines are not wrapped."""
+    return max(40, shutil.get_terminal_size(fallback=(10_000, 24)).columns)

@@ -1,4 +1,4 @@
-"""`vitrail predict`: what a model says of files, folders and lists of them."""
+"""`vitrail predict`: classify files, folders and lists of images."""
 
 from __future__ import annotations
 
@@ -12,162 +12,177 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from vitrail.cli import facts as options
-from vitrail.cli.streams import stdin_bytes
-from vitrail.errors import InputError, needs, printable
+from vitrail.cli import overrides as options
+from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files
+from vitrail.cli.progress import ProgressBars
+from vitrail.cli.streams import print_error, stdin_bytes
+from vitrail.errors import InputError, printable, require_extra
 
 if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor
 
-LONGEST = 1 << 16  # bytes of one path in a list; no system has longer ones
+_MAX_PATH = 1 << 16  # bytes of one path in a list; no system has longer ones
 
 
 def predict(
     model: Annotated[
-        str, typer.Argument(help="A weight file, a folder with one, hf:owner/name, or an .onnx file.")
+        str, typer.Argument(help="A weight file, a model folder, hf:owner/name, or an .onnx file.")
     ],
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PATHS]...", help="Pictures, folders of them, or - for a list on stdin."),
+        typer.Argument(help="Images, folders of images, or - to read paths from stdin."),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(min=1, max=1_000_000, help="So many classes for each picture.", show_default="1"),
+        typer.Option(min=1, max=1_000_000, help="Classes to list per image.", show_default="1"),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="table, csv or jsonl.")] = "table",
-    out: Annotated[Path | None, typer.Option(help="A new file for the rows, instead of stdout.")] = None,
+    form: Annotated[str, typer.Option("--format", help="Output format: table, csv or jsonl.")] = "table",
+    out: Annotated[
+        Path | None, typer.Option(help="Save the rows to this new file.", show_default="stdout")
+    ] = None,
     embeddings: Annotated[
-        Path | None, typer.Option(help="A new .npy file, a row for each; NaN where nothing could be read.")
+        Path | None,
+        typer.Option(
+            help="Save the embeddings to this new .npy file, one row per image; NaN after an error."
+        ),
     ] = None,
     explain: Annotated[
-        Path | None, typer.Option(help="A new or empty folder: for each picture where the model looked.")
+        Path | None,
+        typer.Option(help="Save an attention overlay of each image to this folder, new or empty."),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Pictures at once; the results are the same.")
+        int,
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 32,
-    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read pictures.")] = 2,
-    stdin: Annotated[bool, typer.Option("--stdin", help="Read paths from stdin, a line each.")] = False,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read images.")] = 2,
+    stdin: Annotated[
+        bool, typer.Option("--stdin", help="Read paths from stdin, one per line; the same as -.")
+    ] = False,
     null: Annotated[
-        bool, typer.Option("--null", "-0", help="These end with a zero byte, as find -print0 has it.")
+        bool,
+        typer.Option("--null", "-0", help="Paths on stdin end with a zero byte, as from find -print0."),
     ] = False,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
-    given: options.Set = None,
+    settings: options.Set = None,
 ) -> None:
-    """Label pictures: a row for each, in order, as soon as it is known.
+    """Classify images and print one row per image, in order.
 
-    A picture that cannot be read gets a row with the reason; the exit code is then 1. With a temperature and
-    a threshold in the file (vitrail evaluate --calibrate), scores are calibrated, and "don't know" is an
-    answer.
+    An image that cannot be read gets a row with the reason; the exit code is then 1. If the file has a
+    temperature and a threshold (see vitrail evaluate --calibrate), scores are calibrated, and predictions
+    below the threshold are "don't know".
     """
-    wanted = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
-    if not wanted:
-        raise InputError("There must be pictures.", "no path", "Name files or folders, or - for stdin.")
-    if "-" in wanted:
-        stdin_bytes()  # one that is closed is said before the model is loaded
-    check_files(out, embeddings, explain)
+    inputs = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
+    if not inputs:
+        raise InputError("No images given; name files or folders, or - to read paths from stdin.")
+    if "-" in inputs:
+        stdin_bytes()  # fails before the model is loaded if stdin is closed
+    _check_outputs(out, embeddings, explain)
 
     from vitrail.predict import Predictor
     from vitrail.predict.embeddings import writing_rows
-    from vitrail.predict.rows import lines
+    from vitrail.predict.rows import format_rows
 
-    lines(form, 1, 1)  # a wrong word is said before the model is loaded
-    predictor = Predictor(model, batch=batch, workers=workers, **options.facts(family, keys, given, size))
+    format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
+    overrides = options.load_arguments(family, keys, settings, size)
+    predictor = Predictor(model, batch=batch, workers=workers, **overrides)
     config = predictor.config
     if not config.classes:
-        check_headless(top, embeddings)
-    heading, line = lines(form, top or 1, config.classes)
+        _check_headless(top, embeddings)
+    header, format_row = format_rows(form, top or 1, config.classes)
     if explain is not None:
-        predictor.parts()  # what cannot be explained is said before there is a folder for it
+        predictor.require_bundle()  # fails before the folder is created
         explain.mkdir(exist_ok=True)
-    count = bad = 0
+    count = failed = 0
     with ExitStack() as stack:
-        write = stack.enter_context(writing_lines(out))
+        write = stack.enter_context(_open_rows(out))
         add = stack.enter_context(writing_rows(embeddings, config.pooled_width)) if embeddings else None
-        advance = stack.enter_context(progress(wanted, shown=out is not None or not sys.stdout.isatty()))
-        write(heading)
-        for found in predictor.stream(listed(wanted, b"\0" if null else b"\n")):
-            count, bad = count + 1, bad + (found.error is not None)
+        bars = stack.enter_context(ProgressBars(enabled=out is not None or not sys.stdout.isatty()))
+        total = _count_images(inputs) if bars.enabled else None
+        write(header)
+        for prediction in predictor.stream(_list_paths(inputs, b"\0" if null else b"\n")):
+            count, failed = count + 1, failed + (prediction.error is not None)
             if add is not None:
-                add(found.embedding)
-            if explain is not None and found.error is None:
-                draw(predictor, found, explain, count)
-            write(line(found))
-            advance()
-    if bad:
-        print(f"vitrail: {bad:,} of {count:,} have no answer; their rows say why.", file=sys.stderr)
+                add(prediction.embedding)
+            if explain is not None and prediction.error is None:
+                _save_overlay(predictor, prediction, explain, count)
+            write(format_row(prediction))
+            bars("images", count, total)
+    if failed:
+        print_error(f"{failed:,} of {count:,} images could not be classified; their rows have the reason.")
         raise typer.Exit(1)
 
 
-def check_files(out: Path | None, embeddings: Path | None, explain: Path | None) -> None:
-    """Before anything is computed: nothing of the user's is overwritten, and everything can be written."""
-    from vitrail.cli.evaluate import check_different
-    from vitrail.cli.places import check_new
-
+def _check_outputs(out: Path | None, embeddings: Path | None, explain: Path | None) -> None:
+    """Check all output paths before anything is computed."""
     if embeddings is not None and embeddings.suffix != ".npy":
-        got = printable(embeddings)
-        raise InputError("--embeddings must name a file that ends in .npy.", got, "Rename it.")
-    for option, path in (("--out", out), ("--embeddings", embeddings)):
-        if path is not None:
-            check_new(option, path)
-    check_different({"--out": out, "--embeddings": embeddings, "--explain": explain})
+        raise InputError(
+            f"--embeddings must name a .npy file, not {printable(embeddings)}; change its ending."
+        )
+    check_distinct({"--out": out, "--embeddings": embeddings, "--explain": explain})
+    check_new_files({"--out": out, "--embeddings": embeddings})
     if explain is not None:
-        with needs("inspect"):
-            import matplotlib  # noqa: F401  # found out here, not at the first picture
-        if os.path.lexists(explain) and not (explain.is_dir() and not any(explain.iterdir())):
-            must = "--explain must name a new or an empty folder: nothing of yours is overwritten."
-            raise InputError(must, f"{printable(explain)}, which is neither", "Name another.")
+        with require_extra("inspect"):
+            import matplotlib  # noqa: F401  # fails here rather than at the first image
+        check_empty_folder("--explain", explain)
 
 
-def check_headless(top: int | None, embeddings: Path | None) -> None:
-    """Without a head there are no classes, and nothing to see but embeddings."""
+def _check_headless(top: int | None, embeddings: Path | None) -> None:
+    """A model without a head has no classes, only embeddings."""
     if top is not None:
-        do = "Leave it out, and use --embeddings."
-        raise InputError("--top needs a model that knows classes.", "one without a head", do)
+        raise InputError("--top needs a model with classes, and this one has no head; use --embeddings.")
     if embeddings is None:
-        do = "Name a file with --embeddings."
-        raise InputError("A model without a head gives embeddings alone.", "no --embeddings", do)
+        raise InputError("This model has no head and gives only embeddings; save them with --embeddings.")
 
 
 # ---- paths ----------------------------------------------------------------------------------
 
 
-def listed(wanted: Iterable[str], end: bytes) -> Iterator[str]:
-    """The paths, and for - those that stand on stdin, as they come."""
-    for path in wanted:
+def _count_images(inputs: list[str]) -> int | None:
+    """The number of images; None if some paths are read from stdin."""
+    from vitrail.predict.sources import expand_paths
+
+    return None if "-" in inputs else sum(1 for _ in expand_paths(inputs))
+
+
+def _list_paths(inputs: Iterable[str], separator: bytes) -> Iterator[str]:
+    """The paths, with those on stdin in place of -, as they arrive."""
+    for path in inputs:
         if path == "-":
-            yield from names_in(stdin_bytes(), end)
+            yield from _read_paths(stdin_bytes(), separator)
         else:
             yield path
 
 
-def names_in(stream: BinaryIO, end: bytes) -> Iterator[str]:
-    """Paths that end with a byte; a line may end as on Windows, and an empty one is none."""
+def _read_paths(stream: BinaryIO, separator: bytes) -> Iterator[str]:
+    """Paths that end with a separator. Lines may end as on Windows; empty ones are skipped."""
     rest = b""
-    while chunk := stream.read1(LONGEST):  # type: ignore[attr-defined]
-        *whole, rest = (rest + chunk).split(end)
-        yield from map(os.fsdecode, filter(None, (trimmed(name, end) for name in whole)))
-        if len(rest) > LONGEST:
-            do = "A line each, or with -0 a zero byte after each."
-            raise InputError("A list must hold paths.", f"{len(rest):,} bytes without an end", do)
-    if last := trimmed(rest, end):
+    while chunk := stream.read1(_MAX_PATH):  # type: ignore[attr-defined]
+        *complete, rest = (rest + chunk).split(separator)
+        yield from map(os.fsdecode, filter(None, (_strip_return(name, separator) for name in complete)))
+        if len(rest) > _MAX_PATH:
+            raise InputError(
+                f"stdin is not a list of paths: {len(rest):,} bytes without a line end; write one path per "
+                "line, or end each with a zero byte and use -0."
+            )
+    if last := _strip_return(rest, separator):
         yield os.fsdecode(last)
 
 
-def trimmed(name: bytes, end: bytes) -> bytes:
-    return name.removesuffix(b"\r") if end == b"\n" else name
+def _strip_return(name: bytes, separator: bytes) -> bytes:
+    return name.removesuffix(b"\r") if separator == b"\n" else name
 
 
-# ---- what is written ------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def writing_lines(out: Path | None) -> Iterator[Callable[[str], None]]:
-    """A function that writes a row, all of it at once: a run that is killed leaves whole ones."""
+def _open_rows(out: Path | None) -> Iterator[Callable[[str], None]]:
+    """A function that writes a row at once, so that a run that is killed leaves only complete rows."""
     if out is not None:
         with out.open("xb", buffering=0) as file:
-            yield lambda text: write_all(file, text.encode())
+            yield lambda text: _write_all(file, text.encode())
         return
 
     def write(text: str) -> None:
@@ -177,35 +192,14 @@ def writing_lines(out: Path | None) -> Iterator[Callable[[str], None]]:
     yield write
 
 
-def write_all(file: Any, data: bytes) -> None:
-    """A file without a buffer may take less than it was given."""
+def _write_all(file: Any, data: bytes) -> None:
+    """Write to an unbuffered file, which may accept only a part at a time."""
     while data:
         data = data[file.write(data) :]
 
 
-def draw(predictor: Predictor, found: Prediction, folder: Path, number: int) -> None:
-    """The overlay of row `number`, from 1; names of pictures may repeat and hold anything."""
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(found.name).stem)[:60]
-    figure = predictor.explain(found.name)
+def _save_overlay(predictor: Predictor, prediction: Prediction, folder: Path, number: int) -> None:
+    """Save the overlay of row `number`, from 1; file names may repeat or contain any character."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", Path(prediction.name).stem)[:60]
+    figure = predictor.explain(prediction.name)
     figure.savefig(folder / f"{number:06}-{stem}.png", metadata={"Software": None})
-
-
-@contextmanager
-def progress(wanted: list[str], *, shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, unless the rows themselves go there; without an end where stdin has the list."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not shown or not console.is_terminal:
-        yield lambda: None
-        return
-
-    from vitrail.predict.sources import expand
-
-    total = None if "-" in wanted else sum(1 for _ in expand(wanted))
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
-    ) as bar:
-        task = bar.add_task("pictures", total=total)
-        yield lambda: bar.advance(task)

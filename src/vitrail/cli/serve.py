@@ -1,4 +1,4 @@
-"""`vitrail serve`: a model that is asked over HTTP, with a page to look inside it."""
+"""`vitrail serve`: an HTTP server for predictions, with a web page."""
 
 from __future__ import annotations
 
@@ -9,131 +9,145 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli import facts as options
-from vitrail.errors import InputError, needs, printable
+from vitrail.cli import overrides as options
+from vitrail.errors import InputError, printable, require_extra
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
     from vitrail.serve.settings import ServeConfig
 
-TOKEN = "VITRAIL_TOKEN"
-LONGEST_TOKEN = 4096  # bytes of its file
+_TOKEN = "VITRAIL_TOKEN"
+_MAX_TOKEN = 4096  # bytes of its file
 
 
 def serve(
     model: Annotated[
-        str, typer.Argument(help="A weight file, a folder with one, hf:owner/name, or an .onnx file.")
+        str, typer.Argument(help="A weight file, a model folder, hf:owner/name, or an .onnx file.")
     ],
     host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 for all of this machine's.")
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free port.")
+    ] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option(help=f"A file with the token that clients must send; or set {TOKEN}.")
+        Path | None,
+        typer.Option(help="A file with the token that clients must send.", show_default=f"${_TOKEN}"),
     ] = None,
     public: Annotated[
         bool,
-        typer.Option("--public", help="Whoever reaches it may ask. Nothing is encrypted."),
+        typer.Option("--public", help="Serve other machines without a token. Connections are not encrypted."),
     ] = False,
     examples: Annotated[
-        Path | None, typer.Option(help="A folder of pictures that the page offers, instead of its own.")
+        Path | None,
+        typer.Option(
+            help="A folder with example images for the web page.", show_default="a few built-in images"
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="The most pictures in the model at once.")] = 16,
-    queue: Annotated[int, typer.Option(min=1, help="The most pictures inside; more must come again.")] = 64,
-    deadline: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 10.0,
+    batch: Annotated[int, typer.Option(min=1, help="Most images in one forward pass.")] = 16,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Most images in progress; further requests get status 503.")
+    ] = 64,
+    deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
-    device: Annotated[str | None, typer.Option(help="Where the model runs, such as cuda.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="The device of the model, such as cuda.", show_default="cpu")
+    ] = None,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
-    given: options.Set = None,
+    settings: options.Set = None,
 ) -> None:
-    """Answer requests over HTTP: POST pictures to /v1/predict, or open the page.
+    """Serve predictions over HTTP: POST images to /v1/predict, or open the web page.
 
-    Only this machine can ask, unless --host says otherwise; then a token is needed. Ctrl-C or SIGTERM lets
-    everybody who is inside have an answer; a second one stops at once.
+    By default only this machine can connect. Another --host needs a token. On Ctrl-C or SIGTERM the server
+    finishes the requests in progress and stops; a second signal stops it at once.
     """
-    with needs("serve"):
+    with require_extra("serve"):
         import h11  # noqa: F401
 
     from vitrail.serve.settings import ServeConfig
 
-    settings = ServeConfig(
+    config = ServeConfig(
         host=host,
         port=port,
-        token=read_token(token_file),
+        token=_read_token(token_file),
         public=public,
         batch=batch,
         queue=queue,
         deadline=deadline,
         decoders=decoders,
     )
-    if not settings.local and settings.token is None and not public:
-        do = f"Set {TOKEN} or --token-file; or say --public, if everybody may ask."
-        raise InputError("A server that other machines reach needs a token.", f"--host {host}", do)
+    if not config.local and config.token is None and not public:
+        raise InputError(
+            f"--host {host} can be reached from other machines and needs a token; set {_TOKEN} or "
+            "--token-file, or --public to serve anyone."
+        )
 
     from vitrail.predict import Predictor
     from vitrail.serve.examples import built_in, from_folder
     from vitrail.serve.server import bind, run
 
-    with bind(settings) as listener:  # what is wrong is said before anything slow
-        offered = None if examples is None else from_folder(examples)
-        predictor = Predictor(model, **options.facts(family, keys, given, size, device=device))
+    with bind(config) as listener:  # fails before the model is loaded if the port is taken
+        chosen = None if examples is None else from_folder(examples)
+        predictor = Predictor(model, **options.load_arguments(family, keys, settings, size, device=device))
         name = name_of(predictor, model)
+        if chosen is None:
+            chosen = built_in(predictor.config.channels, min(predictor.preprocess.target))
         code = run(
             predictor,
-            settings,
+            config,
             listener=listener,
             name=name,
-            examples=built_in(predictor.config.channels, min(predictor.preprocess.target))
-            if offered is None
-            else offered,
-            started=lambda address: print(welcome(predictor, settings, name, address), flush=True),
-            ended=leave,
+            examples=chosen,
+            started=lambda address: print(_welcome(predictor, config, name, address), flush=True),
+            ended=_exit_now,
         )
-    leave(code)
+    _exit_now(code)
 
 
-def leave(code: int) -> None:
-    """At once: the model, if it is still computing for a client who has gone, must not hold us up."""
+def _exit_now(code: int) -> None:
+    """Exit without waiting for a forward pass whose client is gone."""
     sys.stdout.flush()
     os._exit(code)
 
 
 def name_of(predictor: Predictor, model: str) -> str:
-    """As its card has it, or its file or folder, which may be "."."""
+    """The name on the model's card, or that of its file or folder, which may be "."."""
     return predictor.card.name or Path(os.path.abspath(model)).stem
 
 
-def read_token(path: Path | None) -> str | None:
-    """From a file or the environment: on a command line every user of the machine would see it."""
+def _read_token(path: Path | None) -> str | None:
+    """The token from a file or the environment; as an argument, every user of the machine could see it."""
     if path is None:
-        return os.environ.get(TOKEN) or None
+        return os.environ.get(_TOKEN) or None
     shown = printable(path)
     try:
-        if not path.is_file():  # a device may have no end
+        if not path.is_file():  # reading a device might never end
             raise OSError
         with path.open("rb") as file:
-            found = file.read(LONGEST_TOKEN + 1)
-        token = found.decode("utf-8").strip()
+            content = file.read(_MAX_TOKEN + 1)
+        token = content.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         message = f"--token-file must name a text file, and {shown} cannot be read as one; name another."
         raise InputError(message) from error
-    if len(found) > LONGEST_TOKEN:
+    if len(content) > _MAX_TOKEN:
         raise InputError(
-            f"A token may have {LONGEST_TOKEN:,} bytes, and {shown} has more; make a shorter one."
+            f"A token has at most {_MAX_TOKEN:,} bytes, and {shown} has more; use a shorter one."
         )
     if not token:
-        raise InputError(f"{shown} is empty; put the token in it.")
+        raise InputError(f"{shown} is empty; write the token to it.")
     return token
 
 
-def welcome(predictor: Predictor, settings: ServeConfig, name: str, address: str) -> str:
-    high, wide = predictor.preprocess.target
-    who = "anybody with the token" if settings.token else "this machine" if settings.local else "ANYBODY"
+def _welcome(predictor: Predictor, config: ServeConfig, name: str, address: str) -> str:
+    height, width = predictor.preprocess.target
+    clients = (
+        "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"
+    )
     return (
-        f"{printable(name)}: {len(predictor.scale.labels):,} classes, {high}x{wide} pixels\n"
-        f"{address}  (for {who}; Ctrl-C stops)\n"
-        f"at most {settings.body // 2**20} MiB and {settings.pixels // 10**6} megapixels, "
-        f"{settings.queue} pictures inside, {settings.deadline:g} s"
+        f"{printable(name)}: {len(predictor.scale.labels):,} classes, {height}x{width} pixels\n"
+        f"{address}  ({clients}; press Ctrl-C to stop)\n"
+        f"limits: {config.body // 2**20} MiB per request, {config.pixels // 10**6} megapixels per image, "
+        f"{config.queue} images at once, {config.deadline:g} s per request"
     )

@@ -1,4 +1,4 @@
-"""stdin, stdout and stderr: closed, full, or with nobody who reads."""
+"""stdin, stdout and stderr when they are closed, full, or no longer read."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any
 
 from vitrail.errors import InputError, printable
 
-LONGEST = 2000  # characters of a message
+_MAX_MESSAGE = 2000  # characters
 
 
 def open_streams() -> None:
-    """Make every stream one that can be used, or end with a sentence where there is nothing to write to.
+    """Make every stream usable, or exit with a message if standard output is closed.
 
-    Python has None for a stream that was closed (`>&-`). Its number is then free, and the next file that
-    anything opens would get it, and with it whatever a C library prints: so it is taken first.
+    Python sets a stream that was closed (`>&-`) to None. Its file descriptor is then free: the next file to
+    be opened would get it, and with it whatever a C library prints. So /dev/null is opened first.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor is this one
     closed = sys.stdout is None
     sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or sys.stdout  # an error is said on what is left
+    sys.stderr = sys.stderr or sys.stdout  # errors go to the stream that is left
     if closed:
-        say("standard output is closed, and a command writes what it finds there; use > FILE or > /dev/null.")
+        print_error("standard output is closed, so results cannot be printed; use > FILE or > /dev/null.")
         sys.exit(2)
-    for stream in (sys.stdout, sys.stderr):  # a terminal without our letters shows "?", and goes on
+    for stream in (sys.stdout, sys.stderr):  # characters that the terminal cannot show become "?"
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def say(message: str) -> None:
-    """A sentence for the user, a line; where nobody hears it, it is dropped."""
+def print_error(message: str) -> None:
+    """Print a message on stderr as one line; it is dropped if stderr is closed."""
     with suppress(OSError):
-        print(f"vitrail: {printable(message, LONGEST)}", file=sys.stderr, flush=True)
+        print(f"vitrail: {printable(message, _MAX_MESSAGE)}", file=sys.stderr, flush=True)
 
 
-def give_up_output() -> None:
-    """Whatever is still to be printed goes nowhere, or Python would try again at its end, and complain."""
+def discard_output() -> None:
+    """Redirect stdout to /dev/null; otherwise Python would try to flush it again at exit, and complain."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -52,48 +52,48 @@ def stdin_bytes() -> Any:
     """Standard input as bytes."""
     if sys.stdin is None:
         raise InputError(
-            "standard input is closed, and the list of paths (-) is read from there; pipe one in."
+            "standard input is closed, so the list of paths (-) cannot be read; pipe one into the command."
         )
     return sys.stdin.buffer
 
 
-class Outlasting:
-    """A stream like another one, that outlasts it: what can no longer be written is dropped."""
+class _Outlasting:
+    """A wrapper of a stream that drops what can no longer be written."""
 
-    def __init__(self, stream: Any, where: str) -> None:
-        self.stream, self.where = stream, where
-        self.lost = False
+    def __init__(self, stream: Any, log: str) -> None:
+        self.stream, self.log = stream, log
+        self.closed_early = False
 
     def write(self, text: str) -> int:
-        self.attempt(lambda: self.stream.write(text))
+        self._attempt(lambda: self.stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self.attempt(self.stream.flush)
+        self._attempt(self.stream.flush)
 
-    def attempt(self, action: Any) -> None:
-        if self.lost:
+    def _attempt(self, action: Any) -> None:
+        if self.closed_early:
             return
         try:
             action()
         except OSError as error:
-            self.lost = True
-            give_up_output()  # of the stream inside: it has what could not be written
+            self.closed_early = True
+            discard_output()  # the buffer of the wrapped stream still has what could not be written
             reason = printable(error.strerror or error)
-            say(f"the output is closed ({reason}), and the run goes on; everything is in {self.where}.")
+            print_error(f"the output is closed ({reason}); the run continues and logs to {self.log}.")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 @contextmanager
-def outlasting(where: str) -> Iterator[None]:
-    """A long run does not end because nobody reads what it prints (`| head`): the rest is dropped.
+def outlasting(log: str) -> Iterator[None]:
+    """Let a long run continue after its output is closed (`| head`); what it prints then is dropped.
 
     Args:
-        where: the file that has it all.
+        log: the file that has the complete output, for the message.
     """
-    stream = Outlasting(sys.stdout, where)
+    stream = _Outlasting(sys.stdout, log)
     with redirect_stdout(stream):
         yield
         stream.flush()

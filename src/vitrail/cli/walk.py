@@ -1,16 +1,15 @@
-"""`vitrail walk`: one picture through a model, stage by stage."""
+"""`vitrail walk`: one image through a model, stage by stage."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.facts import Set, settings
-from vitrail.cli.places import check_new, write_new
+from vitrail.cli.outputs import check_new_files
+from vitrail.cli.overrides import Set, parse_settings
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -18,135 +17,145 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.config import ViTConfig
+    from vitrail.course.walk import Stage
+    from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
-    from vitrail.preprocess import Preprocess
-    from vitrail.walkthrough import Stage
 
-WEIGHTS = (".safetensors", ".npz", ".pt", ".pth", ".bin")
-MOST_TOKENS = 5_000  # every head's scores are written down: T x T numbers each
-MOST_VALUES = 4_096  # larger tensors are in the JSON as a summary alone
-MOST_COLUMNS = 36  # of a map in the terminal, where a value without colour takes two characters
+_WEIGHT_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
+_MAX_TOKENS = 5_000  # the scores of every head are recorded: T x T numbers each
+_MAX_VALUES = 4_096  # of larger tensors the JSON has only a summary
+_MAX_COLUMNS = 36  # of an attention map; without color a value takes two characters
 
 
 def walk(
-    model: Annotated[str, typer.Argument(help='A weight file, or a size such as "mu/4" or "B/16@384".')],
-    image: Annotated[
-        Path, typer.Argument(help="A picture: JPEG, PNG, WebP, BMP, GIF or TIFF. Alpha is laid over white.")
+    model: Annotated[
+        str, typer.Argument(help='A weight file, or a model size such as "mu/4" or "B/16@384".')
     ],
-    block: Annotated[int, typer.Option(help="Which block to show in detail, from 0.")] = 0,
-    head: Annotated[int, typer.Option(help="Which of its heads, from 0.")] = 0,
-    token: Annotated[int, typer.Option(help="Which token to follow, from 0: class token, patches.")] = 0,
+    image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, GIF or TIFF.")],
+    block: Annotated[int, typer.Option(help="The block to show in detail, from 0.")] = 0,
+    head: Annotated[int, typer.Option(help="The attention head to show, from 0.")] = 0,
+    token: Annotated[int, typer.Option(help="The token to follow, from 0: class token, then patches.")] = 0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="A new file for the stages and their numbers.")
+        Path | None, typer.Option("--json", help="Save the stages and their values to this new JSON file.")
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", help="A new file for the stages with small pictures.")
+        Path | None, typer.Option("--html", help="Save the stages with figures to this new HTML file.")
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**63 - 1, help="Draws the weights of a size.", show_default="0"),
+        typer.Option(
+            min=0, max=2**63 - 1, help="Random seed of the weights of a model size.", show_default="0"
+        ),
     ] = None,
-    given: Set = None,
+    settings: Set = None,
 ) -> None:
-    """Take one picture through a model and see every step: equation, shape, meaning, numbers.
+    """Follow one image through a model, step by step: equation, shape, meaning, values.
 
-    A weight file is shown with its own preprocessing. A size has random weights: what is shown is
-    then how a ViT works, not what it has learned.
+    A weight file is used with its own preprocessing. A model size has random weights: the steps are real,
+    the prediction means nothing.
     """
-    for option, path in (("--json", json_file), ("--html", html_file)):
-        if path is not None:
-            check_new(option, path)
-    if json_file is not None and json_file == html_file:
-        raise InputError("--json and --html need a file each.", printable(json_file), "Name another file.")
+    check_new_files({"--json": json_file, "--html": html_file})
+    if html_file is not None:
+        from vitrail.report.page import check_extras
+
+        check_extras()
 
     from rich.console import Console
 
-    from vitrail import walkthrough as steps
+    from vitrail.course import walk as steps
+    from vitrail.io.write import write_text
 
-    vit, preprocess, weights = load_model(model, seed, settings(given or []))
-    pixels = read_picture(image, preprocess)
+    vit, preprocess, weights = _load_model(model, seed, parse_settings(settings or []))
+    pixels = read_image(image, preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token)
-    facts: dict[str, Any] = {"model": model, "weights": weights, "picture": printable(image)}
-    facts |= {"block": block, "head": head, "token": token, "token_name": steps.token_name(vit.config, token)}
-    show(stages, facts, vit.config, Console(highlight=False))
+    summary: dict[str, Any] = {"model": model, "weights": weights, "image": printable(image)}
+    summary |= {"block": block, "head": head, "token": token}
+    summary["token_name"] = steps.token_name(vit.config, token)
+    _show_stages(stages, summary, vit.config, Console(highlight=False))
     if json_file is not None:
-        write_new(json_file, as_json(stages, facts))
+        write_text(json_file, as_json(stages, summary))
+        print(f"Saved {printable(json_file)}")
     if html_file is not None:
-        from vitrail.cli.walk_page import page
+        from vitrail.course.walk.page import walk_page
+        from vitrail.report.page import render
 
-        write_new(html_file, page(stages, facts, vit.config))
+        write_text(html_file, render(walk_page(stages, summary, vit.config)))
+        print(f"Saved {printable(html_file)}")
 
 
-def load_model(name: str, seed: int | None, facts: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
-    """The model, its preprocessing, and a sentence on its weights."""
+def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
+    """The model, its preprocessing, and a sentence about its weights."""
     import torch
 
+    from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
-    from vitrail.preprocess import Preprocess
     from vitrail.presets import preset
-    from vitrail.weights.preprocessing import overridden
+    from vitrail.weights.preprocessing import override_preprocess
 
-    if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in WEIGHTS:
+    if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
         from vitrail.weights.load import load
 
         if seed is not None:
-            raise InputError(f"--seed draws the weights of a size, and {printable(name)} has its own.")
-        bundle = load(name, **facts)
-        check_tokens(name, bundle.model.config)
+            raise InputError(
+                f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
+            )
+        bundle = load(name, **overrides)
+        _check_tokens(name, bundle.model.config)
         return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
-    given = facts.pop("preprocess", None)
-    if "checkpoint_key" in facts:
-        raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a size; leave it out.")
-    config = preset(name, **facts)
-    check_tokens(name, config)
+    preprocess_fields = overrides.pop("preprocess", None)
+    if "checkpoint_key" in overrides:
+        raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")
+    config = preset(name, **overrides)
+    _check_tokens(name, config)
     seed = seed or 0
     torch.manual_seed(seed)
     half = (0.5,) * config.channels
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
-    words = "nothing learned: shapes and equations are real, the answer is not."
-    return ViT(config), overridden(squash, given, config, []), f"Random weights (seed {seed}), {words}"
+    weights = f"Random weights (seed {seed}), not trained: the steps are real, the prediction means nothing."
+    return ViT(config), override_preprocess(squash, preprocess_fields, config, []), weights
 
 
-def check_tokens(name: str, config: ViTConfig) -> None:
-    if config.tokens > MOST_TOKENS:
+def _check_tokens(name: str, config: ViTConfig) -> None:
+    if config.tokens > _MAX_TOKENS:
         raise InputError(
-            f"A walk shows a score for every pair of tokens, and takes at most {MOST_TOKENS:,} tokens.",
-            f"{printable(name)} with {config.tokens:,}",
-            "Use a larger patch or a smaller picture.",
+            f"{printable(name)} has {config.tokens:,} tokens, and vitrail walk takes at most "
+            f"{_MAX_TOKENS:,}: it records a score for every pair; use a larger patch or a smaller image."
         )
 
 
-def read_picture(path: Path, preprocess: Preprocess | None) -> Tensor:
-    """A picture file as the model takes it: (C, H, W)."""
-    from vitrail.data.decode import open_picture
+def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
+    """An image file, preprocessed for the model: (C, H, W)."""
+    from vitrail.images.decode import open_image
 
     if preprocess is None or preprocess.channels not in (1, 3, 4):
         raise InputError(
-            "A picture file has 1, 3 or 4 channels.",
-            "a model for other things",
-            "Use a model for pictures, or vitrail.walk with a tensor.",
+            "An image file has 1, 3 or 4 channels, and this model takes other inputs; use a model for "
+            "images, or vitrail.walk in Python with a tensor."
         )
-    return preprocess(open_picture(path))
+    return preprocess(open_image(path))
 
 
 # ---- the terminal ---------------------------------------------------------------------------
 
 
-def show(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console: Console) -> None:
-    """A table that fits 80 columns, and where the chosen token looks."""
+def _show_stages(stages: list[Stage], summary: dict[str, Any], config: ViTConfig, console: Console) -> None:
+    """A table that fits 80 columns, and the attention of the chosen token."""
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text(f"\n{facts['picture']} through {facts['model']}, stage by stage", style="bold"))
-    console.print(Text(facts["weights"]))
-    console.print(Text(f"In detail: block {facts['block']}, head {facts['head']}, {facts['token_name']}.\n"))
+    from vitrail.course.walk.format import format_number, summarize
+
+    console.print(Text(f"\n{summary['image']} through {summary['model']}, stage by stage", style="bold"))
+    console.print(Text(summary["weights"]))
+    chosen = f"block {summary['block']}, head {summary['head']}, {summary['token_name']}"
+    console.print(Text(f"In detail: {chosen}.\n"))
     table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False)
     table.add_column("stage\nshape", width=27, overflow="fold")
     table.add_column("equation\nmeaning", overflow="fold")
     table.add_column("mean, std\nmin, max", width=15, overflow="fold")
     for stage in stages:
-        shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summary(stage.tensor).values()
-        numbers = [*(short(number) for number in shown), "", "", ""]  # two numbers say more than their mean
+        shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
+        numbers = [*(format_number(number) for number in shown), "", "", ""]
         table.add_row(
             Text.assemble((stage.name, "bold cyan"), f"\n{' x '.join(map(str, stage.shape))}"),
             Text.assemble((stage.equation, "bold"), f"\n{stage.meaning}"),
@@ -154,69 +163,47 @@ def show(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console:
         )
     console.print(table)
     console.print()
-    show_row(stages, facts, config, console)
+    _show_attention(stages, summary, config, console)
 
 
-def show_row(stages: list[Stage], facts: dict[str, Any], config: ViTConfig, console: Console) -> None:
-    """The chosen token's attention where the patches lie, beside the picture itself."""
+def _show_attention(
+    stages: list[Stage], summary: dict[str, Any], config: ViTConfig, console: Console
+) -> None:
+    """The attention of the chosen token to the patches, beside the image."""
     from rich.text import Text
     from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
 
-    from vitrail.cli.picture import gallery, picture
-    from vitrail.walkthrough import token_name
+    from vitrail.cli.terminal_image import gallery, image
+    from vitrail.course.walk import token_name
 
     named = {stage.name: stage.tensor for stage in stages}
-    row = named[f"blocks.{facts['block']}.attention.row"]
-    h, w = (min(side, MOST_COLUMNS) for side in config.grid)
-    ink = adaptive_avg_pool2d(named["pixels"].mean(0)[None, None], (h, w))[0, 0] / 2 + 0.5
+    row = named[f"blocks.{summary['block']}.attention.row"]
+    h, w = (min(side, _MAX_COLUMNS) for side in config.grid)
+    gray = adaptive_avg_pool2d(named["pixels"].mean(0)[None, None], (h, w))[0, 0] / 2 + 0.5
     light = adaptive_max_pool2d(row[config.prefix :].reshape(1, 1, *config.grid), (h, w))[0, 0]
     light = light / light.max().clamp_min(1e-12)
-    colour = console.color_system is not None
-    where = f"Where {facts['token_name']} looks: block {facts['block']}, head {facts['head']}"
-    console.print(Text(where, style="bold"))
-    front = [f"{token_name(config, token)} {row[token].item():.3f}" for token in range(config.prefix)]
-    console.print(Text(f"{', '.join([*front, f'all patches {row[config.prefix :].sum().item():.3f}'])}\n"))
-    shown = [picture(ink.clamp(0, 1).tolist(), colour=colour)]
-    shown.append(picture(ink.clamp(0, 1).tolist(), light.tolist(), colour=colour))
-    gallery([shown], console)
+    color = console.color_system is not None
+    title = f"Attention of {summary['token_name']}: block {summary['block']}, head {summary['head']}"
+    console.print(Text(title, style="bold"))
+    prefix = [f"{token_name(config, token)} {row[token].item():.3f}" for token in range(config.prefix)]
+    console.print(Text(f"{', '.join([*prefix, f'all patches {row[config.prefix :].sum().item():.3f}'])}\n"))
+    pixels = gray.clamp(0, 1).tolist()
+    gallery([[image(pixels, color=color), image(pixels, light.tolist(), color=color)]], console)
     console.print()
-
-
-def short(number: float | None) -> str:
-    """At most seven characters."""
-    if number is None:
-        return "-"
-    return f"{number:.3g}" if len(f"{number:.3g}") <= 7 else f"{number:.0e}"
 
 
 # ---- files ----------------------------------------------------------------------------------
 
 
-def summary(tensor: Tensor) -> dict[str, float | None]:
-    """Mean, deviation, least and most; None for what is no number."""
-    values = tensor.double()
-    numbers = {
-        "mean": values.mean(),
-        "std": values.std(correction=0),
-        "min": values.min(),
-        "max": values.max(),
-    }
-    return {name: finite(number.item()) for name, number in numbers.items()}
+def as_json(stages: list[Stage], summary: dict[str, Any]) -> str:
+    """The summary and the stages; tensors with many values only as statistics."""
+    from vitrail.course.walk.format import finite_or_none, summarize
 
-
-def finite(values: Any) -> Any:
-    """The same numbers, None for those that JSON cannot write."""
-    if isinstance(values, list):
-        return [finite(value) for value in values]
-    return values if math.isfinite(values) else None
-
-
-def as_json(stages: list[Stage], facts: dict[str, Any]) -> str:
-    listed = []
+    entries = []
     for stage in stages:
         entry: dict[str, Any] = {"name": stage.name, "equation": stage.equation, "meaning": stage.meaning}
-        entry |= {"shape": stage.shape, "summary": summary(stage.tensor)}
-        if stage.tensor.numel() <= MOST_VALUES:
-            entry["values"] = finite(stage.tensor.tolist())
-        listed.append(entry)
-    return json.dumps({**facts, "stages": listed}, allow_nan=False)
+        entry |= {"shape": stage.shape, "summary": summarize(stage.tensor)}
+        if stage.tensor.numel() <= _MAX_VALUES:
+            entry["values"] = finite_or_none(stage.tensor.tolist())
+        entries.append(entry)
+    return json.dumps({**summary, "stages": entries}, allow_nan=False)

@@ -1,1 +1,1 @@
-"""Pictures and where they come from."""
+"""Images and where they come from."""

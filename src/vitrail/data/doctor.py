@@ -1,9 +1,9 @@
-"""What is wrong with a data set: every image decoded in full, none of them changed."""
+"""A check of a data set for `vitrail doctor`: every image is decoded completely, and no file is changed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,194 +11,203 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.classes import alike, check_gaps, class_counts, quoted, without_images
-from vitrail.data.decode import decode, open_regular, quiet
+from vitrail.data.classes import check_empty_classes, class_counts, quoted, similar_names, without_images
 from vitrail.data.folders import FAULTS
-from vitrail.data.sources import Dataset, Split, check, hold_out, read_data
+from vitrail.data.sources import Dataset, Split, check_dataset, hold_out_validation, read_data
 from vitrail.errors import InputError, printable
-from vitrail.preprocess import levels
+from vitrail.images.convert import to_uint8
+from vitrail.images.decode import decode_image, suppress_warnings
+from vitrail.images.reader import look_ahead, submit
+from vitrail.io.read import open_regular
 
-FEW = 10  # images of a class, below which it is hard to learn and to evaluate
-SMALL = 32  # pixels along a side
-PIECE, AHEAD = 32, 8  # images that a thread takes at once, and pieces for each thread that wait
+_FEW = 10  # images of a class, below which it is hard to train and to evaluate
+_SMALL = 32  # pixels along a side
+_CHUNK = 32  # images that a thread checks at a time
+_AHEAD = 8  # chunks that are checked ahead, for each thread
 
 
 @dataclass
-class Findings:
-    """What was found, by kind; names are those of the data set, fit to be shown."""
+class DatasetReport:
+    """The findings by kind. Names are those of the data set, printable."""
 
-    pictures: dict[str, int] = field(default_factory=dict)
-    """How many in each split."""
+    images: dict[str, int] = field(default_factory=dict)
+    """The number of images in each split."""
     classes: int = 0
     problems: list[str] = field(default_factory=list)
-    """Why training would refuse the data, a sentence each."""
+    """The reasons why training would refuse the data, a sentence each."""
     corrupt: dict[str, str] = field(default_factory=dict)
-    """Why each cannot be read."""
+    """The reason for each image that cannot be read, by name."""
     twice: list[list[str]] = field(default_factory=list)
-    """Images whose pixels are the same, within a split."""
+    """Groups of images with the same pixels in one split."""
     leaked: list[list[str]] = field(default_factory=list)
-    """Images whose pixels are the same, in two splits: the test is on what was trained on."""
+    """Groups of images with the same pixels in different splits: training images leak into the evaluation."""
     disputed: list[list[str]] = field(default_factory=list)
-    """Images whose pixels are the same, under other labels."""
+    """Groups of images with the same pixels and different labels."""
     absent: dict[str, list[str]] = field(default_factory=dict)
-    """Classes without an image, by split."""
+    """Classes without images, by split."""
     alike: list[str] = field(default_factory=list)
-    """Classes whose names differ only in case, blanks, separators or Unicode form, a group each."""
+    """Groups of classes whose names differ only in case, whitespace, separators or Unicode form."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
-    """What lies in the folders and is not read, by kind: see `vitrail.data.folders`."""
+    """Files and folders that are not read, by kind: see `vitrail.data.folders`."""
     few: dict[str, int] = field(default_factory=dict)
-    """Classes with few training images."""
+    """Classes with few training images, and how many."""
     modes: dict[str, int] = field(default_factory=dict)
-    """How many images of each of Pillow's modes."""
+    """The number of images in each Pillow mode."""
     small: list[str] = field(default_factory=list)
-    """Images with a side of few pixels."""
+    """Images with a side of fewer than 32 pixels."""
     notes: list[str] = field(default_factory=list)
-    """What was decided when the data was read, a sentence each."""
+    """The notes of the data set."""
 
     @property
     def ill(self) -> bool:
-        """Whether something must be repaired: what training refuses, drops, or learns wrongly."""
+        """Whether something must be repaired: training would refuse or skip data, or use wrong labels."""
         faults = (self.problems, self.corrupt, self.leaked, self.disputed, self.alike)
-        lost = "train" in self.absent or any(kind in self.skipped for kind in FAULTS)
-        return lost or any(map(bool, faults))
+        missing = "train" in self.absent or any(kind in self.skipped for kind in FAULTS)
+        return missing or any(map(bool, faults))
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One image, looked at. Its name is made when it is needed: most are fine, and never named."""
+class _CheckedImage:
+    """The result for one image. Its name is looked up only when it is reported."""
 
     split: str
     index: int
-    pixels: bytes = b""
-    """A hash of its pixels."""
+    digest: bytes = b""
+    """The hash of its pixels."""
     mode: str = ""
     side: int = 0
+    """The shorter side in pixels."""
     reason: str = ""
+    """Why it cannot be read."""
 
 
-def open_to_examine(path: str | Path) -> tuple[Dataset, list[str]]:
-    """A data set as training would have it, and why training would refuse it, a sentence each."""
+def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
+    """A data set as training would use it, and the reasons why training would refuse it."""
     data, problems = read_data(path), []
-    for verify in (lambda: check(data, printable(path)), lambda: check_gaps(data)):
+    for verify in (lambda: check_dataset(data, printable(path)), lambda: check_empty_classes(data)):
         try:
             verify()
         except InputError as error:
             problems.append(str(error))
     if not (data.val or data.test) and len(data.train):
         try:
-            return hold_out(data, 0.2, 0), problems
+            return hold_out_validation(data, 0.2, 0), problems
         except InputError as error:
             problems += [str(error)] if str(error) not in problems else []
     return data, problems
 
 
-def examine(data: Dataset, workers: int = 2, ahead: Callable[[int], None] = lambda done: None) -> Findings:
-    """Look at every image of a data set. `ahead` is told how many are done."""
-    found = Findings(classes=len(data.classes), notes=list(data.notes))
-    same: dict[bytes, list[Seen]] = defaultdict(list)
+def check_images(
+    data: Dataset, workers: int = 2, ahead: Callable[[int], None] = lambda done: None
+) -> DatasetReport:
+    """Check every image of a data set. `ahead` is called with the number of images checked so far."""
+    report = DatasetReport(classes=len(data.classes), notes=list(data.notes))
+    by_digest: dict[bytes, list[_CheckedImage]] = defaultdict(list)
     splits = splits_of(data)
-    for done, one in enumerate(look_at_all(splits, workers), 1):
-        found.pictures[one.split] = found.pictures.get(one.split, 0) + 1
-        if one.reason:
-            found.corrupt[name_of(splits, one)] = one.reason
+    for done, image in enumerate(_check_images(splits, workers), 1):
+        report.images[image.split] = report.images.get(image.split, 0) + 1
+        if image.reason:
+            report.corrupt[_name_of(splits, image)] = image.reason
         else:
-            same[one.pixels].append(one)
-            found.modes[one.mode] = found.modes.get(one.mode, 0) + 1
-            if one.side < SMALL and data.train.paths is not None:
-                found.small.append(name_of(splits, one))
-        if done % PIECE == 0:
+            by_digest[image.digest].append(image)
+            report.modes[image.mode] = report.modes.get(image.mode, 0) + 1
+            if image.side < _SMALL and data.train.paths is not None:
+                report.small.append(_name_of(splits, image))
+        if done % _CHUNK == 0:
             ahead(done)
-    for some in same.values():
-        if len(some) > 1:
-            sort_same(found, some, data)
-    examine_classes(found, data)
-    found.skipped = {kind: [printable(name) for name in names] for kind, names in data.skipped.items()}
-    return found
+    for images in by_digest.values():
+        if len(images) > 1:
+            _report_duplicates(report, images, data)
+    _report_classes(report, data)
+    report.skipped = {kind: [printable(name) for name in names] for kind, names in data.skipped.items()}
+    return report
 
 
-def examine_classes(found: Findings, data: Dataset) -> None:
+def _report_classes(report: DatasetReport, data: Dataset) -> None:
     for split, names in without_images(data).items():
-        found.absent[split] = [printable(name) for name in names]
-    found.alike = [quoted(names) for names in alike(data.classes)]
+        report.absent[split] = [printable(name) for name in names]
+    report.alike = [quoted(names) for names in similar_names(data.classes)]
     counts = class_counts(data.train, len(data.classes)).tolist()
-    few = {name: count for name, count in zip(data.classes, counts, strict=True) if 0 < count < FEW}
-    found.few = {printable(name): count for name, count in few.items()}
+    few = {name: count for name, count in zip(data.classes, counts, strict=True) if 0 < count < _FEW}
+    report.few = {printable(name): count for name, count in few.items()}
 
 
 def splits_of(data: Dataset) -> dict[str, Split]:
+    """The splits that a data set has, by name."""
     splits = {"train": data.train, "val": data.val, "test": data.test}
     return {name: split for name, split in splits.items() if split is not None}
 
 
-def name_of(splits: dict[str, Split], one: Seen) -> str:
-    return printable(splits[one.split].names[one.index])
+def _name_of(splits: dict[str, Split], image: _CheckedImage) -> str:
+    return printable(splits[image.split].names[image.index])
 
 
-def sort_same(found: Findings, some: list[Seen], data: Dataset) -> None:
+def _report_duplicates(report: DatasetReport, images: list[_CheckedImage], data: Dataset) -> None:
+    """Report images with the same pixels: across splits, with different labels, or as plain duplicates."""
     splits = splits_of(data)
-    names = [f"{one.split}: {name_of(splits, one)}" for one in some]
-    labels = [label_of(data, splits[one.split], one.index) for one in some]
-    if len({one.split for one in some}) > 1:
-        found.leaked.append(names)
-    if len(set(labels)) > 1:
-        found.disputed.append([f"{name} ({label})" for name, label in zip(names, labels, strict=True)])
-    if len({one.split for one in some}) == 1 and len(set(labels)) == 1:
-        found.twice.append(names)
+    names = [f"{image.split}: {_name_of(splits, image)}" for image in images]
+    labels = [_label_names(data, splits[image.split], image.index) for image in images]
+    leaked, disputed = len({image.split for image in images}) > 1, len(set(labels)) > 1
+    if leaked:
+        report.leaked.append(names)
+    if disputed:
+        report.disputed.append([f"{name} ({label})" for name, label in zip(names, labels, strict=True)])
+    if not leaked and not disputed:
+        report.twice.append(names)
 
 
-def label_of(data: Dataset, split: Split, index: int) -> str:
-    """The classes of an image by name."""
+def _label_names(data: Dataset, split: Split, index: int) -> str:
+    """The names of the classes of an image."""
     label = split.labels[index]
-    numbers = np.flatnonzero(label) if data.several else [label]
+    numbers = np.flatnonzero(label) if data.multilabel else [label]
     return printable(", ".join(data.classes[number] for number in numbers) or "none")
 
 
-def look_at_all(splits: dict[str, Split], workers: int) -> Iterator[Seen]:
-    """Every image in order, in pieces: a task for each image would cost as much as a small image."""
+def _check_images(splits: dict[str, Split], workers: int) -> Iterator[_CheckedImage]:
+    """Check every image in order, in chunks: a task for each would cost as much as a small image."""
     workers = max(1, workers)
-    waiting: deque[Future[list[Seen]]] = deque()
+    chunks = (
+        (name, split, range(first, min(first + _CHUNK, len(split))))
+        for name, split in splits.items()
+        for first in range(0, len(split), _CHUNK)
+    )
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for name, split in splits.items():
-                for first in range(0, len(split), PIECE):
-                    numbers = range(first, min(first + PIECE, len(split)))
-                    waiting.append(pool.submit(look_at_some, name, split, numbers))
-                    if len(waiting) > AHEAD * workers:
-                        yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
+            futures: Iterator[Future[list[_CheckedImage]]] = (submit(pool, _check_chunk, *c) for c in chunks)
+            for future in look_ahead(futures, _AHEAD * workers):
+                yield from future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def look_at_some(name: str, split: Split, numbers: range) -> list[Seen]:
-    with quiet():  # once for all of them: changing the filters of warnings takes time
-        return [look_at(name, split, index) for index in numbers]
+def _check_chunk(name: str, split: Split, indices: range) -> list[_CheckedImage]:
+    with suppress_warnings():  # once for all of them, because changing warning filters takes time
+        return [_check_image(name, split, index) for index in indices]
 
 
-def look_at(split_name: str, split: Split, index: int) -> Seen:
-    """One image, decoded in full; pixels are compared upright and in colour, whatever the file."""
+def _check_image(split_name: str, split: Split, index: int) -> _CheckedImage:
+    """Decode one image completely. Pixels are compared upright and in RGB, whatever the file format."""
     if split.images is not None:
         array = split.images[index]
         mode = f"{array.shape[2]} channels"
-        return Seen(split_name, index, digest(array), mode, min(array.shape[:2]))
+        return _CheckedImage(split_name, index, _digest(array), mode, min(array.shape[:2]))
     assert split.paths is not None
     try:
         with open_regular(split.paths[index]) as file:
             if not file.read(1):
-                return Seen(split_name, index, reason="The file is empty (0 bytes).")
+                return _CheckedImage(split_name, index, reason="The file is empty (0 bytes).")
             file.seek(0)
-            image = decode(file, "this file")
-        array = levels(image, 3)
+            image = decode_image(file, "this file")
+        array = to_uint8(image, 3)
     except OSError as error:
-        return Seen(split_name, index, reason=f"{printable(error.strerror or error)}.")
-    except Exception as error:  # whatever it is: one image must not end the examination of the others
-        return Seen(split_name, index, reason=printable(error, 400))
-    return Seen(split_name, index, digest(array), image.mode, min(array.shape[:2]))
+        return _CheckedImage(split_name, index, reason=f"{printable(error.strerror or error)}.")
+    except Exception as error:  # one image must not stop the check of the others
+        return _CheckedImage(split_name, index, reason=printable(error, 400))
+    return _CheckedImage(split_name, index, _digest(array), image.mode, min(array.shape[:2]))
 
 
-def digest(array: object) -> bytes:
+def _digest(array: object) -> bytes:
     pixels = np.ascontiguousarray(array)
-    found = hashlib.sha256(repr(pixels.shape).encode())
-    found.update(pixels.data)  # not a copy of it: images are large
-    return found.digest()
+    digest = hashlib.sha256(repr(pixels.shape).encode())
+    digest.update(pixels.data)  # not a copy: images are large
+    return digest.digest()

@@ -1,4 +1,4 @@
-"""A folder of images: a folder for each class, or train/, val/ and test/ with those in them."""
+"""A folder of images: a folder for each class, or train/, val/ and test/ with such folders."""
 
 from __future__ import annotations
 
@@ -11,97 +11,97 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError, printable
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
-UNSUPPORTED = {  # images that their owner expects to be read
+_UNSUPPORTED = {  # image formats that a user may expect to be read
     *(".heic", ".heif", ".avif", ".jfif", ".jp2", ".jxl", ".ppm", ".pgm", ".tga", ".psd", ".svg"),
     *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw", ".dcm", ".exr"),
 }
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-MOST_FILES = 50_000_000
+_MAX_FILES = 50_000_000
 
-FAULTS = {  # what is not read and its owner may miss, by kind
+FAULTS = {  # what is skipped and the user may miss, by kind
     "stray": "images outside the class folders",
     "folders": "folders beside train/",
-    "unsupported": "images in formats that are not read",
-    "broken_links": "links that lead nowhere",
-    "folder_links": "links to folders, which are not followed",
+    "unsupported": "images in unsupported formats",
+    "broken_links": "broken links",
+    "folder_links": "links to folders (not followed)",
     "special": "pipes, sockets or devices",
 }
-HARMLESS = {"other": "files that are not images by name", "hidden": "hidden files and folders"}
+HARMLESS = {"other": "files without an image suffix", "hidden": "hidden files and folders"}
 
 Skipped = dict[str, list[str]]
-"""Names of what is not read, relative to the data's folder, by kind: the keys of FAULTS and HARMLESS."""
+"""The names of skipped files and folders, relative to the root, by kind: a key of FAULTS or HARMLESS."""
 
 
 def read_folder(root: Path) -> Dataset:
-    """Names of classes are the names of their folders, in order of the alphabet."""
+    """A data set in a folder. Classes are named by their folders, in alphabetical order."""
     skipped: Skipped = {}
-    splits = find_splits(root)
+    splits = _find_splits(root)
     if splits:
-        beside = class_folders(root, "", skipped)
-        skip(skipped, "folders", [name for name in beside if name not in splits.values()])
+        folders = _class_folders(root, "", skipped)
+        _skip(skipped, "folders", [name for name in folders if name not in splits.values()])
     else:
         splits = {"train": ""}
-    classes = class_folders(root, splits["train"], skipped)
+    classes = _class_folders(root, splits["train"], skipped)
     if not classes:
-        alone = "images and no folders" if skipped.get("stray") else "no folders"
+        content = "images and no folders" if skipped.get("stray") else "no folders"
         raise InputError(
-            f"{printable(root)} must hold a folder for each class, such as cat/1.jpg and dog/2.jpg, and "
-            f"holds {alone}."
+            f"{printable(root)} must hold a folder for each class, such as cat/1.jpg and dog/2.jpg, but "
+            f"holds {content}."
         )
-    found = {name: read_split(root, place, classes, skipped) for name, place in splits.items()}
+    data = {name: _read_split(root, folder, classes, skipped) for name, folder in splits.items()}
     name = root.resolve().name
-    return Dataset(name, classes, found["train"], found.get("val"), found.get("test"), skipped=skipped)
+    return Dataset(name, classes, data["train"], data.get("val"), data.get("test"), skipped=skipped)
 
 
-def find_splits(root: Path) -> dict[str, str]:
-    """The folders of train, val and test by split; none where the folders are classes."""
-    inside = class_folders(root, "", {})
-    found: dict[str, str] = {}
-    for name in inside:
+def _find_splits(root: Path) -> dict[str, str]:
+    """The folders of train, val and test by split; empty if the folders are classes."""
+    names = _class_folders(root, "", {})
+    splits: dict[str, str] = {}
+    for name in names:
         split = SPLITS.get(name.lower())
-        if split in found:
+        if split in splits:
             raise InputError(
-                f"{printable(root)} has two folders for {split}: {printable(found[split])} and "
+                f"{printable(root)} has two folders for {split}: {printable(splits[split])} and "
                 f"{printable(name)}; merge them, or rename one."
             )
         if split is not None:
-            found[split] = name
-    if found and "train" not in found and len(found) == len(inside):
+            splits[split] = name
+    if splits and "train" not in splits and len(splits) == len(names):
         raise InputError(
-            f"{printable(root)} holds {' and '.join(map(printable, inside))} and no train; "
+            f"{printable(root)} holds {' and '.join(map(printable, names))} but no train; "
             "add a folder train with a folder for each class."
         )
-    return found if "train" in found else {}
+    return splits if "train" in splits else {}
 
 
-def read_split(root: Path, place: str, classes: list[str], skipped: Skipped) -> Split:
-    """The images of one split; a class that only it has is an error."""
-    train = not place or SPLITS[place.lower()] == "train"  # what lies beside its classes is known by now
+def _read_split(root: Path, folder: str, classes: list[str], skipped: Skipped) -> Split:
+    """The images of one split; a class that train does not have is an error."""
+    train = not folder or SPLITS[folder.lower()] == "train"  # whose skipped files are recorded already
     known = set(classes)
-    strange = [name for name in class_folders(root, place, {} if train else skipped) if name not in known]
-    if strange:
+    names = _class_folders(root, folder, {} if train else skipped)
+    if unknown := [name for name in names if name not in known]:
         raise InputError(
-            f"{printable(root / place)} has classes that train does not have: "
-            f"{printable(', '.join(strange[:3]))}. Rename the folders, or add images of them to train."
+            f"{printable(root / folder)} has classes that train does not have: "
+            f"{printable(', '.join(unknown[:3]))}. Rename the folders, or add images of them to train."
         )
-    names: list[str] = []
+    files: list[str] = []
     labels: list[int] = []
     for number, name in enumerate(classes):
-        below = os.path.join(place, name)
-        there = walk(root, below, skipped) if (root / below).is_dir() else []
-        names += there
-        labels += [number] * len(there)
-    return Split(np.array(labels, dtype=np.int64), names, [root / name for name in names])
+        below = os.path.join(folder, name)
+        images = _walk(root, below, skipped) if (root / below).is_dir() else []
+        files += images
+        labels += [number] * len(images)
+    return Split(np.array(labels, dtype=np.int64), files, [root / file for file in files])
 
 
-# ---- what lies in a folder ------------------------------------------------------------------
+# ---- the contents of a folder ---------------------------------------------------------------
 
 
-def kind_of(entry: os.DirEntry[str]) -> str:
-    """image, folder, or why it is not read."""
+def _entry_kind(entry: os.DirEntry[str]) -> str:
+    """image, folder, or the kind of a skipped entry."""
     if entry.name.startswith("."):
         return "hidden"
-    if entry.is_symlink():  # os.path, because an entry raises an error where links go round
+    if entry.is_symlink():  # os.path, because an entry raises an error for circular links
         if os.path.isdir(entry.path):
             return "folder_links"
         if not os.path.exists(entry.path):
@@ -114,58 +114,58 @@ def kind_of(entry: os.DirEntry[str]) -> str:
     if not regular:
         return "special"
     suffix = os.path.splitext(entry.name)[1].lower()
-    return "image" if suffix in SUFFIXES else "unsupported" if suffix in UNSUPPORTED else "other"
+    return "image" if suffix in SUFFIXES else "unsupported" if suffix in _UNSUPPORTED else "other"
 
 
-def scan(root: Path, below: str, skipped: Skipped) -> tuple[list[str], list[str]]:
-    """The names of images and of folders in a folder, in order; all else is noted as skipped.
+def _scan(root: Path, below: str, skipped: Skipped) -> tuple[list[str], list[str]]:
+    """The names of the images and of the folders in a folder, sorted; everything else is added to `skipped`.
 
-    A folder that cannot be read is an error: a run would go on without its images.
+    A folder that cannot be read is an error, because a run would miss its images.
     """
-    found: dict[str, list[str]] = {"image": [], "folder": []}
+    entries_of: dict[str, list[str]] = {"image": [], "folder": []}
     with os.scandir(os.path.join(root, below)) as entries:
         for entry in entries:
-            found.setdefault(kind_of(entry), []).append(os.path.join(below, entry.name))
-    images, folders = sorted(found.pop("image")), sorted(found.pop("folder"))
-    for kind, names in found.items():
-        skip(skipped, kind, sorted(names))
+            entries_of.setdefault(_entry_kind(entry), []).append(os.path.join(below, entry.name))
+    images, folders = sorted(entries_of.pop("image")), sorted(entries_of.pop("folder"))
+    for kind, names in entries_of.items():
+        _skip(skipped, kind, sorted(names))
     return images, folders
 
 
-def skip(skipped: Skipped, kind: str, names: list[str]) -> None:
+def _skip(skipped: Skipped, kind: str, names: list[str]) -> None:
     if names:
         skipped.setdefault(kind, []).extend(names)
 
 
-def class_folders(root: Path, below: str, skipped: Skipped) -> list[str]:
-    """Names of the folders in a folder. A link to a folder is one of them, unless it leads back here."""
-    odd: Skipped = {}
-    images, folders = scan(root, below, odd)
+def _class_folders(root: Path, below: str, skipped: Skipped) -> list[str]:
+    """The names of the folders in a folder, with links to folders that do not lead back here."""
+    other: Skipped = {}
+    images, folders = _scan(root, below, other)
     here = (root / below).resolve()
-    links = odd.pop("folder_links", [])
+    links = other.pop("folder_links", [])
     back = {link for link in links if here.is_relative_to((root / link).resolve())}
     hidden = [name for name in folders if os.path.basename(name).startswith("__")]
-    skip(skipped, "stray", images)
-    skip(skipped, "folder_links", sorted(back))
-    skip(skipped, "hidden", hidden)
-    for kind, names in odd.items():
-        skip(skipped, kind, names)
+    _skip(skipped, "stray", images)
+    _skip(skipped, "folder_links", sorted(back))
+    _skip(skipped, "hidden", hidden)
+    for kind, names in other.items():
+        _skip(skipped, kind, names)
     return sorted(os.path.basename(name) for name in {*folders, *links} - back - set(hidden))
 
 
-def walk(root: Path, below: str, skipped: Skipped) -> list[str]:
-    """Names, relative to the root, of every image file below a folder, in order."""
-    found: list[str] = []
+def _walk(root: Path, below: str, skipped: Skipped) -> list[str]:
+    """The names, relative to the root, of all image files below a folder, in order."""
+    files: list[str] = []
     waiting = [below]
     while waiting:
-        images, folders = scan(root, waiting.pop(), skipped)
-        found += images
+        images, folders = _scan(root, waiting.pop(), skipped)
+        files += images
         waiting += reversed(folders)
-        if len(found) > MOST_FILES:
-            raise InputError(f"{printable(root / below)} holds more than {MOST_FILES:,} files; split it.")
-    return found
+        if len(files) > _MAX_FILES:
+            raise InputError(f"{printable(root / below)} holds more than {_MAX_FILES:,} files; split it.")
+    return files
 
 
-def pictures(folder: Path) -> list[Path]:
-    """Every image file below a folder, in order; links to folders are not followed, hidden files not seen."""
-    return [folder / name for name in walk(folder, "", {})]
+def list_images(folder: Path) -> list[Path]:
+    """All image files below a folder, in order. Links to folders and hidden files are skipped."""
+    return [folder / name for name in _walk(folder, "", {})]

@@ -1,4 +1,4 @@
-"""The rows of a CSV or JSONL file, each with the line of the file in which it begins."""
+"""The rows of a CSV or JSONL file, each with the line number at which it starts."""
 
 from __future__ import annotations
 
@@ -9,62 +9,62 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.decode import open_regular
 from vitrail.errors import InputError, printable
+from vitrail.io.read import open_regular
 
-UTF16 = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks; those of UTF-32 begin or end like them
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks; those of UTF-32 start like these
 
 Row = dict[str, Any]
 
 
 def read_rows(file: Path, columns: Sequence[Sequence[str]]) -> Iterator[tuple[int, Row]]:
-    """Every row as (line number, values by column).
+    """All rows as (line number, values by column).
 
     Args:
-        columns: what a table must have: of each of these, one.
+        columns: groups of column names; the table must have one of each group.
     """
-    lines = text_lines(file)
+    lines = _text_lines(file)
     if file.suffix.lower() == ".csv":
-        return csv_rows(file, lines, columns)
-    return json_rows(file, lines, columns)
+        return _csv_rows(file, lines, columns)
+    return _json_rows(file, lines, columns)
 
 
-def fault(file: Path, line: int, what: str) -> InputError:
+def row_error(file: Path, line: int, what: str) -> InputError:
+    """An error in a line of a table."""
     return InputError(f"{printable(file)}, line {line:,}: {what}")
 
 
-def check_columns(file: Path, line: int, names: Collection[str], columns: Sequence[Sequence[str]]) -> None:
-    for either in columns:
-        if not set(either) & set(names):
-            there = printable(", ".join(names))
-            raise fault(file, line, f"there is no column {' or '.join(either[:2])}, but: {there or 'none'}.")
+def _check_columns(file: Path, line: int, names: Collection[str], columns: Sequence[Sequence[str]]) -> None:
+    for group in columns:
+        if not set(group) & set(names):
+            present = printable(", ".join(names))
+            missing = " or ".join(group[:2])
+            raise row_error(file, line, f"the column {missing} is missing; found: {present or 'none'}.")
 
 
-def text_lines(file: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8, with or without a byte order mark; they end in LF, CR or both."""
+def _text_lines(file: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file, with or without a byte order mark; lines end in LF, CR or both."""
     with open_regular(file) as raw:
-        if raw.read(2) in UTF16:
+        if raw.read(2) in _UTF16:
             raise InputError(f"{printable(file)} is encoded in UTF-16; save it as UTF-8.")
         raw.seek(0)
-        # Bytes that are no UTF-8 become lone surrogates, so that the line in which they are is known.
+        # Bytes that are not UTF-8 become lone surrogates, so that their line number is known.
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
         for number, line in enumerate(text, 1):
             if "\0" in line:
-                raise fault(
-                    file, number, "it holds a NUL byte, which no text does; save the table as UTF-8 again."
-                )
-            if not line.isascii() and (place := not_unicode(line)) is not None:
-                byte = ord(line[place]) - 0xDC00
-                raise fault(
+                raise row_error(file, number, "it contains a NUL byte; save the table as UTF-8 text.")
+            if not line.isascii() and (position := find_surrogate(line)) is not None:
+                byte = ord(line[position]) - 0xDC00
+                raise row_error(
                     file,
                     number,
-                    f"the byte 0x{byte:02x} after {place} characters is not UTF-8; save the table as UTF-8.",
+                    f"the byte 0x{byte:02x} after {position} characters is not UTF-8; save it as UTF-8.",
                 )
             yield line
 
 
-def not_unicode(text: str) -> int | None:
-    """The place of the first lone surrogate, which no encoding can write; None where there is none."""
+def find_surrogate(text: str) -> int | None:
+    """The position of the first lone surrogate, which cannot be encoded; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -75,18 +75,20 @@ def not_unicode(text: str) -> int | None:
 # ---- CSV ------------------------------------------------------------------------------------
 
 
-def csv_rows(file: Path, lines: Iterator[str], columns: Sequence[Sequence[str]]) -> Iterator[tuple[int, Row]]:
-    """Rows by the names in the header; every row has as many values as the header."""
+def _csv_rows(
+    file: Path, lines: Iterator[str], columns: Sequence[Sequence[str]]
+) -> Iterator[tuple[int, Row]]:
+    """The rows of a CSV file, by the names in the header; each has as many values as the header."""
     header: list[str] | None = None
     rows = 0
-    for number, values in records(file, lines):
+    for number, values in _records(file, lines):
         if header is None:
-            header = column_names(file, number, values)
-            check_columns(file, number, header, columns)
+            header = _column_names(file, number, values)
+            _check_columns(file, number, header, columns)
             continue
         if len(values) != len(header):
             count = f"{len(values)} value{'s' * (len(values) != 1)}"
-            raise fault(
+            raise row_error(
                 file,
                 number,
                 f"the row has {count}, and the header has {len(header)} columns; "
@@ -100,92 +102,96 @@ def csv_rows(file: Path, lines: Iterator[str], columns: Sequence[Sequence[str]])
         raise InputError(f"{printable(file)} has no rows after its header; add a row for each image.")
 
 
-def column_names(file: Path, number: int, values: list[str]) -> list[str]:
-    """The header; blanks around a name do not count, and nor does its case."""
+def _column_names(file: Path, number: int, values: list[str]) -> list[str]:
+    """The column names of a header, stripped and in lower case."""
     names = [value.strip().lower() for value in values]
-    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
-    if twice:
-        raise fault(
-            file, number, f"the header names the column {printable(twice[0])!r} twice; rename one of them."
+    duplicates = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    if duplicates:
+        raise row_error(
+            file,
+            number,
+            f"the header names the column {printable(duplicates[0])!r} twice; rename one of them.",
         )
     if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
-        raise fault(
+        raise row_error(
             file, number, f"the header is {printable(values[0])!r}; separate the columns with commas."
         )
     return names
 
 
-def records(file: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Values of every record that is not blank, with the line in which it begins: quotes may hold lines."""
+def _records(file: Path, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+    """The values of each record that is not blank, with its first line; quoted values may span lines."""
     reader = csv.reader(lines, strict=True)
     while True:
-        begin = reader.line_num + 1
+        start = reader.line_num + 1
         try:
             values = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            raise csv_fault(file, begin, reader.line_num, str(error)) from error
+            raise _csv_error(file, start, reader.line_num, str(error)) from error
         if len(values) > 1 or (values and values[0].strip()):
-            yield begin, values
+            yield start, values
 
 
-def csv_fault(file: Path, begin: int, line: int, reason: str) -> InputError:
-    """Python's reason in words that help; it names no line."""
+def _csv_error(file: Path, start: int, line: int, reason: str) -> InputError:
+    """Python's reason in words that help, with the line number, which Python does not give."""
     if "end of data" in reason:
-        return fault(file, begin, "a quote is opened here and never closed.")
+        return row_error(file, start, "a quote is opened here and never closed.")
     if "field limit" in reason:
         most = csv.field_size_limit()
-        return fault(
-            file, begin, f"a value has more than {most:,} characters; perhaps a quote is never closed."
+        return row_error(
+            file, start, f"a value has more than {most:,} characters; perhaps a quote is never closed."
         )
     if "expected after" in reason:
-        where = f" The quoted value begins in line {begin:,}." if begin != line else ""
-        return fault(file, line, f"text follows a closing quote; write a quote inside a value as two.{where}")
-    return fault(file, line, f"this is not CSV: {printable(reason)}.")
+        where = f" The quoted value begins in line {start:,}." if start != line else ""
+        return row_error(
+            file, line, f"text follows a closing quote; write a quote inside a value as two.{where}"
+        )
+    return row_error(file, line, f"this is not CSV: {printable(reason)}.")
 
 
 # ---- JSONL ----------------------------------------------------------------------------------
 
 
-def json_rows(
+def _json_rows(
     file: Path, lines: Iterator[str], columns: Sequence[Sequence[str]]
 ) -> Iterator[tuple[int, Row]]:
-    """The object in every line that is not blank."""
+    """The objects of a JSONL file, one in each line that is not blank."""
     rows = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line.rstrip("\r\n"), object_pairs_hook=unrepeated)
+            row = json.loads(line.rstrip("\r\n"), object_pairs_hook=_unique_keys)
         except json.JSONDecodeError as error:
             where = f"column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
-            raise fault(
+            raise row_error(
                 file, number, f"this is not JSON ({where}); every line must be one object."
             ) from error
         except RecursionError as error:
-            raise fault(file, number, "its brackets are nested too deeply.") from error
-        except ValueError as error:  # a key twice, or a number of thousands of digits
-            raise fault(file, number, f"{printable(error)}.") from error
+            raise row_error(file, number, "its brackets are nested too deeply.") from error
+        except ValueError as error:  # a duplicate key, or a number with thousands of digits
+            raise row_error(file, number, f"{printable(error)}.") from error
         if not isinstance(row, dict):
-            raise fault(
+            raise row_error(
                 file,
                 number,
                 'the line is not an object; write it as {"path": "cat/1.jpg", "label": "cat"}.',
             )
         if not rows:
-            check_columns(file, number, row, columns)
+            _check_columns(file, number, row, columns)
         rows += 1
         yield number, row
     if not rows:
         raise InputError(f"{printable(file)} has no rows; add a line for each image.")
 
 
-def unrepeated(pairs: list[tuple[str, Any]]) -> Row:
-    """An object; JSON lets a key come twice, and the first value would be lost without a word."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
+    """An object without duplicate keys, of which JSON would silently use the last."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {printable(twice)!r} comes twice")
-    return found
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {printable(duplicate)!r} appears twice")
+    return row

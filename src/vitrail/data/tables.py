@@ -1,4 +1,4 @@
-"""A table of images: CSV or JSONL with a path and a label in every row."""
+"""A table of images: a CSV or JSONL file with a path and a label in every row."""
 
 from __future__ import annotations
 
@@ -9,133 +9,134 @@ from typing import Any
 import numpy as np
 
 from vitrail.data.folders import SPLITS
-from vitrail.data.rows import Row, fault, not_unicode, read_rows
-from vitrail.data.sources import MOST_CLASSES, Dataset, Split, too_many
+from vitrail.data.rows import Row, find_surrogate, read_rows, row_error
+from vitrail.data.sources import MAX_CLASSES, Dataset, Split, too_many_classes
 from vitrail.errors import InputError, printable
 
-PATHS = ("path", "image", "file", "filename", "filepath")
-LABELS = ("label", "labels", "class", "target")
-MOST_MARKS = 2**31  # rows x classes of a multi-label table: 16 GiB
+_PATH_COLUMNS = ("path", "image", "file", "filename", "filepath")
+_LABEL_COLUMNS = ("label", "labels", "class", "target")
+_MAX_LABELS = 2**31  # rows x classes of a multi-label table: 16 GiB
 
 
-class BadValue(ValueError):
-    """A value that will not do; whoever reads the row knows the line."""
+class _BadValue(ValueError):
+    """A value that cannot be used; the caller adds the line number."""
 
 
 def read_table(file: Path) -> Dataset:
-    """Paths are relative to the table. Several labels of one image are a list in JSONL, and joined
-    by | in CSV; a column `split` says train, val or test."""
-    rows = list(read_rows(file, (PATHS, LABELS)))
+    """A data set in a table. Paths are relative to the table. Several labels of an image are a list in JSONL,
+    and joined by | in CSV. The column `split` is train, val or test."""
+    rows = list(read_rows(file, (_PATH_COLUMNS, _LABEL_COLUMNS)))
     notes: list[str] = []
-    where, what = (column(rows[0][1], names, notes) for names in (PATHS, LABELS))
+    path_column, label_column = (
+        _find_column(rows[0][1], names, notes) for names in (_PATH_COLUMNS, _LABEL_COLUMNS)
+    )
     names: list[str] = []
     labels: list[list[str]] = []
     splits: list[str] = []
     for line, row in rows:
         try:
-            names.append(as_path(row.get(where), where))
-            labels.append(as_labels(row.get(what), what))
-            splits.append(as_split(row.get("split")))
-        except BadValue as error:
-            raise fault(file, line, f"{error}.") from error
-    several = any(isinstance(row.get(what), list) or "|" in str(row.get(what)) for _, row in rows)
-    classes, numbers = number_labels(file, labels, several)
-    unsaid = splits.count("")
-    if 0 < unsaid < len(splits):
-        notes.append(f"{unsaid:,} rows of {printable(file.name)} name no split: they are training images.")
-    whole = Split(numbers, names, [file.parent / name for name in names])
-    parts = {name: whole.take(rows_of(splits, name)) for name in ("train", "val", "test")}
+            names.append(_parse_path(row.get(path_column), path_column))
+            labels.append(_parse_labels(row.get(label_column), label_column))
+            splits.append(_parse_split(row.get("split")))
+        except _BadValue as error:
+            raise row_error(file, line, f"{error}.") from error
+    multilabel = any(
+        isinstance(row.get(label_column), list) or "|" in str(row.get(label_column)) for _, row in rows
+    )
+    classes, numbers = _encode_labels(file, labels, multilabel)
+    without_split = splits.count("")
+    if 0 < without_split < len(splits):
+        notes.append(f"{without_split:,} rows of {printable(file.name)} have no split: they go to train.")
+    images = Split(numbers, names, [file.parent / name for name in names])
+    parts = {name: images.take(_rows_of_split(splits, name)) for name in ("train", "val", "test")}
     if not len(parts["train"]):
-        raise InputError(
-            f"{printable(file)} has no rows to train on; set split to train in some of its rows."
-        )
+        raise InputError(f"{printable(file)} has no training rows; set split to train in some of its rows.")
     val, test = (parts[name] if len(parts[name]) else None for name in ("val", "test"))
     return Dataset(file.stem, classes, parts["train"], val, test, notes)
 
 
-def column(row: Row, names: tuple[str, ...], notes: list[str]) -> str:
-    """The first of these names that the table has; a note where it has several of them."""
-    found = [name for name in names if name in row]
-    if len(found) > 1:
-        notes.append(f"The column {found[0]} is used, and not {found[1]}.")
-    return found[0]
+def _find_column(row: Row, names: tuple[str, ...], notes: list[str]) -> str:
+    """The first of these columns that the table has; a note if it has several of them."""
+    present = [name for name in names if name in row]
+    if len(present) > 1:
+        notes.append(f"The column {present[0]} is used, and not {present[1]}.")
+    return present[0]
 
 
-def rows_of(splits: list[str], name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The rows of a split; those that name none are train's."""
-    found = [i for i, word in enumerate(splits) if SPLITS[word or "train"] == name]
-    return np.array(found, dtype=np.int64)
+def _rows_of_split(splits: list[str], name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The rows of a split; rows without a split belong to train."""
+    return np.array([i for i, word in enumerate(splits) if SPLITS[word or "train"] == name], dtype=np.int64)
 
 
-def number_labels(
-    file: Path, labels: list[list[str]], several: bool
+def _encode_labels(
+    file: Path, labels: list[list[str]], multilabel: bool
 ) -> tuple[list[str], np.ndarray[Any, np.dtype[np.int64]]]:
-    """The classes in order, and the labels as their numbers: (N,), or (N, K) of 0 and 1."""
-    classes = sorted({label for some in labels for label in some}, key=by_number)
-    if len(classes) > MOST_CLASSES:
-        raise too_many(len(classes), printable(file))
+    """The sorted classes, and the labels as class numbers (N,), or as rows (N, K) of 0 and 1."""
+    classes = sorted({label for row in labels for label in row}, key=_numeric_order)
+    if len(classes) > MAX_CLASSES:
+        raise too_many_classes(len(classes), printable(file))
     index = {label: number for number, label in enumerate(classes)}
-    if not several:
-        return classes, np.array([index[some[0]] for some in labels], dtype=np.int64)
-    if len(labels) * len(classes) > MOST_MARKS:
+    if not multilabel:
+        return classes, np.array([index[row[0]] for row in labels], dtype=np.int64)
+    if len(labels) * len(classes) > _MAX_LABELS:
         raise InputError(
             f"{printable(file)} has {len(labels):,} rows and {len(classes):,} classes, too many for a "
             "multi-label table; check its labels."
         )
     numbers = np.zeros((len(labels), len(classes)), dtype=np.int64)
-    for row, some in enumerate(labels):
-        numbers[row, [index[label] for label in some]] = 1
+    for i, row in enumerate(labels):
+        numbers[i, [index[label] for label in row]] = 1
     return classes, numbers
 
 
 # ---- values ---------------------------------------------------------------------------------
 
 
-def as_path(value: Any, name: str) -> str:
+def _parse_path(value: Any, name: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise BadValue(f"there is no {name}; fill it in, or remove the row")
+        raise _BadValue(f"the {name} is missing; fill it in, or remove the row")
     if not isinstance(value, str):
-        raise BadValue(f"the {name} must be a string, and not {described(value)}")
-    return writable(value.strip(), name)
+        raise _BadValue(f"the {name} must be a string, not {_json_type(value)}")
+    return _check_text(value.strip(), name)
 
 
-def as_labels(value: Any, name: str) -> list[str]:
-    """The classes of a row: a string or a whole number, or a list of these (multi-label)."""
+def _parse_labels(value: Any, name: str) -> list[str]:
+    """The classes of a row: a string or an integer, or a list of these (multi-label)."""
     if isinstance(value, str):
         value = value.split("|") if "|" in value else [value]
-    found = []
+    labels = []
     for one in value if isinstance(value, list) else [value]:
         if one is None or (isinstance(one, str) and not one.strip()):
-            raise BadValue(f"there is no {name}, or an empty one; fill it in, or remove the row")
+            raise _BadValue(f"a {name} is missing or empty; fill it in, or remove the row")
         if isinstance(one, bool) or not isinstance(one, str | int):
-            raise BadValue(
-                f"a {name} must be a string or a whole number, or a list of these for a multi-label "
-                f"image, and not {described(one)}"
+            raise _BadValue(
+                f"a {name} must be a string or an integer, or a list of these for a multi-label "
+                f"image, not {_json_type(one)}"
             )
-        found.append(writable(str(one).strip(), name))
-    return found
+        labels.append(_check_text(str(one).strip(), name))
+    return labels
 
 
-def as_split(value: Any) -> str:
-    """A word of SPLITS, or nothing."""
+def _parse_split(value: Any) -> str:
+    """A key of SPLITS, or "" where there is none."""
     word = "" if value is None else value.strip().lower() if isinstance(value, str) else None
     if word is None or (word and word not in SPLITS):
-        shown = repr(printable(value)) if isinstance(value, str) else described(value)
-        raise BadValue(f"the split is {shown}; it must be train, val or test")
+        shown = repr(printable(value)) if isinstance(value, str) else _json_type(value)
+        raise _BadValue(f"the split is {shown}; it must be train, val or test")
     return word
 
 
-def writable(text: str, name: str) -> str:
-    """Text that a file's name and a weight file can hold; JSON can say what neither can."""
+def _check_text(text: str, name: str) -> str:
+    """Refuse text that JSON can hold, but a file name or a weight file cannot."""
     if "\0" in text:
-        raise BadValue(f"the {name} holds a NUL character")
-    if not text.isascii() and not_unicode(text) is not None:
-        raise BadValue(f"the {name} holds half of a surrogate pair, which is no character")
+        raise _BadValue(f"the {name} contains a NUL character")
+    if not text.isascii() and find_surrogate(text) is not None:
+        raise _BadValue(f"the {name} contains a lone surrogate, which is not a character")
     return text
 
 
-def described(value: Any) -> str:
-    """What a JSON value is, in JSON's words."""
+def _json_type(value: Any) -> str:
+    """The type of a JSON value, for messages."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -145,6 +146,6 @@ def described(value: Any) -> str:
     return "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else "null"
 
 
-def by_number(label: str) -> tuple[int, int, str]:
-    """Labels that are numbers in the order of numbers, before words."""
+def _numeric_order(label: str) -> tuple[int, int, str]:
+    """A sort key: numeric labels in numeric order, then the others."""
     return (0, int(label), label) if label.isdecimal() and len(label) < 20 else (1, 0, label)

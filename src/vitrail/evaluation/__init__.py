@@ -1,1 +1,1 @@
-"""How good a model is, and how far its scores can be believed."""
+"""Evaluation of a model on labeled images: metrics, calibration and probes."""

@@ -1,8 +1,10 @@
-"""How far a model's scores can be believed, and what can be done about it.
+"""Calibration of a classifier: reliability, temperature scaling and a confidence threshold.
 
-A score is the largest probability that a model gives; it should be right as often as it says. ECE
-measures how far it is from that, a temperature brings it nearer without changing an answer (Guo et al.
-2017, "On calibration of modern neural networks"), and a threshold leaves the unsure ones unanswered.
+The confidence of a prediction is the probability of the predicted class. A model is calibrated if predictions
+of confidence c are correct with probability c. The expected calibration error (ECE) measures the gap.
+Temperature scaling divides the logits by one number, which narrows the gap and changes no prediction (Guo et
+al. 2017, "On Calibration of Modern Neural Networks"). A threshold on the confidence trades coverage for
+accuracy: less certain predictions are rejected (selective classification).
 """
 
 from __future__ import annotations
@@ -20,123 +22,134 @@ if TYPE_CHECKING:
 
     from vitrail.weights.bundle import Bundle
 
-BINS = 15
-COLDEST, HOTTEST = 0.01, 100.0  # temperatures are looked for between these
-ROWS = 8192  # that are worked on at a time
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # the range in which a temperature is searched
+_BINS = 15
+_CHUNK_ROWS = 8192  # rows of logits in float64 at a time
 
 
 @dataclass(frozen=True)
-class Bin:
-    """The pictures whose scores lie above `low`, up to and with `high`."""
+class ReliabilityBin:
+    """A bin of the reliability diagram: the images with a confidence in (low, high]."""
 
     low: float
     high: float
     count: int
     score: float
-    """Their mean score, 0 where there are none."""
+    """Mean confidence, 0 in an empty bin."""
     right: float
-    """The share of them that is right, 0 where there are none."""
+    """Accuracy, 0 in an empty bin."""
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """Pictures with at least this score are answered; of the others the model says: don't know."""
+class ConfidenceThreshold:
+    """Predictions of at least this confidence are accepted, the others rejected."""
 
     score: float
+    """The confidence."""
     answered: int
+    """Number of accepted predictions."""
     precision: float
-    """The share of the answered pictures that is right."""
+    """Accuracy of the accepted predictions (selective accuracy)."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What the temperature and the threshold in a model's file are worth on these pictures."""
+class StoredCalibration:
+    """The temperature and the threshold stored in a model's file, evaluated on these images."""
 
     temperature: float
     ece: float
-    threshold: Threshold | None
+    threshold: ConfidenceThreshold | None
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The temperature that fits these pictures best, and what it changes."""
+    """Result of temperature scaling on these images."""
 
     temperature: float
     fitted: bool
-    """False where the pictures hold nothing to fit it by, and it stays 1."""
+    """False if no temperature minimizes the loss; the temperature is then 1."""
     before: float
-    """ECE of the scores as they are."""
+    """ECE at temperature 1."""
     after: float
-    """ECE with the temperature."""
-    bins: list[Bin]
-    """For a reliability picture, of the scores as they are."""
+    """ECE at the fitted temperature."""
+    bins: list[ReliabilityBin]
+    """Reliability diagram at temperature 1."""
     wanted: float
-    """The precision that the threshold is for."""
-    threshold: Threshold | None
-    """On scores with the temperature; None where no threshold gives the precision."""
-    stored: Stored | None = None
-    cooled: list[Bin] = field(default_factory=list)
-    """For the same picture, of the scores with the temperature."""
+    """The selective accuracy that the threshold must reach."""
+    threshold: ConfidenceThreshold | None
+    """On confidences at the fitted temperature; None if no threshold reaches that accuracy."""
+    stored: StoredCalibration | None = None
+    cooled: list[ReliabilityBin] = field(default_factory=list)
+    """Reliability diagram at the fitted temperature."""
 
 
 def calibrate(
-    logits: NDArray[Any], labels: NDArray[np.int64], precision: float, stored: dict[str, Any] | None = None
+    logits: NDArray[Any],
+    labels: NDArray[np.int64],
+    target_accuracy: float,
+    stored: dict[str, Any] | None = None,
 ) -> Calibration:
-    """Fit a temperature (N, K) to (N,), then find the threshold for a precision.
+    """Fit a temperature to logits (N, K) and labels (N,), then a threshold for a selective accuracy.
 
     Args:
         stored: the metrics in the model's file, which may hold a temperature and a threshold.
     """
-    said, scores = surest(logits)
-    right = said == labels
-    found = fit_temperature(logits, labels)
-    fitted = COLDEST < found < HOTTEST
-    temperature = found if fitted else 1.0
-    cooled = surest(logits, temperature)[1]
-    bins, after = reliability(scores, right), reliability(cooled, right)
+    predicted, confidence = predict_top1(logits)
+    correct = predicted == labels
+    best = fit_temperature(logits, labels)
+    fitted = MIN_TEMPERATURE < best < MAX_TEMPERATURE
+    temperature = best if fitted else 1.0
+    scaled = predict_top1(logits, temperature)[1]
+    bins, scaled_bins = reliability_bins(confidence, correct), reliability_bins(scaled, correct)
     return Calibration(
         temperature=temperature,
         fitted=fitted,
         before=ece(bins),
-        after=ece(after),
+        after=ece(scaled_bins),
         bins=bins,
-        wanted=precision,
-        threshold=threshold_for(cooled, right, precision),
-        stored=judge_stored(logits, right, stored or {}),
-        cooled=after,
+        wanted=target_accuracy,
+        threshold=find_threshold(scaled, correct, target_accuracy),
+        stored=_evaluate_stored(logits, correct, stored or {}),
+        cooled=scaled_bins,
     )
 
 
-def surest(logits: NDArray[Any], temperature: float = 1.0) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The most probable class of each picture and its probability, both (N,); ties go to the first."""
-    said = logits.argmax(axis=1).astype(np.int64)
-    scores = [1 / np.exp(part / temperature).sum(axis=1) for part in below_largest(logits)]
-    return said, np.concatenate([np.zeros(0), *scores])
+def predict_top1(
+    logits: NDArray[Any], temperature: float = 1.0
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Predicted class and confidence of each image, both (N,). Ties go to the first class."""
+    predicted = logits.argmax(axis=1).astype(np.int64)
+    chunks = [1 / np.exp(z / temperature).sum(axis=1) for z in subtract_row_max(logits)]
+    return predicted, np.concatenate([np.zeros(0), *chunks])
 
 
-def below_largest(logits: NDArray[Any]) -> list[NDArray[np.float64]]:
-    """Logits minus the largest of their row, in float64: their exponentials are finite."""
-    parts = [logits[first : first + ROWS].astype(np.float64) for first in range(0, len(logits), ROWS)]
-    return [part - part.max(axis=1, keepdims=True) for part in parts]
+def subtract_row_max(logits: NDArray[Any]) -> list[NDArray[np.float64]]:
+    """Chunks of the logits in float64, minus the maximum of each row, so that exp cannot overflow."""
+    starts = range(0, len(logits), _CHUNK_ROWS)
+    chunks = [logits[start : start + _CHUNK_ROWS].astype(np.float64) for start in starts]
+    return [chunk - chunk.max(axis=1, keepdims=True) for chunk in chunks]
 
 
 # ---- ECE ------------------------------------------------------------------------------------
 
 
-def reliability(scores: NDArray[Any], right: NDArray[Any], bins: int = BINS) -> list[Bin]:
-    """Bins of equal width from 0 to 1; a score on an edge belongs to the bin below, as in the paper."""
-    place = np.clip(np.ceil(scores * bins).astype(np.int64) - 1, 0, bins - 1)
-    count = np.bincount(place, minlength=bins)
-    some = np.maximum(count, 1)
-    mean = np.bincount(place, scores, minlength=bins) / some
-    share = np.bincount(place, right.astype(np.float64), minlength=bins) / some
+def reliability_bins(
+    confidence: NDArray[Any], correct: NDArray[Any], bins: int = _BINS
+) -> list[ReliabilityBin]:
+    """Bins of equal width from 0 to 1. A confidence on an edge belongs to the lower bin, as in the paper."""
+    index = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    count = np.bincount(index, minlength=bins)
+    divisor = np.maximum(count, 1)
+    mean = np.bincount(index, confidence, minlength=bins) / divisor
+    accuracy = np.bincount(index, correct.astype(np.float64), minlength=bins) / divisor
     return [
-        Bin(i / bins, (i + 1) / bins, int(count[i]), float(mean[i]), float(share[i])) for i in range(bins)
+        ReliabilityBin(i / bins, (i + 1) / bins, int(count[i]), float(mean[i]), float(accuracy[i]))
+        for i in range(bins)
     ]
 
 
-def ece(bins: list[Bin]) -> float:
-    """Expected calibration error: how far scores and shares lie apart, over all pictures."""
+def ece(bins: list[ReliabilityBin]) -> float:
+    """Expected calibration error: mean distance of confidence and accuracy, weighted by the bins' counts."""
     count = sum(one.count for one in bins)
     return sum(one.count * abs(one.score - one.right) for one in bins) / max(count, 1)
 
@@ -145,37 +158,39 @@ def ece(bins: list[Bin]) -> float:
 
 
 def fit_temperature(logits: NDArray[Any], labels: NDArray[np.int64]) -> float:
-    """The T at which softmax(logits / T) gives the labels the smallest loss.
+    """The temperature T that minimizes the cross-entropy of softmax(logits / T).
 
-    The loss is convex in b = 1 / T, so its slope crosses zero once: Newton's steps, and half-way
-    (in log b) between what is known to be too little and too much where a step leaves these.
-    Where the loss falls all the way (as when every picture is right) it is COLDEST or HOTTEST.
+    The loss is convex in b = 1 / T, so its derivative has one root. Newton's method finds it, with bisection
+    (in log b) where a step leaves the bracket. If the loss has no minimum, as when every prediction is
+    correct, the result is MIN_TEMPERATURE or MAX_TEMPERATURE.
     """
-    parts = below_largest(logits)
-    low, high = 1 / HOTTEST, 1 / COLDEST
+    chunks = subtract_row_max(logits)
+    low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
     b = 1.0
-    slope, curve = slopes(parts, labels, b)
-    if slope == 0 and curve == 0:  # every class has the same logit: any temperature is as good
+    slope, curvature = _loss_derivatives(chunks, labels, b)
+    if slope == 0 and curvature == 0:  # all logits of each row are equal: every temperature has the same loss
         return 1.0
-    if slopes(parts, labels, high)[0] <= 0:
-        return COLDEST
-    if slopes(parts, labels, low)[0] >= 0:
-        return HOTTEST
+    if _loss_derivatives(chunks, labels, high)[0] <= 0:
+        return MIN_TEMPERATURE
+    if _loss_derivatives(chunks, labels, low)[0] >= 0:
+        return MAX_TEMPERATURE
     for _ in range(200):
         low, high = (low, b) if slope > 0 else (b, high)
-        step = b - slope / curve if curve > 0 else 0.0
+        step = b - slope / curvature if curvature > 0 else 0.0
         last, b = b, step if low < step < high else math.sqrt(low * high)
         if abs(b - last) <= 1e-12 * b:
             break
-        slope, curve = slopes(parts, labels, b)
+        slope, curvature = _loss_derivatives(chunks, labels, b)
     return 1 / b
 
 
-def slopes(parts: list[NDArray[np.float64]], labels: NDArray[np.int64], b: float) -> tuple[float, float]:
-    """First and second derivative of the mean loss of softmax(b z) in b."""
+def _loss_derivatives(
+    chunks: list[NDArray[np.float64]], labels: NDArray[np.int64], b: float
+) -> tuple[float, float]:
+    """First and second derivative, with respect to b, of the mean cross-entropy of softmax(b z)."""
     first = second = 0.0
     start = 0
-    for z in parts:
+    for z in chunks:
         y = labels[start : start + len(z)]
         start += len(z)
         p = np.exp(b * z)
@@ -186,49 +201,53 @@ def slopes(parts: list[NDArray[np.float64]], labels: NDArray[np.int64], b: float
     return first / start, second / start
 
 
-# ---- a threshold ----------------------------------------------------------------------------
+# ---- threshold ------------------------------------------------------------------------------
 
 
-def threshold_for(scores: NDArray[Any], right: NDArray[Any], precision: float) -> Threshold | None:
-    """The lowest score from which on at least `precision` of the answers are right; None if there is none."""
-    check_precision(precision)
-    order = np.argsort(-scores, kind="stable")
-    falling = scores[order]
-    share = np.cumsum(right[order]) / np.arange(1, len(order) + 1)
-    last_of_equals = np.append(falling[1:] != falling[:-1], True)[: len(order)]  # they are answered together
-    good = np.flatnonzero((share >= precision) & last_of_equals)
-    if not len(good):
+def find_threshold(
+    confidence: NDArray[Any], correct: NDArray[Any], target_accuracy: float
+) -> ConfidenceThreshold | None:
+    """The lowest threshold with at least this selective accuracy, hence the largest coverage; or None."""
+    check_target_accuracy(target_accuracy)
+    order = np.argsort(-confidence, kind="stable")
+    descending = confidence[order]
+    accuracy = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
+    last_of_ties = np.append(descending[1:] != descending[:-1], True)[: len(order)]  # accepted together
+    candidates = np.flatnonzero((accuracy >= target_accuracy) & last_of_ties)
+    if not len(candidates):
         return None
-    found = good[-1]
-    return Threshold(float(falling[found]), int(found) + 1, float(share[found]))
+    last = candidates[-1]
+    return ConfidenceThreshold(float(descending[last]), int(last) + 1, float(accuracy[last]))
 
 
-def check_precision(precision: float) -> None:
-    if not 0 < precision <= 1:
-        raise InputError("A precision must be above 0 and at most 1.", f"{precision:g}", "Such as 0.95.")
+def check_target_accuracy(target_accuracy: float) -> None:
+    if not 0 < target_accuracy <= 1:
+        raise InputError(f"precision must be above 0 and at most 1, not {target_accuracy:g}; use 0.95, say.")
 
 
-# ---- in a model's file ----------------------------------------------------------------------
+# ---- calibration in a model's file ----------------------------------------------------------
 
 
-def judge_stored(logits: NDArray[Any], right: NDArray[Any], metrics: dict[str, Any]) -> Stored | None:
-    """Temperature and threshold of a file, tried here; None where it has none that can be used."""
-    temperature, threshold = metrics.get("temperature"), metrics.get("threshold")
-    if not isinstance(temperature, (int, float)) or not COLDEST <= temperature <= HOTTEST:
+def _evaluate_stored(
+    logits: NDArray[Any], correct: NDArray[Any], metrics: dict[str, Any]
+) -> StoredCalibration | None:
+    """Evaluate a file's temperature and threshold on these logits; None without a usable temperature."""
+    temperature, confidence = metrics.get("temperature"), metrics.get("threshold")
+    if not isinstance(temperature, (int, float)) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return None
-    scores = surest(logits, temperature)[1]
-    judged = None
-    if isinstance(threshold, (int, float)):
-        answered = scores >= threshold
-        share = float(right[answered].mean()) if answered.any() else 0.0
-        judged = Threshold(float(threshold), int(answered.sum()), share)
-    return Stored(float(temperature), ece(reliability(scores, right)), judged)
+    scaled = predict_top1(logits, temperature)[1]
+    threshold = None
+    if isinstance(confidence, (int, float)):
+        accepted = scaled >= confidence
+        accuracy = float(correct[accepted].mean()) if accepted.any() else 0.0
+        threshold = ConfidenceThreshold(float(confidence), int(accepted.sum()), accuracy)
+    return StoredCalibration(float(temperature), ece(reliability_bins(scaled, correct)), threshold)
 
 
-def with_calibration(bundle: Bundle, found: Calibration) -> Bundle:
-    """The bundle with this temperature and threshold in its card, in place of any before."""
+def with_calibration(bundle: Bundle, calibration: Calibration) -> Bundle:
+    """A copy of the bundle with this temperature and threshold in its card."""
     metrics = {n: value for n, value in bundle.card.metrics.items() if n not in ("temperature", "threshold")}
-    metrics["temperature"] = found.temperature
-    if found.threshold is not None:
-        metrics["threshold"] = found.threshold.score
+    metrics["temperature"] = calibration.temperature
+    if calibration.threshold is not None:
+        metrics["threshold"] = calibration.threshold.score
     return replace(bundle, card=replace(bundle.card, metrics=metrics))

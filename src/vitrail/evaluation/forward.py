@@ -1,4 +1,4 @@
-"""Every picture of a split through a model, once, the same whatever the number of processes."""
+"""The forward pass over a split: independent of batch size and number of processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import Corrupt, Reader
+from vitrail.data.loader import CorruptFiles, Reader
 from vitrail.data.sources import Split
-from vitrail.model.modes import evaluating
-from vitrail.preprocess import Preprocess
+from vitrail.images.normalize import normalize_batch
+from vitrail.images.preprocess import Preprocess
+from vitrail.model.modes import eval_mode
+
+__all__ = ["normalize_batch", "resize_split", "run_model"]
 
 BATCH = 128
 
 
-def outputs_of(
+def run_model(
     model: nn.Module,
     split: Split,
     preprocess: Preprocess,
@@ -25,52 +28,43 @@ def outputs_of(
     rank: int = 0,
     ranks: int = 1,
     workers: int = 2,
-    corrupt: Corrupt | None = None,
+    corrupt: CorruptFiles | None = None,
     ahead: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
-    """The model's output for every picture, (N, ...) on the CPU, and which pictures could be read (N,).
+    """The model's outputs (N, ...) on the CPU, and a mask (N,) that is 0 for unreadable images.
 
-    Batches are the same for any number of processes; each takes every `ranks`-th of them, and its rows
-    of the result are filled in, the others zero: adding up the processes' results gives the whole.
+    The batches do not depend on the number of processes. Each process runs every `ranks`-th batch and leaves
+    zeros in the other rows, so the sum over all processes is the complete result.
 
     Args:
-        compute: what is wanted of a batch, instead of the model's logits.
-        ahead: told how many pictures are done; it may raise to stop.
+        compute: maps a batch of images to outputs; the model itself by default.
+        ahead: called with the number of images done so far; it may raise to stop.
     """
     parameter = next(model.parameters())
-    run = compute or model
+    forward = compute or model
     chunks = torch.arange(len(split)).split(batch)[rank::ranks]
-    wanted: Iterator[tuple[int, Tensor]] = ((0, chunk) for chunk in chunks)
+    requests: Iterator[tuple[int, Tensor]] = ((0, chunk) for chunk in chunks)
     reader = Reader(
-        sized(split, preprocess), preprocess, workers=workers, corrupt=corrupt, device=parameter.device
+        resize_split(split, preprocess), preprocess, workers=workers, corrupt=corrupt, device=parameter.device
     )
-    out: Tensor | None = None
-    kept = torch.zeros(len(split))
+    outputs: Tensor | None = None
+    valid = torch.zeros(len(split))
     done = 0
     try:
-        with evaluating(model):
-            for part in reader.batches(wanted):
-                rows = run(inputs_of(part.images, preprocess, parameter)).float().cpu()
-                out = torch.zeros(len(split), *rows.shape[1:]) if out is None else out
-                out[part.indices], kept[part.indices] = rows, part.kept
+        with eval_mode(model):
+            for part in reader.batches(requests):
+                rows = forward(normalize_batch(part.images, preprocess, parameter)).float().cpu()
+                outputs = torch.zeros(len(split), *rows.shape[1:]) if outputs is None else outputs
+                outputs[part.indices], valid[part.indices] = rows, part.kept
                 done += len(part.indices)
                 ahead(done)
     finally:
         reader.close()
-    return (torch.zeros(len(split), 1) if out is None else out), kept
+    return (torch.zeros(len(split), 1) if outputs is None else outputs), valid
 
 
-def inputs_of(levels: Tensor, preprocess: Preprocess, like: Tensor) -> Tensor:
-    """8-bit levels (B, C, H, W) as a model takes them, on the device and in the dtype of a parameter."""
-    mean, std = (
-        torch.tensor(values, device=like.device).view(1, -1, 1, 1)
-        for values in (preprocess.mean, preprocess.std)
-    )
-    return ((levels.to(like.device).float() * preprocess.scale - mean) / std).to(like.dtype)
-
-
-def sized(split: Split, preprocess: Preprocess) -> Split:
-    """Arrays of another size than the model's are brought to it once, as pictures of files are."""
+def resize_split(split: Split, preprocess: Preprocess) -> Split:
+    """Resize the arrays of a split to the model's image size, once, as image files are resized."""
     if split.images is None or split.images.shape[1:3] == preprocess.target:
         return split
     import numpy as np

@@ -1,261 +1,235 @@
-"""How good answers are: functions of logits and labels alone.
+"""Classification metrics: pure functions of logits and labels.
 
-Everything is computed in float64 over all pictures at once, so that the numbers do not depend on how
-the pictures were cut into batches.
+Everything is computed in float64 over all images at once, so the numbers do not depend on the batch size.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import FileError, InputError
-from vitrail.evaluation.calibration import below_largest, ece, reliability, surest
-from vitrail.weights.folder import read_json_value
+from vitrail.errors import InputError
+from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins, subtract_row_max
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST_CONFUSED = 200  # classes; a larger confusion matrix is left out
-WORST = 20
-VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")  # the number of a picture of ImageNet's val
+_MAX_CONFUSION = 200  # classes; a larger confusion matrix is not computed
+_WORST = 20
 
 
 @dataclass(frozen=True)
-class PerClass:
-    """How one class fared."""
+class ClassMetrics:
+    """Metrics of one class."""
 
     name: str
     count: int
-    """Pictures that show it."""
+    """Images labeled with this class."""
     precision: float | None
-    """Of the pictures said to show it, the share that does; None where none was."""
+    """Fraction of the predictions of this class that are correct; None if it was never predicted."""
     recall: float | None
-    """Of the pictures that show it, the share that was said to; None where none does."""
+    """Fraction of the images of this class that were predicted correctly; None if there are none."""
     ap: float | None = None
-    """Average precision, where a picture can show several classes."""
+    """Average precision, for multi-label data."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong answer, and how sure the model was."""
+    """A misclassified image and the model's confidence."""
 
     name: str
     said: str
+    """The predicted class."""
     was: str
+    """The label."""
     score: float
+    """The confidence."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """How good a model's answers are. Shares lie between 0 and 1."""
+class ClassificationMetrics:
+    """Classification metrics of a model; accuracies and precisions lie between 0 and 1."""
 
     count: int
-    """Pictures that were judged."""
+    """Images evaluated."""
     loss: float
-    per_class: list[PerClass]
+    """Mean cross-entropy, or binary cross-entropy for multi-label data."""
+    per_class: list[ClassMetrics]
     mistakes: list[Mistake]
-    """The surest wrong answers, worst first."""
+    """Wrong predictions of the highest confidence, in descending order."""
     top1: float | None = None
     top5: float | None = None
-    """None with five classes or fewer, where it would say nothing."""
+    """None for five classes or fewer, where it is always 1."""
     ece: float | None = None
     confusion: list[list[int]] | None = None
-    """A row for each class that was shown, a column for each that was said."""
+    """Rows are labels, columns are predictions."""
     mean_ap: float | None = None
-    """Where a picture can show several classes: the mean of their average precisions."""
+    """Multi-label data: mean average precision over the classes."""
     exact: float | None = None
-    """And the share of pictures with every class right."""
+    """Multi-label data: fraction of the images with all labels predicted correctly (exact match)."""
 
 
-def score(
+def compute_metrics(
     logits: NDArray[Any],
     labels: NDArray[np.int64],
     classes: Sequence[str],
-    kept: NDArray[Any] | None = None,
+    valid: NDArray[Any] | None = None,
     names: Sequence[str] | None = None,
-    worst: int = WORST,
-) -> Scores:
-    """Judge logits (N, K) by labels (N,), or (N, K) of 0 and 1 where a picture can show several.
+    worst: int = _WORST,
+) -> ClassificationMetrics:
+    """Metrics of logits (N, K) for labels (N,), or multi-label targets (N, K) of 0 and 1.
 
     Args:
-        kept: (N,) 0 for pictures that count for nothing.
-        names: of the pictures; their numbers when not given.
+        valid: (N,), 0 for images to ignore.
+        names: names of the images; their indices by default.
+        worst: number of mistakes to list.
     """
-    check(logits, labels, classes)
-    rows = np.arange(len(logits)) if kept is None else np.flatnonzero(kept)
+    _check_shapes(logits, labels, classes)
+    rows = np.arange(len(logits)) if valid is None else np.flatnonzero(valid)
     if not len(rows):
-        raise InputError("There must be pictures to judge by.", "none that could be read", "Check the data.")
+        raise InputError("There are no images to evaluate: none could be read. Check the data.")
     logits, labels = logits[rows], labels[rows]
     bad = int((~np.isfinite(logits)).any(axis=1).sum())
     if bad:
         raise InputError(
-            "A model's logits must be finite.",
-            f"NaN or infinity for {bad:,} of {len(logits):,} pictures",
-            "Look at the weights with `vitrail info MODEL --check`.",
+            f"The model's logits are NaN or infinite for {bad:,} of {len(logits):,} images; check its "
+            "weights with `vitrail info MODEL --check`."
         )
-    called = [str(row) if names is None else names[row] for row in rows.tolist()]
-    judge = several if labels.ndim == 2 else single
-    return judge(logits, labels, classes, called, worst)
+    valid_names = [str(row) if names is None else names[row] for row in rows.tolist()]
+    compute = _multi_label_metrics if labels.ndim == 2 else _single_label_metrics
+    return compute(logits, labels, classes, valid_names, worst)
 
 
-def check(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[str]) -> None:
+def _check_shapes(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[str]) -> None:
     shape = (len(logits), len(classes))
     if logits.shape != shape or labels.shape not in (shape, shape[:1]):
         raise InputError(
-            "Logits must be (N, K) and labels (N,) or (N, K), for K classes.",
-            f"logits {logits.shape}, labels {labels.shape} and {len(classes)} classes",
-            "Compare the model with the data.",
+            f"For {len(classes)} classes the logits must have shape (N, {len(classes)}) and the labels (N,) "
+            f"or (N, {len(classes)}), not {logits.shape} and {labels.shape}; check that model and data match."
         )
     most = len(classes) - 1 if labels.ndim == 1 else 1
     if labels.size and not 0 <= labels.min() <= labels.max() <= most:
-        got = f"{labels.min()} to {labels.max()}"
-        raise InputError(f"Labels must be numbers from 0 to {most}.", got, "Check the data.")
+        raise InputError(
+            f"Labels must be integers from 0 to {most}, not {labels.min()} to {labels.max()}; check the data."
+        )
 
 
-def single(
+def _single_label_metrics(
     logits: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str], names: list[str], worst: int
-) -> Scores:
-    """One class for each picture."""
+) -> ClassificationMetrics:
+    """One class per image."""
     K = len(classes)
-    said, sure = surest(logits)
-    right = said == labels
-    confusion = np.bincount(labels * K + said, minlength=K * K).reshape(K, K) if K <= MOST_CONFUSED else None
-    shown, claimed = np.bincount(labels, minlength=K), np.bincount(said, minlength=K)
-    hits = np.bincount(labels[right], minlength=K)
-    wrong = np.flatnonzero(~right)
-    order = wrong[np.argsort(-sure[wrong], kind="stable")][:worst]
-    return Scores(
+    predicted, confidence = predict_top1(logits)
+    correct = predicted == labels
+    confusion = None
+    if K <= _MAX_CONFUSION:
+        confusion = np.bincount(labels * K + predicted, minlength=K * K).reshape(K, K).tolist()
+    label_count, predicted_count = np.bincount(labels, minlength=K), np.bincount(predicted, minlength=K)
+    hits = np.bincount(labels[correct], minlength=K)
+    wrong = np.flatnonzero(~correct)
+    order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
+    return ClassificationMetrics(
         count=len(labels),
-        loss=cross_entropy(logits, labels),
+        loss=_cross_entropy(logits, labels),
         per_class=[
-            PerClass(name, int(shown[k]), share(hits[k], claimed[k]), share(hits[k], shown[k]))
-            for k, name in enumerate(classes)
-        ],
-        mistakes=[Mistake(names[i], classes[said[i]], classes[labels[i]], float(sure[i])) for i in order],
-        top1=float(right.mean()),
-        top5=float((places(logits, labels) < 5).mean()) if K > 5 else None,
-        ece=ece(reliability(sure, right)),
-        confusion=None if confusion is None else confusion.tolist(),
-    )
-
-
-def several(
-    logits: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str], names: list[str], worst: int
-) -> Scores:
-    """Any number of classes for each picture; a logit above 0 says that it shows the class."""
-    z = logits.astype(np.float64)
-    shows, says = labels > 0, z > 0
-    aps = [average_precision(z[:, k], shows[:, k]) for k in range(len(classes))]
-    known = [ap for ap in aps if ap is not None]
-    top = z.argmax(axis=1)
-    sure = 1 / (1 + np.exp(-np.clip(z.max(axis=1), -700, 700)))
-    wrong = np.flatnonzero(~shows[np.arange(len(top)), top] & (sure > 0.5))
-    order = wrong[np.argsort(-sure[wrong], kind="stable")][:worst]
-    hits, shown, claimed = (shows & says).sum(axis=0), shows.sum(axis=0), says.sum(axis=0)
-    return Scores(
-        count=len(labels),
-        loss=float((np.maximum(z, 0) - z * shows + np.log1p(np.exp(-np.abs(z)))).mean()),
-        per_class=[
-            PerClass(name, int(shown[k]), share(hits[k], claimed[k]), share(hits[k], shown[k]), aps[k])
+            ClassMetrics(
+                name,
+                int(label_count[k]),
+                precision=_divide(hits[k], predicted_count[k]),
+                recall=_divide(hits[k], label_count[k]),
+            )
             for k, name in enumerate(classes)
         ],
         mistakes=[
-            Mistake(names[i], classes[top[i]], listed(classes, shows[i]), float(sure[i])) for i in order
+            Mistake(names[i], classes[predicted[i]], classes[labels[i]], float(confidence[i])) for i in order
         ],
-        mean_ap=float(np.mean(known)) if known else None,
-        exact=float((shows == says).all(axis=1).mean()),
+        top1=float(correct.mean()),
+        top5=float((_label_ranks(logits, labels) < 5).mean()) if K > 5 else None,
+        ece=ece(reliability_bins(confidence, correct)),
+        confusion=confusion,
     )
 
 
-def real_accuracy(
-    logits: NDArray[Any], real: Sequence[Sequence[int]], kept: NDArray[Any] | None = None
-) -> tuple[float, int]:
-    """The share of answers that are among a picture's labels, and of how many pictures it is.
-
-    ImageNet-ReaL (Beyer et al. 2020, "Are we done with ImageNet?") lists for each picture all classes
-    that people saw; pictures where they saw none are left out.
-    """
-    if len(real) != len(logits):
-        got = f"{len(real):,} for {len(logits):,} pictures"
-        raise InputError("There must be a row of ReaL labels for each picture.", got, "Use all of val.")
-    said = logits.argmax(axis=1)
-    counted = [row for row in range(len(real)) if len(real[row]) and (kept is None or kept[row])]
-    if not counted:
-        raise InputError("ReaL labels must name a class of some picture.", "none that does", "Check them.")
-    return sum(int(said[row]) in real[row] for row in counted) / len(counted), len(counted)
-
-
-def real_labels(
-    real: str | Path | Sequence[Sequence[int]], names: Sequence[str], classes: int, notes: list[str]
-) -> list[list[int]]:
-    """The ReaL labels of each picture: by the number in its file's name, else in their order."""
-    rows: Any = real
-    if isinstance(real, (str, Path)):
-        try:
-            rows = read_json_value(Path(real))
-        except FileError as error:
-            raise FileError("ReaL labels must be JSON.", error.args[1], "Use its real.json.") from error
-    if not isinstance(rows, Sequence) or not all(are_classes(row, classes) for row in rows):
-        must = f"ReaL labels must be a list of class numbers below {classes:,} for each picture."
-        raise InputError(must, "something else", "Use its real.json, with a model of ImageNet's classes.")
-    found = [VAL_NAME.search(name) for name in names]
-    places = [int(match[1]) - 1 for match in found if match]
-    if len(places) == len(names) and 0 <= min(places) <= max(places) < len(rows):
-        return [list(rows[place]) for place in places]
-    if len(rows) != len(names):
-        got = f"{len(rows):,} rows for {len(names):,} pictures without ImageNet's file names"
-        raise InputError("ReaL labels must belong to the pictures.", got, "Use ImageNet's val.")
-    notes.append("The ReaL labels are taken in the order of the pictures.")
-    return [list(row) for row in rows]
-
-
-def are_classes(row: Any, classes: int) -> bool:
-    return isinstance(row, Sequence) and all(type(label) is int and 0 <= label < classes for label in row)
+def _multi_label_metrics(
+    logits: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str], names: list[str], worst: int
+) -> ClassificationMetrics:
+    """Any number of classes per image; a positive logit predicts the class."""
+    z = logits.astype(np.float64)
+    target, positive = labels > 0, z > 0
+    aps = [_average_precision(z[:, k], target[:, k]) for k in range(len(classes))]
+    defined = [ap for ap in aps if ap is not None]
+    top = z.argmax(axis=1)
+    confidence = 1 / (1 + np.exp(-np.clip(z.max(axis=1), -700, 700)))
+    wrong = np.flatnonzero(~target[np.arange(len(top)), top] & (confidence > 0.5))
+    order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
+    hits, label_count, predicted_count = (
+        array.sum(axis=0) for array in (target & positive, target, positive)
+    )
+    return ClassificationMetrics(
+        count=len(labels),
+        loss=float((np.maximum(z, 0) - z * target + np.log1p(np.exp(-np.abs(z)))).mean()),
+        per_class=[
+            ClassMetrics(
+                name,
+                int(label_count[k]),
+                precision=_divide(hits[k], predicted_count[k]),
+                recall=_divide(hits[k], label_count[k]),
+                ap=aps[k],
+            )
+            for k, name in enumerate(classes)
+        ],
+        mistakes=[
+            Mistake(names[i], classes[top[i]], _join_labels(classes, target[i]), float(confidence[i]))
+            for i in order
+        ],
+        mean_ap=float(np.mean(defined)) if defined else None,
+        exact=float((target == positive).all(axis=1).mean()),
+    )
 
 
 # ---- parts ----------------------------------------------------------------------------------
 
 
-def share(part: Any, whole: Any) -> float | None:
-    return float(part / whole) if whole else None
+def _divide(part: Any, total: Any) -> float | None:
+    return float(part / total) if total else None
 
 
-def listed(classes: Sequence[str], shows: NDArray[np.bool_]) -> str:
-    return ", ".join(classes[k] for k in np.flatnonzero(shows).tolist()) or "none"
+def _join_labels(classes: Sequence[str], target: NDArray[np.bool_]) -> str:
+    return ", ".join(classes[k] for k in np.flatnonzero(target).tolist()) or "none"
 
 
-def cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> float:
+def _cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> float:
     total, start = 0.0, 0
-    for z in below_largest(logits):
+    for z in subtract_row_max(logits):
         y = labels[start : start + len(z)]
         start += len(z)
         total += float((np.log(np.exp(z).sum(axis=1)) - z[np.arange(len(z)), y]).sum())
     return total / start
 
 
-def places(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many classes stand before the right one, (N,).
+def _label_ranks(logits: NDArray[Any], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rank of each image's label among the logits (N,), from 0.
 
-    Among equals the first class stands first, as for argmax: a model that says the same of every class
-    is not right five times in five.
+    Ties go to the first class, as in argmax: a model with equal logits for all classes has no top-5 accuracy
+    of 100 %.
     """
     own = logits[np.arange(len(labels)), labels][:, None]
     earlier = np.arange(logits.shape[1]) < labels[:, None]
     return ((logits > own) | ((logits == own) & earlier)).sum(axis=1)
 
 
-def average_precision(scores: NDArray[np.float64], shows: NDArray[np.bool_]) -> float | None:
-    """The area below precision over recall, in steps; equal scores are one step. None without pictures."""
-    if not shows.any():
+def _average_precision(scores: NDArray[np.float64], target: NDArray[np.bool_]) -> float | None:
+    """Area under the precision-recall curve, as a sum of steps; tied scores are one step.
+
+    None for a class without images.
+    """
+    if not target.any():
         return None
     order = np.argsort(-scores, kind="stable")
     ends = np.append(np.flatnonzero(np.diff(scores[order])), len(order) - 1)
-    found = np.cumsum(shows[order])[ends]
-    gained = np.diff(found, prepend=0) / found[-1]
-    return float((gained * found / (ends + 1)).sum())
+    hits = np.cumsum(target[order])[ends]
+    recall_steps = np.diff(hits, prepend=0) / hits[-1]
+    return float((recall_steps * hits / (ends + 1)).sum())

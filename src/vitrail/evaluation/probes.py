@@ -1,13 +1,13 @@
-"""What a model's features are worth without its head: nearest neighbours, linear and few-shot probes.
+"""Probes of frozen features: k nearest neighbors, a linear probe and few-shot classification.
 
-One pass collects, for each wanted layer, the class token and the mean of the patches, after the last
-norm where that stands before the pool; `both` is the two side by side. Every probe is computed from these.
+One forward pass collects, for each requested block, the class token and the mean of the patch tokens (after
+the final norm, where the model has it before the pool). Probes run on either, and on `both` concatenated.
 
-| probe   | what it is                                                                             |
-|---------|----------------------------------------------------------------------------------------|
-| knn     | the k nearest training pictures vote (Wu et al. 2018; T 0.07 and the ks as in DINO)     |
-| linear  | logistic regression, its L2 chosen on a fifth of train that is held out for it          |
-| fewshot | ridge regression to -1 and 1 from n pictures of each class (big_vision), several draws  |
+| probe   | method                                                                                        |
+|---------|-----------------------------------------------------------------------------------------------|
+| knn     | weighted vote of the k nearest training images (Wu et al. 2018; T = 0.07 and the ks of DINO) |
+| linear  | logistic regression; its L2 is selected on a held-out fifth of the training set               |
+| fewshot | ridge regression to -1 and 1 on n images per class (as in big_vision), over several draws     |
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.chance import shuffle
+from vitrail.data.rng import random_permutation
 from vitrail.errors import InputError, suggest
 
 if TYPE_CHECKING:
@@ -28,232 +28,253 @@ if TYPE_CHECKING:
     from vitrail.model import ViT
 
 PROBES = ("knn", "linear", "fewshot")
-NEIGHBOURS = (10, 20, 100, 200)
-TEMPERATURE = 0.07
-SHOTS = (1, 5, 10)
-DRAWS = 5
-PENALTIES = (1e0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # L2 of the linear probe
-RIDGE, BIAS = 2.0**10, 100.0  # big_vision's: a constant so large that it is hardly held back
-MOST_NUMBERS = 1 << 26  # in a block of similarities
+_NEIGHBORS = (10, 20, 100, 200)
+_KNN_TEMPERATURE = 0.07
+_SHOTS = (1, 5, 10)
+_DRAWS = 5
+_L2 = (1e0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # candidates for the linear probe, strongest first
+_RIDGE, _BIAS = 2.0**10, 100.0  # big_vision's; the bias input is so large that ridge hardly shrinks it
+_MAX_SIMILARITIES = 1 << 26  # in memory at once
 
 Layers = Sequence[int] | Literal["all"] | None
 
 
 @dataclass(frozen=True)
-class Row:
-    """How good one probe is on one feature."""
+class ProbeResult:
+    """Accuracy of one probe on one feature."""
 
     probe: str
     setting: str
-    """ "k 20", "5 each"; the linear probe has none."""
+    """ "k=20" or "5-shot"; empty for the linear probe."""
     layer: int
     feature: str
     """class, mean or both."""
     top1: float
     spread: float | None = None
-    """Standard deviation over the draws, where there are several."""
+    """Standard deviation over the draws, for few-shot."""
     penalty: float | None = None
-    """The L2 that was chosen."""
+    """The selected L2 of the linear probe."""
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
-    """Features (N, layers, parts, D) of some pictures, and their classes (N,)."""
+class LabeledFeatures:
+    """Features (N, layers, parts, D) of images, and their labels (N,)."""
 
     features: Tensor
     labels: Tensor
 
 
+# ---- features -------------------------------------------------------------------------------
+
+
 def check_probes(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once."""
     for name in names:
         if name not in PROBES:
-            raise InputError(f"A probe is one of {', '.join(PROBES)}.", repr(name), suggest(name, PROBES))
+            raise InputError(f"Unknown probe {name!r}. {suggest(name, PROBES)}")
     return tuple(dict.fromkeys(names))
 
 
 def check_layers(layers: Layers, depth: int) -> list[int]:
-    """Blocks from 0, each once; the last one without a wish."""
+    """Block indices from 0, each once; the last block by default."""
     if layers is None:
         return [depth - 1]
     if layers == "all":
         return list(range(depth))
-    wanted = list(dict.fromkeys(layers))
-    if not wanted or not all(type(layer) is int and 0 <= layer < depth for layer in wanted):
-        must = f'layers must be "all" or block numbers from 0 to {depth - 1}.'
-        raise InputError(must, repr(layers), "Blocks count from 0.")
-    return wanted
+    indices = list(dict.fromkeys(layers))
+    if not indices or not all(type(layer) is int and 0 <= layer < depth for layer in indices):
+        raise InputError(
+            f'layers must be "all" or block numbers from 0 to {depth - 1}, not {layers!r}; blocks are '
+            "counted from 0."
+        )
+    return indices
 
 
-def parts_of(config: ViTConfig) -> tuple[str, ...]:
-    """What is collected of each layer."""
+def feature_parts(config: ViTConfig) -> tuple[str, ...]:
+    """The features collected from each block."""
     return ("class", "mean") if config.class_token else ("mean",)
 
 
-def collector(model: ViT, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """A function from pictures to a row of numbers each: logits, if the model has a head, then features."""
-    parts = parts_of(model.config)
+def build_collector(model: ViT, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """A function from images to rows of numbers: the logits, if the model has a head, then the features."""
+    parts = feature_parts(model.config)
 
     def collect(images: Tensor) -> Tensor:
         encoded = model.encode(images, layers=layers)
-        rows = [model.logits(model.head(encoded.pooled))] if model.config.classes else []
+        columns = [model.logits(model.head(encoded.pooled))] if model.config.classes else []
         for layer in layers:
-            seen = encoded.layers[layer]
-            each = {"class": seen.prefix[:, :1].flatten(1), "mean": seen.patches.flatten(1, -2).mean(dim=1)}
-            rows += [each[part] for part in parts]
-        return torch.cat(rows, dim=1)
+            tokens = encoded.layers[layer]
+            features = {
+                "class": tokens.prefix[:, :1].flatten(1),
+                "mean": tokens.patches.flatten(1, -2).mean(dim=1),
+            }
+            columns += [features[part] for part in parts]
+        return torch.cat(columns, dim=1)
 
     return collect
 
 
-def unpack(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """What `collector` made as logits (N, K) and features (N, layers, parts, D)."""
+def split_columns(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Split the rows of a collector into logits (N, K) and features (N, layers, parts, D)."""
     logits, flat = rows[:, : config.classes], rows[:, config.classes :]
-    return logits, flat.unflatten(1, (len(layers), len(parts_of(config)), -1))
+    return logits, flat.unflatten(1, (len(layers), len(feature_parts(config)), -1))
 
 
-def probe(
+# ---- all probes -----------------------------------------------------------------------------
+
+
+def run_probes(
     names: Sequence[str],
-    train: Labelled,
-    test: Labelled,
+    train: LabeledFeatures,
+    test: LabeledFeatures,
     classes: int,
     layers: Sequence[int],
     device: torch.device | str = "cpu",
-) -> list[Row]:
-    """Every wanted probe on every feature: fitted on train, judged on test."""
-    rows = []
-    y, answers = train.labels.to(device), test.labels.to(device)
+) -> list[ProbeResult]:
+    """Fit each probe on each feature of `train`, and evaluate it on `test`."""
+    results = []
+    y, y_test = train.labels.to(device), test.labels.to(device)
     for name in check_probes(names):
-        run = {"knn": knn_rows, "linear": linear_rows, "fewshot": fewshot_rows}[name]
-        for place, layer in enumerate(layers):
+        run = {"knn": _knn_results, "linear": _linear_results, "fewshot": _few_shot_results}[name]
+        for index, layer in enumerate(layers):
             for feature in ("class", "mean", "both") if train.features.shape[2] == 2 else ("mean",):
-                x, seen = (pick(one.features[:, place], feature).to(device) for one in (train, test))
-                rows += list(run(x, y, seen, answers, classes, layer, feature))
-    return rows
+                x, x_test = (
+                    _select_feature(part.features[:, index], feature).to(device) for part in (train, test)
+                )
+                results += list(run(x, y, x_test, y_test, classes, layer, feature))
+    return results
 
 
-def pick(features: Tensor, feature: str) -> Tensor:
-    """One feature (N, D) or (N, 2 D) of a layer's (N, parts, D)."""
+def _select_feature(features: Tensor, feature: str) -> Tensor:
+    """One feature (N, D) or (N, 2 D) from the parts (N, parts, D) of a block."""
     return {"class": features[:, 0], "mean": features[:, -1], "both": features.flatten(1)}[feature]
 
 
-def share(said: Tensor, labels: Tensor) -> float:
-    return (said == labels).double().mean().item()
+def _accuracy(predicted: Tensor, labels: Tensor) -> float:
+    return (predicted == labels).double().mean().item()
 
 
-# ---- nearest neighbours ---------------------------------------------------------------------
+def _standardize(x: Tensor, x_test: Tensor) -> tuple[Tensor, Tensor]:
+    """Standardize both by the mean and standard deviation of x, in float64."""
+    x, x_test = x.double(), x_test.double()
+    mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
+    return (x - mean) / std, (x_test - mean) / std
 
 
-def knn_rows(
-    x: Tensor, y: Tensor, seen: Tensor, answers: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[Row]:
-    ks = [k for k in NEIGHBOURS if k <= len(x)] or [len(x)]
-    for k, said in zip(ks, knn(x, y, seen, classes, ks), strict=True):
-        yield Row("knn", f"k {k}", layer, feature, share(said, answers))
+# ---- k nearest neighbors --------------------------------------------------------------------
 
 
-def knn(x: Tensor, y: Tensor, seen: Tensor, classes: int, ks: Sequence[int]) -> list[Tensor]:
-    """What the k nearest say, for each k: each has exp(cosine / T) votes."""
-    x, seen = F.normalize(x.float(), dim=1), F.normalize(seen.float(), dim=1)
-    said: list[list[Tensor]] = [[] for _ in ks]
-    for part in seen.split(max(1, MOST_NUMBERS // len(x))):
-        near, which = (part @ x.T).topk(max(ks), dim=1)  # (b, k), nearest first
-        votes = (near.double() / TEMPERATURE).exp()
-        for place, k in enumerate(ks):
-            counted = torch.zeros(len(part), classes, dtype=torch.float64, device=x.device)
-            counted.scatter_add_(1, y[which[:, :k]], votes[:, :k])
-            said[place].append(counted.argmax(dim=1))
-    return [torch.cat(parts) for parts in said]
+def _knn_results(
+    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
+) -> Iterator[ProbeResult]:
+    ks = [k for k in _NEIGHBORS if k <= len(x)] or [len(x)]
+    for k, predicted in zip(ks, predict_knn(x, y, x_test, classes, ks), strict=True):
+        yield ProbeResult("knn", f"k={k}", layer, feature, _accuracy(predicted, y_test))
+
+
+def predict_knn(x: Tensor, y: Tensor, x_test: Tensor, classes: int, ks: Sequence[int]) -> list[Tensor]:
+    """Predictions for each k, by votes of weight exp(cosine similarity / T)."""
+    x, x_test = F.normalize(x.float(), dim=1), F.normalize(x_test.float(), dim=1)
+    predicted: list[list[Tensor]] = [[] for _ in ks]
+    for chunk in x_test.split(max(1, _MAX_SIMILARITIES // len(x))):
+        similarity, neighbors = (chunk @ x.T).topk(max(ks), dim=1)  # (b, k), nearest first
+        weights = (similarity.double() / _KNN_TEMPERATURE).exp()
+        for index, k in enumerate(ks):
+            votes = torch.zeros(len(chunk), classes, dtype=torch.float64, device=x.device)
+            votes.scatter_add_(1, y[neighbors[:, :k]], weights[:, :k])
+            predicted[index].append(votes.argmax(dim=1))
+    return [torch.cat(chunks) for chunks in predicted]
 
 
 # ---- logistic regression --------------------------------------------------------------------
 
 
-def linear_rows(
-    x: Tensor, y: Tensor, seen: Tensor, answers: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[Row]:
-    penalty = choose_penalty(x, y, classes)
-    (said,) = linear(x, y, seen, classes, [penalty])
-    yield Row("linear", "", layer, feature, share(said, answers), penalty=penalty)
+def _linear_results(
+    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
+) -> Iterator[ProbeResult]:
+    l2 = select_l2(x, y, classes)
+    (predicted,) = predict_logistic(x, y, x_test, classes, [l2])
+    yield ProbeResult("linear", "", layer, feature, _accuracy(predicted, y_test), penalty=l2)
 
 
-def choose_penalty(x: Tensor, y: Tensor, classes: int) -> float:
-    """The L2 that is best on a fifth of train, the same fifth every time; of equals the strongest."""
-    order = shuffle([0, 0], len(x)).to(x.device)
-    held, rest = order[: len(x) // 5], order[len(x) // 5 :]
-    if not len(held):
-        return PENALTIES[len(PENALTIES) // 2]
-    said = linear(x[rest], y[rest], x[held], classes, PENALTIES)
-    shares = [share(one, y[held]) for one in said]
-    return PENALTIES[shares.index(max(shares))]
+def select_l2(x: Tensor, y: Tensor, classes: int) -> float:
+    """The L2 with the best accuracy on a fixed held-out fifth of x; the strongest of equals."""
+    order = random_permutation([0, 0], len(x)).to(x.device)
+    held_out, rest = order[: len(x) // 5], order[len(x) // 5 :]
+    if not len(held_out):
+        return _L2[len(_L2) // 2]
+    predicted = predict_logistic(x[rest], y[rest], x[held_out], classes, _L2)
+    accuracies = [_accuracy(one, y[held_out]) for one in predicted]
+    return _L2[accuracies.index(max(accuracies))]
 
 
-def linear(x: Tensor, y: Tensor, seen: Tensor, classes: int, penalties: Sequence[float]) -> list[Tensor]:
-    """What logistic regressions say, one for each L2, on features brought to mean 0 and spread 1."""
-    x, seen = standardised(x, seen)
+def predict_logistic(
+    x: Tensor, y: Tensor, x_test: Tensor, classes: int, l2_values: Sequence[float]
+) -> list[Tensor]:
+    """Predictions of logistic regression on standardized features, for each L2."""
+    x, x_test = _standardize(x, x_test)
     weight = torch.zeros(x.shape[1], classes, dtype=x.dtype, device=x.device, requires_grad=True)
     bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
-    said = []
-    for penalty in penalties:  # each begins where the one before ended
+    predicted = []
+    for l2 in l2_values:  # warm start: each fit begins at the solution of the previous one
         with torch.enable_grad():
-            descend(x, y, weight, bias, penalty)
-        said.append((seen @ weight.detach() + bias.detach()).argmax(dim=1))
-    return said
+            _fit_logistic(x, y, weight, bias, l2)
+        predicted.append((x_test @ weight.detach() + bias.detach()).argmax(dim=1))
+    return predicted
 
 
-def descend(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, penalty: float) -> None:
-    """Mean cross-entropy plus penalty / 2 of the weights' squares, to its minimum or 100 steps."""
-    search = "strong_wolfe"
-    steps = torch.optim.LBFGS(
-        [weight, bias], max_iter=100, tolerance_grad=1e-5, tolerance_change=1e-10, line_search_fn=search
+def _fit_logistic(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, l2: float) -> None:
+    """Minimize mean cross-entropy + l2 / 2 * |weight|^2 in place, by at most 100 steps of L-BFGS."""
+    optimizer = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=100,
+        tolerance_grad=1e-5,
+        tolerance_change=1e-10,
+        line_search_fn="strong_wolfe",
     )
 
-    def loss() -> Tensor:
-        steps.zero_grad()
-        value = F.cross_entropy(x @ weight + bias, y) + penalty / 2 * weight.square().sum()
-        value.backward()
-        return value
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(x @ weight + bias, y) + l2 / 2 * weight.square().sum()
+        loss.backward()
+        return loss
 
-    steps.step(loss)
-
-
-def standardised(x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Both by the mean and the spread of x, in float64."""
-    x, seen = x.double(), seen.double()
-    mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
-    return (x - mean) / std, (seen - mean) / std
+    optimizer.step(closure)
 
 
 # ---- few-shot -------------------------------------------------------------------------------
 
 
-def fewshot_rows(
-    x: Tensor, y: Tensor, seen: Tensor, answers: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[Row]:
+def _few_shot_results(
+    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
+) -> Iterator[ProbeResult]:
     counts = y.bincount(minlength=classes)
-    fewest = int(counts[counts > 0].min())
-    for shots in (n for n in SHOTS if n <= fewest):
-        shares = []
-        for draw in range(DRAWS):
-            which = drawn(y, shots, draw)
-            shares.append(share(ridge(x[which], y[which], seen, classes), answers))
-        found = torch.tensor(shares, dtype=torch.float64)
-        yield Row("fewshot", f"{shots} each", layer, feature, found.mean().item(), found.std().item())
+    smallest = int(counts[counts > 0].min())
+    for shots in (n for n in _SHOTS if n <= smallest):
+        accuracies = []
+        for draw in range(_DRAWS):
+            rows = draw_shots(y, shots, draw)
+            accuracies.append(_accuracy(predict_ridge(x[rows], y[rows], x_test, classes), y_test))
+        values = torch.tensor(accuracies, dtype=torch.float64)
+        yield ProbeResult(
+            "fewshot", f"{shots}-shot", layer, feature, values.mean().item(), values.std().item()
+        )
 
 
-def drawn(y: Tensor, shots: int, draw: int) -> Tensor:
-    """So many pictures of each class; more shots of the same draw hold the fewer."""
-    order = shuffle([draw, 1], len(y)).to(y.device)
-    return torch.cat([order[y[order] == kind][:shots] for kind in y.unique().tolist()])
+def draw_shots(y: Tensor, shots: int, draw: int) -> Tensor:
+    """Indices of `shots` images of each class; within a draw, fewer shots are a subset of more."""
+    order = random_permutation([draw, 1], len(y)).to(y.device)
+    return torch.cat([order[y[order] == label][:shots] for label in y.unique().tolist()])
 
 
-def ridge(x: Tensor, y: Tensor, seen: Tensor, classes: int) -> Tensor:
-    """What a least-squares fit to -1 and 1 says, by the smaller of the two matrices that give it."""
-    x, seen = standardised(x, seen)
-    x, seen = (F.pad(one, (0, 1), value=BIAS) for one in (x, seen))
-    goal = 2 * F.one_hot(y, classes).to(x.dtype) - 1
-    held = RIDGE * torch.eye(min(x.shape), dtype=x.dtype, device=x.device)
+def predict_ridge(x: Tensor, y: Tensor, x_test: Tensor, classes: int) -> Tensor:
+    """Predictions of ridge regression to -1 and 1, by the smaller of the two equivalent systems."""
+    x, x_test = _standardize(x, x_test)
+    x, x_test = (F.pad(one, (0, 1), value=_BIAS) for one in (x, x_test))
+    target = 2 * F.one_hot(y, classes).to(x.dtype) - 1
+    ridge = _RIDGE * torch.eye(min(x.shape), dtype=x.dtype, device=x.device)
     if len(x) < x.shape[1]:
-        weight = x.T @ torch.linalg.solve(x @ x.T + held, goal)
+        weight = x.T @ torch.linalg.solve(x @ x.T + ridge, target)
     else:
-        weight = torch.linalg.solve(x.T @ x + held, x.T @ goal)
-    return (seen @ weight).argmax(dim=1)
+        weight = torch.linalg.solve(x.T @ x + ridge, x.T @ target)
+    return (x_test @ weight).argmax(dim=1)

@@ -1,12 +1,11 @@
-"""A model judged on a data set: one pass over the pictures, then everything that follows from it.
+"""Evaluate a model on a data set: one forward pass over the images, then everything computed from it.
 
-found = vt.evaluate("pets.safetensors", "pets/", probe=["knn"])
-found.scores.top1, found.calibration.temperature, found.probes
+result = vt.evaluate("pets.safetensors", "pets/", probe=["knn"])
+result.scores.top1, result.calibration.temperature, result.probes
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,42 +17,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitrail.data.loader import Corrupt
-from vitrail.data.sources import Dataset, Split, open_data
+from vitrail.data.loader import CorruptFiles
+from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.errors import InputError, printable, suggest
-from vitrail.evaluation.calibration import Calibration, calibrate, check_precision
-from vitrail.evaluation.forward import BATCH, outputs_of
-from vitrail.evaluation.metrics import Scores, real_accuracy, real_labels, score
+from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
+from vitrail.evaluation.forward import BATCH, run_model
+from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
 from vitrail.evaluation.probes import (
-    Labelled,
+    LabeledFeatures,
     Layers,
-    Row,
+    ProbeResult,
+    build_collector,
     check_layers,
     check_probes,
-    collector,
-    parts_of,
-    unpack,
+    feature_parts,
+    run_probes,
+    split_columns,
 )
-from vitrail.evaluation.probes import probe as run_probes
-from vitrail.fields import show
+from vitrail.evaluation.real import read_real_labels, real_accuracy
+from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.labels import match_labels
 from vitrail.weights.load import load
-from vitrail.weights.table import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MOST_BYTES = 64 << 30  # of features in memory
-MOST_BATCH = 1_000_000
-WORDNET = re.compile(r"n\d{8}")
+MAX_BYTES = 64 << 30  # of features in memory
+_MAX_BATCH = 1_000_000
 
-Ahead = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
+"""Called with the split, the number of images done, and the number of images in the split."""
 
 
 @dataclass(frozen=True)
-class Real:
-    """Accuracy by ImageNet-ReaL labels, and the number of pictures that have any."""
+class RealAccuracy:
+    """Accuracy by ImageNet-ReaL labels, and the number of images that have any."""
 
     accuracy: float
     count: int
@@ -61,27 +61,27 @@ class Real:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found out about a model."""
+    """Result of evaluating a model on a data set."""
 
     data: str
     split: str
-    pictures: int
-    """In the split; `scores.count` could be read."""
+    images: int
+    """Images in the split; `scores.count` of them could be read."""
     classes: list[str]
-    scores: Scores | None
-    """None for a model without a head."""
+    scores: ClassificationMetrics | None
+    """Classification metrics; None for a model without a head."""
     calibration: Calibration | None = None
-    """None where a picture can show several classes."""
-    real: Real | None = None
-    probes: list[Row] = field(default_factory=list)
+    """None for multi-label data."""
+    real: RealAccuracy | None = None
+    probes: list[ProbeResult] = field(default_factory=list)
     corrupt: dict[str, str] = field(default_factory=dict)
-    """Pictures that could not be read, and why; they count for nothing."""
+    """Images that could not be read, with the reason. They are excluded from all numbers."""
     notes: list[str] = field(default_factory=list)
-    """What was decided on the way, a sentence each."""
+    """Automatic decisions, one sentence each."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The result as nested dictionaries and lists, ready for JSON."""
         return asdict(self)
 
 
@@ -96,203 +96,191 @@ def evaluate(
     probe: Sequence[str] = (),
     layers: Layers = None,
     precision: float = 0.95,
-    ahead: Ahead = lambda part, done, of: None,
+    ahead: Progress = lambda split, done, total: None,
 ) -> Evaluation:
-    """Judge a model on a data set. Pictures that cannot be read are named and left out.
+    """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
 
     Args:
-        bundle: a model, or what `vitrail.load` takes.
-        data: a data set, or what `open_data` takes.
-        split: train, val or test; when not given, test, or val where there is no test.
-        batch, workers: how many pictures go through at once, and threads that read them. They change
-            no result, and nor does the number of processes, where torch.distributed has started some.
-        real: a file with ImageNet-ReaL labels, or the labels.
-        probe: any of knn, linear, fewshot, which are fitted on train.
-        layers: blocks whose features are probed, from 0, or "all"; the last when not given.
-        precision: what the threshold for an answer is to give.
-        ahead: told what is going on: (split, pictures done, pictures in all).
+        bundle: a model, or anything that `vitrail.load` accepts.
+        data: a data set, or anything that `open_dataset` accepts.
+        split: train, val or test. By default test, or val if there is no test split.
+        batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
+            the results.
+        workers: threads that read images.
+        real: ImageNet-ReaL labels, or a file with them.
+        probe: any of knn, linear and fewshot; they are fitted on the training split.
+        layers: blocks to probe, counted from 0, or "all". By default the last block.
+        precision: the accuracy that predictions above the confidence threshold must reach.
+        ahead: called as progress(split, images done, images in total).
     """
     start = time.perf_counter()
-    names = check_probes([probe] if isinstance(probe, str) else probe)
-    check_precision(precision)
-    if not isinstance(batch, int) or not 1 <= batch <= MOST_BATCH:
-        raise InputError(f"batch must be a whole number from 1 to {MOST_BATCH:,}, not {show(batch)}.")
+    probes = check_probes([probe] if isinstance(probe, str) else probe)
+    check_target_accuracy(precision)
+    if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
+        raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
-    data = data if isinstance(data, Dataset) else open_data(data)
-    word, pictures = choose_split(data, split)
-    check_model(bundle, data, names)
+    config = bundle.model.config
+    data = data if isinstance(data, Dataset) else open_dataset(data)
+    name, images = _select_split(data, split)
+    _check_model(bundle, data, probes)
     notes = list(data.notes)
-    columns = match_classes(bundle, data.classes, notes) if bundle.model.config.classes else None
-    truth = None if real is None else real_labels(real, pictures.names, bundle.model.config.classes, notes)
-    wanted = check_layers(layers, bundle.model.config.depth) if names else []
-    corrupt = Corrupt("skip")
-    how: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "ahead": ahead}
+    columns = match_classes(bundle, data.classes, notes) if config.classes else None
+    real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
+    blocks = check_layers(layers, config.depth) if probes else []
+    corrupt = CorruptFiles("skip")
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": ahead}
 
-    logits, features, kept = one_pass(bundle, pictures, wanted, word, **how)
-    if not kept.any():
-        got = f"{len(kept):,} in {word} of {printable(data.name)}, none of which could"
-        raise InputError("There must be pictures that can be read.", got, first_reason(corrupt))
-    scores = calibration = None
+    logits, features, valid = _run_split(bundle, images, blocks, name, **options)
+    if not valid.any():
+        reason = next(iter(corrupt.names.values()), "check the data")
+        raise InputError(
+            f"None of the {len(valid):,} images in the {name} split of {printable(data.name)} could be read. "
+            f"The first error: {reason}"
+        )
+    metrics = calibration = None
     if columns is not None:
-        ours = logits.numpy()[:, columns]
-        scores = score(ours, pictures.labels, data.classes, kept, pictures.names)
-        if not data.several:
+        matched = logits.numpy()[:, columns]
+        metrics = compute_metrics(matched, images.labels, data.classes, valid, images.names)
+        if not data.multilabel:
             stored = dict(bundle.card.metrics)
-            calibration = calibrate(ours[kept], pictures.labels[kept], precision, stored)
+            calibration = calibrate(matched[valid], images.labels[valid], precision, stored)
             if not calibration.fitted:
-                notes.append("The temperature stays 1: these pictures hold nothing to fit it by.")
-    rows = []
-    if names:
-        known = data.train
-        _, learnt, readable = one_pass(bundle, known, wanted, "train", **how)
-        train = Labelled(learnt[readable], torch.from_numpy(known.labels)[readable])
-        test = Labelled(features[kept], torch.from_numpy(pictures.labels)[kept])
-        if word == "train":
-            notes.append("The probes are judged by the pictures they were fitted on.")
-        rows = run_probes(names, train, test, len(data.classes), wanted, device_of(bundle))
+                notes.append("No temperature could be fitted to these images; it stays 1.")
+    results = []
+    if probes:
+        test = LabeledFeatures(features[valid], torch.from_numpy(images.labels)[valid])
+        results = _probe(bundle, data, probes, blocks, test, options)
+        if name == "train":
+            notes.append("The probes were evaluated on the images they were fitted on.")
     return Evaluation(
         data=data.name,
-        split=word,
-        pictures=len(pictures),
+        split=name,
+        images=len(images),
         classes=list(data.classes),
-        scores=scores,
+        scores=metrics,
         calibration=calibration,
-        real=None if truth is None else Real(*real_accuracy(logits.numpy(), truth, kept)),
-        probes=rows,
+        real=RealAccuracy(*real_accuracy(logits.numpy(), real_labels, valid)) if real_labels else None,
+        probes=results,
         corrupt=corrupt.names,
         notes=notes,
         seconds=time.perf_counter() - start,
     )
 
 
-def device_of(bundle: Bundle) -> torch.device:
+def _probe(
+    bundle: Bundle,
+    data: Dataset,
+    names: Sequence[str],
+    layers: Sequence[int],
+    test: LabeledFeatures,
+    options: dict[str, Any],
+) -> list[ProbeResult]:
+    """Collect the features of the training split and run the probes."""
+    _, features, valid = _run_split(bundle, data.train, layers, "train", **options)
+    train = LabeledFeatures(features[valid], torch.from_numpy(data.train.labels)[valid])
+    return run_probes(names, train, test, len(data.classes), layers, _device(bundle))
+
+
+def _device(bundle: Bundle) -> torch.device:
     return next(bundle.model.parameters()).device
 
 
-def first_reason(corrupt: Corrupt) -> str:
-    return next((f"The first: {reason}" for reason in corrupt.names.values()), "Check the data.")
+# ---- the forward pass -----------------------------------------------------------------------
 
 
-# ---- the pass -------------------------------------------------------------------------------
-
-
-def one_pass(
+def _run_split(
     bundle: Bundle,
-    pictures: Split,
+    images: Split,
     layers: Sequence[int],
-    word: str,
+    name: str,
     *,
     batch: int,
     workers: int,
-    corrupt: Corrupt,
-    ahead: Ahead,
+    corrupt: CorruptFiles,
+    progress: Progress,
 ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
-    """Logits (N, K), features (N, layers, parts, D) where layers are wanted, and which were read (N,)."""
+    """Logits (N, K), features (N, layers, parts, D) of the given blocks, and which images are valid (N,)."""
     model, config = bundle.model, bundle.model.config
     assert bundle.preprocess is not None
-    numbers = config.classes + len(layers) * len(parts_of(config)) * config.width
-    if 4 * numbers * len(pictures) > MOST_BYTES:
-        got = f"{numbers:,} numbers for each of {len(pictures):,} pictures"
-        raise InputError("Features must fit in memory.", got, "Probe fewer layers, or fewer pictures.")
-    if device_of(bundle).type == "cpu":
-        count = min(batch, len(pictures))
+    columns = config.classes + len(layers) * len(feature_parts(config)) * config.width
+    if 4 * columns * len(images) > MAX_BYTES:
+        raise InputError(
+            f"Features of {columns:,} numbers for each of {len(images):,} images do not fit in memory; probe "
+            "fewer layers or fewer images."
+        )
+    if _device(bundle).type == "cpu":
+        count = min(batch, len(images))
         do = "use a smaller --batch or --size"
         check_fits(forward_bytes(config, count), config, count, "An evaluation", do)
-    together = dist.is_available() and dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    rows, kept = outputs_of(
+    distributed = dist.is_available() and dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    rows, valid = run_model(
         model,
-        pictures,
+        images,
         bundle.preprocess,
-        compute=collector(model, layers) if layers else None,
+        compute=build_collector(model, layers) if layers else None,
         batch=batch,
         rank=rank,
         ranks=ranks,
         workers=workers,
         corrupt=corrupt,
-        ahead=lambda done: ahead(word, min(done * ranks, len(pictures)), len(pictures)),
+        ahead=lambda done: progress(name, min(done * ranks, len(images)), len(images)),
     )
     if ranks > 1:
-        rows, kept = add_up(rows, kept, numbers if layers else config.classes, corrupt, device_of(bundle))
-    logits, features = unpack(rows, config, layers) if layers else (rows, rows[:, :0])
-    return logits, features, kept.numpy() > 0
+        width = columns if layers else config.classes
+        rows, valid = _all_reduce(rows, valid, width, corrupt, _device(bundle))
+    logits, features = split_columns(rows, config, layers) if layers else (rows, rows[:, :0])
+    return logits, features, valid.numpy() > 0
 
 
-def add_up(
-    rows: Tensor, kept: Tensor, numbers: int, corrupt: Corrupt, device: torch.device
+def _all_reduce(
+    rows: Tensor, valid: Tensor, columns: int, corrupt: CorruptFiles, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """What all processes found; every one of them gets the whole."""
-    if rows.shape[1] != numbers:  # a process without a batch does not know how wide a row is
-        rows = torch.zeros(len(rows), numbers)
-    found = []
-    for tensor in (rows, kept):
-        there = tensor.to(device)
-        dist.all_reduce(there)
-        found.append(there.cpu())
-    named: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(named, corrupt.names)
-    for names in named:
+    """Sum the results of all processes, and merge their lists of corrupt files."""
+    if rows.shape[1] != columns:  # a process without a batch does not know the width of a row
+        rows = torch.zeros(len(rows), columns)
+    sums = []
+    for tensor in (rows, valid):
+        on_device = tensor.to(device)
+        dist.all_reduce(on_device)
+        sums.append(on_device.cpu())
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, corrupt.names)
+    for names in gathered:
         corrupt.names |= names
-    return found[0], found[1]
+    return sums[0], sums[1]
 
 
-# ---- does the model fit the data? -----------------------------------------------------------
+# ---- model and data -------------------------------------------------------------------------
 
 
-def choose_split(data: Dataset, split: str | None) -> tuple[str, Split]:
-    """The split that was asked for; without a wish test, or val."""
-    there = {word: getattr(data, word) for word in ("train", "val", "test") if getattr(data, word)}
-    word = split if split is not None else "test" if "test" in there else "val"
-    if word not in there:
-        got = f"{word!r}, which {printable(data.name)} does not have"
-        raise InputError("The split must be one that holds pictures.", got, suggest(word, there))
-    return word, there[word]
+def _select_split(data: Dataset, requested: str | None) -> tuple[str, Split]:
+    """The name and the images of a split; by default test, or val if there is no test split."""
+    splits = {name: getattr(data, name) for name in ("train", "val", "test") if getattr(data, name)}
+    name = requested if requested is not None else "test" if "test" in splits else "val"
+    if name not in splits:
+        raise InputError(f"{printable(data.name)} has no split {name!r}. {suggest(name, splits)}")
+    return name, splits[name]
 
 
-def check_model(bundle: Bundle, data: Dataset, probes: Sequence[str]) -> None:
+def _check_model(bundle: Bundle, data: Dataset, probes: Sequence[str]) -> None:
     config = bundle.model.config
     if bundle.preprocess is None:
-        raise InputError("The model must take pictures.", f"one that takes {config.input}", "Use another.")
+        raise InputError(f"Only models for images can be evaluated; this one takes {config.input}.")
     if data.channels not in (None, config.channels):
         raise InputError(
-            f"The pictures must have the model's {config.channels} channels.",
-            f"{data.channels} in {printable(data.name)}",
-            f"Load the model with channels={data.channels}.",
+            f"The images of {printable(data.name)} have {data.channels} channels and the model takes "
+            f"{config.channels}; load the model with channels={data.channels}."
         )
     if not config.classes and not probes:
-        raise InputError("A model without a head can only be probed.", "no probe", "Ask for knn or linear.")
-    if data.several and probes:
+        raise InputError("A model without a head can only be probed; request the probe knn or linear.")
+    if data.multilabel and probes:
         raise InputError(
-            "Probes need one class for each picture.",
-            f"{printable(data.name)}, where a picture can show several",
-            "Leave out the probes.",
+            f"Probes need exactly one class per image, and {printable(data.name)} is multi-label; evaluate "
+            "it without probes."
         )
 
 
 def match_classes(bundle: Bundle, classes: Sequence[str], notes: list[str]) -> list[int]:
-    """The model's class for each class of the data: by name where both have names, else by number."""
-    count, labels = bundle.model.config.classes, bundle.labels
-    if count != len(classes):
-        raise InputError(
-            "The model must have the classes of the data.",
-            f"a model of {count:,} for data of {len(classes):,}",
-            "Train a head for these, or load the model with classes=0 and probe its features.",
-        )
-    numbers = list(range(count))
-    if labels is None or list(labels) == list(classes):
-        return numbers
-    if sorted(labels) == sorted(classes) and len(set(labels)) == count:
-        notes.append("The data has the model's classes in another order; they are matched by name.")
-        return [labels.index(name) for name in classes]
-    # ImageNet's folders are called n01440764 and so on, and their order is that of its classes.
-    coded = all(map(WORDNET.fullmatch, classes)) and not any(map(WORDNET.fullmatch, labels))
-    if coded or list(classes) == [str(number) for number in numbers]:
-        first = f"{printable(classes[0])} is {printable(labels[0])}"
-        notes.append(f"The data's classes have no names; they are matched by number: {first}.")
-        return numbers
-    ours, theirs = ([n for n in a if n not in set(b)] for a, b in ((labels, classes), (classes, labels)))
-    raise InputError(
-        "The model must have the classes of the data.",
-        f"in the model alone {listed(ours) or 'a name twice'}, in the data alone {listed(theirs) or 'none'}",
-        "Rename the data's classes, or the model's labels.",
-    )
+    """The model's output index for each class of the data; see `match_labels`."""
+    return match_labels(bundle.labels, bundle.model.config.classes, classes, notes)

@@ -1,1 +1,1 @@
-"""Models in other forms: so far, a page that computes one in a browser."""
+"""Export models: ONNX, torch.export, and a page that runs one in a browser."""

@@ -1,6 +1,6 @@
-"""The proof beside an exported file: the same inputs through the model and through the file.
+"""Compare an exported file with its model: the same inputs through both, and the speed of each.
 
-What is compared, and how fast both are; keep.py writes it down.
+writing.py stores the result beside the file.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vitrail.config import by
+from vitrail.config import format_sides
 from vitrail.errors import FileError, printable
 from vitrail.export.graph import Plan
+from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT, surgery
-from vitrail.predict.engine import names_of
-from vitrail.preprocess import Preprocess
+from vitrail.predict.engine import output_names
 from vitrail.weights.bundle import Bundle, golden_inputs
-from vitrail.weights.verify import LIMIT
+from vitrail.weights.verify import LOGIT_TOLERANCE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Run = Callable[[Any], "dict[str, NDArray[np.float32]]"]
-"""A batch through the file: its outputs by name."""
+"""Runs a batch through the file; returns its outputs by name."""
 
 BATCHES = (1, 3, 4)
-TURNS = 21  # how often the clock is read for each of the two
-SECONDS = 10.0  # or as long as this, at least three times
+REPEATS = 21  # timed runs of each
+SECONDS = 10.0  # stop earlier after this time, but not before three runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +42,29 @@ class Check:
     what: str
     inputs: int
     difference: float
-    """The largest between an output of the file and of the model, given the same levels."""
+    """The largest difference between outputs of the file and of the model, given the same pixels."""
     limit: float
-    """1e-4 of the largest output, or of 1: that of `vitrail verify`."""
+    """1e-4 times the largest output, or times 1 if that is larger; as in `vitrail verify`."""
     same_class: int
-    """For how many inputs the largest output is the same one."""
-    levels: int = 0
-    """With preprocessing inside: how many levels the model got,"""
-    other_levels: int = 0
-    """how many of them are not those of `Preprocess`,"""
-    largest_step: int = 0
-    """by how much at most,"""
-    all_in_all: float = 0.0
-    """and the largest difference of an output because of that."""
+    """The number of inputs for which the argmax agrees."""
+    pixels: int = 0
+    """With preprocessing in the graph: the number of resized pixel values that were compared."""
+    different_pixels: int = 0
+    """How many of them differ from those of `Preprocess`."""
+    largest_pixel_difference: int = 0
+    """The largest of these differences."""
+    end_to_end_difference: float = 0.0
+    """The largest difference between outputs when each side resizes the images itself."""
 
     @property
     def holds(self) -> bool:
-        near = self.difference <= self.limit and self.largest_step <= 1
+        near = self.difference <= self.limit and self.largest_pixel_difference <= 1
         return near and self.same_class == self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Milliseconds for one picture, in turns, with as many threads: the median of n."""
+    """The median of n runs of one image, in milliseconds, alternating, with the same number of threads."""
 
     runtime: str
     n: int
@@ -75,7 +75,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What is known about an exported file."""
+    """All comparisons of an exported file with its model, and what identifies the file."""
 
     checks: list[Check]
     speed: Speed
@@ -95,123 +95,137 @@ class Proof:
 
 
 def prove(bundle: Bundle, plan: Plan, run: Run, *, runtime: str) -> Proof:
-    """Golden inputs in batches of 1, 3 and 4; other sizes, or other pictures, where the plan allows them."""
+    """Compare on golden inputs in batches of 1, 3 and 4, and on other sizes or images if the plan allows."""
     spec = bundle.preprocess
-    assert spec is not None  # plan_for has looked
+    assert spec is not None  # plan_for has checked
     model = copy.deepcopy(bundle.model).to(device="cpu", dtype=torch.float32).eval()
     golden = golden_inputs(model.config).permute(0, 2, 3, 1).numpy()  # (4, H, W, C)
-    see = compare_pictures if plan.whole else compare_images
-    checks = [see(f"golden inputs, {count} at once", model, spec, run, golden[:count]) for count in BATCHES]
-    if plan.whole and spec.resize != "none":
-        for high, wide in picture_sizes(spec):
-            pictures = np.stack([drawn(high, wide, spec.channels, seed) for seed in range(2)])
-            checks.append(compare_pictures(f"pictures of {high}x{wide}", model, spec, run, pictures))
+    compare = _compare_raw if plan.with_preprocess else _compare_normalized
+    checks = [
+        compare(f"golden inputs, batch of {count}", model, spec, run, golden[:count]) for count in BATCHES
+    ]
+    if plan.with_preprocess and spec.resize != "none":
+        for high, wide in _image_sizes(spec):
+            images = np.stack([_draw_scene(high, wide, spec.channels, seed) for seed in range(2)])
+            checks.append(_compare_raw(f"images of {high}x{wide}", model, spec, run, images))
     if plan.any_size:
-        for size in other_sizes(model):
-            other = surgery.resize(model, size, **plan.how)
-            levels = golden_inputs(other.config).permute(0, 2, 3, 1).numpy()
+        for size in _other_sizes(model):
+            other = surgery.resize(model, size, **plan.resample)
+            pixels = golden_inputs(other.config).permute(0, 2, 3, 1).numpy()
             fitted = replace(spec, size=size, resize_to=None)
-            checks.append(compare_images(f"golden inputs of {by(size)}", other, fitted, run, levels))
-    first = golden[:1] if plan.whole else inputs(golden[:1], spec).numpy()
-    return Proof(checks=checks, speed=race(model, inputs(golden[:1], spec), run, first, runtime))
-
-
-def inputs(levels: NDArray[np.uint8], spec: Preprocess) -> torch.Tensor:
-    return torch.stack([spec.normalise(one) for one in levels])
-
-
-def outputs(model: ViT, images: torch.Tensor) -> dict[str, NDArray[np.float32]]:
-    """What the model itself gives, under the file's names."""
-    with torch.no_grad():
-        embedding = model.encode(images).pooled
-        found = {"logits": model.head(embedding), "embedding": embedding}
-    return {name: found[name].numpy() for name in names_of(model.config)}
-
-
-def compare_images(what: str, model: ViT, spec: Preprocess, run: Run, levels: NDArray[np.uint8]) -> Check:
-    """Levels normalised outside, through both."""
-    images = inputs(levels, spec)
-    return compared(what, outputs(model, images), run(images.numpy()))
-
-
-def compare_pictures(what: str, model: ViT, spec: Preprocess, run: Run, pictures: NDArray[np.uint8]) -> Check:
-    """Pictures resized by `Preprocess` and by the graph; the model then gets the levels of each."""
-    theirs = run(pictures)
-    seen = theirs["pixels"].transpose(0, 2, 3, 1)  # (B, H, W, C)
-    right = np.stack([spec.pixels(picture) for picture in pictures])
-    steps = np.abs(seen - right.astype(np.float32))
-    given_these = compared(what, outputs(model, inputs(seen.astype(np.uint8), spec)), theirs)
-    all_in_all = compared(what, outputs(model, inputs(right, spec)), theirs)
-    return replace(
-        given_these,
-        same_class=all_in_all.same_class,
-        levels=steps.size,
-        other_levels=int((steps > 0).sum()),
-        largest_step=int(np.ceil(steps.max())),
-        all_in_all=all_in_all.difference,
+            checks.append(
+                _compare_normalized(f"golden inputs of {format_sides(size)}", other, fitted, run, pixels)
+            )
+    first = golden[:1] if plan.with_preprocess else _normalize(golden[:1], spec).numpy()
+    return Proof(
+        checks=checks, speed=_measure_speed(model, _normalize(golden[:1], spec), run, first, runtime)
     )
 
 
-def compared(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
-    """Every output, and what is said of the worst; NaN is a difference beyond any limit."""
-    difference, limit = 0.0, LIMIT
+def _normalize(images: NDArray[np.uint8], spec: Preprocess) -> torch.Tensor:
+    return torch.stack([spec.normalize(image) for image in images])
+
+
+def _model_outputs(model: ViT, images: torch.Tensor) -> dict[str, NDArray[np.float32]]:
+    """The outputs of the model, under the names used in the file."""
+    with torch.no_grad():
+        embedding = model.encode(images).pooled
+        tensors = {"logits": model.head(embedding), "embedding": embedding}
+    return {name: tensors[name].numpy() for name in output_names(model.config)}
+
+
+def _compare_normalized(
+    what: str, model: ViT, spec: Preprocess, run: Run, pixels: NDArray[np.uint8]
+) -> Check:
+    """Normalize the pixels outside the graph and run both."""
+    images = _normalize(pixels, spec)
+    return _compare_outputs(what, _model_outputs(model, images), run(images.numpy()))
+
+
+def _compare_raw(what: str, model: ViT, spec: Preprocess, run: Run, images: NDArray[np.uint8]) -> Check:
+    """Resize with `Preprocess` and inside the graph; run the model on the pixels of each."""
+    theirs = run(images)
+    graph_pixels = theirs["pixels"].transpose(0, 2, 3, 1)  # (B, H, W, C)
+    pixels = np.stack([spec.pixels(image) for image in images])
+    differences = np.abs(graph_pixels - pixels.astype(np.float32))
+    same_pixels = _model_outputs(model, _normalize(graph_pixels.astype(np.uint8), spec))
+    end_to_end = _compare_outputs(what, _model_outputs(model, _normalize(pixels, spec)), theirs)
+    return replace(
+        _compare_outputs(what, same_pixels, theirs),
+        same_class=end_to_end.same_class,
+        pixels=differences.size,
+        different_pixels=int((differences > 0).sum()),
+        largest_pixel_difference=int(np.ceil(differences.max())),
+        end_to_end_difference=end_to_end.difference,
+    )
+
+
+def _compare_outputs(what: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Check:
+    """Compare every output and report the worst; NaN counts as an infinite difference."""
+    difference, limit = 0.0, LOGIT_TOLERANCE
     for name, array in ours.items():
         if theirs[name].shape != array.shape:
-            raise unproven(f"{name} of {theirs[name].shape} where the model gives {array.shape}, {what}")
-        apart, most = np.abs(theirs[name] - array).max(), LIMIT * max(1.0, float(np.abs(array).max()))
-        if not apart / most <= difference / limit:
-            difference, limit = float(np.nan_to_num(apart, nan=np.inf)), float(np.nan_to_num(most, nan=LIMIT))
+            raise check_failed(f"{what}: {name} has shape {theirs[name].shape}, the model's {array.shape}")
+        apart, allowed = (
+            np.abs(theirs[name] - array).max(),
+            LOGIT_TOLERANCE * max(1.0, float(np.abs(array).max())),
+        )
+        if not apart / allowed <= difference / limit:
+            difference, limit = (
+                float(np.nan_to_num(apart, nan=np.inf)),
+                float(np.nan_to_num(allowed, nan=LOGIT_TOLERANCE)),
+            )
     first = next(iter(ours))
     same = int((theirs[first].argmax(1) == ours[first].argmax(1)).sum())
     return Check(what=what, inputs=len(ours[first]), difference=difference, limit=limit, same_class=same)
 
 
-def unproven(reason: str) -> FileError:
+def check_failed(reason: str) -> FileError:
+    """The error for an export that does not compute what the model computes."""
     return FileError(
-        "An exported file must give the answers of its model; this one was not kept.",
-        printable(reason, 300),
-        "Use the vitrail file itself, and please report this.",
+        f"The exported file does not give the outputs of the model ({printable(reason, 300).rstrip('.')}), "
+        "so it was not written; use the vitrail file itself, and please report this."
     )
 
 
-def race(model: ViT, images: torch.Tensor, run: Run, batch: Any, runtime: str) -> Speed:
-    """Both in turns, so that whatever else the machine does hits both."""
+def _measure_speed(model: ViT, images: torch.Tensor, run: Run, batch: Any, runtime: str) -> Speed:
+    """Time both alternately, so that other load on the machine affects both."""
     times: tuple[list[float], list[float]] = [], []
-    begun = time.perf_counter()
-    while len(times[0]) < TURNS and (len(times[0]) < 3 or time.perf_counter() - begun < SECONDS):
-        for which, call in enumerate((lambda: outputs(model, images), lambda: run(batch))):
+    started = time.perf_counter()
+    while len(times[0]) < REPEATS and (len(times[0]) < 3 or time.perf_counter() - started < SECONDS):
+        for which, call in enumerate((lambda: _model_outputs(model, images), lambda: run(batch))):
             start = time.perf_counter()
             call()
             times[which].append(1000 * (time.perf_counter() - start))
-    eager, exported = (round(statistics.median(found), 3) for found in times)
+    eager, exported = (round(statistics.median(values), 3) for values in times)
     n, threads = len(times[0]), torch.get_num_threads()
     return Speed(runtime=runtime, n=n, threads=threads, eager=eager, exported=exported)
 
 
-# ---- pictures -----------------------------------------------------------------------------------
+# ---- images -----------------------------------------------------------------------------------
 
 
-def other_sizes(model: ViT) -> list[tuple[int, int]]:
-    """One patch more each way, one less (but never below two), and twice as wide."""
+def _other_sizes(model: ViT) -> list[tuple[int, int]]:
+    """More patches each way, fewer (but at least two), and twice as wide."""
     (down, across), (h, w) = model.config.patch_pixels, model.config.grid
     grids = [(h + 1, w + 2), (max(2, h - 1), max(2, w - 1)), (max(2, h), 2 * w)]
     return [(rows * down, columns * across) for rows, columns in grids]
 
 
-def picture_sizes(spec: Preprocess) -> list[tuple[int, int]]:
-    """Larger and smaller than the model's, wide, tall, and odd."""
+def _image_sizes(spec: Preprocess) -> list[tuple[int, int]]:
+    """Sizes larger and smaller than the model's, wide, tall and odd."""
     H, W = spec.target
     return [(2 * H + 1, 3 * W), (H // 2 + 1, W // 2 + 3), (H + 5, 4 * W + 1), (5 * H + 3, W // 2 + 1)]
 
 
-def drawn(high: int, wide: int, channels: int, seed: int) -> NDArray[np.uint8]:
-    """A scene with slopes, edges and grain, as photographs have them: (high, wide, channels)."""
-    chance = np.random.default_rng(seed)
+def _draw_scene(high: int, wide: int, channels: int, seed: int) -> NDArray[np.uint8]:
+    """A synthetic photograph with gradients, edges and noise, (high, wide, channels)."""
+    rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:high, 0:wide] / max(high, wide)
-    scene = np.stack([255 * (a * x + b * y + c) / 3 for a, b, c in chance.random((channels, 3))], axis=-1)
+    scene = np.stack([255 * (a * x + b * y + c) / 3 for a, b, c in rng.random((channels, 3))], axis=-1)
     for _ in range(6):
-        row, column, radius = chance.random(3)
+        row, column, radius = rng.random(3)
         inside = (y - row * y.max()) ** 2 + (x - column * x.max()) ** 2 < (0.3 * radius) ** 2
-        scene[inside] = 255 * chance.random(channels)
-    scene += chance.normal(0, 8, scene.shape)
+        scene[inside] = 255 * rng.random(channels)
+    scene += rng.normal(0, 8, scene.shape)
     return scene.round().clip(0, 255).astype(np.uint8)

@@ -1,6 +1,6 @@
-"""See through a model: one file for each figure.
+"""Figures that show what a model computes, one per file.
 
-In each, `compute` returns plain arrays, `draw` draws them, `table` gives them as rows for a CSV file, and
-`caption` says in a few sentences how to read the figure and what this model shows. `python -m
-vitrail.inspect.filters` and so on draw the figure of the small model that comes with the package.
+In each file, `compute` returns plain arrays, `draw` plots them, `table` returns them as rows of a CSV file,
+and `caption` explains in a few sentences how to read the figure and what it shows for this model. `python -m
+vitrail.inspect.filters` and so on draw the figure for the small model that comes with the package.
 """

@@ -1,4 +1,4 @@
-"""What all figures share: paper, ink, colours, and how a figure becomes files."""
+"""Shared plotting helpers: style, color maps, overlays, and saving a figure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from vitrail.errors import needs
+from vitrail.errors import require_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-# Colour maps whose brightness grows evenly, so that a step in colour is a step in the number.
-AMOUNT = "viridis"  # from nothing to much
-HEAT = "magma"  # the same, to lay over pictures
-SIGNED = "RdBu_r"  # around zero, white in the middle
-LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everyone
+# Perceptually uniform color maps: equal steps in value look like equal steps in brightness.
+SEQUENTIAL = "viridis"
+OVERLAY = "magma"  # sequential, for maps drawn over images
+DIVERGING = "RdBu_r"  # for values around zero, which is white
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # safe for color-blind readers
 INK, FAINT = "#222222", "#8a8a8a"
 
-STYLE: Any = {
+_STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.labelsize": 9,
@@ -39,25 +39,25 @@ STYLE: Any = {
     "legend.frameon": False,
     "image.interpolation": "nearest",
     "svg.fonttype": "none",
-    "svg.hashsalt": "vitrail",  # the same figure is the same file
+    "svg.hashsalt": "vitrail",  # makes the file reproducible
 }
 
 
-def in_our_style(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A function that draws, in our style and without changing the user's."""
+def styled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a plotting function to use the style of this module, leaving the user's settings alone."""
 
     @wraps(function)
-    def styled(*arguments: Given.args, **options: Given.kwargs) -> Result:
-        with needs("inspect"):
+    def styled(*arguments: _P.args, **options: _P.kwargs) -> _R:
+        with require_extra("inspect"):
             import matplotlib
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(_STYLE):
             return function(*arguments, **options)
 
     return styled
 
 
-def canvas(width: float, height: float, title: str = "") -> Figure:
-    """An empty figure in inches, white, whose parts keep out of each other's way."""
+def new_figure(width: float, height: float, title: str = "") -> Figure:
+    """Create an empty white figure of a size in inches, with constrained layout."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
@@ -66,8 +66,8 @@ def canvas(width: float, height: float, title: str = "") -> Figure:
     return figure
 
 
-def show_picture(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None:
-    """A picture (H, W, C) without axes; one channel in grey, more than three by their mean."""
+def show_image(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None:
+    """Draw an image (H, W, C) without axes. Other than 3 or 4 channels are averaged and drawn in gray."""
     shown: Any = pixels if pixels.shape[2] in (3, 4) else pixels.mean(axis=2)
     axis.imshow(shown, cmap="gray", vmin=0, vmax=255)
     axis.axis("off")
@@ -76,39 +76,39 @@ def show_picture(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None
 
 
 def show_map(axis: Axes, values: NDArray[np.floating], *, most: float | None = None, title: str = "") -> Any:
-    """A map of amounts from 0 to `most`; what it returns is what a colour bar needs."""
-    image = axis.imshow(values, cmap=AMOUNT, vmin=0, vmax=float(values.max()) if most is None else most)
+    """Draw a map of values from 0 to `most`; returns what a color bar needs."""
+    image = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=float(values.max()) if most is None else most)
     axis.axis("off")
     if title:
         axis.set_title(title)
     return image
 
 
-def lay_over(
+def overlay_map(
     axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating], *, most: float | None = None
 ) -> Any:
-    """A map (h, w) over the picture it belongs to, patch by patch: nothing is smoothed over."""
-    grey = pixels[..., :3].mean(axis=2)
+    """Draw a map (h, w) over its image, patch by patch, without smoothing."""
+    gray = pixels[..., :3].mean(axis=2)
     box = (-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5)
-    axis.imshow(grey, cmap="gray", vmin=0, vmax=255, extent=box)
+    axis.imshow(gray, cmap="gray", vmin=0, vmax=255, extent=box)
     limit = float(values.max()) if most is None else most
-    image = axis.imshow(values, cmap=HEAT, vmin=0, vmax=limit or 1.0, alpha=0.65, extent=box)
+    image = axis.imshow(values, cmap=OVERLAY, vmin=0, vmax=limit or 1.0, alpha=0.65, extent=box)
     axis.axis("off")
     return image
 
 
-def bar(figure: Figure, image: Any, axes: Any, label: str) -> None:
-    """A colour bar: which colour is which number."""
-    made = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label=label)
-    made.outline.set_visible(False)
+def add_colorbar(figure: Figure, image: Any, axes: Any, label: str) -> None:
+    """Add a color bar for an image or map."""
+    colorbar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label=label)
+    colorbar.outline.set_visible(False)
 
 
-def save(figure: Figure, place: Path) -> list[Path]:
-    """The figure as PNG and SVG, without a date: the same figure is the same file."""
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Save a figure as PNG and SVG beside `path`. Neither holds a date, so the files are reproducible."""
     import matplotlib
 
-    files = [place.with_suffix(".png"), place.with_suffix(".svg")]
-    with matplotlib.rc_context(STYLE):
+    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
+    with matplotlib.rc_context(_STYLE):
         figure.savefig(files[0], metadata={"Software": None})
         figure.savefig(files[1], metadata={"Date": None})
     return files

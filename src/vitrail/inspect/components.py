@@ -1,4 +1,4 @@
-"""Principal components, as several figures need them: in which directions do these rows differ most?"""
+"""Principal component analysis, used by several figures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-SMALLEST = 1e-12  # a share of the variance below this is rounding, and its direction means nothing
+_SMALLEST = 1e-12  # components with less than this fraction of the variance are rounding errors
 
 
 def principal(rows: NDArray[np.floating]) -> tuple[Floats, Floats]:
-    """Unit directions (n, columns), most variance first, and the share of the variance along each.
+    """Principal components (n, columns) as unit vectors, and the fraction of the variance each explains.
 
-    The rows' mean is taken out first. A direction and its opposite are the same component: the one
-    is returned whose largest weight is positive, so that a figure is the same on every machine.
-    Rows that are all equal have no components.
+    The rows are centered first. The sign of a component is arbitrary; it is chosen so that the largest weight
+    is positive, which makes figures reproducible across machines. Rows that are all equal have no components.
     """
     x = rows.astype(np.float64)
     x = x - x.mean(axis=0)
@@ -27,7 +26,7 @@ def principal(rows: NDArray[np.floating]) -> tuple[Floats, Floats]:
     values, vectors = np.linalg.eigh(x.T @ x if tall else x @ x.T)  # the smaller of the two
     values, vectors = values[::-1].clip(min=0), vectors[:, ::-1]
     scale = float((rows.astype(np.float64) ** 2).sum())
-    kept = values > SMALLEST * scale if scale else np.zeros(len(values), dtype=bool)
-    found = vectors[:, kept].T if tall else (x.T @ vectors[:, kept] / np.sqrt(values[kept])).T
-    largest = np.take_along_axis(found, np.abs(found).argmax(axis=1)[:, None], axis=1)
-    return found * np.sign(largest), values[kept] / values.sum() if kept.any() else values[kept]
+    valid = values > _SMALLEST * scale if scale else np.zeros(len(values), dtype=bool)
+    components = vectors[:, valid].T if tall else (x.T @ vectors[:, valid] / np.sqrt(values[valid])).T
+    largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
+    return components * np.sign(largest), values[valid] / values.sum() if valid.any() else values[valid]

@@ -1,9 +1,9 @@
-"""How far heads look (paper, Fig. 7 right and Fig. 11): mean attention distance by head and depth.
+"""Mean attention distance by head and depth (ViT paper, Fig. 7 right and Fig. 11).
 
-For every patch the distances to all patches, centre to centre in pixels, weighted by its attention;
-then the mean over patches and pictures. Beside it how spread the attention is (entropy), and how
-much of it goes to class token and registers. The sums run over any number of pictures, and the
-weights of one block are reduced before the next block makes its own: memory does not grow.
+The attention distance of a patch is the mean distance to all patches, center to center in pixels, weighted by
+its attention; a head's distance is the mean over patches and images. The entropy of the attention and the
+attention to prefix tokens are computed as well. Sums run over any number of images, and the weights of one
+block are reduced before the next block computes its own, so memory does not grow.
 
 Run it: `python -m vitrail.inspect.distance`.
 """
@@ -21,114 +21,117 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
-from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
-from vitrail.inspect.pictures import check_finite, check_pictures, check_weights_fit, device_of
+from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
+from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.images import check_finite, check_images, check_weights_fit, device_of
 from vitrail.model import ViT, edit
-from vitrail.model.modes import evaluating
+from vitrail.model.modes import eval_mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-BATCH = 32  # pictures at a time, where they come as one tensor
-LOCAL, GLOBAL = 0.5, 0.9  # of the distance of uniform attention: the caption's words for near and far
+_BATCH = 32  # images per forward pass if they are passed as one tensor
+LOCAL, GLOBAL = 0.5, 0.9  # below, or above, this fraction of the uniform distance a head is local, or global
 
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """One number of every head: its mean over pictures, and the standard error of that mean."""
+    """One quantity per head: its mean over images and the standard error of that mean."""
 
     mean: NDArray[np.float64]
     """(L, k)."""
     error: NDArray[np.float64]
-    """(L, k); NaN of a single picture."""
+    """(L, k); NaN for a single image."""
 
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """What the patches look at, in every head of every layer. Class token and registers do not ask here."""
+    """Attention statistics per head and layer, with patch tokens as queries."""
 
     distance: Measure
-    """Pixels, by the weights on patches alone, made to sum to 1. NaN of a head that never looks at one."""
+    """In pixels, from the weights on patches renormalized to sum to 1. NaN if a head attends to no patch."""
     entropy: Measure
-    """Nats, over all tokens."""
+    """In nats, over all tokens."""
     prefix: Measure
-    """The share of attention on the tokens before the patches."""
+    """Total attention weight on the prefix tokens."""
     uniform: float
-    """The distance if all patches counted alike, in pixels."""
-    largest: float
+    """The distance of uniform attention, in pixels."""
+    max_entropy: float
     """The largest possible entropy, log T."""
     prefix_count: int
-    pictures: int
+    images: int
 
 
 def compute(model: ViT, batches: Tensor | Iterable[Tensor]) -> Distances:
-    """The three measures over all pictures of all batches, each (B, C, H, W) and normalised."""
-    check_pictures(model)
+    """Compute the statistics over all images of all batches, each (B, C, H, W) and normalized."""
+    check_images(model)
     config, device = model.config, device_of(model)
-    sums = Sums(config, device)
+    sums = _Sums(config, device)
     edits = {f"blocks.{n}.attention.weights": partial(sums.add, n) for n in range(config.depth)}
-    for images in batches.split(BATCH) if isinstance(batches, Tensor) and batches.ndim else batches:
+    for images in batches.split(_BATCH) if isinstance(batches, Tensor) and batches.ndim else batches:
         if not isinstance(images, Tensor):
-            got = type(images).__name__
-            raise InputError("Every batch must be a tensor of pictures.", got, "Pass the pictures alone.")
-        check_pictures(model, images)
+            raise InputError(
+                f"Every batch must be a tensor of images, not a {type(images).__name__}; pass only images."
+            )
+        check_images(model, images)
         check_weights_fit(model, len(images))
-        with evaluating(model), edit(model, edits):
+        with eval_mode(model), edit(model, edits):
             model.encode(images.to(device))
-        sums.pictures += len(images)
-    if not sums.pictures:
-        raise InputError("Statistics need a picture or more.", "no batches", "Pass some pictures.")
+        sums.images += len(images)
+    if not sums.images:
+        raise InputError("Attention distances need at least one image, but there are no batches; pass some.")
     distance, entropy, prefix = sums.measures()
     return Distances(
         distance=distance,
         entropy=entropy,
         prefix=prefix,
-        uniform=float(patch_distances(config).mean()),
-        largest=float(np.log(config.tokens)),
+        uniform=float(_patch_distances(config).mean()),
+        max_entropy=float(np.log(config.tokens)),
         prefix_count=config.prefix,
-        pictures=sums.pictures,
+        images=sums.images,
     )
 
 
-def patch_distances(config: ViTConfig) -> NDArray[np.float64]:
-    """From every patch's centre to every other's, in pixels: (N, N)."""
+def _patch_distances(config: ViTConfig) -> NDArray[np.float64]:
+    """Distances between the centers of all pairs of patches, in pixels: (N, N)."""
     rows, columns = np.divmod(np.arange(config.patches), config.grid[1])
     down, across = config.patch_pixels
     return np.hypot(down * (rows[:, None] - rows), across * (columns[:, None] - columns))
 
 
-class Sums:
-    """Sums over pictures, of each measure, its square and how many had one, for every layer and head."""
+class _Sums:
+    """Running sums per layer and head: of each measure, of its square, and the number of values."""
 
     def __init__(self, config: ViTConfig, device: torch.device) -> None:
-        self.prefix, self.pictures = config.prefix, 0
-        self.apart = torch.as_tensor(patch_distances(config), dtype=torch.float32, device=device)
+        self.prefix, self.images = config.prefix, 0
+        self.distances = torch.as_tensor(_patch_distances(config), dtype=torch.float32, device=device)
         self.sums = torch.zeros(3, 3, config.depth, config.heads, dtype=torch.float64)
 
     def add(self, layer: int, weights: Tensor) -> Tensor:
-        """Reduce one block's weights (B, k, T, T) as they arise, and hand them on as they are."""
+        """Reduce the weights (B, k, T, T) of one block as they are computed, and return them unchanged."""
         for sums, values in zip(self.sums, self.reduce(weights), strict=True):
             values = values.double().cpu()  # (B, k)
-            there = values != torch.inf  # NaN stays, to be seen at the end
-            values = values.where(there, 0)
-            sums[:, layer] += torch.stack([values.sum(0), values.square().sum(0), there.double().sum(0)])
+            valid = values != torch.inf  # NaN stays, and is reported at the end
+            values = values.where(valid, 0)
+            sums[:, layer] += torch.stack([values.sum(0), values.square().sum(0), valid.double().sum(0)])
         return weights
 
     def reduce(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Distance, entropy and share on the prefix, each (B, k): means over the patches that ask."""
+        """Distance, entropy and weight on the prefix, each (B, k): means over the query patches."""
         rows = weights[:, :, self.prefix :].float()  # (B, k, N, T)
         patches = rows[..., self.prefix :]
         total = patches.sum(dim=-1)  # (B, k, N)
-        looks = total != 0  # a patch that looks at no patch at all has no distance
-        far = (patches * self.apart).sum(dim=-1) / total.where(looks, 1)
-        distance = (far * looks).sum(dim=-1) / looks.sum(dim=-1)
-        distance = distance.where(looks.any(dim=-1), torch.inf)
+        valid = total != 0  # a query that attends to no patch has no distance
+        per_query = (patches * self.distances).sum(dim=-1) / total.where(valid, 1)
+        distance = (per_query * valid).sum(dim=-1) / valid.sum(dim=-1)
+        distance = distance.where(valid.any(dim=-1), torch.inf)
         entropy = torch.special.entr(rows).sum(dim=-1).mean(dim=-1)
         return distance, entropy, rows[..., : self.prefix].sum(dim=-1).mean(dim=-1)
 
     def measures(self) -> list[Measure]:
+        """Mean and standard error of distance, entropy and prefix weight."""
         sums = self.sums.numpy()
         check_finite("Attention weights", sums)
         total, squares, count = np.moveaxis(sums, 1, 0)  # each (3, L, k)
@@ -142,29 +145,29 @@ class Sums:
 # ---- the figure ------------------------------------------------------------------------------------
 
 
-@in_our_style
-def draw(found: Distances) -> Figure:
-    """A dot for each head over depth; the line is the mean of the heads."""
+@styled
+def draw(distances: Distances) -> Figure:
+    """One dot per head by depth; the line is the mean over heads."""
     panels: list[tuple[Measure, str, float | None, str]] = [
-        (found.distance, "mean attention distance, pixels", found.uniform, "uniform attention"),
-        (found.entropy, "entropy of attention, nats", found.largest, "largest possible"),
+        (distances.distance, "mean attention distance, pixels", distances.uniform, "uniform attention"),
+        (distances.entropy, "attention entropy, nats", distances.max_entropy, "maximum"),
     ]
-    if found.prefix_count:
-        panels.append((found.prefix, "share of attention on prefix tokens", None, ""))
-    figure = canvas(3.4 * len(panels), 3.3)
+    if distances.prefix_count:
+        panels.append((distances.prefix, "attention to prefix tokens", None, ""))
+    figure = new_figure(3.4 * len(panels), 3.3)
     axes = figure.subplots(1, len(panels))
-    for axis, (measure, label, limit, word) in zip(axes, panels, strict=True):
-        draw_heads(axis, measure)
-        if limit is not None:
-            axis.axhline(limit, color=FAINT, linestyle="--", linewidth=1, label=word)
-        axis.set_ylim(0, 1.18 * axis.get_ylim()[1])  # room above for the legend
+    for axis, (measure, label, reference, name) in zip(axes, panels, strict=True):
+        _draw_heads(axis, measure)
+        if reference is not None:
+            axis.axhline(reference, color=FAINT, linestyle="--", linewidth=1, label=name)
+        axis.set_ylim(0, 1.18 * axis.get_ylim()[1])  # leaves room for the legend
         axis.set_xlabel("layer")
         axis.set_ylabel(label)
         axis.legend(loc="upper left", fontsize=7.5, ncols=3, columnspacing=1, handletextpad=0.4)
     return figure
 
 
-def draw_heads(axis: Axes, measure: Measure) -> None:
+def _draw_heads(axis: Axes, measure: Measure) -> None:
     from matplotlib.ticker import MaxNLocator
 
     layers = np.arange(len(measure.mean))
@@ -179,89 +182,99 @@ def draw_heads(axis: Axes, measure: Measure) -> None:
             alpha=0.6,
             label="" if head else "one head",
         )
-    axis.plot(layers, layer_means(measure), color=LINES[1], marker="_", label="mean")
+    axis.plot(layers, _layer_means(measure), color=LINES[1], marker="_", label="mean")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlim(-0.5, len(layers) - 0.5)
 
 
-def layer_means(measure: Measure) -> NDArray[np.float64]:
-    """The mean of the heads that have a value, for each layer; NaN where none has."""
+def _layer_means(measure: Measure) -> NDArray[np.float64]:
+    """Mean over the heads that have a value, per layer; NaN if none has."""
     return np.ma.filled(np.ma.masked_invalid(measure.mean).mean(axis=1), np.nan)
 
 
-def caption(found: Distances) -> str:
-    """How to read it; whether distance grows with depth here; and the heads of the first layer."""
-    means, relative = layer_means(found.distance), found.distance.mean / found.uniform
+def caption(distances: Distances) -> str:
+    """How to read the figure, whether distance grows with depth, and the heads of the first layer."""
+    means, relative = _layer_means(distances.distance), distances.distance.mean / distances.uniform
     first = relative[0][np.isfinite(relative[0])]
     sentences = [
-        f"Each dot is a head, its patches' attention averaged over {found.pictures} "
-        f"picture{'s' * (found.pictures > 1)}; distances are between patch centres, with the weights on "
-        f"patches made to sum to 1, and uniform attention would give {found.uniform:.1f} pixels.",
-        growth(means),
+        f"Each dot is one head, averaged over its patches and {distances.images} "
+        f"image{'s' * (distances.images > 1)}. Distances are between patch centers, with the weights on "
+        f"patches normalized to sum to 1; uniform attention would give {distances.uniform:.1f} pixels.",
+        _describe_depth(means),
     ]
     if len(first):
         sentences.append(
-            f"In layer 0 heads reach from {100 * first.min():.0f}% to {100 * first.max():.0f}% of the "
-            f"uniform distance: {(first < LOCAL).sum()} of {len(first)} are local (below {100 * LOCAL:.0f}%) "
-            f"and {(first > GLOBAL).sum()} global (above {100 * GLOBAL:.0f}%); {paper(first)}."
+            f"In layer 0, head distances range from {100 * first.min():.0f}% to {100 * first.max():.0f}% of "
+            f"the uniform distance: {(first < LOCAL).sum()} of {len(first)} heads are local (below "
+            f"{100 * LOCAL:.0f}%) and {(first > GLOBAL).sum()} global (above {100 * GLOBAL:.0f}%); "
+            f"{_compare_with_paper(first)}."
         )
-    share = f", and prefix tokens take {100 * found.prefix.mean.mean():.1f}%" if found.prefix_count else ""
+    entropy = f"attention entropy is {100 * distances.entropy.mean.mean() / distances.max_entropy:.0f}%"
+    prefix = f", and prefix tokens receive {100 * distances.prefix.mean.mean():.1f}% of the attention"
     sentences.append(
-        f"Entropy is {100 * found.entropy.mean.mean() / found.largest:.0f}% of the largest possible{share}, "
-        "mean over heads and layers."
+        f"On average over heads and layers, {entropy} of its maximum"
+        f"{prefix if distances.prefix_count else ''}."
     )
     return " ".join(sentences)
 
 
-def growth(means: NDArray[np.float64]) -> str:
-    """Whether mean distance grows with depth, in a sentence."""
+def _describe_depth(means: NDArray[np.float64]) -> str:
+    """One sentence on whether the mean distance grows with depth."""
     if len(means) == 1:
-        return f"The mean of the heads is {means[0]:.1f} pixels in the only layer."
+        return f"The mean over heads is {means[0]:.1f} pixels in the only layer."
     ends = f"from {means[0]:.1f} pixels in layer 0 to {means[-1]:.1f} in layer {len(means) - 1}"
-    known = np.isfinite(means)
-    if known.sum() < 3:
-        return f"The mean of the heads goes {ends}; over so few layers a correlation says nothing."
-    if np.ptp(means[known]) == 0:
-        return f"Mean distance is the same in every layer, {means[known][0]:.1f} pixels."
-    r = float(np.corrcoef(np.arange(len(means))[known], means[known])[0, 1])
-    words = "grows with depth, as in the paper" if r > 0.5 else "does not grow with depth here"
-    return f"Mean distance {words}: {ends}, correlation with depth {r:.2f}."
+    valid = np.isfinite(means)
+    if valid.sum() < 3:
+        return f"The mean over heads goes {ends}, too few layers for a meaningful correlation with depth."
+    if np.ptp(means[valid]) == 0:
+        return f"The mean distance is the same in every layer, {means[valid][0]:.1f} pixels."
+    r = float(np.corrcoef(np.arange(len(means))[valid], means[valid])[0, 1])
+    trend = "grows with depth, as in the ViT paper" if r > 0.5 else "does not grow with depth here"
+    return f"The mean distance {trend}: {ends}, correlation with depth {r:.2f}."
 
 
-def paper(first: NDArray[np.float64]) -> str:
-    """The paper's finding on low layers, held against this model."""
+def _compare_with_paper(first: NDArray[np.float64]) -> str:
+    """One clause that compares the lowest layer with the findings of the ViT paper."""
     if (first < LOCAL).any() and (first > GLOBAL).any():
-        return "the paper too finds both kinds in its lowest layers"
-    return "the paper finds both kinds in its lowest layers, this model does not have both"
+        return "the ViT paper also finds both kinds in the lowest layers"
+    return "the ViT paper finds both kinds in the lowest layers, which is not the case here"
 
 
-def table(found: Distances) -> tuple[list[str], list[list[object]]]:
-    """A row for each layer and head."""
+def table(distances: Distances) -> tuple[list[str], list[list[object]]]:
+    """One row per layer and head."""
     header = ["layer", "head", "distance_pixels", "distance_error", "distance_of_uniform"]
     header += [
         "entropy_nats",
         "entropy_error",
-        "entropy_of_largest",
-        "prefix_share",
+        "entropy_of_maximum",
+        "prefix_fraction",
         "prefix_error",
-        "pictures",
+        "images",
     ]
     rows: list[list[object]] = []
-    for layer, head in np.ndindex(found.distance.mean.shape):
+    for layer, head in np.ndindex(distances.distance.mean.shape):
         distance, entropy, prefix = (
-            (float(one.mean[layer, head]), float(one.error[layer, head]))
-            for one in (found.distance, found.entropy, found.prefix)
+            (float(measure.mean[layer, head]), float(measure.error[layer, head]))
+            for measure in (distances.distance, distances.entropy, distances.prefix)
         )
-        row: list[Any] = [layer, head, *distance, distance[0] / found.uniform]
-        rows.append([*row, *entropy, entropy[0] / found.largest, *prefix, found.pictures])
+        row: list[Any] = [layer, head, *distance, distance[0] / distances.uniform]
+        rows.append([*row, *entropy, entropy[0] / distances.max_entropy, *prefix, distances.images])
     return header, rows
 
 
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    distances = compute(request.model, request.batches("distance"))
+    return distances, draw(distances)
+
+
+FIGURE = FigureSpec("distance", "Mean attention distance", _make, caption, table)
+
+
 if __name__ == "__main__":
-    from vitrail.inspect.sample import sample_model, sample_pictures, show
+    from vitrail.inspect.sample import sample_images, sample_model, show_sample
 
     def make() -> tuple[Figure, str]:
-        found = compute(sample_model().model, sample_pictures(200).images)
-        return draw(found), caption(found)
+        distances = compute(sample_model().model, sample_images(200).images)
+        return draw(distances), caption(distances)
 
-    show("distance", make)
+    show_sample("distance", make)

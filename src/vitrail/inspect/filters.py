@@ -1,7 +1,7 @@
-"""What the model looks for in a patch: principal components of its embedding filters (paper, Fig. 7 left).
+"""Principal components of the patch embedding filters (ViT paper, Fig. 7 left).
 
-Each of the D numbers of a token is the patch weighed by one filter. The filters' principal components are
-the patterns that they are sums of, the most used first.
+Each of the D channels of a token is the dot product of the patch with one filter. The principal components
+are the patterns in which the filters differ, sorted by the variance that they explain.
 """
 
 from __future__ import annotations
@@ -12,176 +12,189 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import InputError
-from vitrail.inspect.canvas import LINES, SIGNED, bar, canvas, in_our_style
+from vitrail.inspect.canvas import DIVERGING, LINES, add_colorbar, new_figure, styled
 from vitrail.inspect.components import principal
-from vitrail.inspect.pictures import check_finite, check_pictures
-from vitrail.inspect.sample import sample_model, show
+from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.images import check_finite, check_images
+from vitrail.inspect.sample import sample_model, show_sample
 from vitrail.model import ViT
-from vitrail.model.modes import evaluating
-from vitrail.model.stem import standardise
+from vitrail.model.modes import eval_mode
+from vitrail.model.stem import standardize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
     from torch import Tensor
 
-MOST = 28  # as many as the paper shows
-MUCH = 0.9  # of the variance
-ACROSS = 7  # tiles in a row
+_MAX_COMPONENTS = 28  # as in the ViT paper
+_VARIANCE = 0.9  # fraction of the variance that `needed` components explain
+_COLUMNS = 7
 
 
 @dataclass(frozen=True, eq=False)
 class Filters:
-    """The patterns that the filters are sums of."""
+    """Principal components of the filters."""
 
     components: NDArray[np.float32]
-    """(n, C, P, P), each of length 1; its sign is the one that makes its largest weight positive."""
+    """(n, C, P, P), each of norm 1, with the sign that makes the largest weight positive."""
     share: NDArray[np.float64]
-    """(n,), how much of the filters' variance lies along each."""
+    """(n,): fraction of the variance that each component explains."""
     smoothness: NDArray[np.float64]
-    """(n,), how alike pixels side by side are in each: 1 for an even patch, about 0 for noise."""
+    """(n,): correlation of neighboring pixels: 1 for a constant patch, about 0 for noise."""
     count: int
-    """D, how many filters there are."""
+    """D, the number of filters."""
     needed: int
-    """How many components hold 90 % of the variance."""
+    """Number of components that explain 90 % of the variance."""
     needed_by_noise: int
-    """The same for as many filters of random numbers."""
+    """The same for as many random filters."""
     source: str
-    """Whose filters they are."""
+    """The layer of the filters, in words."""
 
 
 def compute(model: ViT) -> Filters:
-    check_pictures(model)
-    with evaluating(model):
-        tensor, source = pixel_filters(model)
+    """Compute the principal components of the filters that are applied to pixels."""
+    check_images(model)
+    with eval_mode(model):
+        tensor, source = _pixel_filters(model)
         weight = tensor.detach().double().cpu().numpy()  # (D, C, P, P)
     check_finite("The filters", weight)
-    components, share = principal(weight.reshape(len(weight), -1))
-    if not len(share):
-        raise InputError("There must be filters that differ.", f"{len(weight)} alike", "Train the model.")
+    components, explained = principal(weight.reshape(len(weight), -1))
+    if not len(explained):
+        raise InputError(
+            f"All {len(weight)} filters are equal and have no principal components; train the model first."
+        )
     noise = np.random.default_rng(0).standard_normal((len(weight), weight[0].size))
-    tiles = components[:MOST].reshape(-1, *weight.shape[1:])
+    tiles = components[:_MAX_COMPONENTS].reshape(-1, *weight.shape[1:])
     return Filters(
         components=tiles.astype(np.float32),
-        share=share[:MOST],
-        smoothness=np.array([smoothness(tile) for tile in tiles]),
+        share=explained[:_MAX_COMPONENTS],
+        smoothness=np.array([_smoothness(tile) for tile in tiles]),
         count=len(weight),
-        needed=holding(share),
-        needed_by_noise=holding(principal(noise)[1]),
+        needed=_components_needed(explained),
+        needed_by_noise=_components_needed(principal(noise)[1]),
         source=source,
     )
 
 
-def pixel_filters(model: ViT) -> tuple[Tensor, str]:
-    """The weights that meet the pixels, (D, C, P, P), and whose they are.
+def _pixel_filters(model: ViT) -> tuple[Tensor, str]:
+    """The weights that are applied to pixels, (D, C, P, P), and the name of their layer.
 
-    After a stem the patch projection weighs features, which are no pattern one could look at; what
-    meets the pixels there is the stem's first convolution.
+    After a convolutional stem the patch projection acts on features and cannot be shown as an image; the
+    layer that acts on pixels is then the first convolution of the stem.
     """
     tokens: Any = model.tokens
     match model.config.embedding:
         case "conv":
             return tokens.stem.conv1.weight, "the stem's first convolution"
-        case "resnet":  # its kernels are used standardised
-            weight = standardise(tokens.stem.root.conv.weight)
-            return weight, "the stem's first convolution (as used, standardised)"
+        case "resnet":  # its convolutions standardize their weights
+            weight = standardize(tokens.stem.root.conv.weight)
+            return weight, "the stem's first convolution (standardized weights)"
         case "mlp":
             return tokens.proj.weight, "the first layer of the patch embedding"
         case _:
             return tokens.proj.weight, "the patch embedding"
 
 
-def smoothness(tile: NDArray[np.floating]) -> float:
-    """The mean product of pixels side by side, over the mean square of all: (C, P, P) -> a number."""
+def _smoothness(tile: NDArray[np.floating]) -> float:
+    """Mean product of neighboring pixels over the mean square, for a tile (C, P, P)."""
     pairs = [(tile[:, 1:], tile[:, :-1]), (tile[..., 1:], tile[..., :-1])]
     products = np.concatenate([(one * other).ravel() for one, other in pairs])
     return float(products.mean() / np.square(tile).mean()) if products.size else float("nan")
 
 
-def holding(share: NDArray[np.float64]) -> int:
-    """How many components it takes to hold 90 % of the variance."""
-    return int(np.searchsorted(share.cumsum(), MUCH - 1e-9)) + 1 if len(share) else 0
+def _components_needed(explained: NDArray[np.float64]) -> int:
+    """Number of components that explain 90 % of the variance."""
+    return int(np.searchsorted(explained.cumsum(), _VARIANCE - 1e-9)) + 1 if len(explained) else 0
 
 
-@in_our_style
-def draw(found: Filters) -> Figure:
-    count, channels = found.components.shape[:2]
-    rows = -(-count // ACROSS)
-    what = found.source.split(" (")[0]
-    title = f"{what[0].upper()}{what[1:]}: principal components of its {found.count} filters"
+@styled
+def draw(filters: Filters) -> Figure:
+    count, channels = filters.components.shape[:2]
+    rows = -(-count // _COLUMNS)
+    layer = filters.source.split(" (")[0]
+    title = f"Principal components of the {filters.count} filters of {layer}"
     if channels == 3:
-        title += "\nmid grey is 0; each tile is scaled by its own largest weight"
-    figure = canvas(8.6, 0.7 + 0.98 * max(rows, 2), title)
+        title += "\nmid gray is 0; each tile is scaled by its largest weight"
+    figure = new_figure(8.6, 0.7 + 0.98 * max(rows, 2), title)
     parts: Any = figure.subfigures(1, 2, width_ratios=[3.4, 1])
     left, right = parts
-    axes = left.subplots(rows, ACROSS, squeeze=False)
+    axes = left.subplots(rows, _COLUMNS, squeeze=False)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
-    shown = as_colours(found) if channels == 3 else found.components.mean(axis=1)
+    shown = as_colors(filters) if channels == 3 else filters.components.mean(axis=1)
     limit = float(np.abs(shown).max())
-    for axis, tile, share in zip(axes.flat, shown, found.share, strict=False):
-        image = axis.imshow(tile, cmap=SIGNED, vmin=-limit, vmax=limit)
-        axis.set_xlabel(percent(share), fontsize=7.5, labelpad=2)
+    for axis, tile, fraction in zip(axes.flat, shown, filters.share, strict=False):
+        image = axis.imshow(tile, cmap=DIVERGING, vmin=-limit, vmax=limit)
+        axis.set_xlabel(_percent(fraction), fontsize=7.5, labelpad=2)
     if channels != 3:
-        bar(left, image, axes, "weight" if channels == 1 else f"weight, mean of {channels} channels")
-    draw_shares(right, found)
+        add_colorbar(left, image, axes, "weight" if channels == 1 else f"weight, mean of {channels} channels")
+    _draw_cumulative(right, filters)
     return figure
 
 
-def as_colours(found: Filters) -> NDArray[np.float32]:
-    """Weights of three channels as colours around mid grey, which is 0: (n, P, P, 3)."""
-    most = np.abs(found.components).max(axis=(1, 2, 3), keepdims=True)
-    return (0.5 + 0.5 * found.components / most).transpose(0, 2, 3, 1)
+def as_colors(filters: Filters) -> NDArray[np.float32]:
+    """Weights of three channels as RGB colors, where mid gray is 0: (n, P, P, 3)."""
+    largest = np.abs(filters.components).max(axis=(1, 2, 3), keepdims=True)
+    return (0.5 + 0.5 * filters.components / largest).transpose(0, 2, 3, 1)
 
 
-def percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}"
+def _percent(fraction: float) -> str:
+    return f"{fraction:.0%}" if fraction >= 0.095 else f"{fraction:.1%}"
 
 
-def draw_shares(part: Any, found: Filters) -> None:
-    """How much of the variance the first 1, 2, 3 ... components hold together."""
+def _draw_cumulative(part: Any, filters: Filters) -> None:
+    """Cumulative explained variance by the number of components."""
     axis = part.subplots()
-    places = np.arange(1, len(found.share) + 1)
-    axis.plot(places, 100 * found.share.cumsum(), color=LINES[0], marker=".", markersize=4)
-    axis.set(xlabel="components", ylabel="% of variance, together", ylim=(0, 103))
-    axis.set_xlim(0, max(len(found.share), 2) + 0.7)
+    counts = np.arange(1, len(filters.share) + 1)
+    axis.plot(counts, 100 * filters.share.cumsum(), color=LINES[0], marker=".", markersize=4)
+    axis.set(xlabel="components", ylabel="explained variance, %", ylim=(0, 103))
+    axis.set_xlim(0, max(len(filters.share), 2) + 0.7)
     axis.locator_params(axis="x", integer=True, nbins=4)
 
 
-def caption(found: Filters) -> str:
-    count, channels = found.components.shape[:2]
+def caption(filters: Filters) -> str:
+    count, channels = filters.components.shape[:2]
     scale = {
-        3: "each tile is scaled by its own largest weight, and mid grey is 0",
-        1: "all tiles share the scale of the bar",
-    }.get(channels, f"each tile is the mean over {channels} channels, and all share the scale of the bar")
-    few = found.needed < 0.8 * found.needed_by_noise
-    verdict = (
-        "the filters share few patterns, as in the paper"
-        if few
-        else "unlike in the paper, the filters share no fewer patterns than noise does"
+        3: "each tile is scaled by its largest weight, and mid gray is 0",
+        1: "all tiles share one color scale",
+    }.get(channels, f"each tile is the mean over {channels} channels, and all share one color scale")
+    low_rank = filters.needed < 0.8 * filters.needed_by_noise
+    comparison = (
+        "the filters are combinations of a few patterns, as in the ViT paper"
+        if low_rank
+        else "the filters are not made of few patterns, unlike in the ViT paper"
     )
-    smooth = float((found.smoothness * found.share).sum() / found.share.sum())
-    words = (
-        f"The patterns in which the {found.count} filters of {found.source} differ most, {count} of them, "
-        f"with the share of the variance under each; {scale}. To hold 90 % of the variance it takes "
-        f"{found.needed}, and {found.needed_by_noise} with random filters: {verdict}."
+    smooth = float((filters.smoothness * filters.share).sum() / filters.share.sum())
+    text = (
+        f"The first {count} principal components of the {filters.count} filters of {filters.source}, with "
+        f"the fraction of the variance that each explains; {scale}. Explaining 90% of the variance takes "
+        f"{filters.needed} components, and {filters.needed_by_noise} for random filters: {comparison}."
     )
     if np.isnan(smooth):
-        return words
-    look = "smooth patterns" if smooth > 0.5 else "somewhat smooth" if smooth > 0.2 else "not smooth"
+        return text
+    look = "smooth" if smooth > 0.5 else "somewhat smooth" if smooth > 0.2 else "not smooth"
     return (
-        f"{words} Pixels side by side agree to {smooth:.2f} (1 is an even patch, noise is near 0), so the "
-        f"components are {look}."
+        f"{text} The correlation of neighboring pixels is {smooth:.2f} (1 for a constant patch, near 0 for "
+        f"noise), so the components are {look}."
     )
 
 
-def table(found: Filters) -> tuple[list[str], list[list[object]]]:
-    header = ["component", "share_of_variance", "cumulative", "smoothness"]
-    columns = zip(found.share, found.share.cumsum(), found.smoothness, strict=True)
-    return header, [[place, *map(float, row)] for place, row in enumerate(columns, start=1)]
+def table(filters: Filters) -> tuple[list[str], list[list[object]]]:
+    """One row per component."""
+    header = ["component", "explained_variance", "cumulative", "smoothness"]
+    columns = zip(filters.share, filters.share.cumsum(), filters.smoothness, strict=True)
+    return header, [[number, *map(float, row)] for number, row in enumerate(columns, start=1)]
+
+
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    filters = compute(request.model)
+    return filters, draw(filters)
+
+
+FIGURE = FigureSpec("filters", "Patch embedding filters", _make, caption, table, needs_images=False)
 
 
 if __name__ == "__main__":
-    found = compute(sample_model().model)
-    show("filters", lambda: (draw(found), caption(found)))
+    filters = compute(sample_model().model)
+    show_sample("filters", lambda: (draw(filters), caption(filters)))

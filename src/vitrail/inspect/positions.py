@@ -1,8 +1,9 @@
-"""What the model knows of places: how alike the positions of every two patches are (paper, Fig. 7 and 10).
+"""Similarity of the position embeddings of every two patches (ViT paper, Fig. 7 center and Fig. 10).
 
-Positions that are added are compared by their cosine. Rotary ones are compared by what they leave of q.k
-where q and k are equal and all their pairs of numbers weigh the same: the mean over the frequencies of the
-cosine of the phase between the two places. A bias is what it is: the number added to the score.
+Added embeddings are compared by cosine similarity. Rotary embeddings are compared by the mean over
+frequencies of the cosine of the phase difference: the factor by which rotation scales q.k when q and k are
+equal and all frequencies have the same weight. A position bias is shown as it is: the number added to the
+attention score.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vitrail.errors import InputError, printable
-from vitrail.inspect.canvas import AMOUNT, SIGNED, bar, canvas, in_our_style
-from vitrail.inspect.pictures import check_finite, check_number, check_pictures
-from vitrail.inspect.sample import sample_model, show
+from vitrail.inspect.canvas import DIVERGING, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.images import check_finite, check_images, check_number
+from vitrail.inspect.sample import sample_model, show_sample
 from vitrail.model import ViT
-from vitrail.model.modes import evaluating
+from vitrail.model.modes import eval_mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,240 +30,242 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-MOST = 14  # tiles along a side, above which FEW of them are drawn
-FEW = 7
-CHOSEN = 3  # tiles along a side for each of several models
-MEASURES = {"added": "cosine similarity", "rotary": "phase kernel", "bias": "bias added to the score"}
+_MAX_TILES = 14  # tiles along a side; of a larger grid only _FEW_TILES are drawn
+_FEW_TILES = 7
+_COMPARED_TILES = 3  # tiles along a side when several models are compared
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """How alike the positions of patches are, and whether nearness shows in it."""
+    """Similarity of the positions of all pairs of patches, and how it depends on distance."""
 
     position: str
-    """What the model's config says."""
+    """The `position` field of the model's config."""
     measure: str
-    """What the numbers are."""
+    """The name of the similarity measure."""
     grid: tuple[int, int]
     similarity: Floats
-    """(h w, h w): from each patch, row by row, to each."""
+    """(h w, h w), patches in row-major order."""
     class_row: Floats | None
-    """(h w): from the class token to each patch, where it has a position."""
+    """(h w): from the class token to each patch, if the class token has a position."""
     where: str
-    """Which heads and blocks a bias was taken from."""
+    """The heads and blocks of a position bias, in words; empty for other positions."""
     correlation: float
-    """Of similarity and distance in the grid, over all pairs of two patches; nan if either is all one."""
+    """Correlation of similarity and grid distance over pairs of different patches; NaN if one is constant."""
     same_line: float
-    """The mean over pairs in one row or one column."""
+    """Mean over pairs in the same row or column."""
     other: float
-    """The mean over the other pairs."""
+    """Mean over the other pairs."""
     line_excess: float
-    """Pairs in one line less other pairs of the same rounded distance: near pairs are in one line more
-    often, so `same_line` alone would show lines in anything that fades with distance."""
+    """Mean difference between pairs in the same row or column and other pairs at the same rounded distance.
+    Pairs in a line are closer on average, so `same_line` alone is high for all that decays with distance."""
     spread: float
-    """The standard deviation over pairs of two patches."""
+    """Standard deviation over pairs of different patches."""
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether this is a position bias, with a table for each block and head."""
+        return bool(self.where)
 
 
 def compute(model: ViT, head: int | None = None, layer: int | None = None) -> Positions:
-    """Compare positions; of a bias, those of one head and block, or the mean over all of them."""
-    check_pictures(model)
-    config, position = model.config, model.config.position
-    kind = "bias" if position in ("pairwise", "relative") else "rotary" if "rotary" in position else "added"
-    if position == "none":
-        got = 'a model with position="none"'
-        raise InputError("The model must have positions.", got, "Its tokens do not know their place.")
-    if kind != "bias" and (head is not None or layer is not None):
-        got = f"head={printable(head)}, layer={printable(layer)} with {position} positions"
-        do = "Leave them out: here all heads and blocks share one table."
-        raise InputError("Only a position bias has a table for each head and block.", got, do)
-    with evaluating(model):
-        tensor, where = {"added": added, "rotary": rotary, "bias": bias}[kind](model, head, layer)
+    """Compare positions; for a position bias, those of one head and block, or the mean over all."""
+    check_images(model)
+    config, position = model.config, model.position
+    if not position.measure:
+        raise InputError(f"A model with position={config.position!r} has no position embeddings to compare.")
+    with eval_mode(model):
+        tensor = position.similarity(model.blocks)
+    tensor, where = _choose_table(tensor, config.position, head, layer)
     values = tensor.double().cpu().numpy()  # (T or N, T or N)
     check_finite("Positions", values)
     n, count = config.prefix, config.patches
     has_row = config.class_token and len(values) > count
-    class_row = values[0, n:] if has_row and (kind == "bias" or values[0, 0]) else None
+    class_row = values[0, n:] if has_row and (where or values[0, 0]) else None
     h, w = config.grid
     patches = values[-count:, -count:]
-    return Positions(position, MEASURES[kind], (h, w), patches, class_row, where, **nearness(patches, (h, w)))
+    measures = _nearness(patches, (h, w))
+    return Positions(config.position, position.measure, (h, w), patches, class_row, where, **measures)
 
 
-def added(model: ViT, head: int | None, layer: int | None) -> tuple[Tensor, str]:
-    """Cosines of the rows of E_pos; a row of zeros has none, and counts as 0 with all, itself included."""
-    position: Any = model.position
-    rows = position.all_rows().double()  # (T, D)
-    rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
-    return rows @ rows.T, ""
-
-
-def rotary(model: ViT, head: int | None, layer: int | None) -> tuple[Tensor, str]:
-    """cos(a - b) = cos a cos b + sin a sin b, and its mean over the angles. Only patches are turned."""
-    position: Any = model.position
-    cos, sin = position.cos.double(), position.sin.double()  # (N, d)
-    return (cos @ cos.T + sin @ sin.T) / cos.shape[1], ""
-
-
-def bias(model: ViT, head: int | None, layer: int | None) -> tuple[Tensor, str]:
-    """The bias of one head and block, or the mean over them."""
-    blocks: Any = model.blocks
-    tables = torch.stack([block.attention.bias() for block in blocks])  # (L, k, T, T)
+def _choose_table(tables: Tensor, position: str, head: int | None, layer: int | None) -> tuple[Tensor, str]:
+    """One (T, T) table, and which: of a position bias, that of one head and block or a mean."""
+    if tables.ndim == 2:
+        if head is not None or layer is not None:
+            raise InputError(
+                f"head={printable(head)} and layer={printable(layer)} do not apply to {position} "
+                "positions, which all heads and blocks share; omit them."
+            )
+        return tables, ""
     where = []
-    for axis, word, chosen in ((0, "block", layer), (1, "head", head)):
-        if chosen is None:
+    for axis, kind, index in ((0, "block", layer), (1, "head", head)):  # tables: (L, k, T, T)
+        if index is None:
             tables = tables.mean(dim=axis, keepdim=True)
-            where.append(f"the mean over {word}s")
+            where.append(f"mean over {kind}s")
         else:
-            chosen = check_number(word, chosen, tables.shape[axis])
-            tables = tables.narrow(axis, chosen, 1)
-            where.append(f"{word} {chosen}")
+            index = check_number(kind, index, tables.shape[axis])
+            tables = tables.narrow(axis, index, 1)
+            where.append(f"{kind} {index}")
     return tables[0, 0], ", ".join(where)
 
 
-def nearness(similarity: Floats, grid: tuple[int, int]) -> dict[str, float]:
-    """Do near patches have more similar positions, and patches in one row or column still more?"""
-    down, across = (axis.ravel() for axis in np.indices(grid))
-    apart = np.abs(down[:, None] - down), np.abs(across[:, None] - across)
+def _nearness(similarity: Floats, grid: tuple[int, int]) -> dict[str, float]:
+    """How similarity depends on distance, and on being in the same row or column."""
+    row, column = (axis.ravel() for axis in np.indices(grid))
+    offsets = np.abs(row[:, None] - row), np.abs(column[:, None] - column)
     pairs = ~np.eye(len(similarity), dtype=bool)
-    values, distance = similarity[pairs], np.hypot(*apart)[pairs]
-    line = (np.minimum(*apart) == 0)[pairs]
+    values, distance = similarity[pairs], np.hypot(*offsets)[pairs]
+    line = (np.minimum(*offsets) == 0)[pairs]
     constant = not len(values) or np.ptp(values) <= 1e-9 * np.abs(values).max() or np.ptp(distance) == 0
     steps = distance.round()
     excess, weight = 0.0, 0
-    for step in range(2, max(grid)):  # pairs one step apart have only diagonals, 1.4 apart, to compare with
-        near, far = values[line & (steps == step)], values[~line & (steps == step)]
-        if near.size and far.size:
-            excess, weight = excess + near.size * float(near.mean() - far.mean()), weight + near.size
+    for step in range(
+        2, max(grid)
+    ):  # at distance 1 there are only diagonal pairs, 1.4 apart, to compare with
+        in_line, off_line = values[line & (steps == step)], values[~line & (steps == step)]
+        if in_line.size and off_line.size:
+            excess += in_line.size * float(in_line.mean() - off_line.mean())
+            weight += in_line.size
     return {
         "correlation": float("nan") if constant else float(np.corrcoef(values, distance)[0, 1]),
-        "same_line": mean(values[line]),
-        "other": mean(values[~line]),
+        "same_line": _mean(values[line]),
+        "other": _mean(values[~line]),
         "line_excess": excess / weight if weight else float("nan"),
         "spread": float(values.std()) if len(values) else float("nan"),
     }
 
 
-def mean(values: Floats) -> float:
+def _mean(values: Floats) -> float:
     return float(values.mean()) if values.size else float("nan")
 
 
-@in_our_style
-def draw(found: Positions) -> Figure:
-    h, w = found.grid
-    rows, columns = chosen(h, MOST, FEW), chosen(w, MOST, FEW)
-    figure = canvas(*panel_size(rows, columns, found.grid), title(found))
-    colours = scale(found)
-    if found.class_row is None:
+@styled
+def draw(positions: Positions) -> Figure:
+    """One tile per patch, at the location of the patch, with its similarity to all patches."""
+    h, w = positions.grid
+    rows, columns = chosen(h, _MAX_TILES, _FEW_TILES), chosen(w, _MAX_TILES, _FEW_TILES)
+    figure = new_figure(*_figure_size(rows, columns, positions.grid), _title(positions))
+    colors = scale(positions)
+    if positions.class_row is None:
         axes = [figure.subplots()]
     else:
         axes = list(figure.subplots(1, 2, width_ratios=[6, 1]))
-        axes[1].imshow(found.class_row.reshape(h, w), **colours)
+        axes[1].imshow(positions.class_row.reshape(h, w), **colors)
         axes[1].set(xticks=[], yticks=[], title="class token")
         axes[1].spines[:].set_visible(True)
-    image = mosaic(axes[0], found, rows, columns, colours)
-    bar(figure, image, axes, label(found))
-    figure.draw_without_rendering()  # a bar finds room for its numbers once it knows its height
+    image = mosaic(axes[0], positions, rows, columns, colors)
+    add_colorbar(figure, image, axes, _label(positions))
+    figure.draw_without_rendering()  # the color bar chooses its ticks once its height is known
     return figure
 
 
-def panel_size(rows: list[int], columns: list[int], grid: tuple[int, int]) -> tuple[float, float]:
-    """Inches for a figure whose tiles keep the shape of the grid, within reason."""
+def _figure_size(rows: list[int], columns: list[int], grid: tuple[int, int]) -> tuple[float, float]:
+    """Width and height in inches, so that the tiles keep the shape of the grid within limits."""
     shape = len(rows) * (grid[0] + 1) / (len(columns) * (grid[1] + 1))
     return 8.2, min(9.0, max(2.4, 5.8 * shape + 0.8))
 
 
-def title(found: Positions) -> str:
-    words = f"{found.position} positions: {found.measure} of each patch with all"
-    return f"{words} ({found.where})" if found.where else words
+def _title(positions: Positions, patches: str = "each patch") -> str:
+    title = f"{positions.position} positions: {positions.measure} of {patches} with all patches"
+    return f"{title} ({positions.where})" if positions.where else title
 
 
-def label(found: Positions) -> str:
-    return f"{found.measure} (itself: 1)" if found.measure != MEASURES["bias"] else found.measure
+def _label(positions: Positions) -> str:
+    return positions.measure if positions.is_bias else f"{positions.measure} (with itself: 1)"
 
 
 def chosen(count: int, most: int, few: int) -> list[int]:
-    """All places along a side, or a few of them, evenly apart, from the first to the last."""
+    """All indices along a side, or `few` evenly spaced ones if there are more than `most`."""
     return list(range(count)) if count <= most else [round(x) for x in np.linspace(0, count - 1, few)]
 
 
-def scale(*found: Positions) -> dict[str, Any]:
-    """Colours for all numbers between two patches, around zero where there are some on both sides of it.
+def scale(*positions: Positions) -> dict[str, Any]:
+    """Color map and limits for all pairs of different patches; diverging for values of both signs.
 
-    What a patch is to itself may lie beyond: it gets the last colour.
+    The similarity of a patch with itself may lie outside the limits and is then clipped.
     """
-    parts = [one.similarity[~np.eye(len(one.similarity), dtype=bool)] for one in found]
-    values = np.concatenate([*parts, *(one.class_row for one in found if one.class_row is not None)])
-    least, most = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
-    if 0 <= least < most or least < most <= 0:
-        return {"cmap": AMOUNT, "vmin": least, "vmax": most}
-    limit = max(-least, most) or 1.0
-    return {"cmap": SIGNED, "vmin": -limit, "vmax": limit}
+    parts = [one.similarity[~np.eye(len(one.similarity), dtype=bool)] for one in positions]
+    values = np.concatenate([*parts, *(one.class_row for one in positions if one.class_row is not None)])
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
+    if 0 <= low < high or low < high <= 0:
+        return {"cmap": SEQUENTIAL, "vmin": low, "vmax": high}
+    limit = max(-low, high) or 1.0
+    return {"cmap": DIVERGING, "vmin": -limit, "vmax": limit}
 
 
-def mosaic(axis: Axes, found: Positions, rows: list[int], columns: list[int], colours: dict[str, Any]) -> Any:
-    """One tile for each chosen patch, laid out as the patches are."""
-    h, w = found.grid
-    whole = np.full((len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan)  # one line between tiles
+def mosaic(
+    axis: Axes, positions: Positions, rows: list[int], columns: list[int], colors: dict[str, Any]
+) -> Any:
+    """Draw one tile for each chosen patch, arranged like the patches."""
+    h, w = positions.grid
+    canvas = np.full(
+        (len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan
+    )  # a gap of 1 between tiles
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
-            tile = found.similarity[row * w + column].reshape(h, w)
-            whole[i * (h + 1) : i * (h + 1) + h, j * (w + 1) : j * (w + 1) + w] = tile
-    image = axis.imshow(whole, **colours)
+            tile = positions.similarity[row * w + column].reshape(h, w)
+            canvas[i * (h + 1) : i * (h + 1) + h, j * (w + 1) : j * (w + 1) + w] = tile
+    image = axis.imshow(canvas, **colors)
     axis.set_facecolor("#999999")
     axis.spines[:].set_visible(False)
     axis.set_yticks([i * (h + 1) + (h - 1) / 2 for i in range(len(rows))], [str(row) for row in rows])
-    axis.set_xticks([j * (w + 1) + (w - 1) / 2 for j in range(len(columns))], [str(one) for one in columns])
+    axis.set_xticks(
+        [j * (w + 1) + (w - 1) / 2 for j in range(len(columns))], [str(column) for column in columns]
+    )
     axis.tick_params(length=0, labelsize=8)
-    axis.set(ylabel="row of the patch", xlabel="column of the patch")
+    axis.set(ylabel="patch row", xlabel="patch column")
     return image
 
 
-def caption(found: Positions) -> str:
-    h, w = found.grid
-    rows, columns = chosen(h, MOST, FEW), chosen(w, MOST, FEW)
+def caption(positions: Positions) -> str:
+    """How to read the tiles, and how similarity depends on distance, rows and columns."""
+    h, w = positions.grid
+    rows, columns = chosen(h, _MAX_TILES, _FEW_TILES), chosen(w, _MAX_TILES, _FEW_TILES)
     part = f" Only {len(rows)} of {h} rows and {len(columns)} of {w} columns of tiles are drawn."
-    where = f" ({found.where})" if found.where else ""
+    where = f" ({positions.where})" if positions.where else ""
     return (
-        f"Each tile belongs to the patch at its place and shows the {found.measure} of that patch with all "
-        f"{h} x {w} patches{where}.{part if len(rows) < h or len(columns) < w else ''} "
-        f"{verdict_on_distance(found)} {verdict_on_lines(found)}"
+        f"Each tile stands at the location of a patch and shows the {positions.measure} of that patch with "
+        f"all {h} x {w} patches{where}.{part if len(rows) < h or len(columns) < w else ''} "
+        f"{verdict_on_distance(positions)} {verdict_on_lines(positions)}"
     )
 
 
-def verdict_on_distance(found: Positions) -> str:
-    more = "higher" if found.measure == MEASURES["bias"] else "more alike"
-    r = found.correlation
+def verdict_on_distance(positions: Positions) -> str:
+    """One sentence on the correlation of similarity and distance."""
+    more = "a higher bias" if positions.is_bias else "more similar positions"
+    r = positions.correlation
     if np.isnan(r):
-        return "All pairs of patches have the same number or the same distance: nothing to correlate."
+        return "All pairs of patches have the same value or the same distance, so there is no correlation."
     if r < -0.2:
-        words = f"nearer patches are {more}, as in the paper"
+        finding = f"nearby patches have {more}, as in the ViT paper"
     elif r <= 0.2:
-        words = f"nearer patches are hardly {more}, unlike in the paper"
+        finding = f"nearby patches do not clearly have {more}, unlike in the ViT paper"
     else:
-        words = f"farther patches are {more}, unlike in the paper"
-    return f"The correlation of this with the distance between patches is {r:.2f}: {words}."
+        finding = f"distant patches have {more}, unlike in the ViT paper"
+    return f"The correlation with the distance between patches is {r:.2f}: {finding}."
 
 
-def verdict_on_lines(found: Positions) -> str:
-    if np.isnan(found.line_excess):
-        return "The grid is too small to tell rows and columns from nearness."
-    seen = (
-        "rows and columns show" if found.line_excess > 0.2 * found.spread else "rows and columns do not show"
-    )
+def verdict_on_lines(positions: Positions) -> str:
+    """One sentence on whether rows and columns stand out."""
+    if np.isnan(positions.line_excess):
+        return "The grid is too small to separate the effect of rows and columns from that of distance."
+    verb = "stand out" if positions.line_excess > 0.2 * positions.spread else "do not stand out"
     return (
-        f"Pairs in one row or column have {found.same_line:.3f} on average, others {found.other:.3f}; at the "
-        f"same distance the difference is {found.line_excess:+.3f}, where all pairs spread by "
-        f"{found.spread:.3f}: {seen} beyond nearness."
+        f"The mean is {positions.same_line:.3f} for pairs in the same row or column and "
+        f"{positions.other:.3f} for other pairs; at equal distance the difference is "
+        f"{positions.line_excess:+.3f} (standard deviation over all pairs: {positions.spread:.3f}), so rows "
+        f"and columns {verb}."
     )
 
 
-def table(found: Positions) -> tuple[list[str], list[list[object]]]:
-    """One row for each pair of patches; the class token stands before them without row and column."""
+def table(positions: Positions) -> tuple[list[str], list[list[object]]]:
+    """One row per pair of patches; the class token comes first, with empty row and column."""
     header = ["row", "column", "to_row", "to_column", "value"]
-    _, w = found.grid
+    _, w = positions.grid
     rows: list[list[object]] = []
-    if found.class_row is not None:
-        rows += [["", "", *divmod(j, w), float(value)] for j, value in enumerate(found.class_row)]
-    for i, values in enumerate(found.similarity):
+    if positions.class_row is not None:
+        rows += [["", "", *divmod(j, w), float(value)] for j, value in enumerate(positions.class_row)]
+    for i, values in enumerate(positions.similarity):
         rows += [[*divmod(i, w), *divmod(j, w), float(value)] for j, value in enumerate(values)]
     return header, rows
 
@@ -270,50 +273,61 @@ def table(found: Positions) -> tuple[list[str], list[list[object]]]:
 def compare(
     models: Mapping[str, ViT], head: int | None = None, layer: int | None = None
 ) -> dict[str, Positions]:
-    """The positions of several models, such as the checkpoints of a run, by their names."""
+    """The positions of several models by name, such as the checkpoints of a run."""
     if not models:
-        raise InputError("There must be models to compare.", "none", "Give one at least.")
-    found = {name: compute(model, head, layer) for name, model in models.items()}
-    kinds = {f"{one.position} positions on {one.grid[0]} x {one.grid[1]} patches" for one in found.values()}
+        raise InputError("There are no models to compare; pass at least one.")
+    positions = {name: compute(model, head, layer) for name, model in models.items()}
+    kinds = {
+        f"{one.position} positions on {one.grid[0]} x {one.grid[1]} patches" for one in positions.values()
+    }
     if len(kinds) > 1:
-        do = "Compare checkpoints of one run."
-        raise InputError("Models compared must have positions of one kind.", " and ".join(sorted(kinds)), do)
-    return found
+        raise InputError(
+            f"The models have different positions ({', '.join(sorted(kinds))}); compare checkpoints of one "
+            "run."
+        )
+    return positions
 
 
-@in_our_style
-def draw_compared(found: Mapping[str, Positions]) -> Figure:
-    """A few tiles of each model, all in one scale."""
-    h, w = next(iter(found.values())).grid
-    rows, columns = chosen(h, CHOSEN, CHOSEN), chosen(w, CHOSEN, CHOSEN)
-    across = min(len(found), 4)
-    lines = -(-len(found) // across)
-    first = next(iter(found.values()))
-    figure = canvas(
-        max(4.6, 0.9 + 2.2 * across), 0.7 + 2.6 * lines, title(first).replace("each patch", "some patches")
-    )
+@styled
+def draw_compared(positions: Mapping[str, Positions]) -> Figure:
+    """A few tiles of each model, all on one color scale."""
+    h, w = next(iter(positions.values())).grid
+    rows, columns = chosen(h, _COMPARED_TILES, _COMPARED_TILES), chosen(w, _COMPARED_TILES, _COMPARED_TILES)
+    across = min(len(positions), 4)
+    lines = -(-len(positions) // across)
+    first = next(iter(positions.values()))
+    figure = new_figure(max(4.6, 0.9 + 2.2 * across), 0.7 + 2.6 * lines, _title(first, "some patches"))
     axes = figure.subplots(lines, across, squeeze=False)
-    for axis in axes.flat[len(found) :]:
+    for axis in axes.flat[len(positions) :]:
         axis.axis("off")
-    colours = scale(*found.values())
-    for axis, (name, one) in zip(axes.flat, found.items(), strict=False):
-        image = mosaic(axis, one, rows, columns, colours)
+    colors = scale(*positions.values())
+    for axis, (name, one) in zip(axes.flat, positions.items(), strict=False):
+        image = mosaic(axis, one, rows, columns, colors)
         axis.set(title=f"{printable(name, 24)}\nr with distance {one.correlation:+.2f}", xlabel="", ylabel="")
-    bar(figure, image, axes, label(first))
+    add_colorbar(figure, image, axes, _label(first))
     figure.draw_without_rendering()
     return figure
 
 
-def caption_compared(found: Mapping[str, Positions]) -> str:
-    numbers = ", ".join(f"{printable(name, 24)} {one.correlation:+.2f}" for name, one in found.items())
-    first = next(iter(found.values()))
+def caption_compared(positions: Mapping[str, Positions]) -> str:
+    """How to read the comparison, and the correlation with distance of each model."""
+    numbers = ", ".join(f"{printable(name, 24)} {one.correlation:+.2f}" for name, one in positions.items())
+    first = next(iter(positions.values()))
     return (
-        f"Some tiles of the {first.measure} of each patch with all patches, for {len(found)} models in one "
-        f"scale. The correlation with the distance between patches is: {numbers}. Below zero, nearer patches "
-        f"have more of it."
+        f"The {first.measure} of some patches with all patches, for {len(positions)} models on one color "
+        f"scale. Correlation with the distance between patches: {numbers}. A negative correlation means "
+        "higher values for nearby patches."
     )
 
 
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    positions = compute(request.model, head=request.head)
+    return positions, draw(positions)
+
+
+FIGURE = FigureSpec("positions", "Position similarity", _make, caption, table, needs_images=False)
+
+
 if __name__ == "__main__":
-    found = compute(sample_model().model)
-    show("positions", lambda: (draw(found), caption(found)))
+    positions = compute(sample_model().model)
+    show_sample("positions", lambda: (draw(positions), caption(positions)))

@@ -1,17 +1,18 @@
-"""What reached the answer through all layers: attention rollout, and its version for one class.
+"""Attention rollout through all layers, and gradient rollout for one class.
 
-Rollout (Abnar and Zuidema 2020; paper, Fig. 6) takes attention for a flow: in every block a token keeps
-itself (the residual) and mixes in what it looks at, so the blocks' matrices are multiplied,
+Rollout (Abnar and Zuidema 2020; ViT paper, Fig. 6) treats attention as a flow of information. In every block
+a token keeps itself (the residual connection) and mixes in the tokens it attends to, so the matrices of the
+blocks are multiplied:
 
-    R = A_L ... A_1,    A_l = rows of (heads fused + I), each row made to sum to 1.
+    R = A_L ... A_1,    A_l = fused heads + I, with each row normalized to sum to 1.
 
-It knows no class. Gradient rollout (Chefer, Gur and Wolf 2021) weighs each attention weight with how
-much the class's logit would grow with it, and keeps what speaks for the class:
+It does not depend on a class. Gradient rollout (Chefer, Gur and Wolf 2021) multiplies each attention weight
+by the gradient of the class logit and keeps the positive part:
 
     R <- R + A_l R,    A_l = mean over heads of max(0, dlogit/dA * A),    R_0 = I.
 
-Read off is the row of what the model pools: the class token, the mean over the patches, or the attention
-pool's own weights times R. Run it: `python -m vitrail.inspect.rollout`.
+The map is the row of R that the model pools: the class token, the mean over the patches, or the weights of
+the attention pool times R. Run it: `python -m vitrail.inspect.rollout`.
 """
 
 from __future__ import annotations
@@ -29,46 +30,47 @@ from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.attention import (
     POOL,
     Query,
-    colour_limit,
+    color_limit,
+    describe_query,
     prefix_names,
     query_row,
-    query_words,
 )
-from vitrail.inspect.canvas import bar, canvas, in_our_style, lay_over, show_picture
-from vitrail.inspect.pictures import (
+from vitrail.inspect.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
+from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.images import (
     check_finite,
-    check_pictures,
+    check_images,
     check_pixels,
     check_weights_fit,
     device_of,
 )
 from vitrail.model import ViT, edit, record
-from vitrail.model.modes import evaluating
+from vitrail.model.modes import eval_mode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 Method = Literal["rollout", "gradient", "both"]
-Heads = Literal["mean", "max", "min"]
+HeadFusion = Literal["mean", "max", "min"]
 BLOCKS = "blocks.*.attention.weights"
 
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """Each map sums to 1, or is zero where nothing reached the patches."""
+    """Rollout maps. Each sums to 1, or is zero if the patches have no relevance."""
 
     methods: tuple[str, ...]
     maps: NDArray[np.float32]
     """(methods, B, h, w)."""
     prefix: NDArray[np.float32]
-    """(methods, B, n): the share of the whole that went to each token before the patches."""
+    """(methods, B, n): the fraction of the total relevance that each prefix token has."""
     names: tuple[str, ...]
-    """Of those n tokens."""
+    """The names of the n prefix tokens."""
     targets: NDArray[np.int64] | None
-    """(B,): the class that the gradients are of."""
+    """(B,): the class of the gradients."""
     to: str
-    """Whose row this is, in words."""
+    """The tokens that relevance is computed for, in words."""
     heads: str
     discard: float
 
@@ -78,74 +80,73 @@ def compute(
     images: Tensor,
     *,
     method: Method = "rollout",
-    heads: Heads = "mean",
+    heads: HeadFusion = "mean",
     discard: float = 0.0,
     to: Query = "auto",
     target: int | Tensor | None = None,
 ) -> Rollout:
-    """How much of each patch reached what the model reads its answer from.
+    """Compute the relevance of each patch for the tokens that the model pools.
 
     Args:
-        images: (B, C, H, W), normalised.
-        method: "rollout", "gradient", or both side by side.
+        images: (B, C, H, W), normalized.
+        method: "rollout", "gradient" or "both".
         heads: how rollout fuses the heads of a block.
-        discard: in rollout, the share of the smallest weights that every row goes without, from 0 to
-            below 1. Counted and dropped among the patches only: what class token and registers have
-            gathered would be lost with their weights.
-        to: "auto" for what the model pools; or a query as in attention.py.
-        target: the class for the gradients, one or one for each picture; the most likely when not given.
+        discard: fraction of the smallest weights of every row that rollout sets to zero, in [0, 1). Only
+            weights on patches are discarded, since those on prefix tokens carry what these have gathered.
+        to: "auto" for the tokens that the model pools, or a query as in attention.py.
+        target: the class for the gradients, one for all images or one each; by default the predicted class.
     """
-    check_pictures(model, images)
-    check_choice("method", method, get_args(Method))
-    check_choice("heads", heads, get_args(Heads))
+    check_images(model, images)
+    _check_choice("method", method, get_args(Method))
+    _check_choice("heads", heads, get_args(HeadFusion))
     if not 0 <= discard < 1:
-        raise InputError("discard must be a share from 0 to below 1.", printable(discard), "Use 0.9 or less.")
+        raise InputError(
+            f"discard is a fraction from 0 to below 1, not {printable(discard)}; use for example 0.9."
+        )
     config, images = model.config, images.to(device_of(model))
-    row, words = pooled(config) if to == "auto" else (query_row(config, to), query_words(to))
+    row, description = pooled(config) if to == "auto" else (query_row(config, to), describe_query(to))
     row = row.to(images.device)
     by_pool = to == "pool" or (to == "auto" and config.pool == "attention")
     methods = ("rollout", "gradient") if method == "both" else (method,)
     check_weights_fit(model, len(images), config.depth if "gradient" in methods else 1)
-    reached, targets = [], None
+    results, targets = [], None
     if "rollout" in methods:
-        reached.append(roll(model, images, None if by_pool else row, heads, discard))
+        results.append(_rollout(model, images, None if by_pool else row, heads, discard))
     if "gradient" in methods:
-        relevance, classes = roll_gradients(model, images, None if by_pool else row, target)
-        reached.append(relevance)
+        gradient_relevance, classes = _gradient_rollout(model, images, None if by_pool else row, target)
+        results.append(gradient_relevance)
         targets = classes.cpu().numpy()
-    found = torch.stack(reached).detach().cpu().numpy()  # (methods, B, T)
-    check_finite("Attention weights", found)
-    patches = found[..., config.prefix :]
+    relevance = torch.stack(results).detach().cpu().numpy()  # (methods, B, T)
+    check_finite("Attention weights", relevance)
+    patches = relevance[..., config.prefix :]
     return Rollout(
         methods=methods,
-        maps=shares(patches, patches).reshape(*found.shape[:2], *config.grid),
-        prefix=shares(found[..., : config.prefix], found),
+        maps=attention_relevance(patches, patches).reshape(*relevance.shape[:2], *config.grid),
+        prefix=attention_relevance(relevance[..., : config.prefix], relevance),
         names=prefix_names(config),
         targets=targets,
-        to=words,
+        to=description,
         heads=heads,
         discard=discard,
     )
 
 
-def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
     if choice not in choices:
-        raise InputError(
-            f"{name} must be a word from its list.", printable(choice), suggest(str(choice), choices)
-        )
+        raise InputError(f"unknown {name} {printable(choice)!r}. {suggest(str(choice), choices)}")
 
 
-def shares(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The part over the sum of the whole; zeros where the whole is nothing."""
+def attention_relevance(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.float32]:
+    """`part` divided by the sum of `whole`; zeros where that sum is zero."""
     total = whole.sum(axis=-1, keepdims=True)
     return np.divide(part, total, out=np.zeros_like(part), where=total > 0)
 
 
-# ---- what the model pools --------------------------------------------------------------------------
+# ---- the pooled tokens -----------------------------------------------------------------------------
 
 
 def pooled(config: ViTConfig) -> tuple[Tensor, str]:
-    """How much each token counts where the model reads its answer, (T,); and what that is, in words."""
+    """The weight of each token in the pooled representation, (T,), and a description of the pooled tokens."""
     match config.pool:
         case "class" if config.head == "distilled":
             both = query_row(config, "class") + query_row(config, "distillation")
@@ -156,40 +157,41 @@ def pooled(config: ViTConfig) -> tuple[Tensor, str]:
         case "mean-all":
             return torch.full((config.tokens,), 1 / config.tokens), "the mean of all tokens"
         case "mean" | "flatten":
-            return query_row(config, "mean"), query_words("mean")
+            return query_row(config, "mean"), describe_query("mean")
         case "class":
-            return query_row(config, "class"), query_words("class")
+            return query_row(config, "class"), describe_query("class")
         case "attention":
             return query_row(config, "pool"), "the learned query of the pool"
 
 
-# ---- the two methods; a row of None is the attention pool's own ------------------------------------
+# ---- the two methods; row=None stands for the weights of the attention pool ------------------------
 
 
-def roll(model: ViT, images: Tensor, row: Tensor | None, heads: Heads, discard: float) -> Tensor:
-    """Rollout: (B, T). The product grows while the model runs, so one block's weights are kept at a time."""
+def _rollout(model: ViT, images: Tensor, row: Tensor | None, heads: HeadFusion, discard: float) -> Tensor:
+    """Rollout: (B, T). Blocks are multiplied as the model runs, so only one block's weights are in memory."""
     flow: Tensor | None = None
 
     def multiply(weights: Tensor) -> Tensor:
         nonlocal flow
         step = mixing(
-            drop_small(fuse(weights.float(), heads), model.config.prefix, discard), kept(model.config)
+            _discard_smallest(fuse_heads(weights.float(), heads), model.config.prefix, discard),
+            residual_weights(model.config),
         )
         flow = step if flow is None else step @ flow  # (B, T, T)
         return weights
 
     names = [POOL] if row is None else []
-    with evaluating(model), edit(model, {BLOCKS: multiply}), record(model, *names) as tape:
+    with eval_mode(model), edit(model, {BLOCKS: multiply}), record(model, *names) as tape:
         model(images)
-        assert flow is not None  # a model has a block or more
+        assert flow is not None  # a model has at least one block
         if row is None:
-            seen = fuse(tape[POOL].float(), heads)  # (B, 1, N)
-            return (pad(seen, (model.config.prefix, 0)) @ flow)[:, 0]
+            pool_weights = fuse_heads(tape[POOL].float(), heads)  # (B, 1, N)
+            return (pad(pool_weights, (model.config.prefix, 0)) @ flow)[:, 0]
         return row @ flow
 
 
-def fuse(weights: Tensor, heads: Heads) -> Tensor:
-    """(B, k, T, T) to (B, T, T)."""
+def fuse_heads(weights: Tensor, heads: HeadFusion) -> Tensor:
+    """Reduce over heads: (B, k, T, T) to (B, T, T)."""
     match heads:
         case "mean":
             return weights.mean(dim=1)
@@ -199,155 +201,168 @@ def fuse(weights: Tensor, heads: Heads) -> Tensor:
             return weights.amin(dim=1)
 
 
-def drop_small(fused: Tensor, prefix: int, discard: float) -> Tensor:
-    """Every row without the `discard` share of its smallest weights on patches."""
+def _discard_smallest(fused: Tensor, prefix: int, discard: float) -> Tensor:
+    """Set the smallest fraction `discard` of the weights on patches to zero, in every row."""
     patches = fused[..., prefix:]
     order = patches.argsort(dim=-1, stable=True)[..., : int(discard * patches.shape[-1])]
     return torch.cat([fused[..., :prefix], patches.scatter(-1, order, 0.0)], dim=-1)
 
 
 def mixing(fused: Tensor, keep: float) -> Tensor:
-    """What each token is made of after a block: itself and what it looked at, each row summing to 1."""
+    """Add `keep` times the identity (the residual connection) and normalize each row to sum to 1."""
     mixed = fused + keep * torch.eye(fused.shape[-1], device=fused.device)
     return mixed / mixed.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mixed.dtype).tiny)
 
 
-def kept(config: ViTConfig) -> float:
-    """How much of itself a token takes along: all of it, but nothing in a block without residual."""
+def residual_weights(config: ViTConfig) -> float:
+    """The weight of the identity: 1, or 0 for blocks without residual connections."""
     return 0.0 if config.block == "no-residual" else 1.0
 
 
-def roll_gradients(
+def _gradient_rollout(
     model: ViT, images: Tensor, row: Tensor | None, target: int | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradient rollout: (B, T), and the classes (B,).
+    """Gradient rollout: relevance (B, T) and classes (B,).
 
-    What a token brought along itself is taken out at the end (R - I): a class token's own is no patch,
-    and over the mean of all patches it would be the same everywhere.
+    The identity is subtracted at the end (R - I): it is no relevance of a patch for the class token, and the
+    same for all patches under mean pooling.
     """
     config = model.config
     names = [BLOCKS, *([POOL] if row is None else [])]
-    images = images.detach().clone().requires_grad_()  # a graph, even where all parameters are frozen
-    with evaluating(model), torch.enable_grad(), record(model, *names) as tape:
+    images = images.detach().clone().requires_grad_()  # a graph even if all parameters are frozen
+    with eval_mode(model), torch.enable_grad(), record(model, *names) as tape:
         logits = model(images)
-        classes = check_target(config, logits, target)
+        classes = _check_target(config, logits, target)
         score = logits.gather(1, classes[:, None]).sum()
-        weights = list(tape.values())  # in the order they arose
-        gradients = torch.autograd.grad(score, weights)  # leaves every parameter's .grad alone
-    parts = [
-        (one * gradient).clamp_min(0).float().mean(dim=1)
-        for one, gradient in zip(weights, gradients, strict=True)
+        weights = list(tape.values())  # in the order of the forward pass
+        gradients = torch.autograd.grad(score, weights)  # does not touch the .grad of any parameter
+    relevance = [
+        (attention * gradient).clamp_min(0).float().mean(dim=1)
+        for attention, gradient in zip(weights, gradients, strict=True)
     ]
     flow = torch.eye(config.tokens, device=images.device).expand(len(images), -1, -1)
-    for part in parts[: config.depth]:
-        flow = kept(config) * flow + part.detach() @ flow  # (B, T, T)
+    for block in relevance[: config.depth]:
+        flow = residual_weights(config) * flow + block.detach() @ flow  # (B, T, T)
     if row is None:
-        return (pad(parts[-1].detach(), (config.prefix, 0)) @ flow)[:, 0], classes
-    return row @ flow - kept(config) * row, classes
+        return (pad(relevance[-1].detach(), (config.prefix, 0)) @ flow)[:, 0], classes
+    return row @ flow - residual_weights(config) * row, classes
 
 
-def check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None) -> Tensor:
-    """The class to explain, for each picture: (B,)."""
+def _check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None) -> Tensor:
+    """The class to explain, for each image: (B,)."""
     if config.classes == 0:
         raise InputError(
-            "Gradient rollout explains a class.", "a model without a head", 'Use method="rollout".'
+            'Gradient rollout explains a class, but this model has no head; use method="rollout".'
         )
     if target is None:
         return logits.argmax(dim=1)
     classes = torch.as_tensor(target, device=logits.device)
     fits = classes.ndim == 0 or classes.shape == logits.shape[:1]
     if classes.is_floating_point() or not fits or not ((classes >= 0) & (classes < config.classes)).all():
-        must = f"target must be a class from 0 to {config.classes - 1}, or one for each picture."
-        raise InputError(must, printable(target), "Leave it out for the most likely class.")
+        raise InputError(
+            f"target must be a class index from 0 to {config.classes - 1}, or one per image, not "
+            f"{printable(target)}; omit it to explain the predicted class."
+        )
     return classes.long().expand(len(logits))
 
 
 # ---- the figure ------------------------------------------------------------------------------------
 
 
-@in_our_style
-def draw(found: Rollout, pixels: NDArray[np.uint8]) -> Figure:
-    """A column for each picture: the picture, below it one map for each method."""
-    check_pixels(pixels, found.maps.shape[1])
-    count, rows = len(pixels), 1 + len(found.methods)
+@styled
+def draw(rollout: Rollout, pixels: NDArray[np.uint8]) -> Figure:
+    """One column per image: the image, and below it one map per method."""
+    check_pixels(pixels, rollout.maps.shape[1])
+    count, rows = len(pixels), 1 + len(rollout.methods)
     tall = 1.3 * pixels.shape[1] / pixels.shape[2] + 0.27
-    title = f"What reached {found.to}"
-    figure = canvas(max(1.35 * count + 1.2, 0.08 * len(title) + 0.5), tall * rows + 0.5, title)
+    title = f"Relevance of each patch for {rollout.to}"
+    figure = new_figure(max(1.35 * count + 1.2, 0.08 * len(title) + 0.5), tall * rows + 0.5, title)
     axes = figure.subplots(rows, count, squeeze=False)
-    limit, label = colour_limit(found.maps, "share of the map")
-    for number, picture in enumerate(pixels):
-        show_picture(axes[0, number], picture)
-        for place, method in enumerate(found.methods):
-            axis = axes[1 + place, number]
-            image = lay_over(axis, picture, found.maps[place, number], most=limit)
+    limit, label = color_limit(rollout.maps, "relevance")
+    for number, image in enumerate(pixels):
+        show_image(axes[0, number], image)
+        for index, method in enumerate(rollout.methods):
+            axis = axes[1 + index, number]
+            drawn = overlay_map(axis, image, rollout.maps[index, number], most=limit)
             axis.set_title(method, fontsize=7.5)
-            if method == "gradient" and found.targets is not None:
-                axis.set_title(f"gradient, class {found.targets[number]}", fontsize=7.5)
-    bar(figure, image, axes, label)
+            if method == "gradient" and rollout.targets is not None:
+                axis.set_title(f"gradient, class {rollout.targets[number]}", fontsize=7.5)
+    add_colorbar(figure, drawn, axes, label)
     return figure
 
 
-def caption(found: Rollout) -> str:
-    """How to read the maps, how uneven they are, and how far the methods agree."""
+def caption(rollout: Rollout) -> str:
+    """How to read the maps, how concentrated they are, and how well the methods agree."""
     sentences = [
-        f"Each map shows how much each patch counts in what reached {found.to} through all layers; a map "
-        "sums to 1."
+        f"Each map shows the relevance of each patch for {rollout.to}, through all layers; a map sums to 1."
     ]
-    patches = found.maps[0, 0].size
+    patches = rollout.maps[0, 0].size
     tenth = max(1, patches // 10)
-    for place, method in enumerate(found.methods):
-        flat = np.sort(found.maps[place].reshape(-1, patches), axis=-1)[:, -tenth:].sum(axis=-1)
-        about = "the same for every class" if method == "rollout" else "for the class named"
-        went = (
-            f"; {100 * found.prefix[place].sum(-1).mean():.1f}% of the whole went to other tokens"
-            if found.names
+    for index, method in enumerate(rollout.methods):
+        top = np.sort(rollout.maps[index].reshape(-1, patches), axis=-1)[:, -tenth:].sum(axis=-1)
+        name = (
+            "Rollout (independent of the class)"
+            if method == "rollout"
+            else "Gradient rollout (for the class shown)"
+        )
+        prefix = (
+            f"; prefix tokens have {100 * rollout.prefix[index].sum(-1).mean():.1f}% of the total relevance"
+            if rollout.names
             else ""
         )
         sentences.append(
-            f"{method.capitalize()}, {about}: the brightest {tenth} of {patches} patches hold "
-            f"{100 * flat.mean():.1f}% (an even map: {100 * tenth / patches:.1f}%){went}."
+            f"{name}: the top {tenth} of {patches} patches have {100 * top.mean():.1f}% of the relevance "
+            f"(uniform: {100 * tenth / patches:.1f}%){prefix}."
         )
-        empty = int((found.maps[place].sum(axis=(-1, -2)) == 0).sum())
+        empty = int((rollout.maps[index].sum(axis=(-1, -2)) == 0).sum())
         if empty:
-            sentences.append(
-                f"In {empty} of {len(flat)} pictures nothing reached the patches: those maps are empty."
-            )
-    if len(found.methods) == 2:
-        sentences.append(agreement(found))
+            sentences.append(f"For {empty} of {len(top)} images all patches have zero relevance.")
+    if len(rollout.methods) == 2:
+        sentences.append(_describe_agreement(rollout))
     return " ".join(sentences)
 
 
-def agreement(found: Rollout) -> str:
-    """The correlation of the two maps over patches, where both have one."""
-    pairs = found.maps.reshape(2, found.maps.shape[1], -1).transpose(1, 0, 2)
-    # Of the 2 x 2 correlations all but the one we want are 1.
+def _describe_agreement(rollout: Rollout) -> str:
+    """The correlation of the two maps over patches, for images where neither map is constant."""
+    pairs = rollout.maps.reshape(2, rollout.maps.shape[1], -1).transpose(1, 0, 2)
+    # The diagonal of the 2 x 2 correlation matrix is 1, so the minimum is the correlation of the two maps.
     values = [np.corrcoef(*pair).min() for pair in pairs if (pair.std(axis=-1) > 0).all()]
     if not values:
-        return "The two cannot be compared: one of them is the same everywhere."
-    over = f"{len(values)} picture{'s' * (len(values) > 1)}"
-    return f"Over the patches the two correlate at {np.mean(values):.2f} (mean of {over})."
+        return "The two maps cannot be compared, because one of them is constant."
+    images = f"{len(values)} image{'s' * (len(values) > 1)}"
+    return f"The correlation of the two maps over patches is {np.mean(values):.2f} (mean of {images})."
 
 
-def table(found: Rollout) -> tuple[list[str], list[list[object]]]:
-    """A row for each method, picture and token; patches as shares of the map, prefix tokens of the whole."""
-    w = found.maps.shape[-1]
-    tokens = [*found.names, *(f"patch {n // w},{n % w}" for n in range(found.maps[0, 0].size))]
-    flat = np.concatenate([found.prefix, found.maps.reshape(*found.maps.shape[:2], -1)], axis=-1)
+def table(rollout: Rollout) -> tuple[list[str], list[list[object]]]:
+    """One row per method, image and token: fraction of the map (patches) or of the total (prefix tokens)."""
+    w = rollout.maps.shape[-1]
+    tokens = [*rollout.names, *(f"patch {n // w},{n % w}" for n in range(rollout.maps[0, 0].size))]
+    flat = np.concatenate([rollout.prefix, rollout.maps.reshape(*rollout.maps.shape[:2], -1)], axis=-1)
     rows: list[list[object]] = [
-        [method, picture, token, float(flat[place, picture, n])]
-        for place, method in enumerate(found.methods)
-        for picture in range(flat.shape[1])
+        [method, image, token, float(flat[index, image, n])]
+        for index, method in enumerate(rollout.methods)
+        for image in range(flat.shape[1])
         for n, token in enumerate(tokens)
     ]
-    return ["method", "picture", "token", "share"], rows
+    return ["method", "image", "token", "fraction"], rows
+
+
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    images = request.drawn()
+    method: Method = "both" if request.model.config.classes else "rollout"
+    rollout = compute(request.model, images.images, method=method, target=request.target)
+    return rollout, draw(rollout, images.pixels)
+
+
+FIGURE = FigureSpec("rollout", "Attention rollout", _make, caption, table, photo=True)
 
 
 if __name__ == "__main__":
-    from vitrail.inspect.sample import sample_model, sample_pictures, show
+    from vitrail.inspect.sample import sample_images, sample_model, show_sample
 
     def make() -> tuple[Figure, str]:
-        pictures = sample_pictures(8)
-        found = compute(sample_model().model, pictures.images, method="both")
-        return draw(found, pictures.pixels), caption(found)
+        images = sample_images(8)
+        rollout = compute(sample_model().model, images.images, method="both")
+        return draw(rollout, images.pixels), caption(rollout)
 
-    show("rollout", make)
+    show_sample("rollout", make)

@@ -1,12 +1,13 @@
-"""The small trained model that comes with the package, and digits for it to look at.
+"""The small trained model that comes with the package, and images of digits for it.
 
-`sample.safetensors` is the model of the lecture notes, 105,098 parameters, at their learning rate, made by
+`sample.safetensors` is the model of the lecture notes, with 105,098 parameters, trained at
+the learning rate given there by
 
     vitrail train mnist/ --recipe mnist-notes --seed 0 --lr 0.001 --set model.position_sigma=none
 
-The recipe as it stands reads digits better (docs/recipes.md), but its positions begin so large that training
-hardly shows in them. The digits are scikit-learn's, 8 x 8 pixels of another
-hand and scanner than MNIST's, enlarged to 28 x 28.
+The unchanged recipe is more accurate (docs/recipes.md), but its position embeddings start so large that
+training hardly shows in them. The digits are those of scikit-learn, 8 x 8 pixels enlarged to 28 x 28; they do
+not come from MNIST.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from vitrail.errors import needs
-from vitrail.inspect.canvas import save
-from vitrail.inspect.pictures import Pictures, from_pixels
+from vitrail.errors import require_extra
+from vitrail.inspect.canvas import save_figure
+from vitrail.inspect.images import ImageBatch, from_pixels
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -31,12 +32,13 @@ FILE = Path(__file__).parent / "sample.safetensors"
 
 
 def sample_model() -> Bundle:
+    """Load the sample model."""
     return load(FILE)
 
 
-def sample_pictures(count: int = 8) -> Pictures:
-    """From 0 to 9 and on; 20 x 20 pixels of ink in 28 x 28, as MNIST has it."""
-    with needs("train"):
+def sample_images(count: int = 8) -> ImageBatch:
+    """The first `count` digits, scaled to 20 x 20 pixels within 28 x 28, as in MNIST."""
+    with require_extra("train"):
         from sklearn.datasets import load_digits
     digits = load_digits()
     pixels = np.zeros((count, 28, 28, 1), dtype=np.uint8)
@@ -45,12 +47,12 @@ def sample_pictures(count: int = 8) -> Pictures:
         pixels[n, 4:24, 4:24, 0] = np.asarray(small.resize((20, 20), Image.Resampling.BICUBIC))
     spec = sample_model().preprocess
     assert spec is not None
-    return from_pixels(pixels, spec, [f"digit {kind}" for kind in digits.target[:count]])
+    return from_pixels(pixels, spec, [f"digit {digit}" for digit in digits.target[:count]])
 
 
-def show(name: str, make: Callable[[], tuple[Figure, str]]) -> None:
-    """What `python -m vitrail.inspect.NAME` does: the figure as NAME.png and NAME.svg, and its caption."""
+def show_sample(name: str, make: Callable[[], tuple[Figure, str]]) -> None:
+    """Write a figure to NAME.png and NAME.svg and print its caption, for `python -m vitrail.inspect.NAME`."""
     figure, caption = make()
-    files = save(figure, Path(name))
+    files = save_figure(figure, Path(name))
     print(caption)
     print("Written:", ", ".join(str(file) for file in files))

@@ -1,9 +1,9 @@
-"""Which map of the patches is to be believed? Take patches away, and put them back, in its order.
+"""Deletion and insertion scores of attribution maps (Petsiuk et al. 2018).
 
-Deletion paints patches over, those that the map says count most first: if the map is right, the
-probability of the class falls at once, and the area under the curve is small. Insertion starts from a
-picture of one colour and brings the same patches back: the probability rises at once, and the area is
-large (Petsiuk et al. 2018). A map that knows nothing (`random`) is the yardstick.
+Deletion covers patches in the order of the map, the most important first: for a good map the probability of
+the class drops early and the area under the curve is small. Insertion starts from an image of one color and
+restores patches in the same order: the probability rises early and the area is large. Random maps serve as
+the control.
 """
 
 from __future__ import annotations
@@ -18,44 +18,47 @@ from torch import Tensor
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect import attribution
-from vitrail.inspect.answers import (
+from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
+from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.sample import sample_images, sample_model, show_sample
+from vitrail.inspect.targets import (
     BATCH,
     Baseline,
-    check_answers,
+    baseline_color,
+    check_classifier,
     choose_target,
-    colour_of,
     cover,
     log_probabilities,
     on_device,
 )
-from vitrail.inspect.canvas import FAINT, LINES, canvas, in_our_style
-from vitrail.inspect.sample import sample_model, sample_pictures, show
 from vitrail.model import ViT
-from vitrail.model.modes import evaluating
+from vitrail.model.modes import eval_mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-POINTS = 28
-DASHES = ("-", "--", ":")
+_MAX_POINTS = 28
+_DASHES = ("-", "--", ":")
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """Curves of each method's maps, and the areas under them."""
+    """Deletion and insertion curves by method, and the areas under them."""
 
-    share: NDArray[np.float64]
-    """Of the patches that are gone, or back: (points + 1,), from 0 to 1."""
+    fraction: NDArray[np.float64]
+    """Fraction of the patches covered, or restored: (points + 1,), from 0 to 1."""
     deletion: dict[str, NDArray[np.float32]]
-    """The class's probability as patches go: (B, points + 1) by method."""
+    """Probability of the class as patches are covered: (B, points + 1) by method."""
     insertion: dict[str, NDArray[np.float32]]
-    """The same as they come back."""
+    """Probability of the class as patches are restored: (B, points + 1) by method."""
 
     def areas(self, curves: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
-        """The area under each picture's curve, (B,) by method: a mean probability."""
-        return {name: np.asarray(np.trapezoid(curve, self.share, axis=1)) for name, curve in curves.items()}
+        """The area under the curve of each image, (B,) by method: a mean probability."""
+        return {
+            name: np.asarray(np.trapezoid(curve, self.fraction, axis=1)) for name, curve in curves.items()
+        }
 
 
 def compute(
@@ -67,107 +70,115 @@ def compute(
     baseline: Baseline = 0.0,
     points: int | None = None,
 ) -> Scoring:
-    """Both curves of every method.
+    """Compute both curves for every method.
 
     Args:
-        maps: (B, h, w) by method, as `attribution.compute` makes them.
-        target: the class whose probability is followed; without it the model's answer.
-        baseline: the colour that patches are painted with, in normalised units.
-        points: how many steps it takes until all patches are gone; at most N, by default at most 28.
+        maps: (B, h, w) by method, as returned by `attribution.compute`.
+        target: the class whose probability is measured; by default the predicted class.
+        baseline: the color of covered patches, in normalized units.
+        points: number of steps until all patches are covered; at most N, by default at most 28.
     """
-    check_answers(model, images)
+    check_classifier(model, images)
     N = model.config.patches
-    points = min(N, POINTS) if points is None else points
+    points = min(N, _MAX_POINTS) if points is None else points
     _check_maps(model, images, maps)
     if not isinstance(points, int) or not 1 <= points <= N:
         raise InputError(
-            f"points must be a number from 1 to {N}, the patches.", printable(points), "Use fewer."
+            f"points must be an integer from 1 to {N}, the number of patches, not {printable(points)}."
         )
-    counts = np.round(np.linspace(0, N, points + 1)).astype(int)  # how many patches at each point
+    counts = np.round(np.linspace(0, N, points + 1)).astype(int)  # number of patches at each point
     images = on_device(model, images)
-    colour = colour_of(baseline, images)
+    color = baseline_color(baseline, images)
     deletion, insertion = {}, {}
-    with evaluating(model):
-        chosen = choose_target(log_probabilities(model, images), target)
-        for name, given in maps.items():
-            rank = torch.from_numpy(_ranks(np.asarray(given))).to(images.device)
-            gone = rank[:, None] < torch.from_numpy(counts).to(images.device)[None, :, None, None]
-            deletion[name] = _follow(model, images, gone, colour, chosen)
-            insertion[name] = _follow(model, images, ~gone, colour, chosen)
+    with eval_mode(model):
+        classes = choose_target(log_probabilities(model, images), target)
+        for name, values in maps.items():
+            rank = torch.from_numpy(_ranks(np.asarray(values))).to(images.device)
+            selected = rank[:, None] < torch.from_numpy(counts).to(images.device)[None, :, None, None]
+            deletion[name] = _probabilities(model, images, selected, color, classes)
+            insertion[name] = _probabilities(model, images, ~selected, color, classes)
     return Scoring(counts / N, deletion, insertion)
 
 
 def _ranks(maps: NDArray[np.floating]) -> NDArray[np.int64]:
-    """The place of each patch in its map's order, 0 for the largest: (B, h, w).
+    """The rank of each patch in its map, 0 for the largest value: (B, h, w).
 
-    Equal patches come in a random order: by rows, a map full of zeros would favour the upper edge.
+    Ties are broken at random; in row order, a map of zeros would favor the top of the image.
     """
     flat = maps.reshape(len(maps), -1)
-    chance = np.random.default_rng(0).random(flat.shape)
-    order = np.lexsort((chance, -flat), axis=1)
+    tie_breaks = np.random.default_rng(0).random(flat.shape)
+    order = np.lexsort((tie_breaks, -flat), axis=1)
     return np.argsort(order, axis=1).reshape(maps.shape)
 
 
-def _follow(
-    model: ViT, images: Tensor, hidden: Tensor, colour: Tensor, target: Tensor
+def _probabilities(
+    model: ViT, images: Tensor, hidden: Tensor, color: Tensor, target: Tensor
 ) -> NDArray[np.float32]:
-    """The class's probability with these patches hidden, (B, points + 1, h, w): (B, points + 1)."""
+    """Probability of the class with the `hidden` patches (B, points + 1, h, w) covered: (B, points + 1)."""
     B, count = hidden.shape[:2]
-    found = []
+    parts = []
     for pairs in torch.arange(B * count, device=images.device).split(BATCH):
-        picture, point = pairs // count, pairs % count
-        covered = cover(images[picture], hidden[picture, point], colour, model.config.patch_pixels)
-        answers = log_probabilities(model, covered)
-        found.append(answers.gather(1, target[picture][:, None])[:, 0].exp())
-    return torch.cat(found).view(B, count).cpu().numpy()
+        image, point = pairs // count, pairs % count
+        covered = cover(images[image], hidden[image, point], color, model.config.patch_pixels)
+        outputs = log_probabilities(model, covered)
+        parts.append(outputs.gather(1, target[image][:, None])[:, 0].exp())
+    return torch.cat(parts).view(B, count).cpu().numpy()
 
 
 def _check_maps(model: ViT, images: Tensor, maps: Mapping[str, NDArray[np.floating]]) -> None:
-    wanted = (len(images), *model.config.grid)
+    expected = (len(images), *model.config.grid)
     if not maps:
-        raise InputError("There must be maps to score.", "none", "Make some with attribution.compute.")
-    for name, given in maps.items():
-        if np.shape(given) != wanted or not np.isfinite(given).all():
-            shape = f"shape {np.shape(given)}" + (
-                "" if np.shape(given) != wanted else " with NaN or infinity"
-            )
+        raise InputError("There are no maps to score; compute some with attribution.compute.")
+    for name, values in maps.items():
+        problem = f"it has shape {np.shape(values)}"
+        if np.shape(values) == expected:
+            problem = "" if np.isfinite(values).all() else "it contains NaN or infinity"
+        if problem:
             raise InputError(
-                f"A map must hold a finite number for each picture and patch, {wanted}.",
-                f"{printable(name)} of {shape}",
-                "Make it with attribution.compute on the same pictures.",
+                f"The map {printable(name)!r} must hold one finite number per image and patch, {expected}, "
+                f"but {problem}; compute it with attribution.compute on the same images."
             )
 
 
 # ---- the figure -----------------------------------------------------------------------------
 
 
-@in_our_style
-def draw(found: Scoring) -> Figure:
-    """Two panels, a line for each method: the mean over pictures, with its standard error as a band."""
-    B = len(next(iter(found.deletion.values())))
-    figure = canvas(9.0, 4.2, f"Taking patches away in the order of each map ({B} picture{'s' * (B > 1)})")
+@styled
+def draw(scores: Scoring) -> Figure:
+    """Two panels with one line per method: the mean over images, with its standard error as a band."""
+    B = len(next(iter(scores.deletion.values())))
+    title = f"Covering and restoring patches in the order of each map ({B} image{'s' * (B > 1)})"
+    figure = new_figure(9.0, 4.2, title)
     left, right = figure.subplots(1, 2, sharey=True)
-    _panel(left, found, found.deletion, "Deletion: lower is better", "share of patches painted over")
-    _panel(right, found, found.insertion, "Insertion: higher is better", "share of patches put back")
+    _draw_panel(left, scores, scores.deletion, "Deletion: lower is better", "fraction of patches covered")
+    _draw_panel(
+        right, scores, scores.insertion, "Insertion: higher is better", "fraction of patches restored"
+    )
     left.set_ylabel("probability of the class")
     left.set_ylim(-0.02, 1.02)
     return figure
 
 
-def _panel(
-    axis: Axes, found: Scoring, curves: Mapping[str, NDArray[np.float32]], title: str, label: str
+def _draw_panel(
+    axis: Axes, scores: Scoring, curves: Mapping[str, NDArray[np.float32]], title: str, label: str
 ) -> None:
     named = [name for name in curves if name != "random"]
-    for name, area in found.areas(curves).items():
-        place = named.index(name) if name in named else -1
-        colour = LINES[place % len(LINES)] if name in named else FAINT
-        dash = DASHES[place // len(LINES) % len(DASHES)] if name in named else "--"
-        mean, error = curves[name].mean(axis=0), _error(curves[name])
-        words = f"{printable(name, 30)}: {area.mean():.3f}"
-        words += f" ± {_error(area):.3f}" if len(area) > 1 else ""
-        axis.plot(found.share, mean, color=colour, linestyle=dash, label=words)
+    for name, area in scores.areas(curves).items():
+        index = named.index(name) if name in named else -1
+        color = LINES[index % len(LINES)] if name in named else FAINT
+        dash = _DASHES[index // len(LINES) % len(_DASHES)] if name in named else "--"
+        mean, error = curves[name].mean(axis=0), _standard_error(curves[name])
+        axis.plot(
+            scores.fraction,
+            mean,
+            color=color,
+            linestyle=dash,
+            label=f"{printable(name, 30)}: {_with_error(area)}",
+        )
         if len(area) > 1:
-            axis.fill_between(found.share, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
+            axis.fill_between(
+                scores.fraction, mean - error, mean + error, color=color, alpha=0.15, linewidth=0
+            )
     axis.set(title=title, xlabel=label, xlim=(0, 1))
     axis.legend(
         title="area under the curve",
@@ -178,83 +189,98 @@ def _panel(
     )
 
 
-def _error(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """The standard error of the mean over pictures (axis 0); of one picture nobody knows it."""
+def _standard_error(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """The standard error of the mean over images (axis 0); of one image nobody knows it."""
     if len(values) < 2:
         return np.full(values.shape[1:], np.nan)
     return np.asarray(values.std(axis=0, ddof=1) / np.sqrt(len(values)))
 
 
-def caption(found: Scoring) -> str:
-    """Which method to believe most here, and which are no better than chance."""
-    deletion, insertion = found.areas(found.deletion), found.areas(found.insertion)
+def caption(scores: Scoring) -> str:
+    """The best method on these images, and the methods that are no better than random."""
+    deletion, insertion = scores.areas(scores.deletion), scores.areas(scores.insertion)
     named = {name: printable(name) for name in deletion if name != "random"}
     B = len(next(iter(deletion.values())))
     reading = (
-        "Patches are painted over in the order of each map, or put back in it; a map that is right makes "
-        "the left curve fall and the right one rise early."
+        "Patches are covered (left) or restored (right) in the order of each map; with a good map the left "
+        "curve falls early and the right curve rises early."
     )
     if not named:
         return f"{reading} Only random maps were scored (n = {B})."
-    least = min(named, key=lambda name: float(deletion[name].mean()))
-    most = max(named, key=lambda name: float(insertion[name].mean()))
-    areas = f"deletion {deletion[least].mean():.3f}", f"insertion {insertion[most].mean():.3f}"
-    if least == most:
-        verdict = (
-            f"For these pictures (n = {B}) {named[least]} is to be believed most: it has the lowest area "
-            f"under {areas[0]} and the highest under {areas[1]}."
+    lowest = min(named, key=lambda name: float(deletion[name].mean()))
+    highest = max(named, key=lambda name: float(insertion[name].mean()))
+    areas = f"{deletion[lowest].mean():.3f}", f"{insertion[highest].mean():.3f}"
+    if lowest == highest:
+        result = (
+            f"On these images (n = {B}), {named[lowest]} is best in both: it has the lowest area under the "
+            f"deletion curve ({areas[0]}) and the highest under the insertion curve ({areas[1]})."
         )
     else:
-        verdict = (
-            f"The two disagree for these pictures (n = {B}): by {areas[0]} {named[least]} is to be believed "
-            f"most, by {areas[1]} {named[most]}."
+        result = (
+            f"The two scores disagree on these images (n = {B}): {named[lowest]} is best in deletion "
+            f"({areas[0]}), {named[highest]} in insertion ({areas[1]})."
         )
-    return f"{reading} {verdict} {_against_random(deletion, insertion, least, most)}"
+    return f"{reading} {result} {_compare_with_random(deletion, insertion, lowest, highest)}"
 
 
-Areas = Mapping[str, "NDArray[np.float64]"]
+_Areas = Mapping[str, "NDArray[np.float64]"]
 
 
-def _against_random(deletion: Areas, insertion: Areas, least: str, most: str) -> str:
-    """How much better the best are than random, picture by picture, and who is not."""
+def _compare_with_random(deletion: _Areas, insertion: _Areas, lowest: str, highest: str) -> str:
+    """The margin of the best methods over random maps, image by image, and the methods without one."""
     if "random" not in deletion:
-        return "Without a random map there is no telling what chance would reach."
-    better = {("deletion", name): deletion["random"] - area for name, area in deletion.items()}
-    better |= {("insertion", name): area - insertion["random"] for name, area in insertion.items()}
-    told = (
-        f"Against random, {printable(least)} is better by {_told(better['deletion', least])} in deletion and "
-        f"{printable(most)} by {_told(better['insertion', most])} in insertion."
+        return "Without random maps there is no control to compare with."
+    gains = {("deletion", name): deletion["random"] - area for name, area in deletion.items()}
+    gains |= {("insertion", name): area - insertion["random"] for name, area in insertion.items()}
+    text = (
+        f"Compared with random maps, {printable(lowest)} is better by "
+        f"{_with_error(gains['deletion', lowest])} in deletion and {printable(highest)} by "
+        f"{_with_error(gains['insertion', highest])} in insertion."
     )
-    if len(deletion[least]) < 2:
-        return f"{told} One picture has no standard error: this may be chance."
+    if len(deletion[lowest]) < 2:
+        return f"{text} With a single image there is no standard error, so this may be due to chance."
     weak = [
-        f"{printable(name)} in {word}"
-        for (word, name), gain in better.items()
-        if name != "random" and gain.mean() <= _error(gain)
+        f"{printable(name)} in {score}"
+        for (score, name), gain in gains.items()
+        if name != "random" and gain.mean() <= _standard_error(gain)
     ]
-    return told + (f" Not better by more than the standard error: {', '.join(weak)}." if weak else "")
+    return text + (
+        f" Not better than random by more than one standard error: {', '.join(weak)}." if weak else ""
+    )
 
 
-def _told(values: NDArray[np.float64]) -> str:
+def _with_error(values: NDArray[np.float64]) -> str:
     """The mean with its standard error."""
-    return f"{values.mean():.3f}" + (f" ± {_error(values):.3f}" if len(values) > 1 else "")
+    return f"{values.mean():.3f}" + (f" ± {_standard_error(values):.3f}" if len(values) > 1 else "")
 
 
-def table(found: Scoring) -> tuple[list[str], list[list[object]]]:
-    """A row for each method: both areas, each the mean over pictures with its standard error."""
-    deletion, insertion = found.areas(found.deletion), found.areas(found.insertion)
+def table(scores: Scoring) -> tuple[list[str], list[list[object]]]:
+    """One row per method: both areas, each as the mean over images and its standard error."""
+    deletion, insertion = scores.areas(scores.deletion), scores.areas(scores.insertion)
     rows: list[list[object]] = []
     for name in deletion:
-        numbers = [(float(area.mean()), float(_error(area))) for area in (deletion[name], insertion[name])]
+        numbers = [
+            (float(area.mean()), float(_standard_error(area))) for area in (deletion[name], insertion[name])
+        ]
         rows.append([name, len(deletion[name]), *numbers[0], *numbers[1]])
-    return ["method", "pictures", "deletion", "deletion error", "insertion", "insertion error"], rows
+    return ["method", "images", "deletion", "deletion error", "insertion", "insertion error"], rows
+
+
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    images = request.drawn().images
+    maps = request.attributions or attribution.compute(request.model, images, target=request.target).maps
+    scores = compute(request.model, images, maps, target=request.target)
+    return scores, draw(scores)
+
+
+FIGURE = FigureSpec("scoring", "Deletion and insertion scores of the attribution maps", _make, caption, table)
 
 
 if __name__ == "__main__":
 
     def sample() -> tuple[Figure, str]:
-        model, pictures = sample_model().model, sample_pictures(40)
-        found = compute(model, pictures.images, attribution.compute(model, pictures.images).maps)
-        return draw(found), caption(found)
+        model, images = sample_model().model, sample_images(40)
+        scores = compute(model, images.images, attribution.compute(model, images.images).maps)
+        return draw(scores), caption(scores)
 
-    show("scoring", sample)
+    show_sample("scoring", sample)

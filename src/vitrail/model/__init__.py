@@ -1,4 +1,4 @@
-"""The model of the paper. vit.py is where to start; it names the file of every part."""
+"""The Vision Transformer. Start with vit.py, which names the file of each part."""
 
 from vitrail.model import surgery
 from vitrail.model.attention import Attention, attend, attend_explicitly

@@ -1,9 +1,9 @@
-"""Multi-head attention (paper, Appendix A): every token looks at every token.
+"""Multi-head self-attention (paper, Appendix A): every token attends to every token.
 
 [q, k, v] = z U_qkv                        one product for all heads
-A = softmax(q k^T / sqrt(d))               who looks at whom, how much: (T, T) in each head
+A = softmax(q k^T / sqrt(d))               the attention weights: (T, T) in each head
 SA(z) = A v                                the weighted mean of the values
-MSA(z) = [SA_1(z); ...; SA_k(z)] U_msa     the heads side by side, projected back to D
+MSA(z) = [SA_1(z); ...; SA_k(z)] U_msa     the heads concatenated and projected back to D
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.model.norm import build_norm
-from vitrail.model.tap import Tap
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
+from vitrail.model.position import Rotate, identity
+from vitrail.model.tap import Tap, TappedModule
 
 
 def attend(
@@ -35,8 +32,8 @@ def attend(
 ) -> Tensor:
     """softmax(scale q k^T + bias) v in one fused kernel, which never forms the (T, S) weights.
 
-    q is (B, k, T, d), k and v are (B, k, S, d). `mask` is boolean, True where a token may look;
-    `bias` is added to the scores; both broadcast to (B, k, T, S). A token that may look nowhere
+    q is (B, k, T, d), k and v are (B, k, S, d). `mask` is boolean, True where a token may attend;
+    `bias` is added to the scores; both broadcast to (B, k, T, S). A token that may attend to nothing
     gets zeros.
     """
     if bias is not None:
@@ -54,27 +51,27 @@ def attend_explicitly(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
-    see_scores: Callable[[Tensor], Tensor] = unchanged,
-    see_weights: Callable[[Tensor], Tensor] = unchanged,
+    tap_scores: Callable[[Tensor], Tensor] = identity,
+    tap_weights: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
-    """The same as `attend`, step by step, so that scores and weights can be seen and changed."""
+    """The same as `attend`, step by step, so that scores and weights can be recorded and edited."""
     scores = scale * q @ k.transpose(-2, -1)  # (B, k, T, S)
     if bias is not None:
         scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    weights = see_scores(scores).softmax(dim=-1)  # each row sums to 1
+    weights = tap_scores(scores).softmax(dim=-1)  # each row sums to 1
     if mask is not None:
         weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0)
-    return F.dropout(see_weights(weights), dropout) @ v  # (B, k, T, d)
+    return F.dropout(tap_weights(weights), dropout) @ v  # (B, k, T, d)
 
 
-class Attention(nn.Module):
+class Attention(TappedModule):
     """MSA of Eq. 2; with a context, cross-attention: q from the tokens, k and v from the context.
 
     Args:
-        bias: a learned number for each head and pair of tokens, added to the scores (note 004's p_ij).
-        scale: what the scores are multiplied with, if not what the config says.
+        bias: a module that returns the position bias added to the scores, (k, T, T).
+        scale: the factor of the scores; by default the one of `config.scale`.
     """
 
     def __init__(
@@ -82,9 +79,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_count = config.heads
-        self.scale = scale_of(config) if scale is None else scale
+        self.scale = attention_scale(config) if scale is None else scale
         self.dropout = config.attention_dropout
-        self.explicit = 0  # how many `record` and `edit` blocks want the scores or the weights
+        self.explicit = 0  # how many `record` and `edit` contexts need the scores or the weights
         inner = config.heads_width
         self.qkv = QKV(config)
         self.q_norm = build_norm(config, config.d) if config.qk_norm else nn.Identity()
@@ -100,60 +97,62 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         *,
         mask: Tensor | None = None,
-        turn: Callable[[Tensor], Tensor] = unchanged,
+        rotate: Rotate = identity,
     ) -> Tensor:
-        """Tokens (B, T, D) to tokens (B, T, D); `turn` is how rotary positions turn q and k."""
+        """Tokens (B, T, D) to tokens (B, T, D); `rotate` applies the rotary embedding to q and k."""
         q, k, v = self.project(z, context)  # each (B, k, T, d)
-        q, k, v = self.q(turn(self.q_norm(q))), self.k(turn(self.k_norm(k))), self.v(v)
+        q, k, v = self.q(rotate(self.q_norm(q))), self.k(rotate(self.k_norm(k))), self.v(v)
         bias = None if self.bias is None else self.bias()
         dropout = self.dropout if self.training else 0.0
         if self.explicit:
-            see = {"see_scores": self.scores, "see_weights": self.weights}
-            heads = attend_explicitly(q, k, v, scale=self.scale, mask=mask, bias=bias, dropout=dropout, **see)
+            taps = {"tap_scores": self.scores, "tap_weights": self.weights}
+            heads = attend_explicitly(
+                q, k, v, scale=self.scale, mask=mask, bias=bias, dropout=dropout, **taps
+            )
         else:
             heads = attend(q, k, v, scale=self.scale, mask=mask, bias=bias, dropout=dropout)
         heads = self.heads(heads)
         return self.out(heads.transpose(1, 2).flatten(2))  # (B, T, D)
 
     def project(self, z: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (B, k, T, d): of the tokens themselves, or k and v of a context."""
+        """q, k and v, each (B, k, T, d); k and v come from the context if there is one."""
         if context is None:
             parts = [self.qkv(z).unflatten(-1, (3, self.head_count, -1))]  # (B, T, 3, k, d)
         else:
-            q, kv = self.qkv.apart(z, context)
+            q, kv = self.qkv.project_cross(z, context)
             parts = [q.unflatten(-1, (1, self.head_count, -1)), kv.unflatten(-1, (2, self.head_count, -1))]
-        q, k, v = (one for part in parts for one in part.permute(2, 0, 3, 1, 4).unbind(0))
+        q, k, v = (tensor for part in parts for tensor in part.permute(2, 0, 3, 1, 4).unbind(0))
         return q, k, v
 
 
 class QKV(nn.Linear):
     """U_qkv: q, k and v of all heads in one product."""
 
-    kept: Tensor | None
+    bias_mask: Tensor | None
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config.width, 3 * config.heads_width, bias=config.qkv_bias != "none")
-        kept = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(config.heads_width)
-        self.register_buffer("kept", kept if config.qkv_bias == "no-k" else None, persistent=False)
+        mask = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(config.heads_width)
+        self.register_buffer("bias_mask", mask if config.qkv_bias == "no-k" else None, persistent=False)
 
     def forward(self, z: Tensor) -> Tensor:
-        return F.linear(z, self.weight, self.kept_bias())  # (B, T, 3 k d)
+        return F.linear(z, self.weight, self.masked_bias())  # (B, T, 3 k d)
 
-    def apart(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        """q of the tokens, k and v of the context, by the same matrix."""
+    def project_cross(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        """q of the tokens, and k and v of the context, with the rows of the same matrix."""
         sizes = [self.out_features // 3, 2 * self.out_features // 3]
-        bias = self.kept_bias()
+        bias = self.masked_bias()
         q_bias, kv_bias = (None, None) if bias is None else bias.split(sizes)
         q_weight, kv_weight = self.weight.split(sizes)
         return F.linear(z, q_weight, q_bias), F.linear(context, kv_weight, kv_bias)
 
-    def kept_bias(self) -> Tensor | None:
-        """The bias; where keys go without one (DINOv3), their part of it counts as zero."""
-        return self.bias if self.kept is None else self.bias * self.kept
+    def masked_bias(self) -> Tensor | None:
+        """The bias; if keys have none (DINOv3), their part is masked to zero."""
+        return self.bias if self.bias_mask is None else self.bias * self.bias_mask
 
 
-def scale_of(config: ViTConfig) -> float:
-    """What the scores are multiplied with."""
+def attention_scale(config: ViTConfig) -> float:
+    """The factor that attention scores are multiplied by."""
     match config.scale:
         case "head":
             return config.d**-0.5

@@ -1,24 +1,22 @@
-"""One encoder block: Eq. 2 and Eq. 3, a line each; and the blocks that put the norms elsewhere."""
+"""The encoder block, Eq. 2 and Eq. 3, one line each, and its variants."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.model.attention import Attention, unchanged
+from vitrail.model.attention import Attention
 from vitrail.model.mlp import build_mlp
 from vitrail.model.norm import DropPath, LayerScale, build_norm
-from vitrail.model.position import build_bias
-from vitrail.model.tap import Tap
+from vitrail.model.position import Rotate, build_bias, identity
+from vitrail.model.tap import Tap, TappedModule
 
 
-class Block(nn.Module):
-    """Tokens exchange (attention), then each thinks for itself (MLP); both add to what is there.
+class Block(TappedModule):
+    """The pre-norm block of the paper: a residual attention branch, then a residual MLP branch.
 
     Args:
-        drop_path: how often, in training, a branch is left out.
+        drop_path: the probability of skipping a branch in training (stochastic depth).
     """
 
     def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
@@ -34,56 +32,55 @@ class Block(nn.Module):
         self.path = DropPath(drop_path)
         self.out = Tap()
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged) -> Tensor:
-        z = z + self.attended(self.norm1(z), mask, turn)  # Eq. 2: z' = MSA(LN(z)) + z
-        z = z + self.thought(self.norm2(z))  # Eq. 3: z = MLP(LN(z')) + z'
+    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+        z = z + self.attention_branch(self.norm1(z), mask, rotate)  # Eq. 2: z' = MSA(LN(z)) + z
+        z = z + self.mlp_branch(self.norm2(z))  # Eq. 3: z = MLP(LN(z')) + z'
         return self.out(z)
 
-    def attended(self, z: Tensor, mask: Tensor | None, turn: Turn) -> Tensor:
-        """The first branch: MSA, then dropout, LayerScale and DropPath where there are any."""
-        return self.path(self.scale1(self.drop(self.attention(z, mask=mask, turn=turn))))
+    def attention_branch(self, z: Tensor, mask: Tensor | None, rotate: Rotate) -> Tensor:
+        """MSA, then dropout, LayerScale and DropPath if the config has them."""
+        return self.path(self.scale1(self.drop(self.attention(z, mask=mask, rotate=rotate))))
 
-    def thought(self, z: Tensor) -> Tensor:
-        """The second branch: the MLP, then the same."""
+    def mlp_branch(self, z: Tensor) -> Tensor:
+        """The MLP, then the same."""
         return self.path(self.scale2(self.drop(self.mlp(z))))
 
 
 class PostNormBlock(Block):
-    """Vaswani et al. 2017: the norm after the sum."""
+    """Vaswani et al. 2017: the norm follows the sum."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged) -> Tensor:
-        z = self.norm1(z + self.attended(z, mask, turn))
-        return self.out(self.norm2(z + self.thought(z)))
+    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+        z = self.norm1(z + self.attention_branch(z, mask, rotate))
+        return self.out(self.norm2(z + self.mlp_branch(z)))
 
 
 class ResPostNormBlock(Block):
-    """Note 004's post-layernorm (Liu et al. 2021, Swin V2): the norm on the branch, before the sum."""
+    """Liu et al. 2021 (Swin V2): the norm is on the branch, before the sum."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged) -> Tensor:
-        z = z + self.norm1(self.attended(z, mask, turn))
-        return self.out(z + self.norm2(self.thought(z)))
+    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+        z = z + self.norm1(self.attention_branch(z, mask, rotate))
+        return self.out(z + self.norm2(self.mlp_branch(z)))
 
 
 class ParallelBlock(Block):
-    """Both branches from the same tokens (Wang and Komatsuzaki 2021; ViT-22B)."""
+    """Both branches take the same tokens (Wang and Komatsuzaki 2021; ViT-22B)."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged) -> Tensor:
-        return self.out(z + self.attended(self.norm1(z), mask, turn) + self.thought(self.norm2(z)))
+    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+        return self.out(
+            z + self.attention_branch(self.norm1(z), mask, rotate) + self.mlp_branch(self.norm2(z))
+        )
 
 
 class NoResidualBlock(Block):
-    """The branches without what was there, to see what the sum is good for."""
+    """Without residual connections, as an ablation."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged) -> Tensor:
-        z = self.attended(self.norm1(z), mask, turn)
-        return self.out(self.thought(self.norm2(z)))
-
-
-Turn = Callable[[Tensor], Tensor]
+    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+        z = self.attention_branch(self.norm1(z), mask, rotate)
+        return self.out(self.mlp_branch(self.norm2(z)))
 
 
 def build_block(config: ViTConfig, index: int) -> Block:
-    """Block number `index`, from 0; DropPath grows evenly from none to its full rate."""
+    """Block `index`, counted from 0; the DropPath probability grows linearly with depth, from 0."""
     drop_path = config.drop_path * index / max(1, config.depth - 1)
     match config.block:
         case "pre-norm":

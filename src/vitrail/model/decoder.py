@@ -1,13 +1,12 @@
-"""The decoder (Vaswani et al. 2017; note 003): every token sees itself and what stands before it.
+"""A causal decoder (Vaswani et al. 2017): every token attends to itself and to the tokens before it.
 
     z_0  = E[t_1 ... t_T] + E_pos[1 ... T]                 Decoder.forward
     z'_l = MSA(LN(z_{l-1}), causal mask) + z_{l-1}         Block.forward, block.py (Eq. 2)
-    z''_l = MCA(LN(z'_l), context) + z'_l                  CrossBlock.forward, only with an encoder
+    z''_l = MCA(LN(z'_l), context) + z'_l                  CrossBlock.forward, with an encoder only
     z_l  = MLP(LN(z''_l)) + z''_l                          Block.forward, block.py (Eq. 3)
     logits = LN(z_L) W + b                                 Decoder.forward
 
-Alone it is a GPT. With a ViT before it, it is the right half of an encoder-decoder, which needs no
-class of its own:
+Alone it is a GPT. With the tokens of a ViT as its context it is the decoder of an encoder-decoder:
 
     decoder = Decoder(DecoderConfig(..., context_width=vit.config.width))
     decoder(tokens, context=vit.encode(images).tokens)     # (B, T) -> (B, T, vocabulary)
@@ -25,63 +24,62 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, InputError
-from vitrail.fields import Config, as_whole, choice, number, rate, switch, whole
-from vitrail.model.attention import Attention, unchanged
-from vitrail.model.block import Block, Turn, build_block
-from vitrail.model.inputs import check_dtype, check_numbers
-from vitrail.model.modes import evaluating
+from vitrail.fields import Config, as_integer, boolean, choice, documented, integer, number, probability
+from vitrail.model.attention import Attention
+from vitrail.model.block import Block, build_block
+from vitrail.model.inputs import check_dtype, check_token_ids
+from vitrail.model.modes import eval_mode
 from vitrail.model.norm import build_norm
-from vitrail.model.position import LearnedPosition
-from vitrail.model.tap import Tap
+from vitrail.model.position import Grid, LearnedPosition, Rotate, identity
+from vitrail.model.tap import Tap, TappedModule
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Config):
-    """A decoder, from token numbers to a logit for each token that may come next."""
+    """A causal decoder, from token ids to the logits of the next token."""
 
-    vocabulary: int = whole("V, how many different tokens there are")
-    width: int = whole("D, the length of every token vector")
-    depth: int = whole("L, how many blocks")
-    heads: int = whole("k, how many attention heads in each block")
-    length: int = whole("The longest sequence: how far back a token can look")
-    head_width: int | None = whole("d, the width of one head; D/k when not given", default=None)
-    mlp_width: int | None = whole("F, the hidden width of the MLP; 4D when not given", default=None)
+    vocabulary: int = integer("V, the number of different token ids")
+    width: int = integer("D, the length of every token vector")
+    depth: int = integer("L, the number of blocks")
+    heads: int = integer("k, the number of attention heads in each block")
+    length: int = integer("The context length: the largest number of tokens in a sequence")
+    head_width: int | None = integer("d, the width of one head; D/k by default", default=None)
+    mlp_width: int | None = integer("F, the hidden width of the MLP; 4D by default", default=None)
     activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "silu"] = choice(
-        "The MLP's non-linearity; relu is note 003's", default="relu"
+        "The activation of the MLP; relu is that of Vaswani et al.", default="relu"
     )
     block: Literal["pre-norm", "post-norm", "res-post-norm", "parallel", "no-residual"] = choice(
-        "Where the norms stand, as in ViTConfig; cross-attention is there for pre-norm alone",
+        "Where the norms are, as in ViTConfig; cross-attention needs pre-norm",
         default="pre-norm",
         aliases={"post-layernorm": "res-post-norm", "pre-layernorm": "pre-norm"},
     )
-    norm: Literal["layer", "rms", "none"] = choice(
-        "LayerNorm, RMSNorm or no norm, everywhere", default="layer"
-    )
+    norm: Literal["layer", "rms", "none"] = choice("LayerNorm, RMSNorm or no norm", default="layer")
     eps: float = number(
         "Added to the variance in every norm", "above 0 and at most 1", lambda e: 0 < e <= 1, 1e-6
     )
-    tied: bool = switch("Whether tokens are read out with their own embedding, without a bias", default=False)
-    context_width: int | None = whole(
-        "The width of an encoder's tokens to look at; no cross-attention when not given", default=None
+    tied: bool = boolean(
+        "Whether the output layer shares the weights of the token embedding, without a bias", default=False
     )
-    dropout: float = rate("Rate after the embedding and after every dense layer but q, k, v")
-    attention_dropout: float = rate("Rate on the attention weights")
+    context_width: int | None = integer(
+        "The width of the encoder tokens to attend to; no cross-attention by default", default=None
+    )
+    dropout: float = probability("Dropout after the embedding and every dense layer except q, k, v")
+    attention_dropout: float = probability("Dropout of the attention weights")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.encoder_like  # refuses what a ViT of these sizes would
+        _ = self.encoder_like  # runs the checks of a ViT of this size
         if self.context_width is not None and self.block != "pre-norm":
             raise ConfigError(
-                f"context_width={self.context_width} needs pre-norm blocks.",
-                f"block={self.block!r}",
-                "Change context_width or block.",
+                f'context_width={self.context_width} needs block="pre-norm", but block={self.block!r}.'
             )
 
     @property
     def encoder_like(self) -> ViTConfig:
-        """The ViT that takes the same tokens and has the same blocks."""
+        """The config of a ViT for texts with the same blocks."""
         return ViTConfig(
-            **{name: getattr(self, name) for name in SHARED},
+            **{name: getattr(self, name) for name in _SHARED_FIELDS},
             input="text",
             vocabulary=self.vocabulary,
             patch=1,
@@ -92,16 +90,16 @@ class DecoderConfig(Config):
         )
 
 
-SHARED = (
+_SHARED_FIELDS = (
     *("width", "depth", "heads", "head_width", "mlp_width", "activation"),
     *("block", "norm", "eps", "dropout", "attention_dropout"),
 )
 
 
 class CrossBlock(Block):
-    """A block that also looks at an encoder's tokens, after its own and before the MLP.
+    """A pre-norm block with cross-attention to an encoder's tokens, between self-attention and MLP.
 
-    The context must be given: without one, `cross` would be attention that sees what is to come.
+    The context is required: without one, `cross` would be self-attention without the causal mask.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -110,107 +108,109 @@ class CrossBlock(Block):
         self.cross = Attention(config)
 
     def forward(  # type: ignore[override]
-        self, z: Tensor, mask: Tensor | None = None, turn: Turn = unchanged, *, context: Tensor
+        self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity, *, context: Tensor
     ) -> Tensor:
-        z = z + self.attended(self.norm1(z), mask, turn)  # what stands before
-        z = z + self.drop(self.cross(self.norm_cross(z), context))  # what the encoder saw
-        return self.out(z + self.thought(self.norm2(z)))
+        z = z + self.attention_branch(self.norm1(z), mask, rotate)
+        z = z + self.drop(self.cross(self.norm_cross(z), context))
+        return self.out(z + self.mlp_branch(self.norm2(z)))
 
 
 class SequencePosition(LearnedPosition):
-    """E_pos for a sequence that may be shorter than the longest one: its first T rows."""
+    """Learned positions for sequences of any length up to `length`: the first T rows."""
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, grid: Grid = ()) -> Tensor:
         return z + self.table[: z.shape[1]]
 
 
 def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
-    """Note 003's `tril`, (T, T): True where the token of a row may look, at itself and back."""
+    """The lower triangular mask (T, T): True where a token may attend, to itself and before."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-class Decoder(nn.Module):
-    """Token numbers (B, T) to logits (B, T, V): at each place, what comes next."""
+class Decoder(TappedModule):
+    """Token ids (B, T) to logits (B, T, V) of the next token at each position."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        like, looks = config.encoder_like, config.context_width
+        like, context_width = config.encoder_like, config.context_width
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.position = SequencePosition(like)
         self.drop = nn.Dropout(config.dropout)
-        # An encoder of another width comes over a bridge, as Attention has one matrix for q, k and v.
-        self.bridge = nn.Identity() if looks in (None, config.width) else nn.Linear(looks, config.width)
+        # Tokens of an encoder of another width are projected first: Attention has one matrix for q, k, v.
+        other_width = context_width is not None and context_width != config.width
+        self.bridge = nn.Linear(context_width or 0, config.width) if other_width else nn.Identity()
         self.blocks = nn.ModuleList(
-            build_block(like, index) if looks is None else CrossBlock(like) for index in range(config.depth)
+            build_block(like, index) if context_width is None else CrossBlock(like)
+            for index in range(config.depth)
         )
         self.norm = build_norm(like)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary)
         self.embed, self.encoded, self.logits = Tap(), Tap(), Tap()
-        initialise_decoder(self)
+        initialize_decoder(self)
 
     def forward(self, tokens: Tensor, context: Tensor | None = None) -> Tensor:
         """Logits (B, T, V).
 
         Args:
-            tokens: (B, T) whole numbers below V. On a GPU their range is not checked here: that
-                would make every step wait for the device.
-            context: (B, S, context_width), an encoder's tokens, where the decoder looks at one.
+            tokens: (B, T) integers below V. Their range is checked on a CPU only.
+            context: (B, S, context_width), the encoder's tokens; required if and only if the config has a
+                context_width.
         """
-        check_numbers(tokens, self.config.vocabulary)
+        check_token_ids(tokens, self.config.vocabulary)
         self._check_length(tokens)
         self._check_context(tokens, context)
         z = self.embed(self.drop(self.position(self.tokens(tokens))))  # (B, T, D)
         mask = causal_mask(z.shape[1], z.device)
-        seen: dict[str, Any] = {} if context is None else {"context": self.bridge(context)}  # (B, S, D)
+        cross: dict[str, Any] = {} if context is None else {"context": self.bridge(context)}  # (B, S, D)
         for block in self.blocks:
-            z = block(z, mask, **seen)
+            z = block(z, mask, **cross)
         z = self.encoded(self.norm(z))
         return self.logits(F.linear(z, self.tokens.weight) if self.head is None else self.head(z))
 
     def _check_length(self, tokens: Tensor) -> None:
-        given, longest = tokens.shape[1], self.config.length
-        if given > longest:
+        length, limit = tokens.shape[1], self.config.length
+        if length > limit:
             raise InputError(
-                f"A sequence must be at most {longest} tokens long, the length the model was built for.",
-                f"{given} tokens",
-                f"Keep the last: tokens[:, -{longest}:], or build the model with length={given}.",
+                f"A sequence of {length} tokens is longer than the model's length of {limit}; pass the last "
+                f"ones, tokens[:, -{limit}:], or build the model with length={length}."
             )
 
     def _check_context(self, tokens: Tensor, context: Tensor | None) -> None:
-        B, looks = tokens.shape[0], self.config.context_width
-        if (context is None) != (looks is None):
-            raise InputError(
-                "A context must be given to a decoder with a context_width, and to no other.",
-                f"{'no' if context is None else 'a'} context, and context_width={looks}",
-                "Call decoder(tokens, context=vit.encode(images).tokens)."
-                if context is None
-                else "Leave the context out, or build the model with its width as context_width.",
-            )
+        B, width = tokens.shape[0], self.config.context_width
         if context is None:
-            return
-        if not isinstance(context, Tensor) or context.ndim != 3 or context.shape[::2] != (B, looks):
+            if width is None:
+                return
             raise InputError(
-                f"The context must be a tensor of the shape ({B}, S, {looks}): a row of tokens for each "
-                "sequence, as wide as context_width.",
-                str(tuple(context.shape)) if isinstance(context, Tensor) else type(context).__name__,
-                "Give the encoder's tokens as they are: vit.encode(images).tokens.",
+                f"A decoder with context_width={width} needs a context; call decoder(tokens, "
+                "context=vit.encode(images).tokens)."
             )
-        check_dtype(context, self.tokens.weight.dtype, "The context's tokens")
+        if width is None:
+            raise InputError(
+                "This decoder takes no context; omit it, or build the model with the context's width as "
+                "context_width."
+            )
+        if not isinstance(context, Tensor) or context.ndim != 3 or context.shape[::2] != (B, width):
+            actual = tuple(context.shape) if isinstance(context, Tensor) else type(context).__name__
+            raise InputError(
+                f"The context must be a tensor of shape ({B}, S, {width}), the tokens of an encoder for each "
+                f"sequence, not {actual}; pass vit.encode(images).tokens."
+            )
+        check_dtype(context, self.tokens.weight.dtype, "The tokens of the context")
 
 
-def initialise_decoder(model: Decoder) -> None:
-    """Give every parameter its first value, as GPT-2 does but for its smaller residual matrices.
+def initialize_decoder(model: Decoder) -> None:
+    """Initialize all parameters as GPT-2 does, but without its smaller scale of the residual projections.
 
-    | parameter        | first value  |
-    |------------------|--------------|
-    | tokens.weight    | normal-0.02  |
-    | position.table   | normal-0.02  |
-    | *norm*.weight    | 1            |
-    | *.bias           | 0            |
-    | *.weight         | normal-0.02  |
+    | parameter        | initial value |
+    |------------------|---------------|
+    | tokens.weight    | normal-0.02   |
+    | position.table   | normal-0.02   |
+    | *norm*.weight    | 1             |
+    | *.bias           | 0             |
+    | *.weight         | normal-0.02   |
 
-    The first row that matches counts.
+    The first row that matches applies.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:  # embeddings and matrices
@@ -229,38 +229,37 @@ def generate(
     context: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue sequences (B, T) by `count` tokens, each drawn from what the model expects next.
+    """Sample `count` more tokens for sequences (B, T): (B, T + count).
 
     Args:
-        temperature: logits are divided by it; 0 always takes the likeliest token.
-        top: draw among so many of the likeliest only.
-        generator: where the draws come from, for a result that can be repeated.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top: sample only from this many of the most likely tokens (top-k sampling).
+        context: the encoder's tokens, for a decoder with cross-attention.
+        generator: the random number generator, for reproducible samples.
     """
-    count, top = as_whole("count", count, 0), None if top is None else as_whole("top", top, 1)
+    count, top = as_integer("count", count, 0), None if top is None else as_integer("top", top, 1)
     real = isinstance(temperature, (int, float))
     if not real or not (temperature == 0 or 1e-3 <= temperature < math.inf):
         raise InputError(
-            "temperature must be 0, for the likeliest token, or from 0.001 up.",
-            f"temperature={temperature!r}",
-            "Set temperature to such a number.",
+            f"temperature must be 0, for the most likely token, or at least 0.001, not {temperature!r}."
         )
-    check_numbers(tokens, model.config.vocabulary)
-    with evaluating(model):
+    check_token_ids(tokens, model.config.vocabulary)
+    with eval_mode(model):
         for _ in range(count):
             logits = model(tokens[:, -model.config.length :], context)[:, -1]  # (B, V)
-            drawn = draw(logits, temperature, top, generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.dtype)], dim=1)
+            sample = sample_token(logits, temperature, top, generator)
+            tokens = torch.cat([tokens, sample.to(tokens.dtype)], dim=1)
     return tokens  # (B, T + count)
 
 
-def draw(
+def sample_token(
     logits: Tensor, temperature: float, top: int | None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """One token for each row of logits: (B, V) -> (B, 1)."""
+    """Sample one token id for each row of logits: (B, V) -> (B, 1)."""
     V = logits.shape[-1]
-    kept = 1 if temperature == 0 else min(top or V, V)
-    values, ids = logits.float().topk(kept)  # likeliest first
-    if kept == 1:
+    count = 1 if temperature == 0 else min(top or V, V)
+    values, ids = logits.float().topk(count)  # most likely first
+    if count == 1:
         return ids
-    chances = (values / temperature).softmax(dim=-1)
-    return ids.gather(1, torch.multinomial(chances, 1, generator=generator))
+    probabilities = (values / temperature).softmax(dim=-1)
+    return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""From the pooled vector to logits."""
+"""Classification heads: from the pooled vector to logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vitrail.model.mlp import build_activation
 
 
 class TwoLayerHead(nn.Module):
-    """fc2(activation(fc1 y)); with tanh it is the paper's head in pre-training."""
+    """fc2(activation(fc1 y)); with tanh, the paper's head for pre-training."""
 
     def __init__(self, config: ViTConfig, activation: nn.Module) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class TwoLayerHead(nn.Module):
 
 
 class DistilledHead(nn.Module):
-    """One layer for the class token and one for the distillation token, averaged (DeiT)."""
+    """One linear layer each for the class and the distillation token, averaged (DeiT)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -31,16 +31,17 @@ class DistilledHead(nn.Module):
         self.distillation = nn.Linear(config.width, config.classes)
 
     def both(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
-        """The two answers apart, for a loss on each: both (B, K)."""
-        of_class, of_distillation = pooled.chunk(2, dim=1)
-        return self.classes(of_class), self.distillation(of_distillation)
+        """The logits of the two layers, for a loss on each: both (B, K)."""
+        class_token, distillation_token = pooled.chunk(2, dim=1)
+        return self.classes(class_token), self.distillation(distillation_token)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        of_class, of_distillation = self.both(pooled)
-        return (of_class + of_distillation) / 2  # (B, K)
+        class_logits, distillation_logits = self.both(pooled)
+        return (class_logits + distillation_logits) / 2  # (B, K)
 
 
 def build_head(config: ViTConfig) -> nn.Module:
+    """The head of `config.head`; an identity without classes."""
     if config.classes == 0:
         return nn.Identity()
     match config.head:

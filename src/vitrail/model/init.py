@@ -1,4 +1,4 @@
-"""The first value of every parameter, in one place."""
+"""Initialization of every parameter, in one table."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 
-TABLE = """
+_TABLE = """
 | parameter                | paper        | timm        | torchvision  |
 |--------------------------|--------------|-------------|--------------|
-| tokens.stem.*            | its own      | its own     | its own      |
+| tokens.stem.*            | unchanged    | unchanged   | unchanged    |
 | tokens.proj.weight       | lecun        | torch       | lecun        |
-| tokens.proj.bias         | 0            | torch-bias  | 0            |
+| tokens.proj.bias         | 0            | unchanged   | 0            |
 | tokens.fc.weight         | xavier       | normal-0.02 | xavier       |
 | tokens.fc.bias           | normal-1e-6  | 0           | normal-1e-6  |
 | prefix                   | 0            | normal-1e-6 | 0            |
@@ -37,34 +37,34 @@ TABLE = """
 | head*.bias               | 0            | 0           | 0            |
 """
 
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.split("\n")[3:-1]]
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in _TABLE.split("\n")[3:-1]]
 
 
-def initialise(model: nn.Module, config: ViTConfig) -> None:
-    """Give every parameter its first value, as one of three libraries does (`config.init`).
+def initialize(model: nn.Module, config: ViTConfig) -> None:
+    """Initialize all parameters of a ViT with the scheme of `config.init`: a column of the table above.
 
-    The TABLE above says which; its first row that matches a parameter's name counts. The words:
-    *lecun*, normal of variance 1/fan-in cut off at 2 sigma; *xavier*, uniform up to
-    sqrt(6/(fan-in + fan-out)), *by-3* for q, k and v each by itself; *torch*, uniform up to
-    1/sqrt(fan-in), as PyTorch's layers begin; *layer-scale*, the config's. Where a library has no
-    such part, its column follows its habit with similar ones. `config.position_sigma` goes before all.
+    The first row whose pattern matches a parameter's name applies. *lecun*: normal with variance 1/fan_in,
+    truncated at 2 sigma. *xavier*: uniform up to sqrt(6/(fan_in + fan_out)); *xavier-by-3* for q, k and v
+    separately. *torch*: uniform up to 1/sqrt(fan_in), the default of PyTorch's layers. *layer-scale*: the
+    constant `config.layer_scale`. *unchanged*: as the module has initialized it. A library that lacks a
+    part gets the value that it gives to similar ones. `config.position_sigma` overrides the table.
     """
     column = ("paper", "timm", "torchvision").index(config.init) + 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             row = next(row for row in ROWS if fnmatchcase(name, row[0]))
-            fill(parameter, row[column], config)
+            _fill(parameter, row[column], config)
             if name.startswith("position.") and config.position_sigma is not None:
                 nn.init.normal_(parameter, std=config.position_sigma)
 
 
-def fill(parameter: Tensor, word: str, config: ViTConfig) -> None:
-    """Fill one parameter with what the table's word says."""
-    match word:
+def _fill(parameter: Tensor, scheme: str, config: ViTConfig) -> None:
+    """Initialize one parameter with a scheme of the table."""
+    match scheme:
         case "0" | "1":
-            nn.init.constant_(parameter, float(word))
+            nn.init.constant_(parameter, float(scheme))
         case "normal-0.02" | "normal-1e-6":
-            nn.init.normal_(parameter, std=float(word.removeprefix("normal-")))
+            nn.init.normal_(parameter, std=float(scheme.removeprefix("normal-")))
         case "lecun":
             lecun_normal(parameter)
         case "xavier":
@@ -77,11 +77,12 @@ def fill(parameter: Tensor, word: str, config: ViTConfig) -> None:
         case "torch":
             limit = 1 / math.sqrt(parameter[0].numel())
             nn.init.uniform_(parameter, -limit, limit)
-        case "torch-bias" | "its own":
-            pass  # what nn.Conv2d and the stem have filled in
+        case "unchanged":
+            pass
 
 
 def lecun_normal(kernel: Tensor) -> Tensor:
+    """Fill with a normal of variance 1/fan_in, truncated at 2 sigma (Flax's default)."""
     sigma = math.sqrt(1 / kernel[0].numel())
-    sigma /= 0.87962566103423978  # cutting off at two sigma takes this much of the deviation away
+    sigma /= 0.87962566103423978  # the standard deviation of a unit normal truncated at two sigma
     return nn.init.trunc_normal_(kernel, std=sigma, a=-2 * sigma, b=2 * sigma)

@@ -1,4 +1,4 @@
-"""What a model may be given: the shape, the dtype, and a word on the usual slips."""
+"""Checks of a model's input: shape and dtype, with advice for common mistakes."""
 
 from __future__ import annotations
 
@@ -8,102 +8,115 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
 
-AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)  # what autocast turns into its own dtype
-NAMES = {"picture": "Pictures", "video": "Videos", "audio": "Sounds", "text": "Tokens"}
+_AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts
+_INPUT_NAMES = {"image": "Images", "video": "Videos", "audio": "Waveforms", "text": "Token ids"}
 
 
-def check_input(images: Tensor, config: ViTConfig, dtype: torch.dtype) -> None:
-    """Whether this is a batch for a model of this config and dtype."""
+def check_input(
+    images: Tensor, config: ViTConfig, dtype: torch.dtype, *, any_size: bool = False
+) -> tuple[int, ...]:
+    """Check a batch for a model of this config and dtype, and return its patch grid.
+
+    Args:
+        any_size: whether images may have other sizes that are multiples of the patch size.
+    """
     if config.input == "text":
-        check_numbers(images, config.vocabulary or 0)
-    names = NAMES[config.input]
+        check_token_ids(images, config.vocabulary or 0)
+    name = _INPUT_NAMES[config.input]
     if not isinstance(images, Tensor):
         raise InputError(
-            f"{names} must come as a torch tensor.",
-            type(images).__name__,
-            "Convert them with torch.as_tensor.",
+            f"{name} must be a torch tensor, not {type(images).__name__}; convert with torch.as_tensor."
         )
     shape = config.input_shape
-    spelled = ", ".join(map(str, shape))
+    if any_size and images.ndim == 4 and images.shape[1] == config.channels:
+        shape = config.channels, *_round_to_patches(images, config)
     if images.ndim != len(shape) + 1 or images.shape[1:] != shape:
+        expected = ", ".join(map(str, shape))
         raise InputError(
-            f"{names} must have the shape (batch, {spelled}) that the model was built for.",
-            str(tuple(images.shape)),
-            shape_advice(tuple(images.shape), config),
+            f"{name} must have the shape (batch, {expected}), not {tuple(images.shape)}; "
+            f"{_shape_advice(tuple(images.shape), config)}."
         )
     if config.input != "text":
-        check_dtype(images, dtype, names)
+        check_dtype(images, dtype, name)
+    if not any_size:
+        return config.grid
+    down, across = config.patch_pixels
+    return images.shape[2] // down, images.shape[3] // across
 
 
-def check_dtype(x: Tensor, dtype: torch.dtype, names: str) -> None:
-    castable = torch.is_autocast_enabled(x.device.type) and x.dtype in AUTOCAST
+def _round_to_patches(images: Tensor, config: ViTConfig) -> tuple[int, ...]:
+    """Height and width of a batch, rounded down to a multiple of the patch size."""
+    sides = zip(images.shape[2:], config.patch_pixels, strict=True)
+    return tuple(max(side // step, 1) * step for side, step in sides)
+
+
+def check_dtype(x: Tensor, dtype: torch.dtype, name: str) -> None:
+    """Check that an input has the model's dtype, or one that autocast converts."""
+    castable = torch.is_autocast_enabled(x.device.type) and x.dtype in _AUTOCAST_DTYPES
     if x.dtype != dtype and not castable:
-        scale = "" if x.dtype.is_floating_point else ", and scale them as the model expects"
+        normalize = "" if x.dtype.is_floating_point else " and normalize them as the model expects"
         raise InputError(
-            f"{names} must have the model's dtype, {dtype}.",
-            str(x.dtype),
-            f"Convert them with .to({dtype}){scale}.",
+            f"{name} must have the model's dtype, {dtype}, not {x.dtype}; convert them with "
+            f".to({dtype}){normalize}."
         )
 
 
-def check_numbers(tokens: Tensor, vocabulary: int) -> None:
-    """Whether these are rows of token numbers below the vocabulary, however long.
+def check_token_ids(tokens: Tensor, vocabulary: int) -> None:
+    """Check token ids (B, T) of any length T.
 
-    Their size is looked at on a CPU only: elsewhere it would make every step wait for the device.
+    Their range is checked on a CPU only: on a GPU, reading values would synchronize at every step.
     """
     if not isinstance(tokens, Tensor):
         raise InputError(
-            "Tokens must come as a torch tensor.", type(tokens).__name__, "Convert with torch.tensor."
+            f"Token ids must be a torch tensor, not {type(tokens).__name__}; convert with torch.tensor."
         )
     if tokens.dtype not in (torch.int64, torch.int32):
         raise InputError(
-            "Tokens must be whole numbers, torch.int64 or torch.int32.",
-            str(tokens.dtype),
-            "Convert them with tokens.long().",
+            f"Token ids must be torch.int64 or torch.int32, not {tokens.dtype}; convert with tokens.long()."
         )
     if tokens.ndim != 2 or tokens.shape[1] == 0:
+        advice = "add a batch axis: tokens[None]" if tokens.ndim == 1 else "put one sequence in each row"
         raise InputError(
-            "Tokens must have the shape (batch, T), T from 1 up.",
-            str(tuple(tokens.shape)),
-            "Add a batch axis: tokens[None]." if tokens.ndim == 1 else "Put one sequence in each row.",
+            "Token ids must have the shape (batch, T) with at least one token, not "
+            f"{tuple(tokens.shape)}; {advice}."
         )
     if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
         low, high = (int(end) for end in tokens.aminmax())
         if low < 0 or high >= vocabulary:
             raise InputError(
-                f"Tokens must be numbers from 0 to {vocabulary - 1}, below the vocabulary.",
-                str(low if low < 0 else high),
-                f"Use the model's own vocabulary, or build the model with more than {vocabulary}.",
+                f"Token ids must be from 0 to {vocabulary - 1}, the vocabulary of the model, not "
+                f"{low if low < 0 else high}; use the model's own tokenizer, or build it with a larger "
+                "vocabulary."
             )
 
 
-def shape_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
-    """What to do about a wrong shape, for the slips that are common."""
+def _shape_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
+    """What to do about a wrong shape."""
     match config.input:
-        case "picture":
-            return picture_advice(shape, config)
+        case "image":
+            return _image_advice(shape, config)
         case "video" if len(shape) == 5 and shape[2] == config.channels != shape[1]:
-            return "Put the channels before the frames: videos.transpose(1, 2)."
+            return "put the channels before the frames: videos.transpose(1, 2)"
         case "video":
-            return "Take as many frames as the model was built for, and resize them."
+            return f"take {config.pixels[0]} frames of each video and resize them"
         case "audio":
-            return "Cut or pad the sounds to that many samples, one channel each."
+            return "crop or pad each waveform, of one channel, to that many samples"
         case "text":
-            return "Cut or pad the rows to that length."
+            return "crop or pad each row to that length"
 
 
-def picture_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
+def _image_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
     C, (down, across) = config.channels, config.patch_pixels
     if len(shape) == 3 and shape[0] == C:
-        return "Add a batch axis: images[None]."
+        return "add a batch axis: images[None]"
     if len(shape) == 3 and shape[-1] == C:
-        return "Put the channels first and add a batch axis: images.permute(2, 0, 1)[None]."
+        return "put the channels first and add a batch axis: images.permute(2, 0, 1)[None]"
     if len(shape) != 4:
-        return "Stack the pictures into one batch."
+        return "stack the images into one batch"
     if shape[1] != C and shape[3] == C:
-        return "Put the channels first: images.permute(0, 3, 1, 2)."
+        return "put the channels first: images.permute(0, 3, 1, 2)"
     if shape[1] != C:
-        return f"Build the model with channels={shape[1]}, or convert the pictures."
+        return f"build the model with channels={shape[1]}, or convert the images"
     if shape[2] % down or shape[3] % across:
-        return "Resize the pictures."
-    return f"Resize the pictures, or the model: size={shape[2:]}."
+        return "resize the images"
+    return f"resize the images, or build the model with size={tuple(shape[2:])}"

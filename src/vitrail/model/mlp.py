@@ -1,4 +1,4 @@
-"""The MLP of Eq. 3: dense layers with a GELU between, on each token by itself."""
+"""The MLP of Eq. 3: two linear layers with a GELU between, applied to each token."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.model.tap import Tap
+from vitrail.model.tap import Tap, TappedModule
 
 
-class MLP(nn.Module):
-    """fc2(GELU(fc1 z)): one hidden layer of width F, or more of the same width."""
+class MLP(TappedModule):
+    """fc2(GELU(fc1 z)), with one hidden layer of width F or, with `mlp_hidden`, more of them."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         return self.out(self.fc2(self.drop(self.hidden(hidden))))  # (B, T, D)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(TappedModule):
     """fc2(activation(a) b) with [a, b] = fc1 z; with silu this is SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -50,6 +50,7 @@ class GatedMLP(nn.Module):
 
 
 def build_mlp(config: ViTConfig) -> nn.Module:
+    """The MLP of `config.mlp`."""
     match config.mlp:
         case "plain":
             return MLP(config)
@@ -58,13 +59,14 @@ def build_mlp(config: ViTConfig) -> nn.Module:
 
 
 class QuickGELU(nn.Module):
-    """x sigmoid(1.702 x), the GELU of OpenAI's CLIP."""
+    """x sigmoid(1.702 x), the approximation of GELU in OpenAI's CLIP."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 def build_activation(config: ViTConfig) -> nn.Module:
+    """The activation of `config.activation`."""
     match config.activation:
         case "gelu":
             return nn.GELU()  # x Phi(x), exactly

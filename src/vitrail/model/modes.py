@@ -1,4 +1,4 @@
-"""Training and evaluation mode."""
+"""Switching between training and evaluation mode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, and every part back in its own mode afterwards."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each submodule's own mode is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

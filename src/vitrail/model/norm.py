@@ -1,4 +1,4 @@
-"""The norms, and what else a branch passes through before it is added."""
+"""Normalization, LayerScale and stochastic depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vitrail.config import ViTConfig
 
 
 def build_norm(config: ViTConfig, width: int | None = None) -> nn.Module:
-    """LN of Eq. 2 to 4, over the last axis, or what stands in its place."""
+    """LN of Eq. 2 to 4, over the last axis; RMSNorm or an identity if the config has them instead."""
     width = width or config.width
     match config.norm:
         case "layer":
@@ -32,17 +32,21 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """In training, leave a branch out for some pictures (stochastic depth, Huang et al. 2016)."""
+    """Stochastic depth (Huang et al. 2016): in training, skip a residual branch for some of the images.
 
-    def __init__(self, rate: float) -> None:
+    Args:
+        p: the probability of skipping the branch for an image.
+    """
+
+    def __init__(self, p: float) -> None:
         super().__init__()
-        self.rate = rate
+        self.p = p
 
     def forward(self, branch: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
+        if not self.training or self.p == 0:
             return branch
-        kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate  # one for each picture
-        return branch * kept / (1 - self.rate)
+        mask = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.p  # one for each image
+        return branch * mask / (1 - self.p)
 
     def extra_repr(self) -> str:
-        return f"{self.rate:.3f}"
+        return f"p={self.p:.3f}"

@@ -1,4 +1,4 @@
-"""From tokens to one vector for the picture: y of Eq. 4, and the other ways."""
+"""Pooling: from tokens to one vector for the image, y of Eq. 4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.model.norm import build_norm
 
 
 class ClassPool(nn.Module):
-    """The class token; with a distilled head, the class and the distillation token side by side."""
+    """The class token; with a distilled head, class and distillation token concatenated."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class MeanPool(nn.Module):
 
 
 class ClassMeanPool(nn.Module):
-    """The class token and the mean of the patches side by side (DINOv2's linear classifiers)."""
+    """Class token and mean of the patches, concatenated (DINOv2's linear classifiers)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ClassMeanPool(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """A learned query looks at the patches; then a block's MLP (MAP head, Zhai et al. 2022)."""
+    """A learned query attends to the patches, then an MLP (MAP head, Zhai et al. 2022)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class AttentionPool(nn.Module):
 
 
 class FlattenPool(nn.Module):
-    """All patch tokens in a row, as note 004 has it."""
+    """All patch tokens concatenated into one vector."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -74,6 +74,7 @@ class FlattenPool(nn.Module):
 
 
 def build_pool(config: ViTConfig) -> nn.Module:
+    """The pooling module of `config.pool`."""
     match config.pool:
         case "class":
             return ClassPool(config)

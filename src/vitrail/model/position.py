@@ -1,67 +1,133 @@
-"""Where each token stands: E_pos of Eq. 1, and what others use in its place.
+"""Position schemes: E_pos of Eq. 1, and what other models use instead.
 
-Three ways in: a row added to each token (learned, learned2d, sincos1d, sincos2d), q and k turned by
-their place (rotary), or a number added to the score of each pair (pairwise, relative).
+A scheme is one class. It adds a row to each token (`rows`), rotates q and k (`rotation`), or adds a bias to
+the attention scores of each block (`build_bias`). The same class resamples its parameters to another patch
+grid (`resize`) and compares positions (`similarity`), so that no code outside this file depends on which
+scheme a model has.
+
+To add one: write the class, add it to POSITIONS, describe it in `config.POSITIONS`, and give it a row in
+tests/model/test_position.py.
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.config import ViTConfig, format_sides
+from vitrail.errors import InputError
+from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
+
+Grid = tuple[int, ...]
+State = dict[str, Tensor]
+Rotate = Callable[[Tensor], Tensor]
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
 
 
 class Position(nn.Module):
-    """No positions; and what every kind of position answers to."""
+    """position="none": tokens are a set without order. Also the interface of every other scheme."""
 
-    def forward(self, z: Tensor) -> Tensor:
-        """Tokens before the first block: (B, T, D)."""
-        return z
-
-    def again(self, z: Tensor) -> Tensor:
-        """Tokens before every other block."""
-        return z
-
-    def turn(self, heads: Tensor) -> Tensor:
-        """q or k, (B, k, T, d), where positions are rotary."""
-        return heads
-
-
-class AddedPosition(Position):
-    """A row for each token, added; the kinds differ in where the rows come from.
-
-    `rows` of the config says which tokens have one; the others get zeros.
-    """
+    equation: ClassVar[str] = ""
+    """How the position is used, in the paper's notation."""
+    meaning: ClassVar[str] = ""
+    """The same in words."""
+    measure: ClassVar[str] = ""
+    """The name of what `similarity` returns; empty if there is nothing to compare."""
+    fixed_grid: ClassVar[str] = ""
+    """Why the scheme supports one image size only; empty if it supports others."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.every = config.position_at == "every"
-        self.prefix = config.prefix
-        counts = {"all": config.prefix, "class": 1, "patches": 0}
-        self.prefix_rows = counts[config.rows]  # they come first, as the class token does
-        self.count = self.prefix_rows + config.patches
+        self.prefix, self.grid = config.prefix, config.grid
+        self.resize_options: Mapping[str, Any] | None = None
+        """Set by `ViT.accept_any_size`: how learned rows are resampled to the grid of each batch."""
 
-    def given_rows(self) -> Tensor:
-        """The rows there are: (prefix rows + N, D)."""
+    def forward(self, z: Tensor, grid: Grid) -> Tensor:
+        """Tokens (B, T, D) before the first block."""
+        return z
+
+    def before_block(self, z: Tensor, grid: Grid) -> Tensor:
+        """Tokens (B, T, D) before every other block."""
+        return z
+
+    def rotation(self, grid: Grid) -> Rotate:
+        """The function applied to q and k, (B, k, T, d), in every block."""
+        return identity
+
+    @classmethod
+    def build_bias(cls, config: ViTConfig) -> nn.Module | None:
+        """The module that returns one block's attention bias, (k, T, T)."""
+        return None
+
+    @classmethod
+    def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
+        """Resample the learned positions in a state dict from the old grid to the new one, in place.
+
+        Schemes that are computed from the grid have none.
+        """
+
+    @classmethod
+    def add_prefix_tokens(cls, state: State, old: ViTConfig, new: ViTConfig) -> None:
+        """Add positions for new prefix tokens to a state dict, in place."""
+
+    def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
+        """Between all tokens (T, T) or all patches (N, N); (L, k, T, T) if blocks and heads differ."""
         raise NotImplementedError
 
-    def all_rows(self) -> Tensor:
-        """E_pos with zeros for tokens without a row: (T, D)."""
-        rows = self.given_rows()
+
+class AddedPosition(Position):
+    """z_0 = [x_class; x_p E] + E_pos: a row is added to each token. Subclasses define `rows`.
+
+    `config.rows` says which prefix tokens have a row; the others get zeros.
+    """
+
+    equation = "s = {e} + E_pos"
+    meaning = "E_pos adds each token's position to it, one row per token."
+    measure = "cosine similarity"
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.every = config.position_at == "every"
+        self.prefix_rows = {"all": config.prefix, "class": 1, "patches": 0}[config.rows]
+
+    def rows(self, grid: Grid) -> Tensor:
+        """The position rows, those of the prefix first: (prefix rows + N, D)."""
+        raise NotImplementedError
+
+    def all_rows(self, grid: Grid) -> Tensor:
+        """E_pos, with zeros for prefix tokens without a row: (T, D)."""
+        rows = self.rows(grid)
         if self.prefix_rows == self.prefix:
             return rows
         zeros = rows.new_zeros(self.prefix - self.prefix_rows, rows.shape[1])
         return torch.cat([rows[: self.prefix_rows], zeros, rows[self.prefix_rows :]])
 
-    def forward(self, z: Tensor) -> Tensor:
-        return z + self.all_rows()
+    def forward(self, z: Tensor, grid: Grid) -> Tensor:
+        return z + self.all_rows(grid)
 
-    def again(self, z: Tensor) -> Tensor:
-        return z + self.all_rows() if self.every else z
+    def before_block(self, z: Tensor, grid: Grid) -> Tensor:
+        return z + self.all_rows(grid) if self.every else z
+
+    def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
+        """Cosines of the rows of E_pos, (T, T); a zero row has similarity 0 with all, itself included."""
+        rows = self.all_rows(self.grid).double()
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+        return rows @ rows.T
+
+    @classmethod
+    def add_prefix_tokens(cls, state: State, old: ViTConfig, new: ViTConfig) -> None:
+        for name in ("position.table", "position.front"):
+            if name in state and new.rows == "all":
+                rows = state[name]
+                zeros = rows.new_zeros(new.prefix - old.prefix, old.width)
+                state[name] = torch.cat([rows[: old.prefix], zeros, rows[old.prefix :]])
 
 
 class LearnedPosition(AddedPosition):
@@ -69,10 +135,20 @@ class LearnedPosition(AddedPosition):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
-        self.table = nn.Parameter(torch.empty(self.count, config.width))
+        self.table = nn.Parameter(torch.empty(self.prefix_rows + config.patches, config.width))
 
-    def given_rows(self) -> Tensor:
-        return self.table
+    def rows(self, grid: Grid) -> Tensor:
+        if self.resize_options is None:
+            return self.table
+        front, patches = self.table[: self.prefix_rows], self.table[self.prefix_rows :]
+        return torch.cat([front, resize_grid_by_matrix(patches, self.grid, grid, **self.resize_options)])
+
+    @classmethod
+    def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
+        rows = state["position.table"]
+        first = rows.shape[0] - old.patches  # rows of the prefix do not change
+        patches = resize_grid(rows[first:], old.grid, new.grid, **options)
+        state["position.table"] = torch.cat([rows[:first], patches])
 
 
 class LearnedPosition2D(AddedPosition):
@@ -85,73 +161,177 @@ class LearnedPosition2D(AddedPosition):
         self.across = nn.Parameter(torch.empty(w, config.width // 2))
         self.front = nn.Parameter(torch.empty(self.prefix_rows, config.width)) if self.prefix_rows else None
 
-    def given_rows(self) -> Tensor:
-        (h, _), (w, _) = self.down.shape, self.across.shape
-        down = self.down[:, None].expand(h, w, -1)
-        across = self.across[None].expand(h, w, -1)
-        patches = torch.cat([down, across], dim=-1).flatten(0, 1)  # (N, D)
+    def rows(self, grid: Grid) -> Tensor:
+        down: Tensor = self.down
+        across: Tensor = self.across
+        if self.resize_options is not None:
+            (h, w), (h2, w2), options = self.grid, grid, self.resize_options
+            down = resize_grid_by_matrix(down, (h, 1), (h2, 1), **options)
+            across = resize_grid_by_matrix(across, (1, w), (1, w2), **options)
+        patches = side_by_side(down, across)
         return patches if self.front is None else torch.cat([self.front, patches])
+
+    @classmethod
+    def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
+        (h, w), (h2, w2) = old.grid, new.grid
+        state["position.down"] = resize_grid(state["position.down"], (h, 1), (h2, 1), **options)
+        state["position.across"] = resize_grid(state["position.across"], (1, w), (1, w2), **options)
 
 
 class SinCosPosition(AddedPosition):
-    """Fixed sines and cosines: of the token's number (1-D), or of its row and column (2-D)."""
+    """Fixed sines and cosines of the token's index in the sequence; the class token has index 0."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
-        if config.position == "sincos1d":
-            table = sincos(torch.arange(self.count), config.width)  # the class token is number 0
-        else:
-            h, w = config.grid
-            down = sincos(torch.arange(h), config.width // 2)[:, None].expand(h, w, -1)
-            across = sincos(torch.arange(w), config.width // 2)[None].expand(h, w, -1)
-            patches = torch.cat([down, across], dim=-1).flatten(0, 1)
-            table = torch.cat([torch.zeros(self.prefix_rows, config.width), patches])
-        self.register_buffer("fixed", table, persistent=False)
+        self.width = config.width
+        self.register_buffer("fixed", self.compute(config.grid), persistent=False)
 
-    def given_rows(self) -> Tensor:
-        return cast(Tensor, self.fixed)
+    def rows(self, grid: Grid) -> Tensor:
+        fixed = cast(Tensor, self.fixed)
+        return fixed if self.resize_options is None else self.compute(grid).to(fixed)
+
+    def compute(self, grid: Grid) -> Tensor:
+        return sincos(torch.arange(self.prefix_rows + math.prod(grid)), self.width)
 
 
-def sincos(places: Tensor, width: int) -> Tensor:
-    """[sin(p w_0), cos(p w_0), sin(p w_1), ...] with w_i = 10000^(-2i/width): (places, width)."""
-    rates = 10_000 ** (-torch.arange(0, width, 2) / width)
-    angles = places[:, None] * rates  # (places, width/2)
+class SinCosPosition2D(SinCosPosition):
+    """Half of each row from the patch's row in the grid, half from its column; zeros for the prefix."""
+
+    def compute(self, grid: Grid) -> Tensor:
+        down, across = (sincos(torch.arange(side), self.width // 2) for side in grid)
+        return torch.cat([torch.zeros(self.prefix_rows, self.width), side_by_side(down, across)])
+
+
+def sincos(index: Tensor, width: int) -> Tensor:
+    """[sin(p w_0), cos(p w_0), sin(p w_1), ...] with w_i = 10000^(-2i/width): (index, width)."""
+    frequencies = 10_000 ** (-torch.arange(0, width, 2) / width)
+    angles = index[:, None] * frequencies  # (index, width/2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
 
 
-class RotaryPosition(Position):
-    """q and k of a patch turned by its row and column, so that scores see only distances.
+def side_by_side(down: Tensor, across: Tensor) -> Tensor:
+    """For each patch, row by row, the vector of its grid row beside that of its column: (h w, 2 D')."""
+    h, w = down.shape[0], across.shape[0]
+    return torch.cat([down[:, None].expand(h, w, -1), across[None].expand(h, w, -1)], dim=-1).flatten(0, 1)
 
-    Each quarter of a head holds as many angles: rows turn the first half, columns the second. For
-    `rotary` a place is the number of the row or column; for DINOv3 it is scaled to -1 ... 1, and a
-    full turn is part of the period.
+
+class RotaryPosition(Position):
+    """Rotary embedding: q and k of each patch are rotated by angles of its row and column (Su et al. 2021).
+
+    q.k then depends only on the offset between two patches. There are d/4 frequencies; rows rotate the first
+    half of the channel pairs, columns the second. Prefix tokens are not rotated.
     """
 
+    equation = "{letter} = R({made})"
+    meaning = "rotated by the patch's row and column"
+    measure = "phase kernel"
+
     def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.prefix = config.prefix
-        count = config.d // 4
-        powers = 100.0 ** (torch.arange(count) / count)  # 100 is DINOv3's base, and fit for grids this small
-        h, w = config.grid
-        down, across = torch.arange(h), torch.arange(w)
-        if config.position == "rotary-dinov3":
-            down, across = (2 * math.pi * (2 * (at + 0.5) / len(at) - 1) for at in (down, across))
-        grid = torch.stack(torch.meshgrid(down, across, indexing="ij"), dim=-1)  # (h, w, 2)
-        angles = (grid[..., None] / powers).reshape(h * w, -1)  # (N, d/2): rows, then columns
-        angles = torch.cat([angles, angles], dim=-1)  # (N, d): each pair is (i, i + d/2)
+        super().__init__(config)
+        self.frequencies = config.d // 4
+        angles = self.angles(config.grid)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def turn(self, heads: Tensor) -> Tensor:
-        prefix, patches = heads[..., : self.prefix, :], heads[..., self.prefix :, :]
-        first, second = patches.chunk(2, dim=-1)
-        cos, sin = cast(Tensor, self.cos).to(heads.dtype), cast(Tensor, self.sin).to(heads.dtype)
-        turned = patches * cos + torch.cat([-second, first], dim=-1) * sin
-        return torch.cat([prefix, turned], dim=-2)
+    def coordinates(self, side: int) -> Tensor:
+        """The coordinate of each row or column: its index."""
+        return torch.arange(side, dtype=torch.float32)
+
+    def angles(self, grid: Grid) -> Tensor:
+        """(N, d), where channels i and i + d/2 form a pair."""
+        count = self.frequencies
+        periods = 100.0 ** (torch.arange(count) / count)  # DINOv3's base, suited to small grids
+        down, across = (self.coordinates(side)[:, None] / periods for side in grid)  # (h, d/4), (w, d/4)
+        angles = side_by_side(down, across)  # (N, d/2)
+        return torch.cat([angles, angles], dim=-1)
+
+    def rotation(self, grid: Grid) -> Rotate:
+        cos, sin = cast(Tensor, self.cos), cast(Tensor, self.sin)
+        if self.resize_options is not None:
+            angles = self.angles(grid).to(cos)
+            cos, sin = angles.cos(), angles.sin()
+        return lambda heads: apply_rotary(heads, cos, sin, self.prefix)
+
+    def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
+        """q.k for equal q and k of unit length: the mean over frequencies of cos(a - b), (N, N)."""
+        cos, sin = cast(Tensor, self.cos).double(), cast(Tensor, self.sin).double()
+        return (cos @ cos.T + sin @ sin.T) / cos.shape[1]
+
+
+class DINOv3RotaryPosition(RotaryPosition):
+    """Rotary embedding with coordinates normalized to -1 ... 1, as in DINOv3; 2 pi is part of the period."""
+
+    def coordinates(self, side: int) -> Tensor:
+        centers = super().coordinates(side) + 0.5
+        return 2 * math.pi * (2 * centers / scalar_tensor(side, torch.float32) - 1)
+
+
+def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor, prefix: int) -> Tensor:
+    """Rotate the patches of q or k, (B, k, T, d), but not the first `prefix` tokens."""
+    front, patches = heads[..., :prefix, :], heads[..., prefix:, :]
+    first, second = patches.chunk(2, dim=-1)
+    rotated = patches * cos.to(heads.dtype) + torch.cat([-second, first], dim=-1) * sin.to(heads.dtype)
+    return torch.cat([front, rotated], dim=-2)
+
+
+class BiasPosition(Position):
+    """A learned bias on the scores, A = softmax(q k^T / sqrt(d) + p), with a table in each block."""
+
+    equation = "p = P_head"
+    measure = "bias added to the score"
+
+    @classmethod
+    def add_prefix_tokens(cls, state: State, old: ViTConfig, new: ViTConfig) -> None:
+        raise InputError(
+            f"add_registers does not work with position={old.position!r}, which has a bias for each pair of "
+            "tokens; train the model with registers from the start."
+        )
+
+    def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
+        """The biases themselves: (L, k, T, T)."""
+        return torch.stack([cast(Any, block).attention.bias() for block in blocks])
+
+
+class PairwisePosition(BiasPosition):
+    """One learned bias p_ij for each head and each pair of tokens."""
+
+    meaning = "A learned bias for each pair of tokens."
+    fixed_grid = "Pairwise positions have a bias for each pair of patches"
+
+    @classmethod
+    def build_bias(cls, config: ViTConfig) -> nn.Module:
+        return PairwiseBias(config)
+
+    @classmethod
+    def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
+        raise InputError(
+            f"{cls.fixed_grid}, so the grid cannot change from {format_sides(old.grid)} to "
+            f"{format_sides(new.grid)}; use relative positions for models that will be resized."
+        )
+
+
+class RelativePosition(BiasPosition):
+    """One learned bias for each head and each offset (rows down, columns across) between two patches."""
+
+    meaning = "A learned bias for each offset between tokens."
+    fixed_grid = "Relative positions have a table for one patch grid"
+
+    @classmethod
+    def build_bias(cls, config: ViTConfig) -> nn.Module:
+        return RelativeBias(config)
+
+    @classmethod
+    def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
+        before, after = (tuple(2 * side - 1 for side in config.grid) for config in (old, new))
+        offsets = math.prod(before)
+        for name in [name for name in state if name.endswith("attention.bias.table")]:
+            table = state[name]  # (k, offsets + 3 for the prefix)
+            patches = resize_grid(table[:, :offsets].T, before, after, **options).T
+            state[name] = torch.cat([patches, table[:, offsets:]], dim=1)
 
 
 class PairwiseBias(nn.Module):
-    """p_ij of note 004: one learned number for each head and each pair of tokens."""
+    """p_ij, one for each head and each pair of tokens."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -162,48 +342,43 @@ class PairwiseBias(nn.Module):
 
 
 class RelativeBias(nn.Module):
-    """One learned number for each head and each distance (rows down, columns across) of patches.
-
-    The prefix has three numbers of its own: from prefix to patch, from patch to prefix, within it.
-    """
+    """A bias for each offset; and three for pairs with prefix tokens: to a patch, from one, and both."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         (h, w), n = config.grid, config.prefix
-        distances = (2 * h - 1) * (2 * w - 1)
+        offsets = (2 * h - 1) * (2 * w - 1)
         down, across = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
         down, across = down.flatten(), across.flatten()
         between = (down[:, None] - down + h - 1) * (2 * w - 1) + (across[:, None] - across + w - 1)  # (N, N)
         index = torch.empty(config.tokens, config.tokens, dtype=torch.long, device=between.device)
         index[n:, n:] = between
-        index[:n, n:], index[n:, :n], index[:n, :n] = distances, distances + 1, distances + 2
+        index[:n, n:], index[n:, :n], index[:n, :n] = offsets, offsets + 1, offsets + 2
         self.register_buffer("index", index, persistent=False)
-        self.table = nn.Parameter(torch.empty(config.heads, distances + (3 if n else 0)))
+        self.table = nn.Parameter(torch.empty(config.heads, offsets + (3 if n else 0)))
 
     def forward(self) -> Tensor:
         return self.table[:, cast(Tensor, self.index)]  # (k, T, T)
 
 
+POSITIONS: dict[str, type[Position]] = {
+    "learned": LearnedPosition,
+    "learned2d": LearnedPosition2D,
+    "sincos1d": SinCosPosition,
+    "sincos2d": SinCosPosition2D,
+    "rotary": RotaryPosition,
+    "rotary-dinov3": DINOv3RotaryPosition,
+    "pairwise": PairwisePosition,
+    "relative": RelativePosition,
+    "none": Position,
+}
+
+
 def build_position(config: ViTConfig) -> Position:
-    match config.position:
-        case "learned":
-            return LearnedPosition(config)
-        case "learned2d":
-            return LearnedPosition2D(config)
-        case "sincos1d" | "sincos2d":
-            return SinCosPosition(config)
-        case "rotary" | "rotary-dinov3":
-            return RotaryPosition(config)
-        case "pairwise" | "relative" | "none":
-            return Position()
+    """The position scheme of `config.position`."""
+    return POSITIONS[config.position](config)
 
 
 def build_bias(config: ViTConfig) -> nn.Module | None:
     """The position bias of one block's attention."""
-    match config.position:
-        case "pairwise":
-            return PairwiseBias(config)
-        case "relative":
-            return RelativeBias(config)
-        case _:
-            return None
+    return POSITIONS[config.position].build_bias(config)

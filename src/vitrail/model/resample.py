@@ -1,8 +1,8 @@
-"""Weights for other sizes: a position table for another patch grid, a patch kernel for another patch.
+"""Resampling of position tables to another patch grid, and of patch kernels to another patch size.
 
-The paper (section 3.2) fine-tunes at a higher resolution by stretching the position table over the
-new grid, as if it were a picture of D channels. Every family stretches it in its own way, and to
-get its numbers one has to do the same:
+The paper (Section 3.2) fine-tunes at a higher resolution by interpolating the position table to the new
+grid, as if it were an image of D channels. Each library does this in its own way, and the same options
+are needed to get the same logits:
 
 | family                                         | method   | antialias | corners | offset |
 |------------------------------------------------|----------|-----------|---------|--------|
@@ -16,6 +16,7 @@ get its numbers one has to do the same:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -29,35 +30,36 @@ Method = Literal["bicubic", "bilinear"]
 
 def resize_grid(
     rows: Tensor,
-    old: tuple[int, int],
-    new: tuple[int, int],
+    old: tuple[int, ...],
+    new: tuple[int, ...],
     *,
     method: Method = "bicubic",
     antialias: bool = True,
     corners: bool = False,
     offset: float = 0.0,
 ) -> Tensor:
-    """Position rows (h w, D), row by row on the old grid, stretched over the new one: (h' w', D).
+    """Interpolate position rows (h w, D) from the old patch grid to the new one: (h' w', D).
 
-    A grid that stays as it is gives back the same tensor, whatever the options.
+    If the grid does not change, the same tensor is returned, whatever the options.
 
     Args:
-        rows: the rows of the patches alone, without those of prefix tokens.
+        rows: the rows of the patches, in row-major order, without those of prefix tokens.
         old: (h, w).
         new: (h', w').
-        antialias: whether to average over all rows that fall together when the grid shrinks.
-        corners: whether the middles of the corner patches stay in place, instead of the outer edges.
-        offset: DINOv2 stretches by (h' + offset) / h and cuts off what is too much.
+        method: "bicubic" or "bilinear".
+        antialias: whether to low-pass filter when the grid shrinks.
+        corners: whether the centers of the corner patches are aligned (`align_corners`), not the edges.
+        offset: DINOv2 scales by (h' + offset) / h and crops to the new grid.
     """
     _check_rows(rows, old, new)
     if tuple(old) == tuple(new):
         return rows
-    _check_options(method, antialias, corners, offset)
-    grid = _widen(rows).T.unflatten(1, old)[None]  # (1, D, h, w)
+    check_resize_options(method=method, antialias=antialias, corners=corners, offset=offset)
+    grid = _at_least_float32(rows).T.unflatten(1, old)[None]  # (1, D, h, w)
     if new[1] == 1:
-        # With antialias, torch 2.13 on a CPU gets a single column wrong. A single row it gets right.
+        # With antialias, torch 2.13 on a CPU gets a single column wrong, but not a single row.
         grid, old, new = grid.mT, old[::-1], new[::-1]
-    target = dict(scale_factor=_stretch(old, new, offset)) if offset else dict(size=new)
+    target = dict(scale_factor=_scale_factors(old, new, offset)) if offset else dict(size=new)
     grid = F.interpolate(grid, **target, mode=method, antialias=antialias, align_corners=corners)
     return grid[0].flatten(1).T.to(rows.dtype).contiguous()  # (h' w', D)
 
@@ -65,76 +67,177 @@ def resize_grid(
 def resize_kernel(
     weight: Tensor, new: tuple[int, int], *, method: Method = "bilinear", antialias: bool = False
 ) -> Tensor:
-    """A patch kernel (D, C, P, Q) for patches of another size: (D, C, P', Q').
+    """Resize a patch kernel (D, C, P, Q) to another patch size: (D, C, P', Q').
 
-    PI-resize of FlexiViT (Beyer et al. 2022): where x becomes B x when a patch is resized, the new
-    kernel is the one whose tokens are nearest to the old ones,
+    PI-resize of FlexiViT (Beyer et al. 2022): if resizing a patch maps x to B x, the new kernel is the one
+    whose tokens are closest to the old ones,
 
         w' = argmin E (<w', B x> - <w, x>)^2 = (B^T)^+ w        for x ~ N(0, I)
 
-    For larger patches they are the same tokens. A patch that keeps its size gives back the same tensor.
+    For larger patches the tokens are equal. If the size does not change, the same tensor is returned.
 
     Args:
         new: (P', Q').
-        method, antialias: how the pictures are resized, which is B. The defaults are FlexiViT's.
+        method, antialias: how patches are resized, which defines B. The defaults are FlexiViT's.
     """
     _check_tensor("A patch kernel", weight)
-    _check_sides("The new patch", new)
+    _check_sides("The new patch size", new)
     if weight.ndim != 4:
         raise InputError(
-            "A patch kernel must have the shape (D, C, P, Q).",
-            str(tuple(weight.shape)),
-            "Unfold a flattened one: weight.unflatten(1, (C, P, Q)).",
+            f"A patch kernel must have the shape (D, C, P, Q), not {tuple(weight.shape)}; unflatten a "
+            "flattened one with weight.unflatten(1, (C, P, Q))."
         )
     P, Q = weight.shape[2:]
     if tuple(new) == (P, Q):
         return weight
-    kernel = _widen(weight)
-    # Rows and columns are resized apart, B = B_P x B_Q (Kronecker), and so are their pseudo-inverses.
-    one_P, one_Q = (torch.eye(side, dtype=kernel.dtype, device=kernel.device) for side in (P, Q))
-    B_P = resize_grid(one_P, (1, P), (1, new[0]), method=method, antialias=antialias)  # (P', P)
-    B_Q = resize_grid(one_Q, (1, Q), (1, new[1]), method=method, antialias=antialias)  # (Q', Q)
+    kernel = _at_least_float32(weight)
+    # Resizing is separable, B = B_P x B_Q (Kronecker product), and so is the pseudo-inverse.
+    eye_P, eye_Q = (torch.eye(side, dtype=kernel.dtype, device=kernel.device) for side in (P, Q))
+    B_P = resize_grid(eye_P, (1, P), (1, new[0]), method=method, antialias=antialias)  # (P', P)
+    B_Q = resize_grid(eye_Q, (1, Q), (1, new[1]), method=method, antialias=antialias)  # (Q', Q)
     kernel = torch.linalg.pinv(B_P).T @ kernel @ torch.linalg.pinv(B_Q)  # (D, C, P', Q')
     return kernel.to(weight.dtype)
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    """At least fp32: bf16 keeps three digits, which is too few to add up weighted rows in."""
+# ---- the same as matrix products, for grids with symbolic sizes --------------------------------------
+
+
+def resize_grid_by_matrix(
+    rows: Tensor,
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    *,
+    method: Method = "bicubic",
+    antialias: bool = True,
+    corners: bool = False,
+    offset: float = 0.0,
+) -> Tensor:
+    """`resize_grid` as two matrix products: (h w, D) to (h' w', D).
+
+    h' and w' may be symbolic in torch.export. The resize operators of other runtimes are avoided because
+    they differ from each other and from torch's.
+    """
+    options = (method, antialias, corners, offset)
+    down, across = (_side_weights(axis, old, new, *options).to(rows) for axis in (0, 1))
+    grid = rows.T.unflatten(1, old)  # (D, h, w)
+    return (down @ grid @ across.T).flatten(1).T
+
+
+def _side_weights(
+    axis: int,
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    method: Method,
+    antialias: bool,
+    corners: bool,
+    offset: float,
+) -> Tensor:
+    """The interpolation matrix M of one axis, (new, old); the identity if neither side changes."""
+    sizes = [scalar_tensor(side) for side in new]
+    same = (sizes[0] == old[0]) & (sizes[1] == old[1])
+    size, index = sizes[axis], torch.arange(new[axis], dtype=torch.float64)
+    if corners:
+        sources = index * ((old[axis] - 1) / (size - 1).clamp(min=1))
+    else:
+        scale = torch.where(same, 1.0, old[axis] / (size + offset))
+        if antialias:
+            return antialias_weights(index, old[axis], scale, *FILTERS[method])
+        sources = (index + 0.5) * scale - 0.5
+    kernel = triangle if method == "bilinear" else lambda x: cubic(x, -0.75)
+    return interpolation_weights(sources, old[axis], kernel)
+
+
+def triangle(x: Tensor) -> Tensor:
+    """The kernel of linear interpolation."""
+    return (1 - x.abs()).clamp(min=0)
+
+
+def cubic(x: Tensor, a: float = -0.5) -> Tensor:
+    """Keys' kernel. a is -0.5 in Pillow and in torch with antialias, -0.75 in torch without."""
+    x = x.abs()
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+
+
+Filter = tuple[Callable[[Tensor], Tensor], float]
+FILTERS: dict[str, Filter] = {"bilinear": (triangle, 1.0), "bicubic": (cubic, 2.0)}  # kernel and support
+
+
+def scalar_tensor(value: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A size as a scalar tensor, so that what is computed from it stays symbolic in a traced graph."""
+    return torch.full((), value, dtype=dtype)
+
+
+def antialias_weights(
+    index: Tensor, old: int, scale: Tensor, kernel: Callable[[Tensor], Tensor], support: float
+) -> Tensor:
+    """M (index, old) with antialiasing: the kernel is widened by the scale when downsampling.
+
+    A box filter ends so abruptly that the last bit of rounding decides whether it includes a pixel. Pillow
+    applies two tests, an integer range of pixels and the kernel; both are applied here, in its order.
+
+    Args:
+        index: the output pixels to compute.
+        scale: the number of input pixels per output pixel.
+        support: the half width of the kernel.
+    """
+    widening = scale.clamp(min=1)
+    centers, pixels = (index[:, None] + 0.5) * scale, torch.arange(old, dtype=torch.float64)
+    first, end = ((centers + side * support * widening + 0.5).floor() for side in (-1, 1))
+    inside = (pixels >= first) & (pixels < end)
+    weights = torch.where(inside, kernel((pixels - centers + 0.5) * (1 / widening)), 0.0)
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def interpolation_weights(sources: Tensor, old: int, kernel: Callable[[Tensor], Tensor]) -> Tensor:
+    """M (sources, old) without antialiasing: four input pixels per output pixel, with a repeated border."""
+    neighbors = sources.floor()[:, None] + torch.arange(-1, 3, dtype=torch.float64)  # (new, 4)
+    weights = kernel(sources[:, None] - neighbors)
+    clamped = torch.minimum(neighbors.clamp(min=0), scalar_tensor(old) - 1)
+    one_hot = clamped[..., None] == torch.arange(old, dtype=torch.float64)  # (new, 4, old)
+    return (weights[..., None] * one_hot).sum(dim=1)
+
+
+# ---- checks -----------------------------------------------------------------------------------------
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """bfloat16 has three digits, too few to sum weighted rows."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _stretch(old: tuple[int, int], new: tuple[int, int], offset: float) -> tuple[float, float]:
-    """How much longer the sides get, for torch to round h (h' + offset) / h down to h'."""
-    high, wide = (new[0] + offset) / old[0], (new[1] + offset) / old[1]
-    # The second half is for an offset so small that rounding takes a row away: 49 * (1 / 49) < 1.
-    if not 0 < offset < 1 or (int(old[0] * high), int(old[1] * wide)) != tuple(new):
-        raise InputError(
-            "offset must be 0, or so far between 0 and 1 that the new grid stays as asked.",
-            f"offset={offset}",
-            "Use 0.1 for DINOv2 without registers, and 0 for everything else.",
-        )
-    return high, wide
+def _scale_factors(old: tuple[int, ...], new: tuple[int, ...], offset: float) -> tuple[float, float]:
+    """The factors for which torch rounds h (h' + offset) / h down to h'."""
+    down, across = (new[0] + offset) / old[0], (new[1] + offset) / old[1]
+    # A tiny offset can be lost to rounding, and with it a row: 49 * (1 / 49) < 1.
+    if (int(old[0] * down), int(old[1] * across)) != tuple(new):
+        raise InputError(f"offset={offset} is too small for this grid; {_OFFSET_ADVICE}")
+    return down, across
 
 
-def _check_options(method: Method, antialias: bool, corners: bool, offset: float) -> None:
+_OFFSET_ADVICE = "use 0.1 for DINOv2 without registers, and 0 for everything else."
+
+
+def check_resize_options(
+    *, method: Method = "bicubic", antialias: bool = True, corners: bool = False, offset: float = 0.0
+) -> None:
+    """Check the options of `resize_grid`."""
     if method not in get_args(Method):
-        raise InputError("method must be a way to resize.", repr(method), suggest(method, get_args(Method)))
-    # torch takes both of these pairs without a word; it lets the corners drift, or ignores the offset.
+        raise InputError(f"unknown method {method!r}. {suggest(str(method), get_args(Method))}")
+    # torch accepts both of these pairs silently; it does not align the corners, or ignores the offset.
     if corners and antialias:
         raise InputError(
-            "Corners can be kept in place only without antialias.",
-            "corners=True, antialias=True",
-            "Set antialias=False.",
+            "corners=True cannot be combined with antialias=True, which does not align corners; set "
+            "antialias=False."
         )
     if corners and offset:
-        raise InputError(
-            "Corners that stay in place leave nothing to offset.",
-            f"corners=True, offset={offset}",
-            "Set only one of the two.",
-        )
+        raise InputError(f"corners=True cannot be combined with offset={offset}; set only one of the two.")
+    if not 0 <= offset < 1:
+        raise InputError(f"offset must be at least 0 and below 1, not {offset}; {_OFFSET_ADVICE}")
 
 
-def _check_rows(rows: Tensor, old: tuple[int, int], new: tuple[int, int]) -> None:
+def _check_rows(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> None:
     _check_tensor("Position rows", rows)
     _check_sides("The old grid", old)
     _check_sides("The new grid", new)
@@ -142,31 +245,28 @@ def _check_rows(rows: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Non
     if rows.ndim != 2 or rows.shape[0] != h * w:
         extra = rows.shape[0] - h * w
         if rows.ndim == 3 and rows.shape[0] == 1:
-            advice = "Drop the batch axis: rows[0]."
+            advice = "drop the batch axis: rows[0]"
         elif rows.ndim == 2 and extra > 0:
-            advice = f"Leave out the rows of prefix tokens: rows[{extra}:] where they come first."
+            advice = f"omit the rows of prefix tokens: rows[{extra}:] if they come first"
         else:
-            advice = "Give the grid that the table was trained on, and one row for each of its patches."
+            advice = "pass the grid that the table was trained on, and one row for each of its patches"
         raise InputError(
-            f"Position rows must have the shape ({h * w}, D), a row for each patch of the old {h}x{w} grid.",
-            str(tuple(rows.shape)),
-            advice,
+            f"Position rows must have the shape ({h * w}, D), a row for each patch of the old {h}x{w} grid, "
+            f"not {tuple(rows.shape)}; {advice}."
         )
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(
-            f"{name} must come as a torch tensor of floating-point numbers.",
-            str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__,
-            "Convert with torch.as_tensor(..., dtype=torch.float32).",
+            f"{name} must be a floating-point tensor, not {kind}; convert with torch.as_tensor(..., "
+            "dtype=torch.float32)."
         )
 
 
-def _check_sides(name: str, sides: tuple[int, int]) -> None:
+def _check_sides(name: str, sides: tuple[int, ...]) -> None:
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise InputError(
-            f"{name} must be (height, width), two whole numbers above 0.",
-            repr(sides),
-            "Give a pair such as (14, 14).",
+            f"{name} must be (height, width), two positive integers such as (14, 14), not {sides!r}."
         )

@@ -1,9 +1,9 @@
-"""Stems for hybrids: convolutions that look at the picture first, so that tokens are cut from their
-feature map instead of from pixels (paper, Section 3.1, "Hybrid Architecture").
+"""Convolutional stems for hybrids: patches are cut from their feature map instead of from pixels (paper,
+Section 3.1, "Hybrid Architecture").
 
-A stem maps pictures (B, C, H, W) to a map (B, out_channels, H/stride, W/stride), rounded up where
-the stride does not divide. `ConvStem` is two convolutions; `ResNetStem` is the R50 of R50+ViT-B/16.
-What becomes of a picture does not depend on its batch: all norms are group norms.
+A stem maps images (B, C, H, W) to a feature map (B, out_channels, H/stride, W/stride), with sides rounded
+up. `ConvStem` is two convolutions; `ResNetStem` is the R50 of R50+ViT-B/16. All norms are group norms, so
+the output for an image does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -15,42 +15,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.init import lecun_normal
+from vitrail.model.tap import TappedModule
 
-# As in timm's hybrids. The paper's own code divides a kernel by (deviation + 1e-5) instead, and has
-# an eps of 1e-6 in its group norms.
-KERNEL_EPS = 1e-8
-NORM_EPS = 1e-5
-GROUPS = 32
+# As in timm's hybrids. The paper's code divides a kernel by (standard deviation + 1e-5) instead, and its
+# group norms have an eps of 1e-6.
+_KERNEL_EPS = 1e-8
+_NORM_EPS = 1e-5
+_GROUPS = 32
 
 
-def initialise_stem(module: nn.Module) -> None:
-    """Give every parameter of a stem its first value; whoever builds the model calls it once.
+def initialize_stem(module: nn.Module) -> None:
+    """Initialize all parameters of a stem.
 
-    | parameter                 | first value                                          |
-    |---------------------------|------------------------------------------------------|
-    | weight of a convolution   | LeCun normal: variance 1/(C k k), cut off at 2 sigma |
-    | weight of a norm          | 1                                                    |
-    | bias of a norm            | 0                                                    |
+    | parameter                 | initialization                                         |
+    |---------------------------|--------------------------------------------------------|
+    | weight of a convolution   | LeCun normal: variance 1/(C k k), truncated at 2 sigma |
+    | weight of a norm          | 1                                                      |
+    | bias of a norm            | 0                                                      |
 
-    The default of flax, so what the paper's code does; except that there the last norm of a unit
-    (norm3) starts with weight 0, so that a unit begins as its shortcut alone.
+    These are Flax's defaults, as in the paper's code, except that there the last norm of a unit (norm3)
+    starts with weight 0, so that each unit starts as its shortcut.
     """
     with torch.no_grad():
-        for part in module.modules():
-            if isinstance(part, nn.Conv2d):
-                lecun_normal(part.weight)
-            elif isinstance(part, nn.GroupNorm):
-                nn.init.ones_(part.weight)
-                nn.init.zeros_(part.bias)
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d):
+                lecun_normal(layer.weight)
+            elif isinstance(layer, nn.GroupNorm):
+                nn.init.ones_(layer.weight)
+                nn.init.zeros_(layer.bias)
 
 
 class ConvStem(nn.Module):
     """Two 3x3 convolutions of stride 2, each with a norm and a ReLU: C -> width/2 -> width channels.
 
-    The start of the stem of Xiao et al. (2021), "Early convolutions help transformers see better":
-    channels double where the sides halve. They go on to the stride of a patch; here the patches cut
-    from the map do, with a patch of P/4. Theirs is a batch norm; here it is a group norm of one
-    group, so that a picture gives the same tokens whatever the batch, in training too.
+    The first two layers of the stem of Xiao et al. (2021), "Early convolutions help transformers see
+    better": channels double where the sides halve. Their stem continues to the stride of a patch; here
+    patches of side P/4 are cut from the feature map. Instead of their batch norm it has a group norm with
+    one group, so that the tokens of an image do not depend on the batch, in training either.
 
     Keys: `conv1.weight`, `norm1.{weight,bias}`, `conv2.weight`, `norm2.{weight,bias}`.
     """
@@ -70,16 +71,16 @@ class ConvStem(nn.Module):
         return F.relu(self.norm2(self.conv2(x)))  # (B, width, H/4, W/4)
 
 
-def standardise(kernel: Tensor) -> Tensor:
-    """Mean 0 and variance 1 for the kernel of each output channel (Qiao et al. 2019)."""
-    return F.layer_norm(kernel, kernel.shape[1:], eps=KERNEL_EPS)
+def standardize(kernel: Tensor) -> Tensor:
+    """Weight standardization (Qiao et al. 2019): mean 0 and variance 1 for each output channel."""
+    return F.layer_norm(kernel, kernel.shape[1:], eps=_KERNEL_EPS)
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Zeros round a map, so that the sides become ceil(side / stride): TensorFlow's "SAME".
+    """Zero-pad a feature map so that its sides become ceil(side / stride): TensorFlow's "SAME" padding.
 
-    How many depends on the side, and the odd one goes to the right and the bottom. Symmetric
-    padding gives maps of the same shape; where the side is even, they are shifted by a pixel.
+    The amount depends on the side, and an odd pixel goes to the right and the bottom. Symmetric padding
+    gives maps of the same shape, but shifted by a pixel where the side is even.
     """
     before_and_after = []
     for side in (x.shape[3], x.shape[2]):  # F.pad starts with the last axis
@@ -89,48 +90,48 @@ def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     return F.pad(x, before_and_after)
 
 
-class StandardConv(nn.Conv2d):
-    """A convolution with a standardised kernel, SAME padding and no bias."""
+class StandardizedConv(nn.Conv2d):
+    """A convolution with weight standardization, SAME padding and no bias."""
 
     def __init__(self, channels: int, width: int, kernel: int, stride: int = 1) -> None:
         super().__init__(channels, width, kernel, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = pad_same(x, self.kernel_size[0], self.stride[0])
-        return F.conv2d(x, standardise(self.weight), stride=self.stride)
+        return F.conv2d(x, standardize(self.weight), stride=self.stride)
 
 
 class Root(nn.Module):
-    """Where a ResNet starts: 7x7 convolution, norm, ReLU, 3x3 maximum; each of the two halves the sides."""
+    """The first layers of a ResNet: 7x7 convolution, norm, ReLU and 3x3 max pooling, of stride 2 each."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.conv = StandardConv(channels, width, kernel=7, stride=2)
-        self.norm = nn.GroupNorm(GROUPS, width, eps=NORM_EPS)
+        self.conv = StandardizedConv(channels, width, kernel=7, stride=2)
+        self.norm = nn.GroupNorm(_GROUPS, width, eps=_NORM_EPS)
         self.pool = nn.MaxPool2d(kernel_size=3, stride=2)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(images)))  # (B, width, H/2, W/2)
-        return self.pool(pad_same(x, kernel=3, stride=2))  # after a ReLU a padded zero changes no maximum
+        return self.pool(pad_same(x, kernel=3, stride=2))  # after a ReLU, zeros do not change a maximum
 
 
-class Bottleneck(nn.Module):
-    """A residual unit: 1x1 to `width`, 3x3 with the stride, 1x1 to 4 `width`; ReLU after the addition."""
+class Bottleneck(TappedModule):
+    """A residual unit: 1x1 to `width`, 3x3 with the stride, 1x1 to 4 `width`; ReLU after the sum."""
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
         self.proj: nn.Module = nn.Identity()
         self.proj_norm: nn.Module = nn.Identity()
-        if stride != 1 or channels != 4 * width:  # the shortcut must get the shape of the sum
-            self.proj = StandardConv(channels, 4 * width, kernel=1, stride=stride)
-            self.proj_norm = nn.GroupNorm(GROUPS, 4 * width, eps=NORM_EPS)
-        self.conv1 = StandardConv(channels, width, kernel=1)
-        self.norm1 = nn.GroupNorm(GROUPS, width, eps=NORM_EPS)
-        self.conv2 = StandardConv(width, width, kernel=3, stride=stride)
-        self.norm2 = nn.GroupNorm(GROUPS, width, eps=NORM_EPS)
-        self.conv3 = StandardConv(width, 4 * width, kernel=1)
-        self.norm3 = nn.GroupNorm(GROUPS, 4 * width, eps=NORM_EPS)
-        self.out = nn.ReLU()  # a module, so that a unit's result has a name to tap
+        if stride != 1 or channels != 4 * width:  # the shortcut needs the shape of the sum
+            self.proj = StandardizedConv(channels, 4 * width, kernel=1, stride=stride)
+            self.proj_norm = nn.GroupNorm(_GROUPS, 4 * width, eps=_NORM_EPS)
+        self.conv1 = StandardizedConv(channels, width, kernel=1)
+        self.norm1 = nn.GroupNorm(_GROUPS, width, eps=_NORM_EPS)
+        self.conv2 = StandardizedConv(width, width, kernel=3, stride=stride)
+        self.norm2 = nn.GroupNorm(_GROUPS, width, eps=_NORM_EPS)
+        self.conv3 = StandardizedConv(width, 4 * width, kernel=1)
+        self.norm3 = nn.GroupNorm(_GROUPS, 4 * width, eps=_NORM_EPS)
+        self.out = nn.ReLU()  # a module, so that the output of a unit can be recorded by name
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = self.proj_norm(self.proj(x))
@@ -142,8 +143,8 @@ class Bottleneck(nn.Module):
 class ResNetStem(nn.Module):
     """A ResNet without its head; by default the stem of R50+ViT-B/16, of stride 16 and 1024 channels.
 
-    The original order (convolution, norm, ReLU) with standardised kernels and group norms. The root
-    has stride 4; every stage after the first halves the sides once more and doubles the width.
+    Post-activation order (convolution, norm, ReLU), with standardized kernels and group norms. The root has
+    stride 4; every stage after the first halves the sides once more and doubles the width.
 
     | module here              | name in Google's npz           |
     |--------------------------|--------------------------------|
@@ -158,11 +159,11 @@ class ResNetStem(nn.Module):
     | stages.{i}.{j}.proj      | block{i+1}/unit{j+1}/conv_proj |
     | stages.{i}.{j}.proj_norm | block{i+1}/unit{j+1}/gn_proj   |
 
-    Only the first unit of a stage has a proj. `weight` is their `kernel` (k, k, in, out), turned to
-    (out, in, k, k), or their `scale`; `bias` is `bias`. Scales and biases may come as (1, 1, 1, C).
+    Only the first unit of a stage has a proj. `weight` is their `kernel` (k, k, in, out), permuted to
+    (out, in, k, k), or their `scale`; `bias` is `bias`. Scales and biases may have the shape (1, 1, 1, C).
 
     Args:
-        layers: how many units in each stage; (2, 2, 2, 2) is the R26 of stride 32, () the root alone.
+        layers: the number of units in each stage; (2, 2, 2, 2) is the R26 of stride 32, () only the root.
         width_factor: multiplies all widths.
     """
 
@@ -171,7 +172,7 @@ class ResNetStem(nn.Module):
         width = 64 * width_factor
         self.root = Root(channels, width)
         self.stages = nn.Sequential()
-        self.stride, self.out_channels = 4, width  # of the root; each stage brings them up to date
+        self.stride, self.out_channels = 4, width  # of the root; each stage updates them
         for stage, count in enumerate(layers):
             stride = 1 if stage == 0 else 2
             units = nn.Sequential()

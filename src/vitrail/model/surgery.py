@@ -1,7 +1,7 @@
-"""Changing a trained model's shape: each function returns a new model and leaves the old one alone.
+"""Changing the shape of a trained model: each function returns a new model and does not modify the old one.
 
-model = surgery.resize(model, 384)               # more patches: positions are resized
-model = surgery.reclass(model, 10)               # the whole old head goes, a zero head comes
+model = surgery.resize(model, 384)               # more patches: positions are resampled
+model = surgery.reclass(model, 10)               # a new linear head, initialized to zero
 """
 
 from __future__ import annotations
@@ -18,174 +18,141 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, suggest
 from vitrail.memory import check_parameters
-from vitrail.model.resample import resize_grid, resize_kernel
+from vitrail.model.position import POSITIONS
+from vitrail.model.resample import resize_kernel
 from vitrail.model.vit import ViT
 
 State = dict[str, Tensor]
 
 
-def resize(model: ViT, size: int | tuple[int, int], **how: Any) -> ViT:
-    """The model for pictures of another size; learned positions are resized to the new grid.
+def resize(model: ViT, size: int | tuple[int, int], **options: Any) -> ViT:
+    """A model for images of another size; learned positions are resampled to the new grid.
 
     Args:
-        how: method, antialias, corners, offset, as `resample.resize_grid` takes them.
+        size: the new image side, or (height, width).
+        options: method, antialias, corners and offset of `resample.resize_grid`.
     """
     if model.config.input in ("video", "text"):
         raise InputError(
-            "resize needs a picture or a spectrogram: positions are resized along rows and columns.",
-            f"input={model.config.input!r}",
-            "Build a new model with this size.",
+            "resize resamples positions along rows and columns, so it works for images and spectrograms, not "
+            f"for input={model.config.input!r}; build a new model with this size."
         )
     new = replace(model.config, size=size)
-    return rebuild(model, new, lambda state: move_positions(state, model.config, new, how))
+    return _rebuild(model, new, lambda state: _resize_positions(state, model.config, new, options))
 
 
-def repatch(model: ViT, patch: int | tuple[int, int], **how: Any) -> ViT:
-    """The model with patches of another size in the same picture (FlexiViT, Beyer et al. 2022).
+def repatch(model: ViT, patch: int | tuple[int, int], **options: Any) -> ViT:
+    """A model with another patch size (FlexiViT, Beyer et al. 2022).
 
-    The kernel is resized so that tokens change least; positions follow the new grid. A `size` among
-    the keywords changes the picture too.
+    The patch kernel is resized so that tokens change as little as possible, and learned positions are
+    resampled to the new grid.
+
+    Args:
+        patch: the new patch side, or (height, width).
+        options: `size`, to change the image size as well; and the options of `resize`.
     """
-    size = how.pop("size", model.config.size)
-    if model.config.embedding in ("conv", "resnet") or model.config.input in ("video", "text"):
-        raise InputError(
-            "repatch needs patches that are cut from the picture.",
-            f"embedding={model.config.embedding!r} of a {model.config.input}",
-            "Build a new model with another patch.",
-        )
+    size = options.pop("size", model.config.size)
+    _check_patch_projection("repatch", model.config, ("video", "text"), "with this patch")
     new = replace(model.config, patch=patch, size=size)
     down, across = new.patch_pixels
 
-    def change(state: State) -> None:
+    def update(state: State) -> None:
         state["tokens.proj.weight"] = resize_kernel(state["tokens.proj.weight"], (down, across))
-        move_positions(state, model.config, new, how)
+        _resize_positions(state, model.config, new, options)
 
-    return rebuild(model, new, change)
+    return _rebuild(model, new, update)
 
 
 def reclass(model: ViT, classes: int) -> ViT:
-    """The model for other classes: the whole old head is dropped, hidden layer too; the new one is
-    linear and zero (paper, 3.2)."""
+    """A model for other classes: the old head, with any hidden layer, is replaced by a linear one
+    initialized to zero (paper, Section 3.2)."""
 
-    def change(state: State) -> None:
+    def update(state: State) -> None:
         for name in [name for name in state if name.startswith("head.")]:
             del state[name]
 
-    new = rebuild(model, replace(model.config, classes=classes, head="linear", head_hidden=None), change)
+    new = _rebuild(model, replace(model.config, classes=classes, head="linear", head_hidden=None), update)
     for parameter in new.head.parameters():
         torch.nn.init.zeros_(parameter)
     return new
 
 
 def rechannel(model: ViT, channels: int) -> ViT:
-    """The model for pictures with another number of channels.
+    """A model for images with another number of channels.
 
-    For one channel the kernels are summed: a grey picture gives what it gave as three equal
-    channels. For others they are repeated in turn, and scaled so that equal channels give the same.
+    For one channel the kernels are summed, so a gray image gives the same tokens as it did as three equal
+    channels. For more channels they are repeated and scaled, so that equal channels give the same tokens.
     """
     name = "tokens.proj.weight"
-    if model.config.embedding in ("conv", "resnet") or model.config.input != "picture":
-        raise InputError(
-            "rechannel needs patches that are cut from the picture.",
-            f"embedding={model.config.embedding!r} of a {model.config.input}",
-            "Build a new model with these channels.",
-        )
+    _check_patch_projection("rechannel", model.config, ("video", "audio", "text"), "with these channels")
 
-    def change(state: State) -> None:
+    def update(state: State) -> None:
         old = state[name]  # (D, C, P, P)
-        turns = torch.arange(channels, device=old.device) % old.shape[1]
-        counts = turns.bincount(minlength=old.shape[1])[turns]  # how often each old channel comes
-        spare = old[:, counts.numel() :].sum(dim=1, keepdim=True) if channels < old.shape[1] else 0
-        new = old[:, turns] / counts[None, :, None, None]
-        state[name] = new + spare / channels
+        source = torch.arange(channels, device=old.device) % old.shape[1]  # the old channel of each new one
+        counts = source.bincount(minlength=old.shape[1])[source]  # how often it is used
+        unused = old[:, counts.numel() :].sum(dim=1, keepdim=True) if channels < old.shape[1] else 0
+        new = old[:, source] / counts[None, :, None, None]
+        state[name] = new + unused / channels
 
-    return rebuild(model, replace(model.config, channels=channels), change)
+    return _rebuild(model, replace(model.config, channels=channels), update)
 
 
 def add_registers(model: ViT, count: int) -> ViT:
-    """The model with `count` more register tokens (Darcet et al. 2023), small and random; where
-    every prefix token has a position row, theirs is zero."""
+    """A model with `count` more register tokens (Darcet et al. 2023), initialized with a normal of
+    standard deviation 0.02; if they have position rows, those are zero."""
     old, new = model.config, replace(model.config, registers=model.config.registers + count)
-    if old.position in ("pairwise", "relative"):
-        raise InputError(
-            "add_registers needs positions that do not count pairs of tokens.",
-            f"position={old.position!r}",
-            "Train with registers from the start.",
-        )
 
-    def change(state: State) -> None:
-        fresh = 0.02 * torch.randn(count, old.width, device=model.tokens.proj.weight.device)
-        before = [state["prefix"]] if old.prefix else []
-        state["prefix"] = torch.cat([*before, fresh.to(model.tokens.proj.weight.dtype)])
-        for name in ("position.table", "position.front"):
-            if name in state and new.rows == "all":
-                rows = state[name]
-                zeros = rows.new_zeros(count, old.width)
-                state[name] = torch.cat([rows[: old.prefix], zeros, rows[old.prefix :]])
+    def update(state: State) -> None:
+        registers = 0.02 * torch.randn(count, old.width, device=model.tokens.proj.weight.device)
+        prefix = [state["prefix"]] if old.prefix else []
+        state["prefix"] = torch.cat([*prefix, registers.to(model.tokens.proj.weight.dtype)])
+        POSITIONS[old.position].add_prefix_tokens(state, old, new)
 
-    return rebuild(model, new, change)
+    return _rebuild(model, new, update)
 
 
 def freeze(model: ViT, *patterns: str) -> ViT:
-    """A copy in which the parameters that match, such as "blocks.*" or "tokens.*", do not learn."""
+    """A copy in which the parameters whose names match, such as "blocks.*" or "tokens.*", are frozen."""
     new = copy.deepcopy(model)
     for pattern in patterns:
         matching = [p for name, p in new.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
             names = [name for name, _ in new.named_parameters()]
-            raise InputError("A pattern must match a parameter.", repr(pattern), suggest(pattern, names))
+            raise InputError(f"{pattern!r} matches no parameter. {suggest(pattern, names)}")
         for parameter in matching:
             parameter.requires_grad_(False)
     return new
 
 
-def rebuild(model: ViT, config: ViTConfig, change: Callable[[State], None]) -> ViT:
-    """A model of the new config with the old tensors, after `change` has been at a copy of them."""
+def _check_patch_projection(operation: str, config: ViTConfig, refused: tuple[str, ...], do: str) -> None:
+    if config.embedding in ("conv", "resnet") or config.input in refused:
+        raise InputError(
+            f"{operation} needs patches that are cut from the input itself, but this model has "
+            f"input={config.input!r} and embedding={config.embedding!r}; build a new model {do}."
+        )
+
+
+def _rebuild(model: ViT, config: ViTConfig, update: Callable[[State], None]) -> ViT:
+    """A model of the new config with a copy of the old state dict, after `update` has modified it."""
     if config.pool == "flatten" and config.patches != model.config.patches:
         raise InputError(
-            "A flattened pool reads each patch by its place, so their number must stay.",
-            f"{model.config.patches} patches that become {config.patches}",
-            'Use a model with another pool, such as "mean".',
+            'With pool="flatten" the head has weights for each patch, so the number of patches cannot change '
+            f'from {model.config.patches} to {config.patches}; use a model with another pool, such as "mean".'
         )
     weight = model.tokens.proj.weight
     if weight.device.type == "cpu":
         check_parameters(config)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    change(state)
+    update(state)
     with torch.device(weight.device):
         new = ViT(config).to(weight.dtype)
     missing, unexpected = new.load_state_dict(state, strict=False)
     wrong = [name for name in missing if not name.startswith("head.")] + unexpected
-    assert not wrong, f"surgery left {wrong}"
+    assert not wrong, f"surgery missed {wrong}"
     return new.train(model.training)
 
 
-def move_positions(state: State, old: ViTConfig, new: ViTConfig, how: dict[str, Any]) -> None:
-    """Resize whatever learned positions there are, in place, from the old grid to the new."""
-    if old.grid == new.grid:
-        return
-    (h, w), (h2, w2) = old.grid, new.grid
-    match old.position:
-        case "learned":
-            rows = state["position.table"]
-            first = rows.shape[0] - old.patches  # rows of the prefix stay as they are
-            patches = resize_grid(rows[first:], (h, w), (h2, w2), **how)
-            state["position.table"] = torch.cat([rows[:first], patches])
-        case "learned2d":
-            state["position.down"] = resize_grid(state["position.down"], (h, 1), (h2, 1), **how)
-            state["position.across"] = resize_grid(state["position.across"], (1, w), (1, w2), **how)
-        case "relative":
-            distances = (2 * h - 1) * (2 * w - 1)
-            for name in [name for name in state if name.endswith("attention.bias.table")]:
-                table = state[name]  # (k, distances + prefix)
-                grids = (2 * h - 1, 2 * w - 1), (2 * h2 - 1, 2 * w2 - 1)
-                patches = resize_grid(table[:, :distances].T, *grids, **how).T
-                state[name] = torch.cat([patches, table[:, distances:]], dim=1)
-        case "pairwise":
-            raise InputError(
-                "Pairwise positions hold a number for each pair of patches, so the grid must stay.",
-                f"{h}x{w} patches that become {h2}x{w2}",
-                "Use relative positions for models that are resized.",
-            )
-        case _:
-            pass  # computed from the grid, or none
+def _resize_positions(state: State, old: ViTConfig, new: ViTConfig, options: dict[str, Any]) -> None:
+    """Resample learned positions, if any, from the old grid to the new one, in place."""
+    if old.grid != new.grid:
+        POSITIONS[old.position].resize(state, old, new, **options)

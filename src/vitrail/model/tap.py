@@ -1,10 +1,10 @@
-"""Names for activations, so that they can be looked at (`record`) and changed (`edit`).
+"""Names for activations, so that they can be read (`record`) and changed (`edit`) while a model runs.
 
-A tap is an identity placed where an activation arises; its path in the model is its name, such as
-`blocks.3.attention.weights`. Every other module without children has a name as well, and can be
-tapped the same way: `blocks.3.norm1` is what that norm returns. Untouched, a tap costs a call of an
-identity, nothing when compiled, and attention runs in its fused kernel; where its scores or weights
-are wanted, and only in the blocks where they are, it runs step by step.
+A `Tap` is an identity module placed where an activation is computed; its path in the model is its name,
+such as `blocks.3.attention.weights`. Other modules without children can be tapped the same way:
+`blocks.3.norm1` is the output of that norm. An unused tap costs one call of an identity, and nothing once
+compiled. Attention runs in its fused kernel unless its scores or weights are recorded or edited; then those
+blocks, and only those, compute it step by step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from textwrap import indent
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,10 +23,10 @@ from vitrail.errors import InputError, suggest
 
 
 class Tap(nn.Identity):
-    """A place to look: returns what it is given.
+    """An identity that gives an activation a name.
 
     Args:
-        explicit: whether the activation exists only while its parent works step by step.
+        explicit: whether the activation exists only while the parent computes step by step.
     """
 
     def __init__(self, *, explicit: bool = False) -> None:
@@ -33,36 +34,52 @@ class Tap(nn.Identity):
         self.explicit = explicit
 
 
+class TappedModule(nn.Module):
+    """Base class of modules with taps. Its repr omits them, and other children that do nothing."""
+
+    def __repr__(self) -> str:
+        children = [(name, child) for name, child in self._modules.items() if _has_effect(child)]
+        lines = [f"({name}): {child!r}" for name, child in children]
+        body = "\n".join(filter(None, [self.extra_repr(), *lines]))
+        return (
+            f"{type(self).__name__}(\n{indent(body, '  ')}\n)" if lines else f"{type(self).__name__}({body})"
+        )
+
+
+def _has_effect(module: nn.Module | None) -> bool:
+    """False for identities, dropout with probability 0 and empty lists."""
+    if module is None or isinstance(module, nn.Identity) or getattr(module, "p", None) == 0:
+        return False
+    return not isinstance(module, nn.ModuleList) or len(module) > 0
+
+
 class Tape(dict[str, Tensor]):
-    """What `record` saw, by name: for each name the tensor that came last."""
+    """The activations that `record` has stored, by name; a name holds the tensor of the last call."""
 
     def __missing__(self, name: str) -> Tensor:
-        raise InputError(
-            "A tape holds the names that were recorded, once the model has run.",
-            repr(name),
-            suggest(name, self) if self else "Call the model inside the `with` block first.",
-        )
+        advice = suggest(name, self) if self else "Call the model inside the `with` block first."
+        raise InputError(f"{name!r} was not recorded. {advice}")
 
 
 @contextmanager
 def record(model: nn.Module, *names: str) -> Iterator[Tape]:
-    """Keep the activations whose names match, while the model runs inside the `with` block.
+    """Store the activations whose names match, while the model runs inside the `with` block.
 
         with vt.record(model, "blocks.*.attention.weights", "embed") as tape:
             model(images)
         tape["blocks.3.attention.weights"]                   # (B, k, T, T)
 
-    A `*` stands for one part of a name. Tensors stay in the graph, so gradients can be taken of
-    them; run the model under `torch.no_grad()` where that is not wanted.
+    A `*` matches one part of a name. Tensors stay in the autograd graph, so that gradients can be taken
+    with respect to them; run the model under `torch.no_grad()` if they are not needed.
     """
     tape = Tape()
 
-    def keep(name: str, activation: Tensor) -> None:
+    def store(name: str, activation: Tensor) -> None:
         tape[name] = activation
 
     with ExitStack() as stack:
-        for name, module in find(model, *names).items():
-            _attach(stack, model, name, module, keep)
+        for name, module in _find_modules(model, *names).items():
+            _attach(stack, model, name, module, store)
         yield tape
 
 
@@ -70,59 +87,57 @@ def record(model: nn.Module, *names: str) -> Iterator[Tape]:
 def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Replace activations by a function of them, while the model runs inside the `with` block.
 
-    def silence_head_2(weights):                         # (B, k, T, T)
-        keep = torch.ones(weights.shape[1], 1, 1)
-        keep[2] = 0
-        return weights * keep
+    def ablate_head_2(weights):                          # (B, k, T, T)
+        mask = torch.ones(weights.shape[1], 1, 1)
+        mask[2] = 0
+        return weights * mask
 
-    with vt.edit(model, {"blocks.3.attention.weights": silence_head_2}):
+    with vt.edit(model, {"blocks.3.attention.weights": ablate_head_2}):
         model(images)
     """
 
-    def change(function: Callable[[Tensor], Tensor], name: str, activation: Tensor) -> Tensor:
-        changed = function(activation)
-        shape = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+    def replace(function: Callable[[Tensor], Tensor], name: str, activation: Tensor) -> Tensor:
+        edited = function(activation)
+        shape = tuple(edited.shape) if isinstance(edited, Tensor) else type(edited).__name__
         if shape != tuple(activation.shape):
             raise InputError(
-                f"An edit of {name} must return a tensor of the same shape, {tuple(activation.shape)}.",
-                str(shape),
-                "Return a changed copy of what came in.",
+                f"An edit of {name} must return a tensor of the same shape, {tuple(activation.shape)}, not "
+                f"{shape}; return a modified copy of its input."
             )
-        return changed
+        return edited
 
     with ExitStack() as stack:
         for pattern, function in edits.items():
-            for name, module in find(model, pattern).items():
-                _attach(stack, model, name, module, partial(change, function))
+            for name, module in _find_modules(model, pattern).items():
+                _attach(stack, model, name, module, partial(replace, function))
         yield
 
 
-def find(model: nn.Module, *patterns: str) -> dict[str, nn.Module]:
-    """The tappable modules whose names match any of the patterns, in the order of the model."""
+def _find_modules(model: nn.Module, *patterns: str) -> dict[str, nn.Module]:
+    """The modules without children whose names match any of the patterns, in the order of the model."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(
-                "Taps need a model that is not compiled: compiled code has no places to look.",
-                f"a model whose {name} is compiled" if name else "a compiled model",
-                "Keep the uncompiled model, or build another and load its state_dict.",
+                f"Activations of a compiled model cannot be recorded or edited, and {name or 'the model'} is "
+                "compiled; use the model from before torch.compile, or build another and load its state_dict."
             )
     taps = {name: module for name, module in model.named_modules() if not any(module.children())}
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in taps):
-            raise InputError("A tap must be a name the model has.", repr(pattern), _advice(pattern, taps))
+            raise InputError(f"The model has no activation named {pattern!r}. {_advice(pattern, taps)}")
     return {name: taps[name] for name in taps if any(_matches(name, pattern) for pattern in patterns)}
 
 
 def _advice(pattern: str, taps: Iterable[str]) -> str:
-    """The nearest name and all names, with the block numbers folded into a `*`."""
+    """The closest name and all names, with block numbers replaced by `*`."""
     kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in taps)
     blocks = [int(name.split(".")[1]) for name in taps if re.match(r"blocks\.\d+\.", name)]
     return suggest(str(pattern), kinds) + (f" Blocks are 0 to {max(blocks)}." if blocks else "")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), str(pattern).split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    parts, patterns = name.split("."), str(pattern).split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _attach(
@@ -132,10 +147,10 @@ def _attach(
     module: nn.Module,
     function: Callable[[str, Tensor], Tensor | None],
 ) -> None:
-    """Call function(name, output) after the module, until the stack closes."""
-    handle = module.register_forward_hook(lambda module, given, output: function(name, output))
+    """Call function(name, output) after the module's forward, until the stack closes."""
+    handle = module.register_forward_hook(lambda module, inputs, output: function(name, output))
     stack.callback(handle.remove)
     if isinstance(module, Tap) and module.explicit:
         parent: Any = model.get_submodule(name.rpartition(".")[0])
-        parent.explicit += 1  # a count, not a switch: several `with` blocks may want the same one
+        parent.explicit += 1  # a count, because several `with` blocks may need it at the same time
         stack.callback(lambda: setattr(parent, "explicit", parent.explicit - 1))

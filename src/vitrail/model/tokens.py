@@ -1,11 +1,11 @@
-"""From a picture to tokens: cut it into patches, flatten each, multiply by E (Eq. 1).
+"""Tokenizers. For images: cut into patches, flatten each, multiply by E (Eq. 1).
 
-A convolution whose kernel and stride are the patch computes the same numbers from the same
+A convolution whose kernel size and stride are the patch size computes the same values from the same
 parameters: `proj.weight` (D, C, P, P) is its kernel, and `proj.weight.flatten(1)` is E transposed.
-Here it is one matrix product, which is the faster of the two (docs/patches.md).
+Here it is one matrix product, which is faster on a GPU (docs/patches.md).
 
-Whatever can be cut can be encoded (note 003: "just patch it"). A video is cut into tubelets, small
-boxes of pixels; a sound becomes the picture of its spectrogram; a text comes in pieces already.
+Other inputs differ only here: a video is cut into tubelets, boxes of frames x height x width; a waveform
+is turned into its spectrogram, which is cut like an image; token ids are looked up in an embedding table.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from torch import Tensor, nn
 
 from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.model.norm import build_norm
-from vitrail.model.stem import ConvStem, ResNetStem, initialise_stem
+from vitrail.model.stem import ConvStem, ResNetStem, initialize_stem
+from vitrail.model.tap import TappedModule
 
 
-def cut(images: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Cut pictures into flattened patches x_p, row by row: (B, C, H, W) -> (B, N, C P P).
+def patchify(images: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Cut images into flattened patches x_p, row by row: (B, C, H, W) -> (B, N, C P P).
 
-    Pixels at the right and bottom that fill no whole patch are left out. A video is cut alike, with
-    one axis more: (B, C, frames, H, W).
+    Pixels at the right and bottom that fill no complete patch are dropped. Videos have one axis more:
+    (B, C, frames, H, W).
     """
     x, axes = images, len(patch)
-    for axis in range(axes + 1, 1, -1):  # from the last, so that those before keep their number
+    for axis in range(axes + 1, 1, -1):  # from the last axis, so that the indices before it stay valid
         side = patch[axis - 2]
         count = images.shape[axis] // side
         x = x.narrow(axis, 0, count * side).unflatten(axis, (count, side))
-    places, pixels = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)  # x: (B, C, h, P, w, P)
-    x = x.permute(0, *places, 1, *pixels)  # (B, h, w, C, P, P)
+    grid_axes, patch_axes = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)  # x: (B, C, h, P, w, P)
+    x = x.permute(0, *grid_axes, 1, *patch_axes)  # (B, h, w, C, P, P)
     return x.flatten(1 + axes).flatten(1, axes)  # (B, N, C P P)
 
 
 class PatchProjection(nn.Conv2d):
-    """x_p E + b, with the parameters of the convolution that computes the same."""
+    """x_p E + b as a matrix product, with the parameters of the equivalent convolution."""
 
     def forward(self, flat: Tensor) -> Tensor:
         return F.linear(flat, self.weight.flatten(1), self.bias)  # (B, N, D)
 
 
 class TubeletProjection(nn.Conv3d):
-    """The same for a video."""
+    """PatchProjection for videos."""
 
     def forward(self, flat: Tensor) -> Tensor:
         return F.linear(flat, self.weight.flatten(1), self.bias)  # (B, N, D)
 
 
-class PatchTokens(nn.Module):
-    """One token for each patch: x_p E, with a norm before and after where the config says so."""
+class PatchTokens(TappedModule):
+    """One token for each patch: x_p E, with a norm before or after if `config.embedding_norm` says so."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.build(config, config.channels, config.patch_pixels)
+        self._build(config, config.channels, config.patch_pixels)
 
-    def build(self, config: ViTConfig, channels: int, patch: tuple[int, ...]) -> None:
+    def _build(self, config: ViTConfig, channels: int, patch: tuple[int, ...]) -> None:
         self.patch = patch
         before = config.embedding_norm in ("before", "both")
         after = config.embedding_norm in ("after", "both")
@@ -70,14 +71,14 @@ class PatchTokens(nn.Module):
         self.norm_after = build_norm(config) if after else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.norm_after(self.embed(self.norm_before(cut(images, self.patch))))  # (B, N, D)
+        return self.norm_after(self.embed(self.norm_before(patchify(images, self.patch))))  # (B, N, D)
 
     def embed(self, flat: Tensor) -> Tensor:
         return self.proj(flat)
 
 
 class MLPTokens(PatchTokens):
-    """Note 004, step 2.1: an MLP on each flat patch, with one hidden layer of width D."""
+    """An MLP on each flattened patch, with one hidden layer of width D."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -88,63 +89,64 @@ class MLPTokens(PatchTokens):
 
 
 class StemTokens(PatchTokens):
-    """A hybrid (paper, 3.1): patches are cut from a stem's feature map."""
+    """Hybrid architecture (paper, Section 3.1): patches are cut from a convolutional feature map."""
 
     def __init__(self, config: ViTConfig) -> None:
         nn.Module.__init__(self)
-        self.stem = build_stem(config)
-        initialise_stem(self.stem)
+        self.stem = _build_stem(config)
+        initialize_stem(self.stem)
         down, across = config.patch_pixels
         stride = STEM_STRIDES[config.embedding]
-        self.build(config, self.stem.out_channels, (down // stride, across // stride))
+        self._build(config, self.stem.out_channels, (down // stride, across // stride))
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(self.stem(images))
 
 
-def build_stem(config: ViTConfig) -> ConvStem | ResNetStem:
+def _build_stem(config: ViTConfig) -> ConvStem | ResNetStem:
     if config.embedding == "conv":
         return ConvStem(config.channels, config.width)
     return ResNetStem(config.channels)
 
 
 class SpectrogramTokens(PatchTokens):
-    """A sound (B, samples) as the picture of its spectrogram: frequencies down, time across."""
+    """Patches of the spectrogram of a waveform (B, samples): frequency down, time across."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
         self.bins = config.pixels[0]
         self.register_buffer("window", torch.hann_window(2 * self.bins), persistent=False)
 
-    def spectrogram(self, sounds: Tensor) -> Tensor:
-        """The logarithm of the power in each bin of each frame, as a whole of mean 0 and variance 1.
+    def spectrogram(self, waveforms: Tensor) -> Tensor:
+        """Log power spectrogram, normalized to mean 0 and variance 1: (B, 1, bins, frames).
 
-        A frame is 2 `bins` samples, half of them shared with the frame before; bin i holds i + 1
-        waves of that length. The highest frequency is at the bottom.
+        A frame is 2 `bins` samples and overlaps the previous one by half; bin i is the frequency of
+        i + 1 periods per frame. The highest frequency is at the bottom.
         """
-        frames = sounds.unfold(1, 2 * self.bins, self.bins) * cast(Tensor, self.window)
-        waves = torch.fft.rfft(frames, norm="ortho")[..., 1:]  # (B, frames, bins), without the mean
-        power = waves.real.square() + waves.imag.square()
+        frames = waveforms.unfold(1, 2 * self.bins, self.bins) * cast(Tensor, self.window)
+        spectrum = torch.fft.rfft(frames, norm="ortho")[..., 1:]  # (B, frames, bins), without the mean
+        power = spectrum.real.square() + spectrum.imag.square()
         x = (power + 1e-6).log().transpose(1, 2)  # (B, bins, frames)
         return F.layer_norm(x, x.shape[1:])[:, None]  # (B, 1, bins, frames)
 
-    def forward(self, sounds: Tensor) -> Tensor:
-        return super().forward(self.spectrogram(sounds))
+    def forward(self, waveforms: Tensor) -> Tensor:
+        return super().forward(self.spectrogram(waveforms))
 
 
-class TextTokens(nn.Module):
-    """Token numbers (B, length) to their rows of E: x E for one-hot x, without the product."""
+class TextTokens(TappedModule):
+    """Embedding of token ids (B, length): their rows of E, which is x E for one-hot x."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.proj = nn.Embedding(config.vocabulary or 0, config.width)
         self.norm_after = build_norm(config) if config.embedding_norm == "after" else nn.Identity()
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        return self.norm_after(self.proj(numbers))  # (B, N, D)
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm_after(self.proj(ids))  # (B, N, D)
 
 
 def build_tokens(config: ViTConfig) -> PatchTokens | TextTokens:
+    """The tokenizer of `config.input` and `config.embedding`."""
     match config.input, config.embedding:
         case "text", _:
             return TextTokens(config)
@@ -159,19 +161,22 @@ def build_tokens(config: ViTConfig) -> PatchTokens | TextTokens:
 
 
 class PatchDropout(nn.Module):
-    """In training, each picture goes without some of its patches (Li et al. 2022, FLIP)."""
+    """In training, drop a random subset of the patches of each image (Li et al. 2022, FLIP)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.prefix = config.prefix
-        self.keep = max(1, round(config.patches * (1 - config.patch_dropout)))
-        self.rate = config.patch_dropout
+        self.count = max(1, round(config.patches * (1 - config.patch_dropout)))
+        self.p = config.patch_dropout
 
     def forward(self, z: Tensor) -> Tensor:
-        if not self.training or self.rate == 0:
+        if not self.training or self.p == 0:
             return z
         prefix, patches = z[:, : self.prefix], z[:, self.prefix :]
-        chance = torch.rand(patches.shape[:2], device=z.device)
-        kept = chance.argsort(dim=1)[:, : self.keep].sort(dim=1).values  # a draw without replacement
-        patches = patches.gather(1, kept[..., None].expand(-1, -1, z.shape[2]))
-        return torch.cat([prefix, patches], dim=1)  # (B, n + kept, D)
+        order = torch.rand(patches.shape[:2], device=z.device).argsort(dim=1)  # a random permutation
+        index = order[:, : self.count].sort(dim=1).values  # (B, count)
+        patches = patches.gather(1, index[..., None].expand(-1, -1, z.shape[2]))
+        return torch.cat([prefix, patches], dim=1)  # (B, n + count, D)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

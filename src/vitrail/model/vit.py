@@ -5,11 +5,10 @@
     z_l  = MLP(LN(z'_l)) + z'_l               l = 1 ... L    (3)   Block.forward, block.py
     y    = LN(z_L^0)                                         (4)   ViT.finish, pool.py
 
-A picture of C x H x W pixels becomes N = h w patches of P x P pixels; with the class token before
+An image of C x H x W pixels becomes N = h w patches of P x P pixels; with the class token before
 them these are T = N + 1 tokens of width D. Where to find the parts: x_p E in tokens.py, E_pos in
-position.py, MSA in attention.py, MLP in mlp.py, LN in norm.py, y in pool.py, logits in head.py, first
-values in init.py. What is written here holds for every config; the parts differ, built by a `match`
-on one field each.
+position.py, MSA in attention.py, MLP in mlp.py, LN in norm.py, y in pool.py, logits in head.py,
+initialization in init.py. This file is the same for every config; each part is chosen by a config field.
 """
 
 from __future__ import annotations
@@ -17,38 +16,42 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
+from vitrail.fields import short_repr
 from vitrail.memory import check_parameters
 from vitrail.model.block import build_block
 from vitrail.model.head import build_head
-from vitrail.model.init import initialise
+from vitrail.model.init import initialize
 from vitrail.model.inputs import check_input
 from vitrail.model.norm import build_norm
 from vitrail.model.pool import build_pool
 from vitrail.model.position import build_position
-from vitrail.model.tap import Tap
+from vitrail.model.resample import check_resize_options
+from vitrail.model.tap import Tap, TappedModule
 from vitrail.model.tokens import PatchDropout, build_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """What the encoder made of a batch of pictures, after the last norm."""
+    """The encoder's output for a batch of images, after the last norm."""
 
     tokens: Tensor
     """All tokens: (B, T, D)."""
     pooled: Tensor
-    """One vector for each picture, y of Eq. 4: (B, D)."""
+    """One vector per image, y of Eq. 4: (B, D)."""
     prefix_count: int
-    """n, how many tokens stand before the patches."""
+    """n, the number of tokens before the patches."""
     grid: tuple[int, ...]
     """(h, w), the patch grid; of other inputs, the grid along their own axes."""
     layers: Mapping[int, Encoded] = field(default_factory=dict)
-    """The same view after each block that was asked for."""
+    """The same after each of the requested blocks."""
 
     @property
     def prefix(self) -> Tensor:
@@ -57,46 +60,62 @@ class Encoded:
 
     @property
     def patches(self) -> Tensor:
-        """The patch tokens where they lie in the picture: (B, h, w, D)."""
+        """The patch tokens on their grid: (B, h, w, D)."""
         patches, count = self.tokens[:, self.prefix_count :], math.prod(self.grid)
         if patches.shape[1] != count:
             raise InputError(
-                "Patches can be laid out as a grid only while all of them are there.",
-                f"{patches.shape[1]} of {count}, after patch dropout",
-                "Use .tokens, or call model.eval() first.",
+                f"{patches.shape[1]} of {count} patches are left after patch dropout, and they form no grid; "
+                "use .tokens, or call model.eval() first."
             )
         return patches.unflatten(1, self.grid)
 
 
-class ViT(nn.Module):
-    """A Vision Transformer: pictures (B, C, H, W) to logits (B, K).
+class ViT(TappedModule):
+    """A Vision Transformer: images (B, C, H, W) to logits (B, K).
 
-    With another `input` in its config it takes videos (B, C, frames, H, W), sounds (B, samples) or
-    rows of token numbers (B, length); only the token maker differs.
+    With another `input` in its config it takes videos (B, C, frames, H, W), waveforms (B, samples) or
+    token ids (B, length); only the tokenizer differs.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         if not isinstance(config, ViTConfig):
             raise InputError(
-                "ViT is built from a ViTConfig.", repr(config), 'By name it is vitrail.create("B/16").'
+                f"ViT takes a ViTConfig, not {short_repr(config)}; to build one by name, use "
+                'vitrail.create("B/16"), and to load a checkpoint, ViT.from_pretrained(path).'
             )
-        if torch.empty(0).device.type == "cpu":  # on "meta" it takes none
+        if torch.empty(0).device.type == "cpu":  # on "meta" nothing is allocated
             check_parameters(config)
-        self.config = config
+        self.config, self.any_size = config, False
         self.tokens = build_tokens(config)  # x_p -> x_p E
         prefix = nn.Parameter(torch.empty(config.prefix, config.width))
-        self.prefix = prefix if config.prefix else None  # x_class and its kin
+        self.prefix = prefix if config.prefix else None  # x_class, distillation token, registers
         self.position = build_position(config)  # E_pos
         self.drop = nn.Dropout(config.dropout)
         self.drop_patches = PatchDropout(config)
         self.norm_pre = build_norm(config) if config.norm_pre else nn.Identity()
         self.blocks = nn.ModuleList(build_block(config, index) for index in range(config.depth))
-        self.norm = build_last_norm(config)
+        self.norm = _build_last_norm(config)
         self.pool = build_pool(config)
         self.head = build_head(config)
         self.embed, self.encoded, self.pooled, self.logits = Tap(), Tap(), Tap(), Tap()
-        initialise(self, config)
+        initialize(self, config)
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **overrides: Any) -> ViT:
+        """Load a pretrained model: `ViT.from_pretrained("hf:google/vit-base-patch16-224", classes=10)`.
+
+        The same as `vitrail.load(name_or_path, **overrides).model`. `vitrail.load` returns the
+        preprocessing and the labels as well.
+
+        Args:
+            name_or_path: a file or folder of any supported family, or "hf:owner/name" on the Hugging Face
+                hub.
+            overrides: keywords of `vitrail.load`, such as classes, size, channels, device and dtype.
+        """
+        from vitrail import load  # the one import upwards: weights/ imports model/, not the reverse
+
+        return load(name_or_path, **overrides).model
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, K); without a head the pooled vector (B, D)."""
@@ -107,48 +126,78 @@ class ViT(nn.Module):
 
         Args:
             images: (B, C, H, W).
-            layers: blocks to look at on the way, from 0; `.layers[i]` is then what the encoder
-                would return if block i were its last, so `model.head(enc.layers[i].pooled)` is
-                the logit lens.
+            layers: blocks whose output to return as well, counted from 0; `.layers[i]` is what the encoder
+                would return if block i were its last, so `model.head(enc.layers[i].pooled)` is the logit
+                lens.
         """
-        check_input(images, self.config, self.tokens.proj.weight.dtype)
-        wanted = self._check_layers(layers)
+        grid = check_input(images, self.config, self.tokens.proj.weight.dtype, any_size=self.any_size)
+        requested = self._check_layers(layers)
         z = self.tokens(images)  # x_p E: (B, N, D)
         if self.prefix is not None:
             prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
             z = torch.cat([prefix, z], dim=1)  # (B, T, D)
-        z = self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z)))))  # Eq. 1
-        seen = {}
+        z = self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z, grid)))))  # Eq. 1
+        rotate, intermediate = self.position.rotation(grid), {}
         for index, block in enumerate(self.blocks):
-            z = z if index == 0 else self.position.again(z)
-            z = block(z, turn=self.position.turn)  # Eq. 2 and 3
-            if index in wanted:
-                seen[index] = self.finish(z)
-        return replace(self.finish(z), layers=seen)
+            z = z if index == 0 else self.position.before_block(z, grid)
+            z = block(z, rotate=rotate)  # Eq. 2 and 3
+            if index in requested:
+                intermediate[index] = self.finish(z, grid)
+        return replace(self.finish(z, grid), layers=intermediate)
 
-    def finish(self, z: Tensor) -> Encoded:
-        """The last norm, and one vector for the whole picture."""
+    def finish(self, z: Tensor, grid: tuple[int, ...] | None = None) -> Encoded:
+        """The final norm and pooling."""
         if self.config.pool_norm == "after":
             tokens = self.encoded(z)
             y = self.pooled(self.norm(self.pool(tokens)))
         else:
             tokens = self.encoded(self.norm(z))  # (B, T, D)
             y = self.pooled(self.pool(tokens))  # Eq. 4: (B, D)
-        return Encoded(tokens, y, self.config.prefix, self.config.grid)
+        return Encoded(tokens, y, self.config.prefix, grid or self.config.grid)
+
+    def accept_any_size(self, **options: Any) -> Self:
+        """Accept images whose height and width are any multiples of the patch size; returns the model.
+
+        Learned positions are resampled to the grid of each batch, as `surgery.resize` does once for a new
+        size. `config.size` and the parameters do not change.
+
+        Args:
+            options: how positions are resampled: method, antialias, corners and offset of
+                `resample.resize_grid`.
+        """
+        c = self.config
+        reasons = [
+            (
+                c.input != "image",
+                f"Only models of images accept any size, and this one has input={c.input!r}",
+            ),
+            (bool(self.position.fixed_grid), f"{self.position.fixed_grid} (position={c.position!r})"),
+            (
+                c.embedding == "resnet",
+                "The padding of the ResNet stem depends on the image size (embedding='resnet')",
+            ),
+            (c.pool == "flatten", "The head has weights for each patch (pool='flatten')"),
+        ]
+        for applies, reason in reasons:
+            if applies:
+                raise InputError(
+                    f"{reason}, so this model takes one size only; vitrail.surgery.resize changes that size."
+                )
+        check_resize_options(**options)
+        self.any_size, self.position.resize_options = True, options
+        return self
 
     def _check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:
-        wanted = tuple(layers) if isinstance(layers, Iterable) else () if layers is None else (layers,)
-        for index in wanted:
+        indices = tuple(layers) if isinstance(layers, Iterable) else () if layers is None else (layers,)
+        for index in indices:
             if not isinstance(index, int) or index not in range(self.config.depth):
                 raise InputError(
-                    f"layers must be block numbers from 0 to {self.config.depth - 1}.",
-                    repr(index),
-                    "Blocks count from 0.",
+                    f"layers must be block indices from 0 to {self.config.depth - 1}, not {index!r}."
                 )
-        return wanted
+        return indices
 
 
-def build_last_norm(config: ViTConfig) -> nn.Module:
+def _build_last_norm(config: ViTConfig) -> nn.Module:
     """LN of Eq. 4, over tokens or over the pooled vector."""
     match config.pool_norm:
         case "before":

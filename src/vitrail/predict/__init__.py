@@ -1,4 +1,4 @@
-"""Pictures in; labels, scores, embeddings and reasons out."""
+"""Images in; labels, scores, embeddings and reasons out."""
 
 from vitrail.predict.prediction import Prediction
 from vitrail.predict.predictor import Predictor

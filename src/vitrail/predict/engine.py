@@ -1,4 +1,4 @@
-"""What computes the answers: a model in torch, or an exported one in ONNX Runtime."""
+"""Run a model: in PyTorch, or an exported one in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
-from vitrail.evaluation.forward import inputs_of
-from vitrail.model.modes import evaluating
-from vitrail.predict.onnx_file import Described, read_onnx, refused
-from vitrail.preprocess import Preprocess
+from vitrail.evaluation.forward import normalize_batch
+from vitrail.images.preprocess import Preprocess
+from vitrail.model.modes import eval_mode
+from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
@@ -26,146 +26,149 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-    Rows = tuple[NDArray[np.float32], NDArray[np.float32]]
-    """Pooled vectors (B, D), and logits (B, K), which without a head are these again."""
+    Outputs = tuple[NDArray[np.float32], NDArray[np.float32]]
+    """Pooled vectors (B, D) and logits (B, K); without a head, the pooled vectors twice."""
 
-PROGRAMS = (".pt2", ".ts", ".pkl", ".pickle")  # files that hold programs, by how their names end
+_PROGRAM_SUFFIXES = (".pt2", ".ts", ".pkl", ".pickle")  # files that can run code when opened
 
 
 class Engine(ABC):
-    """Levels in, embeddings and logits out; and what has to be known about the model."""
+    """uint8 pixels in, embeddings and logits out, with the model's config and metadata."""
 
     config: ViTConfig
     preprocess: Preprocess
     labels: list[str] | None
     card: Card
     bundle: Bundle | None = None
-    """The model with its weights, where there is one to look into."""
+    """The model with its weights; None for an ONNX file."""
     one_by_one = False
-    """Whether levels of one picture have another shape than those of the next."""
+    """Whether images may differ in size, so that they cannot share a batch."""
 
     @abstractmethod
-    def run(self, levels: Sequence[NDArray[np.uint8]]) -> Rows:
-        """The answers to levels (H, W, C), as `preprocess.pixels` gives them."""
+    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+        """Embeddings and logits for pixels (H, W, C), as `preprocess.pixels` returns them."""
 
 
 def open_engine(model: Bundle | str | Path, options: dict[str, Any]) -> Engine:
-    """The engine for a bundle, for an ONNX file, or for what `vitrail.load` takes."""
+    """Open a bundle, an ONNX file, or anything that `vitrail.load` takes."""
     if isinstance(model, Bundle):
         if options:
-            got = f"a bundle with {', '.join(options)}"
-            raise InputError("A model that is loaded already takes no options.", got, "Give them to vt.load.")
+            raise InputError(
+                f"A loaded bundle takes no options ({', '.join(options)}); pass them to vt.load instead."
+            )
         return TorchEngine(model)
     suffix = Path(model).suffix.lower()
-    if suffix in PROGRAMS:
+    if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
-            "A predictor opens files that hold numbers: opening one with a program in it could run anything.",
-            printable(model),
-            "Give the vitrail file (.safetensors) it was made from, or that exported to .onnx.",
+            f"{printable(model)} holds a program, and opening it could run any code; use the vitrail file "
+            "(.safetensors) it was made from, or export that file to .onnx."
         )
     if suffix != ".onnx" or str(model).startswith("hf:"):
         return TorchEngine(load(model, **options))
     if options:
-        got = f"{printable(model)} with {', '.join(options)}"
         raise InputError(
-            "An ONNX file is taken as it is.", got, "Leave that out; a size is given to vitrail export."
+            f"An ONNX file takes no options, but {printable(model)} came with {', '.join(options)}; remove "
+            "them, and set the size when you run vitrail export."
         )
     return OnnxEngine(Path(model))
 
 
-def batch_of(levels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, like: Tensor) -> Tensor:
-    """Levels (H, W, C) of several pictures as `evaluate` makes them an input, (B, C, H, W)."""
-    return inputs_of(torch.from_numpy(np.stack(levels)).permute(0, 3, 1, 2), preprocess, like)
+def _build_batch(pixels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, like: Tensor) -> Tensor:
+    """Normalized images (B, C, H, W), as `evaluate` computes them from pixels (H, W, C)."""
+    return normalize_batch(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), preprocess, like)
 
 
 class TorchEngine(Engine):
-    """The model itself, normalised and run as `evaluate` does it."""
+    """A PyTorch model, run as `evaluate` runs it."""
 
     def __init__(self, bundle: Bundle) -> None:
         if bundle.preprocess is None:
-            got = f"one that takes {bundle.model.config.input}"
-            raise InputError("The model must take pictures.", got, "Use vt.load, and call its .model.")
+            raise InputError(
+                f"Predictor needs a model of images, but this one takes {bundle.model.config.input}; load it "
+                "with vt.load and call its .model."
+            )
         self.bundle, self.model = bundle, bundle.model
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
         self.labels, self.card = bundle.labels, bundle.card
 
-    def run(self, levels: Sequence[NDArray[np.uint8]]) -> Rows:
-        images = batch_of(levels, self.preprocess, next(self.model.parameters()))
-        with evaluating(self.model):
+    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+        images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
+        with eval_mode(self.model):
             pooled = self.model.encode(images).pooled
             logits = self.model.logits(self.model.head(pooled))
         return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
 
 
 class OnnxEngine(Engine):
-    """A graph that `vitrail export` has written, in ONNX Runtime on the CPU."""
+    """A graph written by `vitrail export`, run by ONNX Runtime on the CPU."""
 
     def __init__(self, path: Path) -> None:
         onnxruntime = import_onnxruntime()
-        found = read_onnx(path)
-        self.path, self.config, self.labels, self.card = path, found.config, found.labels, found.card
-        self.whole = self.one_by_one = found.whole
-        self.preprocess = Whole(**asdict(found.preprocess)) if found.whole else found.preprocess
+        file = read_onnx(path)
+        self.path, self.config, self.labels, self.card = path, file.config, file.labels, file.card
+        self.resizes = self.one_by_one = file.resizes
+        self.preprocess = _FullSize(**asdict(file.preprocess)) if file.resizes else file.preprocess
         try:
-            self.session = session_of(onnxruntime, found.data)
-        except Exception as error:  # of many classes, none of them public
-            raise refused(path, f"ONNX Runtime says: {error}") from error
-        self.input = check_ends(self.session, found, path)
+            self.session = open_session(onnxruntime, file.data)
+        except Exception as error:  # ONNX Runtime has no public exception class
+            raise bad_onnx(path, f"ONNX Runtime reports: {error}") from error
+        self.input = _check_signature(self.session, file, path)
 
-    def run(self, levels: Sequence[NDArray[np.uint8]]) -> Rows:
-        if not self.whole:
-            return self.answers(batch_of(levels, self.preprocess, torch.zeros(())).contiguous().numpy())
-        rows = [self.answers(picture[None]) for picture in levels]
+    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+        if not self.resizes:
+            return self._forward(_build_batch(pixels, self.preprocess, torch.zeros(())).contiguous().numpy())
+        rows = [self._forward(image[None]) for image in pixels]
         embeddings, logits = zip(*rows, strict=True)
         return np.concatenate(embeddings), np.concatenate(logits)
 
-    def answers(self, batch: NDArray[Any]) -> Rows:
-        names = names_of(self.config)
+    def _forward(self, batch: NDArray[Any]) -> Outputs:
+        names = output_names(self.config)
         try:
-            found = dict(zip(names, self.session.run(names, {self.input: batch}), strict=True))
+            outputs = dict(zip(names, self.session.run(names, {self.input: batch}), strict=True))
         except Exception as error:
-            raise refused(self.path, f"ONNX Runtime says: {error}") from error
-        rows = found["embedding"], found.get("logits", found["embedding"])
+            raise bad_onnx(self.path, f"ONNX Runtime reports: {error}") from error
+        rows = outputs["embedding"], outputs.get("logits", outputs["embedding"])
         widths = self.config.pooled_width, self.config.classes or self.config.pooled_width
         if [row.shape for row in rows] != [(len(batch), width) for width in widths]:
-            raise refused(self.path, f"it gives {[row.shape for row in rows]} where its config says {widths}")
+            shapes = [row.shape for row in rows]
+            raise bad_onnx(self.path, f"its outputs have shapes {shapes}, but its config has widths {widths}")
         return rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole(Preprocess):
-    """For a graph that resizes by itself: `pixels` are those of the whole picture, upright and 8-bit."""
+class _FullSize(Preprocess):
+    """For a graph that resizes by itself: `pixels` returns the full image, upright and 8-bit."""
 
     def pixels(self, image: Image.Image | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        whole = self._array(image)
-        self._resized(*whole.shape[:2])  # what cannot be resized is said here, in words
-        return whole
+        pixels = self._array(image)
+        self._resized(*pixels.shape[:2])  # raises a clear error if the image cannot be resized
+        return pixels
 
 
-def session_of(onnxruntime: Any, data: bytes) -> Any:
-    """A session with as many threads as torch has, and no log of its own."""
+def open_session(onnxruntime: Any, data: bytes) -> Any:
+    """A session with as many threads as torch uses, and without logging."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4  # what is wrong comes as an error
+    options.log_severity_level = 4  # fatal only; problems arrive as exceptions
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
-def names_of(config: ViTConfig) -> list[str]:
-    """The outputs of a graph."""
+def output_names(config: ViTConfig) -> list[str]:
+    """The names of a graph's outputs."""
     return ["logits", "embedding"] if config.classes else ["embedding"]
 
 
-def check_ends(session: Any, found: Described, path: Path) -> str:
-    """Whether the graph takes and gives what its config says; the name of its input."""
+def _check_signature(session: Any, file: OnnxDescription, path: Path) -> str:
+    """Check that inputs and outputs match the config; return the name of the input."""
     inputs, outputs = session.get_inputs(), {one.name: one for one in session.get_outputs()}
-    name, kind = ("pictures", "tensor(uint8)") if found.whole else ("images", "tensor(float)")
-    good = [(one.name, one.type, len(one.shape)) for one in inputs] == [(name, kind, 4)]
-    good = good and set(outputs) == set(names_of(found.config))
-    good = good and all(one.type == "tensor(float)" for one in outputs.values())
-    if good:
-        channels = inputs[0].shape[3 if found.whole else 1]
-        good = channels == found.config.channels
-    if not good:
-        took = [(one.name, one.type, one.shape) for one in inputs]
-        raise refused(path, f"it takes {took} and gives {sorted(outputs)}, which its config does not say")
+    name, kind = ("raw_images", "tensor(uint8)") if file.resizes else ("images", "tensor(float)")
+    matches = [(one.name, one.type, len(one.shape)) for one in inputs] == [(name, kind, 4)]
+    matches = matches and set(outputs) == set(output_names(file.config))
+    matches = matches and all(one.type == "tensor(float)" for one in outputs.values())
+    if matches:
+        channels = inputs[0].shape[3 if file.resizes else 1]
+        matches = channels == file.config.channels
+    if not matches:
+        actual = [(one.name, one.type, one.shape) for one in inputs]
+        raise bad_onnx(path, f"its inputs {actual} and outputs {sorted(outputs)} do not match its config")
     return name

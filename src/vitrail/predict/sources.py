@@ -1,7 +1,6 @@
-"""From whatever was handed over to levels, in order, some of them read ahead of the model.
+"""Read images from paths, folders and memory, in order and ahead of the model.
 
-Nothing here holds on to more than one folder's names and a few batches of levels, however many pictures
-there are.
+Memory holds the names of one folder and a few batches of pixels, however many images there are.
 """
 
 from __future__ import annotations
@@ -15,71 +14,72 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.decode import open_picture, quiet
 from vitrail.data.folders import SUFFIXES
 from vitrail.errors import printable
+from vitrail.images.decode import open_image, suppress_warnings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.preprocess import Preprocess
+    from vitrail.images.preprocess import Preprocess
 
-    Found = NDArray[np.uint8] | str
-    """Levels (H, W, C), or the reason why there are none."""
+    PixelsOrReason = NDArray[np.uint8] | str
+    """uint8 pixels (H, W, C), or the reason why there are none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One picture that is to be read, or a path of which we know already that it cannot be."""
+    """An image to read, or a path that is known to be unreadable."""
 
     name: str
-    picture: Any
+    image: Any
     """A path, a PIL image or an array."""
     reason: str = ""
+    """Why it cannot be read, if that is already known."""
 
 
-def expand(given: Iterable[Any]) -> Iterator[Source]:
-    """A source for each picture; a folder stands for every picture below it."""
-    for number, one in enumerate(given):
-        path = os.fsdecode(one) if isinstance(one, (str, os.PathLike)) else None
+def expand_paths(images: Iterable[Any]) -> Iterator[Source]:
+    """Yield a source for each image; a folder stands for every image below it."""
+    for number, image in enumerate(images):
+        path = os.fsdecode(image) if isinstance(image, (str, os.PathLike)) else None
         if path is None:
-            yield Source(f"picture {number}", one)
+            yield Source(f"image {number}", image)
         elif os.path.isdir(path):
-            yield from below(path)
+            yield from _walk_folder(path)
         else:
             yield Source(path, path)
 
 
-def below(folder: str) -> Iterator[Source]:
-    """Every picture file below a folder, in the order of `data.folders.pictures`, one folder at a time.
+def _walk_folder(folder: str) -> Iterator[Source]:
+    """Yield every image file below a folder, in the order of `data.folders.list_images`.
 
-    Links to folders are not followed, so there are no loops; hidden files are not seen. A folder that
-    cannot be read, or in which there is nothing, is a source with a reason: silence would look like success.
+    Links to folders are not followed, so there are no loops, and hidden files are skipped. An unreadable or
+    empty folder becomes a source with a reason, so that it is not mistaken for success.
     """
     waiting, empty = [folder], True
     while waiting:
-        place = waiting.pop()
+        current = waiting.pop()
         try:
-            files, folders = inside(place)
+            files, folders = _list_folder(current)
         except OSError as error:
             files, folders, empty = [], [], False
-            yield Source(place, place, reason_of(error))
+            yield Source(current, current, describe_error(error))
         for name in files:
             empty = False
-            path = os.path.join(place, name)
+            path = os.path.join(current, name)
             yield Source(path, path)
-        waiting += [os.path.join(place, name) for name in reversed(folders)]
+        waiting += [os.path.join(current, name) for name in reversed(folders)]
     if empty:
-        yield Source(folder, folder, "A folder must hold pictures, and this one holds none.")
+        yield Source(folder, folder, "The folder contains no images.")
 
 
-def inside(place: str) -> tuple[list[str], list[str]]:
-    """Names of a folder's pictures, and of the folders in it, sorted.
+def _list_folder(folder: str) -> tuple[list[str], list[str]]:
+    """The sorted names of a folder's image files and of its subfolders.
 
-    What is called like a picture and is none (a pipe, a link to nowhere) is among them: it gets its reason.
+    Anything named like an image is included, even a pipe or a broken link: reading it gives the reason.
     """
     files, folders = [], []
-    with os.scandir(place) as entries:
+    with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
@@ -93,45 +93,45 @@ def inside(place: str) -> tuple[list[str], list[str]]:
 # ---- reading --------------------------------------------------------------------------------
 
 
-def levels(picture: Any, preprocess: Preprocess) -> NDArray[np.uint8]:
-    """The levels that the model sees: to the bit those of training and evaluation."""
-    with quiet():
-        if isinstance(picture, (str, os.PathLike)):
-            picture = open_picture(os.fsdecode(picture), preprocess=preprocess)
-        return preprocess.pixels(picture)
+def read_pixels(image: Any, preprocess: Preprocess) -> NDArray[np.uint8]:
+    """The uint8 pixels that the model sees, bit-equal to those of training and evaluation."""
+    with suppress_warnings():
+        if isinstance(image, (str, os.PathLike)):
+            image = open_image(os.fsdecode(image), preprocess=preprocess)
+        return preprocess.pixels(image)
 
 
-def reason_of(error: Exception) -> str:
-    """Why something could not be read, in a line."""
-    if isinstance(error, MemoryError):  # most of these say nothing
+def describe_error(error: Exception) -> str:
+    """One line that says why an image could not be read."""
+    if isinstance(error, MemoryError):  # its message is often empty
         return f"There was not enough memory. {printable(error)}".rstrip()
     return printable(getattr(error, "strerror", None) or error, 400)
 
 
-def read_ahead(
+def prefetch(
     sources: Iterable[Source], preprocess: Preprocess, *, workers: int, ahead: int
-) -> Generator[tuple[str, Found]]:
-    """Name and levels of each source, in order, read by threads while the caller does something else."""
+) -> Generator[tuple[str, PixelsOrReason]]:
+    """Yield the name and pixels of each source in order, read by threads ahead of the caller."""
     pool = ThreadPoolExecutor(workers) if workers else None
 
-    def read(picture: Any) -> Found:
+    def read(image: Any) -> PixelsOrReason:
         try:
-            return levels(picture, preprocess)
-        except Exception as error:  # whatever it is: one picture must not end a run of a hundred thousand
-            return reason_of(error)
+            return read_pixels(image, preprocess)
+        except Exception as error:  # one bad image must not end a run over a hundred thousand
+            return describe_error(error)
 
-    def begin(source: Source) -> Callable[[], Found]:
+    def submit(source: Source) -> Callable[[], PixelsOrReason]:
         if source.reason:
             return lambda: source.reason
-        if pool is not None and isinstance(source.picture, str):
-            return pool.submit(read, source.picture).result
-        found = read(source.picture)  # an image in memory may be in the list twice: not for two threads
-        return lambda: found
+        if pool is not None and isinstance(source.image, str):
+            return pool.submit(read, source.image).result
+        pixels = read(source.image)  # PIL images are not thread-safe, and one may be in the list twice
+        return lambda: pixels
 
-    waiting: deque[tuple[str, Callable[[], Found]]] = deque()
+    waiting: deque[tuple[str, Callable[[], PixelsOrReason]]] = deque()
     try:
         for source in sources:
-            waiting.append((source.name, begin(source)))
+            waiting.append((source.name, submit(source)))
             if len(waiting) > ahead:
                 name, result = waiting.popleft()
                 yield name, result()

@@ -1,5 +1,7 @@
-"""Recipes: a function from a data set to everything a run needs. Each says what it was measured to give,
-or what it was published to give and that we have not run it."""
+"""Recipes: functions from a data set to everything a run needs.
+
+The docstring of each gives the accuracy we measured, or the published one and that we have not run it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,19 @@ from collections.abc import Callable
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, suggest
-from vitrail.training.settings import Recipe
+from vitrail.recipes.settings import Recipe
 
 
 def recipe(name: str, data: Dataset) -> Recipe:
     """The recipe of this name for this data."""
-    found = recipes()
-    if name not in found:
-        raise ConfigError("The recipe must be one there is.", repr(name), suggest(str(name), found))
-    return found[name](data)
+    functions = recipes()
+    if name not in functions:
+        raise ConfigError(f"unknown recipe {name!r}. {suggest(str(name), functions)}")
+    return functions[name](data)
 
 
 def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
+    """All recipes by name."""
     from vitrail.recipes import mnist as mnist_recipes
     from vitrail.recipes import published, small
 

@@ -1,4 +1,4 @@
-"""Recipes for data and machines that are small: a ViT in minutes on two cores."""
+"""Recipes for small data sets, most of them minutes on two CPU cores."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.data.sources import Dataset
-from vitrail.preprocess import Preprocess
-from vitrail.training.settings import Recipe, TrainConfig
+from vitrail.images.preprocess import Preprocess
+from vitrail.recipes.settings import Recipe, TrainConfig
 
-PICTURES_SEEN = 60_000  # of a run by `small`, about: fewer pictures are seen more often
-SEEN_BY_A_FILE = 12_000  # the same from a weight file, that has seen others before
-SIDE = 128  # of pictures that come as files
+_IMAGES_SEEN = 60_000  # by `small` in all its epochs, about: smaller data sets get more epochs
+_IMAGES_SEEN_FROM_FILE = 12_000  # the same when it starts from a weight file
+_SIZE = 128  # pixels, for image files
 
 
 def small(data: Dataset) -> Recipe:
-    """The default: some hundred to some ten thousand pictures of a user's own, from scratch or from a file.
+    """The default: a few hundred to tens of thousands of your own images, from scratch or from a weight file.
 
-    Fixed positions and a mean pool, as in Simple ViT (Beyer et al. 2022): with little data, learned
-    positions hardly get anywhere from their small first values.
+    Fixed position embedding and mean pooling, as in Simple ViT (Beyer et al. 2022): with little data, a
+    learned position embedding hardly moves away from its small initial values.
 
-    Ants and bees, 244 photographs of two kinds: from scratch 69.93, 74.51 and 70.59 % of the 153 held out
-    after the last epoch (seeds 0 to 2, mean 71.7), from a file 81.70, 79.74 and 79.08 (mean 80.2). One thread
-    each of an AMD EPYC, torch 2.13; the plans said 12 and 2 minutes:
+    Accuracy on ants and bees (244 training photographs of two classes, 153 held out) after the last epoch:
+    from scratch 69.93, 74.51 and 70.59 % (seeds 0 to 2, mean 71.7), from a weight file 81.70, 79.74 and
+    79.08 % (mean 80.2). One thread each of an AMD EPYC, torch 2.13; the estimated times were 12 and 2
+    minutes:
 
         vitrail train hymenoptera/ --seed 0
         vitrail train hymenoptera/ --seed 0 --from flowers.safetensors
 
-    From a file, all weights learn, each block at 3/4 of the next one's rate (`tune=llrd`), the head at 1e-4,
-    for 12,000 pictures' worth of epochs, 10 at least and 40 at most.
+    From a weight file, all weights are trained, each block at 3/4 of the next block's learning rate
+    (`tune=llrd`), the head at 1e-4, for as many epochs as make 12,000 images, at least 10 and at most 40.
 
-    The file was made by this recipe, of 102 kinds of flowers (45 epochs, 68.8 % right of those held out); one
-    that has seen more will give more. The settings for a file were chosen by these ants and bees: with those
-    from scratch it was 69.3, 63.4 and 66.0 % (on one H200), for it had 79 to 81 % on its way and lost it.
+    That weight file was trained by this recipe on 102 classes of flowers (45 epochs, 68.8 % held-out
+    accuracy); a model trained on more data will do better. The settings for a weight file were chosen on
+    these ants and bees: with the settings from scratch, the same start gave 69.3, 63.4 and 66.0 % (on one
+    H200), after 79 to 81 % in earlier epochs.
     """
-    size = data.train.images.shape[1:3] if data.train.images is not None else (SIDE, SIDE)
+    size = data.train.images.shape[1:3] if data.train.images is not None else (_SIZE, _SIZE)
     channels = data.channels or 3
     model = ViTConfig(
         width=192,
         depth=6,
         heads=3,
-        patch=tuple(patch_for(side) for side in size),
+        patch=tuple(choose_patch(side) for side in size),
         size=size,
         channels=channels,
         classes=len(data.classes),
@@ -51,39 +53,39 @@ def small(data: Dataset) -> Recipe:
     )
     files = data.train.paths is not None
     train = TrainConfig(
-        epochs=min(200, max(10, round(PICTURES_SEEN / len(data.train)))),
+        epochs=min(200, max(10, round(_IMAGES_SEEN / len(data.train)))),
         batch=64,
         lr=1e-3,
         weight_decay=0.05,
         smoothing=0.1,
         ema=0.995,
-        loss="bce" if data.several else "cross-entropy",
+        loss="bce" if data.multilabel else "cross-entropy",
         augment=Augment(
             crop=0.3, flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3 if channels == 3 else 0.0
         )
         if files
-        else Augment(turn=10, zoom=1.1, shift=0.1),
-        mixing=Mixing(mixup=0.2, share=0.5) if files else Mixing(),
+        else Augment(rotate=10, zoom=1.1, translate=0.1),
+        mixing=Mixing(mixup=0.2, probability=0.5) if files else Mixing(),
     )
-    epochs = min(40, max(10, round(SEEN_BY_A_FILE / len(data.train))))
+    epochs = min(40, max(10, round(_IMAGES_SEEN_FROM_FILE / len(data.train))))
     return Recipe(
         model,
-        preprocess_for(data, model),
+        _preprocess_for(data, model),
         train,
-        from_file={"tune": "llrd", "lr": 1e-4, "epochs": epochs},
+        train_from_file={"tune": "llrd", "lr": 1e-4, "epochs": epochs},
     )
 
 
 def digits(data: Dataset) -> Recipe:
-    """scikit-learn's digits, 8 x 8 pixels, with rotary positions.
+    """scikit-learn's digits, 8 x 8 pixels, with rotary position embedding.
 
-    99.44, 99.44, 99.44, 99.17, 98.61 % of the 360 held-out digits after the last epoch (seeds 0 to 4,
-    mean 99.22), 48 to 50 s each, two at a time, one thread each, AMD EPYC, torch 2.13:
+    99.44, 99.44, 99.44, 99.17, 98.61 % of the 360 held-out digits after the last epoch (seeds 0 to 4, mean
+    99.22), 48 to 50 s each, two at a time, one thread each, AMD EPYC, torch 2.13:
 
         vitrail train digits --recipe digits --seed 0
 
-    Positions were chosen by these held-out scores (seed 0: sines 97.2, relative 95.8, rows and columns
-    with a mean pool 98.6), so take them as what the recipe shows, not as an estimate for new digits.
+    The position embedding was chosen on these held-out digits (seed 0: sine-cosine 97.2, relative 95.8, 2D
+    sine-cosine with mean pooling 98.6), so the accuracy is not an unbiased estimate for new digits.
     """
     model = ViTConfig(
         width=64,
@@ -103,19 +105,19 @@ def digits(data: Dataset) -> Recipe:
         weight_decay=0.05,
         smoothing=0.1,
         ema=0.98,
-        augment=Augment(turn=10, zoom=1.1, shift=0.0875),
+        augment=Augment(rotate=10, zoom=1.1, translate=0.0875),
     )
-    return Recipe(model, preprocess_for(data, model), train)
+    return Recipe(model, _preprocess_for(data, model), train)
 
 
-def patch_for(side: int) -> int:
-    """The largest patch that leaves seven or more of them along a side."""
+def choose_patch(side: int) -> int:
+    """The largest patch side that gives seven or more patches along a side."""
     fitting = [patch for patch in range(1, side + 1) if side % patch == 0 and side // patch >= 7]
     return max(fitting, default=1)
 
 
-def preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
-    """Files: short side a little larger than the model's picture, then its centre; arrays: as they are."""
+def _preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
+    """Files: resize the short side to 8/7 of the model's, then crop the center; arrays: as they are."""
     half = (0.5,) * model.channels
     H, W = model.pixels
     if data.train.images is not None:
@@ -131,16 +133,16 @@ def preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
 
 
 def cifar10(data: Dataset) -> Recipe:
-    """CIFAR-10 from scratch by a plain ViT of 18 million parameters, for one large GPU.
+    """CIFAR-10 from scratch with a plain ViT of 18 million parameters, for one large GPU.
 
-    95.05 and 95.04 % of the 10,000 test pictures (seeds 0 and 1, the last weights' mean), 9 min 25 s and
-    8 min 48 s from the command to the report on one H200 (torch 2.11, bf16, compiled), the first with the
-    compiler's cache empty:
+    95.05 and 95.04 % of the 10,000 test images (seeds 0 and 1, EMA weights after the last epoch), 9 min 25 s
+    and 8 min 48 s from the command to the report on one H200 (torch 2.11, bf16, compiled), the first with an
+    empty compiler cache:
 
         vitrail train cifar10.npz --recipe cifar10-small --seed 0
 
-    With `--epochs 230` it was 95.21 % (seed 0, 9 min 9 s). Norms on q and k allow twice the rate: without
-    them, at 1e-3 over 250 epochs, it was 94.54 and 94.41 %.
+    With `--epochs 230` it was 95.21 % (seed 0, 9 min 9 s). QK norm allows twice the learning rate: without
+    it, at 1e-3 over 250 epochs, it was 94.54 and 94.41 %.
     """
     model = ViTConfig(
         width=384,
@@ -167,13 +169,13 @@ def cifar10(data: Dataset) -> Recipe:
         ema=0.999,
         clip=1.0,
         augment=Augment(
-            flip=0.5, shift=0.125, turn=10, zoom=1.15, brightness=0.3, contrast=0.3, saturation=0.3
+            flip=0.5, translate=0.125, rotate=10, zoom=1.15, brightness=0.3, contrast=0.3, saturation=0.3
         ),
-        mixing=Mixing(mixup=0.8, cutmix=1.0, cutmix_share=0.6),
-        calm=0.07,
+        mixing=Mixing(mixup=0.8, cutmix=1.0, cutmix_probability=0.6),
+        mixing_off=0.07,
         compile=True,
         evaluate_every=25,
         save_every=50,
     )
-    mean, std = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of its training pictures
+    mean, std = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of its training set
     return Recipe(model, Preprocess(size=32, mean=mean, std=std), train)

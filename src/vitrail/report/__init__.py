@@ -1,5 +1,5 @@
-"""Pages to read in a browser: one file each, with everything in it.
+"""HTML reports, each a single self-contained file.
 
-`page.py` is the shell that all of them share, `charts.py` draws, and the other files say what is on the
-page of an evaluation and of a run.
+`page.py` renders a page, `charts.py` draws its charts, and the other files define the contents of the reports
+on an evaluation, a training run and an inspection.
 """

@@ -1,4 +1,4 @@
-"""The drawings of the pages: curves, confusions, reliability, classes. Each returns SVG, as text."""
+"""The charts of the reports, as SVG text: training curves, confusion matrix, class bars, reliability."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import printable
-from vitrail.inspect.canvas import FAINT, INK, LINES, bar, canvas, in_our_style
+from vitrail.inspect.canvas import FAINT, INK, LINES, add_colorbar, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitrail.evaluation.calibration import Bin, Calibration
-    from vitrail.evaluation.metrics import PerClass
+    from vitrail.evaluation.calibration import Calibration, ReliabilityBin
+    from vitrail.evaluation.metrics import ClassMetrics
 
-MOST_CLASSES = 30  # in a drawing; of more, tables show a choice
-LETTERS = 20  # of a class's name beside an axis
-LETTER = 0.08  # inches, about
-WRITTEN = 16  # classes up to which the counts stand in the cells
-SMALL = (4.6, 3.0)  # inches: two stand side by side on a page, one on a telephone
+MAX_CLASSES = 30  # more classes are not drawn; tables then show a selection
+_MAX_LETTERS = 20  # of a class name beside an axis
+_LETTER = 0.08  # approximate width of a letter in inches
+_MAX_LABELED = 16  # with more classes the counts are not printed in the cells
+_CURVE_SIZE = (4.6, 3.0)  # inches; two charts fit side by side on a page, one on a phone
 
 
-def svg(figure: Figure) -> str:
-    """The figure as SVG, without a date: the same figure is the same text."""
+def _svg(figure: Figure) -> str:
+    """The figure as SVG text. It holds no date, so it is reproducible."""
     file = io.StringIO()
-    with warnings.catch_warnings():  # a letter that matplotlib's font lacks is there in the reader's
+    with warnings.catch_warnings():  # letters missing from matplotlib's font are drawn by the browser
         warnings.filterwarnings("ignore", message="(?s)Glyph .* missing from")
         warnings.filterwarnings("ignore", message="(?s)Matplotlib currently does not support")
         figure.savefig(file, format="svg", metadata={"Date": None})
-    # What comes before the drawing, an XML declaration and a DOCTYPE, names addresses that nobody needs.
+    # Drop the XML declaration and the DOCTYPE, which contain URLs.
     return re.sub(r"^.*?(?=<svg)", "", file.getvalue(), count=1, flags=re.DOTALL)
 
 
-def short(name: str) -> str:
-    return printable(name, LETTERS)
+def _short(name: str) -> str:
+    return printable(name, _MAX_LETTERS)
 
 
-# ---- how training went ----------------------------------------------------------------------
+# ---- training -------------------------------------------------------------------------------
 
 
-@in_our_style
+@styled
 def curve(
-    rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str], label: str, share: bool = False
+    rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str], label: str, percent: bool = False
 ) -> str:
-    """Some columns of metrics.jsonl over epochs.
+    """Columns of metrics.jsonl over epochs.
 
     Args:
-        lines: columns, and what each line is called.
-        share: whether they are shares, to be shown in percent from 0 to 100.
+        lines: the columns, and the label of each line.
+        percent: whether the values are fractions, to be shown in percent from 0 to 100.
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure = canvas(*SMALL)
+    figure = new_figure(*_CURVE_SIZE)
     axis = figure.subplots()
-    for (column, name), colour, mark in zip(lines.items(), LINES, "os^", strict=False):
-        found = [(row["epoch"], row[column]) for row in rows if row.get(column) is not None]
-        x, y = np.array(found, dtype=float).reshape(-1, 2).T
-        how: dict[str, Any] = {"marker": mark, "markersize": 4} if len(x) <= 25 else {}
-        axis.plot(x, 100 * y if share else y, color=colour, label=name, linewidth=1.6, **how)
-    axis.set_ylim(0, 100 if share else None)
+    for (column, name), color, marker in zip(lines.items(), LINES, "os^", strict=False):
+        points = [(row["epoch"], row[column]) for row in rows if row.get(column) is not None]
+        x, y = np.array(points, dtype=float).reshape(-1, 2).T
+        style: dict[str, Any] = {"marker": marker, "markersize": 4} if len(x) <= 25 else {}
+        axis.plot(x, 100 * y if percent else y, color=color, label=name, linewidth=1.6, **style)
+    axis.set_ylim(0, 100 if percent else None)
     last = max(row["epoch"] for row in rows)
     axis.set_xlim(*(1, last) if last > 1 else (0, 2))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -74,100 +74,100 @@ def curve(
     axis.set_axisbelow(True)
     if len(lines) > 1:
         axis.legend()
-    return svg(figure)
+    return _svg(figure)
 
 
-# ---- which classes --------------------------------------------------------------------------
+# ---- classes --------------------------------------------------------------------------------
 
 
-@in_our_style
-def confusion(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    """How often each class was taken for each: numbers are counts, colours are shares of a row."""
+@styled
+def confusion_matrix(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+    """Confusion matrix with counts as numbers and fractions of the row as colors."""
     table = np.array(counts)
-    K, whole = len(names), table.sum(axis=1, keepdims=True)
-    shares = table / np.maximum(whole, 1)
-    letters = max(len(short(name)) for name in names)
-    cell = 0.6 if K <= 6 else 0.46 if K <= WRITTEN else 0.25
-    side = 1.0 + LETTER * letters + cell * K
-    figure = canvas(side + 0.8, side)
+    K, totals = len(names), table.sum(axis=1, keepdims=True)
+    fractions = table / np.maximum(totals, 1)
+    letters = max(len(_short(name)) for name in names)
+    cell = 0.6 if K <= 6 else 0.46 if K <= _MAX_LABELED else 0.25
+    side = 1.0 + _LETTER * letters + cell * K
+    figure = new_figure(side + 0.8, side)
     axis = figure.subplots()
-    image = axis.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
-    name_ticks(axis, names, turned=letters * LETTER > cell)
-    axis.set_xlabel("what the model said")
-    axis.set_ylabel("what the picture shows")
+    image = axis.imshow(100 * fractions, cmap="Blues", vmin=0, vmax=100)
+    _name_ticks(axis, names, rotated=letters * _LETTER > cell)
+    axis.set_xlabel("predicted class")
+    axis.set_ylabel("true class")
     axis.set_xticks(np.arange(1, K) - 0.5, minor=True)
     axis.set_yticks(np.arange(1, K) - 0.5, minor=True)
     axis.grid(which="minor", color="white", linewidth=1)
     axis.tick_params(which="both", length=0)
     axis.spines[:].set_visible(False)
-    if K <= WRITTEN:
+    if K <= _MAX_LABELED:
         for (row, column), count in np.ndenumerate(table):
-            light = shares[row, column] > 0.55
-            words = f"{count:,}" + (f"\n{shares[row, column]:.0%}" if K <= 6 and whole[row] else "")
-            colour = "white" if light else INK if count else FAINT
-            axis.text(column, row, words, ha="center", va="center", color=colour, fontsize=8)
-    bar(figure, image, axis, "% of the row")
-    return svg(figure)
+            dark = fractions[row, column] > 0.55
+            text = f"{count:,}" + (f"\n{fractions[row, column]:.0%}" if K <= 6 and totals[row] else "")
+            color = "white" if dark else INK if count else FAINT
+            axis.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
+    add_colorbar(figure, image, axis, "% of the row")
+    return _svg(figure)
 
 
-def name_ticks(axis: Axes, names: Sequence[str], turned: bool) -> None:
-    """Class names at both axes, as they are: a dollar sign begins no formula."""
-    places, words = range(len(names)), [short(name) for name in names]
-    how: dict[str, Any] = {"fontsize": 8 if len(names) <= WRITTEN else 7, "parse_math": False}
-    axis.set_yticks(places, words, **how)
-    turn: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if turned else {}
-    axis.set_xticks(places, words, **how, **turn)
+def _name_ticks(axis: Axes, names: Sequence[str], rotated: bool) -> None:
+    """Class names on both axes, as literal text: a dollar sign does not start a formula."""
+    ticks, labels = range(len(names)), [_short(name) for name in names]
+    style: dict[str, Any] = {"fontsize": 8 if len(names) <= _MAX_LABELED else 7, "parse_math": False}
+    axis.set_yticks(ticks, labels, **style)
+    rotation: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if rotated else {}
+    axis.set_xticks(ticks, labels, **style, **rotation)
 
 
-@in_our_style
-def classes(found: Sequence[PerClass]) -> str:
+@styled
+def class_bars(per_class: Sequence[ClassMetrics]) -> str:
     """Precision and recall of each class as bars."""
-    K = len(found)
-    figure = canvas(5.6, 1.2 + 0.36 * K)
+    K = len(per_class)
+    figure = new_figure(5.6, 1.2 + 0.36 * K)
     axis = figure.subplots()
-    for at, (word, colour) in enumerate(zip(("recall", "precision"), LINES, strict=False)):
-        shares = [100 * (getattr(one, word) or 0.0) for one in found]
-        axis.barh(np.arange(K) + 0.36 * (at - 0.5), shares, height=0.34, color=colour, label=word)
-    axis.set_yticks(range(K), [short(one.name) for one in found], fontsize=8, parse_math=False)
+    for index, (metric, color) in enumerate(zip(("recall", "precision"), LINES, strict=False)):
+        values = [100 * (getattr(one, metric) or 0.0) for one in per_class]
+        axis.barh(np.arange(K) + 0.36 * (index - 0.5), values, height=0.34, color=color, label=metric)
+    axis.set_yticks(range(K), [_short(one.name) for one in per_class], fontsize=8, parse_math=False)
     axis.set_ylim(K - 0.4, -0.6)  # the first class on top
     axis.set_xlim(0, 100)
     axis.set_xlabel("%")
     axis.grid(axis="x", color="#e4e4e4", linewidth=0.6)
     axis.set_axisbelow(True)
     figure.legend(loc="outside upper center", ncols=2)
-    return svg(figure)
+    return _svg(figure)
 
 
-# ---- how far scores can be believed -----------------------------------------------------------
+# ---- calibration ----------------------------------------------------------------------------
 
 
-@in_our_style
-def reliability(found: Calibration) -> str:
-    """How often answers of each score were right, as they are and with the temperature; and how many."""
-    figure = canvas(5.6, 4.6)
+@styled
+def reliability_diagram(calibration: Calibration) -> str:
+    """Accuracy by confidence with and without temperature scaling, and a histogram of the confidence."""
+    figure = new_figure(5.6, 4.6)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    top.plot([0, 100], [0, 100], color=FAINT, linestyle="--", linewidth=1, label="as it should be")
+    top.plot([0, 100], [0, 100], color=FAINT, linestyle="--", linewidth=1, label="perfect calibration")
     kinds = [
-        ("as they are", found.bins, LINES[0], "o"),
-        ("with the temperature", found.cooled, LINES[1], "s"),
+        ("model", calibration.bins, LINES[0], "o"),
+        ("with temperature scaling", calibration.cooled, LINES[1], "s"),
     ]
-    for number, (word, bins, colour, mark) in enumerate(kind for kind in kinds if kind[1]):
-        some = [one for one in bins if one.count]
-        x, y = [100 * one.score for one in some], [100 * one.right for one in some]
-        top.plot(x, y, color=colour, marker=mark, markersize=5, linewidth=1.4, label=word)
-        histogram(below, bins, number, colour)
-    top.set_ylabel("% that is right")
+    for number, (label, bins, color, marker) in enumerate(kind for kind in kinds if kind[1]):
+        filled = [one for one in bins if one.count]
+        x, y = [100 * one.score for one in filled], [100 * one.right for one in filled]
+        top.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
+        _histogram(below, bins, number, color)
+    top.set_ylabel("accuracy, %")
     top.set_ylim(0, 102)
     top.legend(loc="upper left")
     top.grid(color="#e4e4e4", linewidth=0.6)
-    below.set_ylabel("pictures")
-    below.set_xlabel("score in %")
+    below.set_ylabel("images")
+    below.set_xlabel("confidence, %")
     below.set_xlim(0, 100.5)
-    return svg(figure)
+    return _svg(figure)
 
 
-def histogram(axis: Axes, bins: Sequence[Bin], place: int, colour: str) -> None:
-    """How many pictures have each score; two kinds stand beside each other."""
+def _histogram(axis: Axes, bins: Sequence[ReliabilityBin], index: int, color: str) -> None:
+    """Number of images by confidence; the bars of the two series are side by side."""
     width = 100 * (bins[0].high - bins[0].low) * 0.42
-    left = [100 * one.low + place * width + 0.08 * width for one in bins]
-    axis.bar(left, [one.count for one in bins], width=width, align="edge", color=colour)
+    left = [100 * one.low + index * width + 0.08 * width for one in bins]
+    axis.bar(left, [one.count for one in bins], width=width, align="edge", color=color)

@@ -1,76 +1,78 @@
-"""Classes on a page: what is taken for what, and how each fared."""
+"""The sections of a report about classes: the confusion matrix, and precision and recall per class."""
 
 from __future__ import annotations
 
-from vitrail.evaluation.metrics import PerClass, Scores
+from vitrail.evaluation.metrics import ClassificationMetrics, ClassMetrics
 from vitrail.evaluation.run import Evaluation
 from vitrail.report import charts
 from vitrail.report.numbers import percent
 from vitrail.report.page import Figure, Section, Table
 
-FEW, PAIRS = 8, 20  # pairs of classes that are confused, beside a drawing and without one
-ROWS = 200  # of the table of classes
+_PAIRS_WITH_MATRIX, _PAIRS_ALONE = 8, 20  # confused pairs in the table, with and without a drawn matrix
+_MAX_ROWS = 200  # in the table of classes
 
-MATRIX = (
-    "A row for each class that was shown, a column for each that was said. What is right lies on the "
-    "diagonal; a strong colour elsewhere is a class that is often taken for another. Colours are shares of a "
-    "row, numbers are pictures."
+_MATRIX = (
+    "Rows are true classes, columns are predicted classes. Correct predictions are on the diagonal; a dark "
+    "cell elsewhere is a class that is often mistaken for another. Numbers are images, colors are fractions "
+    "of the row."
 )
-SHARES = (
-    "Recall: of the pictures that show the class, the share that was said to. Precision: of the pictures "
-    "said to show it, the share that does. A dash: there was none to count."
+_METRICS = (
+    "Recall is the fraction of the images of a class that are predicted as that class. Precision is the "
+    "fraction of the images predicted as a class that belong to it. A dash means that there are no such "
+    "images."
 )
-RANKED = " Average precision: how well the pictures of a class are ranked before all others."
+_AVERAGE_PRECISION = " Average precision measures how well the images of a class are ranked above all others."
 
 
-def confusions(found: Evaluation) -> list[Section]:
-    """A drawing of few classes, and the worst pairs of any number."""
-    scores = found.scores
+def confusion_section(evaluation: Evaluation) -> list[Section]:
+    """The confusion matrix, if there are few classes, and the most frequent confusions."""
+    scores = evaluation.scores
     if scores is None or scores.confusion is None:
         return []
-    few = len(found.classes) <= charts.MOST_CLASSES
-    most = FEW if few else PAIRS
-    pairs = confused(scores, most)
+    few = len(evaluation.classes) <= charts.MAX_CLASSES
+    most = _PAIRS_WITH_MATRIX if few else _PAIRS_ALONE
+    pairs = confused_pairs(scores, most)
     figures = []
     if few:
-        worst = "{} was taken for {} {:,} times".format(*pairs[0]) if pairs else "none was taken for another"
-        alt = f"Confusion matrix of {len(found.classes)} classes: {worst}"
-        figures = [Figure(charts.confusion(scores.confusion, found.classes), alt, wide=True)]
+        worst = "{} mistaken for {} {:,} times".format(*pairs[0]) if pairs else "no mistakes"
+        alt = f"Confusion matrix of {len(evaluation.classes)} classes: {worst}"
+        figures = [Figure(charts.confusion_matrix(scores.confusion, evaluation.classes), alt, wide=True)]
     caption = f"The {most} most frequent confusions" if len(pairs) == most else "All confusions"
-    rows = [[was, said, f"{times:,}", percent(share)] for was, said, times, share in pairs]
-    table = Table(caption, ["shows", "taken for", "times", "of its pictures"], rows, words=2)
-    text = [] if pairs else ["No class was taken for another."]
-    tables = [table] if pairs else []
-    return [Section("What it confuses", text, figures, tables=tables, how_to_read=MATRIX if few else "")]
+    rows = [[true, predicted, f"{count:,}", percent(fraction)] for true, predicted, count, fraction in pairs]
+    header = ["true class", "predicted class", "images", "fraction of the true class"]
+    text = [] if pairs else ["No class was mistaken for another."]
+    tables = [Table(caption, header, rows, text_columns=2)] if pairs else []
+    return [Section("Confusion", text, figures, tables=tables, how_to_read=_MATRIX if few else "")]
 
 
-def confused(scores: Scores, most: int) -> list[tuple[str, str, int, float]]:
-    """Pairs of classes, how often the first was taken for the second, and which share of it that is."""
-    names, found = [one.name for one in scores.per_class], []
-    for was, row in enumerate(scores.confusion or []):
-        for said, times in enumerate(row):
-            if was != said and times:
-                found.append((names[was], names[said], times, times / sum(row)))
-    return sorted(found, key=lambda pair: -pair[2])[:most]
+def confused_pairs(scores: ClassificationMetrics, most: int) -> list[tuple[str, str, int, float]]:
+    """The most confused pairs: true class, predicted class, count, and fraction of the true class."""
+    names, pairs = [one.name for one in scores.per_class], []
+    for true, row in enumerate(scores.confusion or []):
+        for predicted, count in enumerate(row):
+            if true != predicted and count:
+                pairs.append((names[true], names[predicted], count, count / sum(row)))
+    return sorted(pairs, key=lambda pair: -pair[2])[:most]
 
 
-def classes(found: Evaluation) -> list[Section]:
-    """How each class fared, the hardest first."""
-    if found.scores is None:
+def class_section(evaluation: Evaluation) -> list[Section]:
+    """Precision and recall per class, the lowest recall first."""
+    if evaluation.scores is None:
         return []
-    each, several = found.scores.per_class, found.scores.mean_ap is not None
+    per_class, multi_label = evaluation.scores.per_class, evaluation.scores.mean_ap is not None
     figures = []
-    if len(each) <= charts.MOST_CLASSES:
-        alt = f"Bars of precision and recall of {len(each)} classes; the table below has the numbers"
-        figures = [Figure(charts.classes(each), alt, wide=True)]
-    ranked = sorted(each, key=lambda one: (one.recall is None, one.recall or 0.0))[:ROWS]
-    caption = "Every class" if len(ranked) == len(each) else f"{ROWS} of {len(each):,} classes"
-    header = ["class", "pictures", "precision", "recall", *(["average precision"] if several else [])]
-    table = Table(f"{caption}, the lowest recall first", header, [class_row(one, several) for one in ranked])
-    how = SHARES + RANKED * several
-    return [Section("Class by class", figures=figures, tables=[table], how_to_read=how)]
+    if len(per_class) <= charts.MAX_CLASSES:
+        alt = f"Precision and recall of {len(per_class)} classes as bars; the numbers are in the table below"
+        figures = [Figure(charts.class_bars(per_class), alt, wide=True)]
+    ranked = sorted(per_class, key=lambda one: (one.recall is None, one.recall or 0.0))[:_MAX_ROWS]
+    caption = "All classes" if len(ranked) == len(per_class) else f"{_MAX_ROWS} of {len(per_class):,} classes"
+    header = ["class", "images", "precision", "recall", *(["average precision"] if multi_label else [])]
+    rows = [_class_row(one, multi_label) for one in ranked]
+    table = Table(f"{caption}, lowest recall first", header, rows)
+    how_to_read = _METRICS + _AVERAGE_PRECISION * multi_label
+    return [Section("Classes", figures=figures, tables=[table], how_to_read=how_to_read)]
 
 
-def class_row(one: PerClass, several: bool) -> list[object]:
-    shares = [one.precision, one.recall, *([one.ap] if several else [])]
-    return [one.name, f"{one.count:,}", *("–" if share is None else percent(share) for share in shares)]
+def _class_row(one: ClassMetrics, multi_label: bool) -> list[object]:
+    metrics = [one.precision, one.recall, *([one.ap] if multi_label else [])]
+    return [one.name, f"{one.count:,}", *("–" if value is None else percent(value) for value in metrics)]

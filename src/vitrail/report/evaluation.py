@@ -1,37 +1,39 @@
-"""The page of an evaluation: how good a model is, what it gets wrong, how far it can be believed."""
+"""The report on an evaluation: accuracy, mistakes, confusion, metrics per class, and calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vitrail.config import format_sides
 from vitrail.data.sources import Split
 from vitrail.errors import printable
 from vitrail.evaluation.run import Evaluation
-from vitrail.report.classes import classes, confusions
-from vitrail.report.gallery import examples, mistakes
+from vitrail.report.calibration import calibration_section
+from vitrail.report.classes import class_section, confusion_section
+from vitrail.report.gallery import example_section, mistake_section
 from vitrail.report.numbers import percent, wilson
 from vitrail.report.page import Page, Section, Table
-from vitrail.report.trust import trust
 from vitrail.weights.bundle import Bundle
 
-CORRUPT = 50  # files that could not be read, by name
+_MAX_CORRUPT = 50  # unreadable files listed by name
 
-PROBES = (
-    "A probe learns the classes from the model's features alone, on the training pictures. knn: the nearest "
-    "of these vote. linear: logistic regression. fewshot: a linear fit to a few pictures of each class; ± is "
-    "the spread over several draws. Features: the class token, the mean of the patches, or both side by side."
+_PROBES = (
+    "A probe is a simple classifier trained on the features of the frozen model, on the training images. "
+    "knn: k nearest neighbors. linear: logistic regression. fewshot: a linear classifier fitted to a few "
+    "images of each class; ± is the standard deviation over several samples. Features: the class token, the "
+    "mean of the patches, or both concatenated."
 )
 
 
 def evaluation_page(
     evaluation: Evaluation, bundle: Bundle, split: Split, *, model: str = "", command: str = ""
 ) -> Page:
-    """Everything that was found out, for a reader.
+    """Build the report on an evaluation.
 
     Args:
-        split: the pictures that were judged.
-        model: what the model is called.
-        command: what made the page.
+        split: the evaluated images.
+        model: the name of the model.
+        command: the command that wrote the page.
     """
     name = model or bundle.card.name or "A model"
     return Page(
@@ -39,127 +41,137 @@ def evaluation_page(
         lead=lead(evaluation),
         headline=list(headline(evaluation)),
         sections=[
-            *mistakes(evaluation, bundle, split),
-            *examples(evaluation, bundle, split),
-            *judged(evaluation),
-            *notes(evaluation),
-            measured(evaluation, bundle),
+            *mistake_section(evaluation, bundle, split),
+            *example_section(evaluation, bundle, split),
+            *metric_sections(evaluation),
+            *notes_sections(evaluation),
+            setup_section(evaluation, bundle),
         ],
         command=command,
     )
 
 
-def judged(found: Evaluation) -> list[Section]:
-    """What follows from the answers alone."""
-    return [*confusions(found), *classes(found), *trust(found), *real(found), *probes(found)]
-
-
-# ---- in short -------------------------------------------------------------------------------
-
-
-def lead(found: Evaluation) -> list[str]:
-    """What it comes to, in a few sentences."""
-    scores = found.scores
-    if scores is None:
-        return ["This model has no head and gives no answers; what its features are worth, probes say below."]
-    where = f"{scores.count:,} pictures of {printable(found.data)} (its split “{found.split}”)"
-    if scores.top1 is None:
-        return [f"Judged by {where}, each of which can show several classes."]
-    right = round(scores.top1 * scores.count)
-    most = max(scores.per_class, key=lambda one: one.count)
+def metric_sections(evaluation: Evaluation) -> list[Section]:
+    """The sections on metrics, without images."""
     return [
-        f"Of {where}, the model named {right:,} rightly, {percent(scores.top1)}. Always saying "
-        f"“{printable(most.name, 60)}”, the most frequent of the {len(found.classes):,} classes, would be "
-        f"right for {percent(most.count / scores.count)}."
+        *confusion_section(evaluation),
+        *class_section(evaluation),
+        *calibration_section(evaluation),
+        *real_labels_section(evaluation),
+        *probe_section(evaluation),
     ]
 
 
-def headline(found: Evaluation) -> Iterator[tuple[str, str]]:
-    """The numbers to see first."""
-    scores = found.scores
+# ---- summary --------------------------------------------------------------------------------
+
+
+def lead(evaluation: Evaluation) -> list[str]:
+    """The result in a few sentences."""
+    scores = evaluation.scores
     if scores is None:
-        best = max(found.probes, key=lambda row: row.top1)
-        words = " ".join(["right by the best probe:", best.probe, best.setting, f"on layer {best.layer}"])
-        yield percent(best.top1), words
+        return ["This model has no classification head. Its features are evaluated with probes below."]
+    images = f"{scores.count:,} images of {printable(evaluation.data)} (split “{evaluation.split}”)"
+    if scores.top1 is None:
+        return [f"Multi-label evaluation on {images}."]
+    correct = round(scores.top1 * scores.count)
+    most = max(scores.per_class, key=lambda one: one.count)
+    return [
+        f"The model predicts {correct:,} of {images} correctly, an accuracy of {percent(scores.top1)}. "
+        f"Always predicting “{printable(most.name, 60)}”, the most frequent of the "
+        f"{len(evaluation.classes):,} classes, would reach {percent(most.count / scores.count)}."
+    ]
+
+
+def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
+    """The most important numbers, and what each is."""
+    scores = evaluation.scores
+    if scores is None:
+        best = max(evaluation.probes, key=lambda row: row.top1)
+        probe = " ".join([best.probe, best.setting, f"on layer {best.layer}"])
+        yield percent(best.top1), f"accuracy of the best probe: {probe}"
         return
     if scores.top1 is not None:
         low, high = wilson(round(scores.top1 * scores.count), scores.count)
-        sure = f"95 % interval {100 * low:.1f} to {100 * high:.1f} %"
-        yield percent(scores.top1), f"right (top-1), of {scores.count:,} pictures; {sure}"
+        interval = f"95 % confidence interval {100 * low:.1f} to {100 * high:.1f} %"
+        yield percent(scores.top1), f"top-1 accuracy on {scores.count:,} images; {interval}"
     if scores.top5 is not None:
-        yield percent(scores.top5), "have the right class among the model's five best (top-5)"
+        yield percent(scores.top5), "top-5 accuracy"
     if scores.mean_ap is not None:
         yield percent(scores.mean_ap), "mean average precision over the classes"
     if scores.exact is not None:
-        yield percent(scores.exact), f"of {scores.count:,} pictures with every class right"
-    if found.calibration is not None:
-        yield percent(found.calibration.before), "how far its scores are off on average (ECE)"
-    yield f"{scores.loss:.3f}", "loss (cross-entropy); 0 is right and sure of it"
+        yield percent(scores.exact), f"of {scores.count:,} images with all labels correct (exact match)"
+    if evaluation.calibration is not None:
+        yield percent(evaluation.calibration.before), "expected calibration error (ECE)"
+    yield f"{scores.loss:.3f}", "cross-entropy loss"
 
 
-# ---- the rest -------------------------------------------------------------------------------
+# ---- further sections -----------------------------------------------------------------------
 
 
-def real(found: Evaluation) -> list[Section]:
-    """Accuracy by the better labels of ImageNet, where they were given."""
-    if found.real is None or found.scores is None or found.scores.top1 is None:
+def real_labels_section(evaluation: Evaluation) -> list[Section]:
+    """Accuracy on the ImageNet-ReaL labels, if they were given."""
+    if evaluation.real is None or evaluation.scores is None or evaluation.scores.top1 is None:
         return []
     rows = [
-        ["by the data's own labels", percent(found.scores.top1), f"{found.scores.count:,}"],
-        ["by the ReaL labels", percent(found.real.accuracy), f"{found.real.count:,}"],
+        ["original", percent(evaluation.scores.top1), f"{evaluation.scores.count:,}"],
+        ["ReaL", percent(evaluation.real.accuracy), f"{evaluation.real.count:,}"],
     ]
-    how = (
-        "ImageNet-ReaL lists for each picture the classes that people saw in it; an answer is right if it "
-        "is one of them. Pictures in which they saw none are left out."
+    how_to_read = (
+        "ImageNet-ReaL lists all classes that annotators saw in an image; a prediction is correct if it is "
+        "one of them. Images without any label are skipped."
     )
-    table = Table("Right by either labels", ["labels", "right", "pictures"], rows)
-    return [Section("By better labels", tables=[table], how_to_read=how)]
+    table = Table("Accuracy by labels", ["labels", "accuracy", "images"], rows)
+    return [Section("ReaL labels", tables=[table], how_to_read=how_to_read)]
 
 
-def probes(found: Evaluation) -> list[Section]:
-    """What the features are worth without the head."""
-    if not found.probes:
+def probe_section(evaluation: Evaluation) -> list[Section]:
+    """The accuracy of probes on the features."""
+    if not evaluation.probes:
         return []
     rows = [
-        [row.probe, row.setting, row.feature, row.layer, percent(row.top1), spread(row.spread)]
-        for row in found.probes
+        [
+            row.probe,
+            row.setting,
+            row.feature,
+            row.layer,
+            percent(row.top1),
+            "" if row.spread is None else percent(row.spread),
+        ]
+        for row in evaluation.probes
     ]
-    table = Table("Right, by probe", ["probe", "with", "feature", "layer", "right", "±"], rows, words=3)
-    return [Section("What its features are worth", tables=[table], how_to_read=PROBES)]
+    header = ["probe", "setting", "feature", "layer", "accuracy", "±"]
+    table = Table("Accuracy of the probes", header, rows, text_columns=3)
+    return [Section("Feature probes", tables=[table], how_to_read=_PROBES)]
 
 
-def spread(found: float | None) -> str:
-    return "" if found is None else percent(found)
-
-
-def notes(found: Evaluation, more: Sequence[str] = ()) -> list[Section]:
-    """Files that could not be read, and decisions on the way."""
+def notes_sections(evaluation: Evaluation, more: Sequence[str] = ()) -> list[Section]:
+    """Files that could not be read, and the notes of the evaluation."""
     sections = []
-    if found.corrupt:
-        some = list(found.corrupt.items())[:CORRUPT]
-        caption = f"{len(found.corrupt):,} could not be read and count for nothing"
-        caption += f"; the first {len(some)}" if len(some) < len(found.corrupt) else ""
-        table = Table(caption, ["picture", "why"], some, words=2)
-        sections.append(Section("Pictures that could not be read", tables=[table]))
-    points = list(dict.fromkeys([*more, *found.notes]))
+    if evaluation.corrupt:
+        rows = list(evaluation.corrupt.items())[:_MAX_CORRUPT]
+        caption = f"{len(evaluation.corrupt):,} unreadable files, not included in any metric"
+        caption += f"; the first {len(rows)}" if len(rows) < len(evaluation.corrupt) else ""
+        table = Table(caption, ["image", "error"], rows, text_columns=2)
+        sections.append(Section("Images that could not be read", tables=[table]))
+    points = list(dict.fromkeys([*more, *evaluation.notes]))
     return [*sections, Section("Notes", points=points)] if points else sections
 
 
-def measured(found: Evaluation, bundle: Bundle) -> Section:
-    """How a picture became the model's input, and how the numbers were made."""
-    c, spec = bundle.model.config, bundle.preprocess
+def setup_section(evaluation: Evaluation, bundle: Bundle) -> Section:
+    """The data, the preprocessing and the model of the evaluation."""
+    config, spec = bundle.model.config, bundle.preprocess
     count = sum(parameter.numel() for parameter in bundle.model.parameters())
-    where = f"{found.pictures:,} in {found.split} of {printable(found.data)}, {len(found.classes):,} classes"
-    grid, patch = (" x ".join(map(str, sides)) for sides in (c.grid, c.patch_pixels))
+    data = f"{printable(evaluation.data)}, split {evaluation.split}"
+    model = f"{count:,} parameters, {config.depth} layers, width {config.width}, {config.heads} heads"
     facts: list[tuple[str, object]] = [
-        ("pictures", where),
-        ("each picture", "; ".join(spec.describe()) if spec else "as it is"),
-        ("the model", f"{count:,} parameters; {c.depth} layers of width {c.width} with {c.heads} heads each"),
-        ("its patches", f"{grid}, of {patch} pixels each"),
-        ("time", f"{found.seconds:.1f} s"),
+        ("images", f"{evaluation.images:,} of {data}, {len(evaluation.classes):,} classes"),
+        ("preprocessing", "; ".join(spec.describe()) if spec else "none"),
+        ("model", model),
+        ("patches", f"{format_sides(config.grid)} of {format_sides(config.patch_pixels)} pixels"),
+        ("time", f"{evaluation.seconds:.1f} s"),
     ]
     text = (
-        "Every picture went through the model once, changed by nothing but the steps below. All numbers were "
-        "computed in double precision from what came out, over all pictures at once."
+        "Every image was passed through the model once, without augmentation. Metrics were computed in "
+        "double precision from the logits of all images."
     )
-    return Section("How this was measured", [text], facts=facts)
+    return Section("Evaluation setup", [text], facts=facts)

@@ -1,4 +1,4 @@
-"""Pictures on a page: where a model was surest and wrong, and where it looks."""
+"""The sections of a report with images: the most confident mistakes, and examples with attention rollout."""
 
 from __future__ import annotations
 
@@ -7,85 +7,91 @@ from collections.abc import Sequence
 
 from vitrail.data.sources import Split
 from vitrail.evaluation.run import Evaluation, match_classes
+from vitrail.report.images import ExplainedImage, explain_images
 from vitrail.report.numbers import percent
-from vitrail.report.page import Picture, Section
-from vitrail.report.pictures import Seen, look
+from vitrail.report.page import ImageTile, Section
 from vitrail.weights.bundle import Bundle
 
-MISTAKES = 12
-EXAMPLES = 8
+_MISTAKES = 12
+_EXAMPLES = 8
 
-LOOKED = (
-    "On the right, where the model looked (attention rollout): the attention of all layers multiplied "
-    "together, which says what share of the answer came from which patch. Dark is nothing, bright yellow the "
-    "most in this picture. It shows where information came from, not why the answer was given."
+_ROLLOUT = (
+    "On the right, attention rollout: the attention matrices of all layers multiplied together, which "
+    "estimates how much each patch contributes to the pooled features. Dark is zero, bright yellow is the "
+    "maximum of the image. It shows where information comes from, not why the model predicts a class."
 )
-BACKGROUND = (
-    "On the left, the picture as the model got it, resized and cut. Look for wrong labels, for pictures that "
-    "show two classes, and for things in the background that give the wrong hint."
+_LOOK_FOR = (
+    "On the left, the image after resizing and cropping. Look for wrong labels, for images that show two "
+    "classes, and for misleading backgrounds."
 )
-BESIDE = " On the right, where the model looked; “Where it looks” says how to read that."
+_ROLLOUT_BELOW = " On the right, attention rollout, which is explained below under “Examples”."
 
 
-def mistakes(found: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
-    """The surest wrong answers, with their pictures."""
-    scores, title = found.scores, "Where it was sure and wrong"
+def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
+    """The most confident mistakes, with their images."""
+    scores, title = evaluation.scores, "Most confident mistakes"
     if scores is None:
         return []
     if not scores.mistakes:
-        return [Section(title, ["There is nothing to show: no answer was wrong."])]
-    worst = scores.mistakes[:MISTAKES]
-    place = {name: at for at, name in reversed(list(enumerate(split.names)))}
-    seen = {one.place: one for one in look(bundle, split, [place[m.name] for m in worst if m.name in place])}
-    cards = []
-    for one in worst:
-        picture = seen.get(place.get(one.name, -1))
-        views = picture.views(f"A picture of {one.was}") if picture else []
-        lines = [f"It shows {one.was}", f"{percent(one.score)} sure", one.name]
-        cards.append(Picture(views, f"Said {one.said}", lines))
-    text = [f"The {len(worst)} wrong answers it was surest of, the surest first."]
+        return [Section(title, ["There are no mistakes: all predictions are correct."])]
+    worst = scores.mistakes[:_MISTAKES]
+    index = {name: position for position, name in reversed(list(enumerate(split.names)))}
+    explained = {
+        image.index: image
+        for image in explain_images(bundle, split, [index[m.name] for m in worst if m.name in index])
+    }
+    tiles = []
+    for mistake in worst:
+        image = explained.get(index.get(mistake.name, -1))
+        views = image.views(f"Image of class {mistake.was}") if image else []
+        lines = [f"True class: {mistake.was}", f"Confidence: {percent(mistake.score)}", mistake.name]
+        tiles.append(ImageTile(views, f"Predicted: {mistake.said}", lines))
+    text = [f"The {len(worst)} mistakes with the highest confidence, highest first."]
     if scores.top1 is not None and (wrong := scores.count - round(scores.top1 * scores.count)) > len(worst):
-        text = [f"Of its {wrong:,} wrong answers, the {len(worst)} it was surest of, the surest first."]
-    return [
-        Section(title, text, pictures=cards, how_to_read=BACKGROUND + BESIDE * has_maps(list(seen.values())))
-    ]
+        text = [f"The {len(worst)} of {wrong:,} mistakes with the highest confidence, highest first."]
+    how_to_read = _LOOK_FOR + _ROLLOUT_BELOW * _has_maps(list(explained.values()))
+    return [Section(title, text, images=tiles, how_to_read=how_to_read)]
 
 
-def examples(found: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
-    """Some pictures taken evenly through the split, whatever came of them, and where the model looked."""
-    if found.scores is None:
+def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
+    """Evenly spaced images of the split, with predictions and attention rollout."""
+    if evaluation.scores is None:
         return []
-    columns = match_classes(bundle, found.classes, [])
-    seen = look(bundle, split, evenly(len(split), EXAMPLES))
-    cards = []
-    for one in seen:
-        logits = one.logits[columns].tolist()
-        said, was = found.classes[logits.index(max(logits))], shown(split, one.place, found.classes)
-        verdict = "Right" if said in was else f"Wrong: it shows {', '.join(was) or 'none of the classes'}"
-        score = percent(surest(logits, several=split.labels.ndim == 2))
-        lines = [verdict, f"{score} sure", split.names[one.place]]
-        cards.append(Picture(one.views(f"A picture of {', '.join(was)}"), f"Said {said}", lines))
-    text = ["Taken evenly from all pictures, not by how well they went."]
-    how = LOOKED if has_maps(seen) else ""
-    return [Section("Where it looks", text, pictures=cards, how_to_read=how)] if cards else []
+    columns = match_classes(bundle, evaluation.classes, [])
+    explained = explain_images(bundle, split, evenly_spaced(len(split), _EXAMPLES))
+    tiles = []
+    for image in explained:
+        logits = image.logits[columns].tolist()
+        predicted = evaluation.classes[logits.index(max(logits))]
+        true = _true_classes(split, image.index, evaluation.classes)
+        verdict = "Correct" if predicted in true else f"Wrong; true class: {', '.join(true) or 'none'}"
+        confidence = percent(_top_probability(logits, multi_label=split.labels.ndim == 2))
+        lines = [verdict, f"Confidence: {confidence}", split.names[image.index]]
+        views = image.views(f"Image of class {', '.join(true)}")
+        tiles.append(ImageTile(views, f"Predicted: {predicted}", lines))
+    text = ["Evenly spaced images of the split, whether the prediction is correct or not."]
+    how_to_read = _ROLLOUT if _has_maps(explained) else ""
+    return [Section("Examples", text, images=tiles, how_to_read=how_to_read)] if tiles else []
 
 
-def has_maps(seen: Sequence[Seen]) -> bool:
-    return any(one.looked is not None for one in seen)
+def _has_maps(images: Sequence[ExplainedImage]) -> bool:
+    return any(image.rollout is not None for image in images)
 
 
-def evenly(count: int, wanted: int) -> list[int]:
-    """So many places, spread over all; all of them where there are fewer."""
-    return sorted({(2 * i + 1) * count // (2 * wanted) for i in range(wanted)}) if count else []
+def evenly_spaced(count: int, number: int) -> list[int]:
+    """`number` indices spread evenly over `count`, or all of them if there are fewer."""
+    return sorted({(2 * i + 1) * count // (2 * number) for i in range(number)}) if count else []
 
 
-def surest(logits: list[float], several: bool) -> float:
-    """The probability of the largest logit: among all, or by itself where a picture can show several."""
-    most = max(logits)
-    return 1 / (1 + math.exp(-max(most, -700.0))) if several else 1 / sum(math.exp(z - most) for z in logits)
+def _top_probability(logits: list[float], multi_label: bool) -> float:
+    """The probability of the largest logit, by softmax or, for multi-label data, by sigmoid."""
+    top = max(logits)
+    if multi_label:
+        return 1 / (1 + math.exp(-max(top, -700.0)))
+    return 1 / sum(math.exp(z - top) for z in logits)
 
 
-def shown(split: Split, place: int, classes: Sequence[str]) -> list[str]:
-    """What a picture shows."""
-    label = split.labels[place]
+def _true_classes(split: Split, index: int, classes: Sequence[str]) -> list[str]:
+    """The names of the true classes of an image."""
+    label = split.labels[index]
     return [classes[int(label)]] if split.labels.ndim == 1 else [classes[k] for k in label.nonzero()[0]]

@@ -1,25 +1,26 @@
-"""Numbers as the pages say them."""
+"""Formatting of numbers in reports, and confidence intervals."""
 
 from __future__ import annotations
 
 import math
 
 
-def percent(share: float) -> str:
-    """A share in percent; with more digits where 100 % would be said of less."""
-    return f"{100 * share:.{2 if 0.9995 <= share < 1 else 1}f} %"
+def percent(fraction: float) -> str:
+    """A fraction in percent, with one more digit if it would otherwise be rounded up to 100 %."""
+    return f"{100 * fraction:.{2 if 0.9995 <= fraction < 1 else 1}f} %"
 
 
-def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927): it holds for few pictures and near 0 and 1 too."""
-    share, more = right / count, z * z / count
-    middle = (share + more / 2) / (1 + more)
-    reach = z / (1 + more) * math.sqrt(share * (1 - share) / count + more / (4 * count))
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+def wilson(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % confidence interval of a fraction (Wilson 1927), valid also for few images and near 0 or 1."""
+    fraction, correction = correct / count, z * z / count
+    center = (fraction + correction / 2) / (1 + correction)
+    variance = fraction * (1 - fraction) / count + correction / (4 * count)
+    margin = z / (1 + correction) * math.sqrt(variance)
+    return max(0.0, center - margin), min(1.0, center + margin)
 
 
-def size(count: int) -> str:
-    """Bytes as people say them."""
+def format_bytes(count: int) -> str:
+    """A number of bytes with a decimal unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"

@@ -1,102 +1,107 @@
-"""The shell of every page: sections of words, figures, pictures and tables, in one HTML file.
+"""Self-contained HTML pages with sections of text, figures, images and tables.
 
-A page loads nothing and runs nothing: pictures lie in it as data, its style too, and its policy forbids
-all else. Whatever stands in a `Page` is text, and shows as such: names of files and classes are not ours.
+A page loads and runs nothing: images and style are embedded, and its content security policy forbids
+everything else. All strings in a `Page` are shown as literal text, since names of files and classes are
+untrusted.
 """
 
 from __future__ import annotations
 
 import base64
-import os
-import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
-from vitrail.errors import InputError, needs, printable
+from vitrail.errors import printable, require_extra
+from vitrail.io import write
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
-LONGEST = 2000  # characters of one piece of text
-KINDS = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by how a file begins
+_MAX_TEXT = 2000  # characters of a single string
+_MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by the first bytes of a file
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with what it says in words, for those who cannot see it, and how to read it."""
+    """An image with an alt text and a caption."""
 
     image: str | bytes
     """SVG as text, or the bytes of a PNG or JPEG file."""
     alt: str
     caption: str = ""
     wide: bool = False
-    """Whether it needs the whole width; others stand side by side."""
+    """Whether it takes the full width of the page; other figures are side by side."""
     photo: bool = False
-    """Whether it shows pictures, whose colours a dark page must leave as they are."""
+    """Whether it shows images, whose colors are not inverted on a dark page."""
+    pixelated: bool = False
+    """Whether pixels are shown as sharp squares, at the original size."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below a header."""
+    """A table with a caption and a header."""
 
     caption: str
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
-    words: int = 1
-    """So many columns hold words; those after them hold numbers, which stand on the right."""
+    text_columns: int = 1
+    """Number of leading columns with text; the others hold numbers and are aligned right."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture of a gallery, or several views of one, with a title and some lines."""
+class ImageTile:
+    """One or several views of an image in a gallery, with a title and some lines of text."""
 
     views: Sequence[tuple[bytes, str]]
-    """Files, and what each shows in words."""
+    """The bytes of image files, each with an alt text."""
     title: str
     lines: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page. What it has comes in the order of these fields."""
+    """A section of a page. Its parts are shown in the order of the fields."""
 
     title: str
     text: Sequence[str] = ()
     """Paragraphs."""
     figures: Sequence[Figure] = ()
-    pictures: Sequence[Picture] = ()
+    images: Sequence[ImageTile] = ()
     tables: Sequence[Table] = ()
     facts: Sequence[tuple[str, object]] = ()
-    """Words and what they are."""
+    """Names with their values, as a definition list."""
     points: Sequence[str] = ()
-    """A list, a line each."""
+    """Items of a bulleted list."""
     listing: Sequence[str] = ()
-    """Lines of a file or a command, as they are."""
+    """Lines of preformatted text."""
     how_to_read: str = ""
     folded: bool = False
-    """Whether it is closed at first."""
+    """Whether the section is collapsed at first."""
+    equation: str = ""
+    """Shown first; on a wide page the figures are then beside the text."""
 
 
 @dataclass(frozen=True)
 class Page:
+    """The contents of a page."""
+
     title: str
     lead: Sequence[str] = ()
-    """What it comes to, in a few sentences."""
+    """Opening paragraphs that summarize the page."""
     headline: Sequence[tuple[str, str]] = ()
-    """The numbers to see first, and what each is."""
+    """The most important numbers, each with a description."""
     sections: Sequence[Section] = field(default_factory=list)
     command: str = ""
-    """What made it."""
+    """The command that wrote the page."""
 
 
 def check_extras() -> None:
-    """Say what is missing before anything is computed, not after."""
-    with needs("inspect"):
+    """Check that the optional packages are installed, before anything is computed."""
+    with require_extra("inspect"):
         import jinja2
         import matplotlib  # noqa: F401
 
@@ -104,19 +109,19 @@ def check_extras() -> None:
 
 
 def render(page: Page) -> str:
-    """The page as HTML."""
-    return shell().render(page=page, version=__version__, uri=uri)
+    """Render a page as HTML."""
+    return _template().render(page=page, version=__version__, uri=_data_uri)
 
 
 @cache
-def shell() -> Template:
-    with needs("inspect"):
+def _template() -> Template:
+    with require_extra("inspect"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
 
     def finalize(value: Any) -> Any:
-        """All text passes here: control characters and marks that turn the writing direction show as such."""
-        return value if isinstance(value, Markup) else printable(value, LONGEST)
+        """Escape control characters and bidirectional marks in all text."""
+        return value if isinstance(value, Markup) else printable(value, _MAX_TEXT)
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -129,48 +134,32 @@ def shell() -> Template:
     return environment.get_template("page.html")
 
 
-def uri(image: str | bytes) -> Any:
-    """A picture as part of the page."""
+def _data_uri(image: str | bytes) -> Any:
+    """An image as a data URI."""
     from markupsafe import Markup
 
-    data = image.encode() if isinstance(image, str) else image
-    kind = "image/svg+xml" if isinstance(image, str) else KINDS[next(k for k in KINDS if data.startswith(k))]
-    return Markup(f"data:{kind};base64,{base64.b64encode(data).decode()}")
+    if isinstance(image, str):
+        data, media_type = image.encode(), "image/svg+xml"
+    else:
+        data = image
+        media_type = next(kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start))
+    return Markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
 
 
 def write_page(path: str | Path, page: Page, *, replace: bool = False) -> Path:
-    """Write a page, whole or not at all.
+    """Write a page to a file, complete or not at all.
 
     Args:
-        replace: whether a file of that name may be written over.
+        replace: whether an existing file may be overwritten.
     """
-    return write_whole(Path(path), render(page), replace=replace)
+    return write.write_text(path, render(page), overwrite=replace)
 
 
-def check_new(place: Path, do: str = "Name another file.") -> None:
-    """A page is never written over a file of the user's."""
-    if os.path.lexists(place):
-        raise InputError(
-            "A page is a new file: nothing of yours is overwritten.",
-            f"{printable(place)}, which is there already",
-            do,
-        )
+def check_new(path: Path, advice: str = "") -> None:
+    """`vitrail.io.write.check_new` under its former name."""
+    write.check_new(path, "a page")
 
 
-def write_whole(place: Path, text: str, *, replace: bool = False) -> Path:
-    """A text file, whole or not at all; a new one, unless it may `replace` what is there."""
-    if not replace:
-        check_new(place)
-    part = place.with_name(f".{secrets.token_hex(8)}.part")  # a run that goes on clears away such names
-    try:
-        with part.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if not replace:
-            check_new(place)  # nobody wrote one in the meantime
-        part.replace(place)
-    finally:
-        with suppress(OSError):
-            part.unlink()
-    return place
+def write_whole(path: Path, text: str, *, replace: bool = False) -> Path:
+    """`vitrail.io.write.write_text` under its former name."""
+    return write.write_text(path, text, overwrite=replace)

@@ -1,7 +1,6 @@
-"""The routes: what a server can be asked, and by whom.
+"""The routes, and who may use them.
 
-Before a route sees a request, the request has passed in this order: is there such a route, such a method,
-may this client ask, does this web page belong here. Only then is a body read.
+A request is checked in this order: route, method, token, Host, Origin. Only then is its body read.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import InputError, VitrailError
-from vitrail.serve import answers, insight
-from vitrail.serve.batcher import Batcher, Expired
+from vitrail.serve import insight
+from vitrail.serve.batcher import Batcher, DeadlineExceeded
 from vitrail.serve.decode_pool import DecodePool
-from vitrail.serve.forms import read_form, wanted
-from vitrail.serve.http import Site
-from vitrail.serve.images import unfit
-from vitrail.serve.messages import Client, Refusal, Request, Response, as_json
+from vitrail.serve.forms import integer_parameter, read_form
+from vitrail.serve.http import Application
+from vitrail.serve.images import unfit_image
+from vitrail.serve.messages import Client, HTTPError, Request, Response, as_json
 from vitrail.serve.metrics import Gauge, Metrics
 from vitrail.serve.multipart import Part
-from vitrail.serve.openapi import describe
+from vitrail.serve.openapi import build_openapi
+from vitrail.serve.responses import model_json, prediction_json
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
@@ -35,43 +35,45 @@ if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor
     from vitrail.serve.examples import Example
 
-MOST_TOP = 100
-WHOLE = 8  # pictures inside of a model that resizes by itself: each may have as many pixels as are allowed
+MAX_TOP = 100
+FULL_SIZE_QUEUE = 8  # images in progress for a graph that resizes: each may have the maximum number of pixels
 
 
 @dataclass(frozen=True)
 class Route:
+    """A path template, its method and its handler."""
+
     template: str
     method: str
-    answer: Callable[[Request], Awaitable[Response]]
+    handler: Callable[[Request], Awaitable[Response]]
 
     @property
     def guarded(self) -> bool:
-        """Whether it needs the token, where there is one, and else a name that is surely ours."""
+        """Whether it needs the token, if there is one, and otherwise a trusted Host header."""
         return self.template.startswith("/v1/") or self.template == "/metrics"
 
 
-class Watch:
-    """Where a request's time went. Waiting counts where it was waited."""
+class RequestTimer:
+    """The time of a request, split into decoding and model, each including waiting."""
 
     def __init__(self) -> None:
         self.time = asyncio.get_running_loop().time
         self.start = self.decoded = self.time()
 
     def seconds(self) -> dict[str, float]:
-        """Until the last picture was decoded, from there to the answer, and both."""
+        """Seconds until the last image was decoded, from there to the prediction, and in total."""
         end = self.time()
         return {"decode": self.decoded - self.start, "model": end - self.decoded, "total": end - self.start}
 
 
-class App(Site):
-    """A model, and the routes that lead to it.
+class App(Application):
+    """A model and its routes.
 
     Args:
-        name: the model's, for those who ask.
-        page: files by their path, such as "/style.css", with their kind: all that is served besides routes.
-        examples: pictures that the page offers.
-        log: takes a line for each request.
+        name: the name of the model in responses.
+        page: the static files as (content type, bytes), by path such as "/style.css".
+        examples: the example images of the page.
+        log: called with a line for each request.
     """
 
     def __init__(
@@ -85,27 +87,27 @@ class App(Site):
         log: Callable[[str], None],
     ) -> None:
         if predictor.engine.one_by_one:
-            # A batch wins nothing, and each would wait for all. What waits are whole pictures: fewer fit.
-            queue = min(settings.queue, WHOLE)
+            # Images of different sizes cannot share a batch. They wait at full size, so the queue is shorter.
+            queue = min(settings.queue, FULL_SIZE_QUEUE)
             settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
         super().__init__(settings)
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
         self.metrics, self.ready = Metrics(), False
-        self.batcher = Batcher(predictor, places=settings.queue, batch=settings.batch, metrics=self.metrics)
-        # torch is not in the decoders: where it resizes, it does so here, as a graph that resizes would
-        self.whole = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
+        self.batcher = Batcher(predictor, capacity=settings.queue, batch=settings.batch, metrics=self.metrics)
+        # The decoders never load torch: images that torch or the graph resizes keep their size until then.
+        self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
         self.decoders = DecodePool(
-            predictor.preprocess, settings, self.metrics, whole=self.whole, log=self.log
+            predictor.preprocess, settings, self.metrics, full_size=self.full_size, log=self.log
         )
         self.figures: dict[str, bytes] = {}
-        reason = insight.reason_against(predictor)
-        self.description = as_json(answers.model(predictor, name, settings, reason))
+        reason = insight.unavailable_reason(predictor)
+        self.description = as_json(model_json(predictor, name, settings, reason))
         self.routes = {route.template: route for route in self.all_routes()}
         self.metrics.gauges = [
-            Gauge("vitrail_queue_depth", "Pictures inside.", lambda: self.batcher.taken),
+            Gauge("vitrail_queue_depth", "Images in progress.", lambda: self.batcher.in_progress),
             Gauge("vitrail_decodes_running", "Images being decoded.", lambda: len(self.decoders.running)),
-            Gauge("vitrail_connections", "Clients connected.", lambda: len(self.connections)),
-            Gauge("vitrail_ready", "1 where requests are welcome.", lambda: int(self.welcome)),
+            Gauge("vitrail_connections", "Open connections.", lambda: len(self.connections)),
+            Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
         ]
 
     def all_routes(self) -> list[Route]:
@@ -125,141 +127,144 @@ class App(Site):
         ]
 
     @property
-    def welcome(self) -> bool:
+    def accepting(self) -> bool:
         return self.ready and not self.stopping
 
-    # ---- every request ----------------------------------------------------------------------
+    # ---- all requests ----------------------------------------------------------------------
 
-    async def answer(self, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         try:
-            route = self.route_of(request)
+            route = self._find_route(request)
             request.route = route.template
-            self.check(request, route)
-            return await route.answer(request)
-        except Expired:
+            self._check_access(request, route)
+            return await route.handler(request)
+        except DeadlineExceeded:
             self.metrics.expired.add()
-            must = f"An answer must be there within {self.settings.deadline:g} seconds."
-            raise Refusal(504, "late", must, "none in time", "Try again later.") from None
+            message = f"There was no result within {self.settings.deadline:g} seconds; try again later."
+            raise HTTPError(504, "deadline_exceeded", message) from None
 
-    def route_of(self, request: Request) -> Route:
+    def _find_route(self, request: Request) -> Route:
         path = "/v1/examples/{number}" if request.path.startswith("/v1/examples/") else request.path
         route = self.routes.get(path)
         if route is None:
-            raise unknown()
+            raise _not_found()
         return route
 
-    def check(self, request: Request, route: Route) -> None:
+    def _check_access(self, request: Request, route: Route) -> None:
         if request.method != route.method and (request.method, route.method) != ("HEAD", "GET"):
             allow = "GET, HEAD" if route.method == "GET" else route.method
-            must = f"This route takes {allow}."
-            raise Refusal(405, "wrong_method", must, "another method", "Use that one.", (("Allow", allow),))
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        given, token = f"{scheme.capitalize()} {sent}", self.settings.token  # HTTP takes "bearer" too
-        if token and route.guarded and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPError(405, "wrong_method", f"This route accepts only {allow}.", (("Allow", allow),))
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        sent, token = f"{scheme.capitalize()} {credentials}", self.settings.token  # the scheme ignores case
+        if token and route.guarded and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
             header = (("WWW-Authenticate", "Bearer"),)
-            must = "This route needs the server's token."
-            do = "Send it as Authorization: Bearer."
-            raise Refusal(401, "no_token", must, "none, or another", do, header)
-        if route.guarded and not self.settings.knows(request.headers.get("host", "").lower()):
-            must = "This server must be asked by an address or as localhost."
-            do = "Or let it be started with a token, or with --public."
-            raise Refusal(403, "other_host", must, "another name", do)
+            message = "The token is missing or wrong; send it in the header Authorization: Bearer."
+            raise HTTPError(401, "bad_token", message, header)
+        if route.guarded and not self.settings.accepts_host(request.headers.get("host", "").lower()):
+            message = (
+                "The Host header must be an IP address or localhost; for other names, start the server with "
+                "a token or with --public."
+            )
+            raise HTTPError(403, "wrong_host", message)
         origin = request.headers.get("origin")
         if route.method == "POST" and origin and origin.partition("://")[2] != request.headers.get("host"):
-            do = "Open the page that this server has."
-            raise Refusal(403, "other_origin", "Only its own page may ask this server.", "another", do)
+            message = "Requests from other web pages are not allowed; open the page of this server."
+            raise HTTPError(403, "wrong_origin", message)
 
-    def failed(self, error: BaseException) -> Refusal:
-        """A mistake of ours. The client learns that it was; the log, where."""
+    def internal_error(self, error: BaseException) -> HTTPError:
+        """The response to an unexpected exception; the log says where it was raised."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{frames[-1].name}, line {frames[-1].lineno}" if frames else "asyncio"
-        self.log(f"bug: {type(error).__name__} in {where}")
-        must = "The server must have an answer."
-        return Refusal(500, "bug", must, "a mistake of its own", "Look at the server's log.")
+        self.log(f"internal error: {type(error).__name__} in {where}")
+        return HTTPError(500, "internal_error", "Internal error; see the log of the server.")
 
-    def done(self, request: Request | None, status: int, seconds: float) -> None:
+    def record_response(self, request: Request | None, status: int, seconds: float) -> None:
         method = request.method if request and request.method in ("GET", "HEAD", "POST") else "other"
-        route, pictures = (request.route, request.pictures) if request else ("unknown", 0)
+        route, images = (request.route, request.images) if request else ("unknown", 0)
         self.metrics.requests.add(method, route, str(status))
         self.metrics.latency.add(seconds)
         if status == 499:
             self.metrics.abandoned.add()
-        self.log(f"{method} {route} {status} {seconds * 1000:.1f} ms {pictures} pictures")
+        self.log(f"{method} {route} {status} {seconds * 1000:.1f} ms {images} images")
 
-    # ---- pictures ---------------------------------------------------------------------------
+    # ---- images ---------------------------------------------------------------------------
 
     async def predict(self, request: Request) -> Response:
-        self.batcher.check_room()  # before a body is read, which may take its time
+        self.batcher.check_capacity()  # before the body is read, which may take long
         form = await read_form(request, self.settings.files)
-        top = wanted(form, "top", 5, 1, MOST_TOP)
-        request.pictures = len(form.files)
-        watch = Watch()
-        async with self.inside(len(form.files)) as due:
-            found = await asyncio.gather(
-                *(self.judge(part, request.client, due, watch) for part in form.files)
+        top = integer_parameter(form, "top", 5, 1, MAX_TOP)
+        request.images = len(form.files)
+        timer = RequestTimer()
+        async with self._in_progress(len(form.files)) as deadline:
+            results = await asyncio.gather(
+                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
             )
-        if len(found) == 1 and isinstance(found[0], Refusal):
-            raise found[0]
-        said = [answers.prediction(one, part.name, top) for one, part in zip(found, form.files, strict=True)]
-        return as_json({"model": self.name, "predictions": said, "seconds": watch.seconds()})
+        if len(results) == 1 and isinstance(results[0], HTTPError):
+            raise results[0]
+        predictions = [
+            prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)
+        ]
+        return as_json({"model": self.name, "predictions": predictions, "seconds": timer.seconds()})
 
     async def explain(self, request: Request) -> Response:
-        if insight.reason_against(self.predictor):
-            must, do = "The model must have weights to look at.", "Use /v1/predict."
-            raise Refusal(404, "no_explain", must, "one in ONNX", do)
-        self.batcher.check_room()  # before a body is read, which may take its time
+        if insight.unavailable_reason(self.predictor):
+            message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
+            raise HTTPError(404, "no_explain", message)
+        self.batcher.check_capacity()  # before the body is read, which may take long
         form = await read_form(request, self.settings.files)
         depth = self.predictor.config.depth
-        layer = wanted(form, "layer", depth - 1, 0, depth - 1)
-        top = wanted(form, "top", 5, 1, MOST_TOP)
+        layer = integer_parameter(form, "layer", depth - 1, 0, depth - 1)
+        top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         if len(form.files) > 1:
-            raise Refusal(400, "one_picture", "Explain takes one picture.", "several", "Send one.")
-        request.pictures = 1
-        async with self.inside(1) as due:
-            levels = await self.decode(form.files[0], request.client)
-            said = await self.look(lambda: insight.explain(self.predictor, levels, layer, top), due)
-        return Response(200, said)
+            raise HTTPError(400, "one_image", "/v1/explain takes one image per request.")
+        request.images = 1
+        async with self._in_progress(1) as deadline:
+            pixels = await self._decode(form.files[0], request.client)
+            body = await self._inspect(lambda: insight.explain(self.predictor, pixels, layer, top), deadline)
+        return Response(200, body)
 
     @asynccontextmanager
-    async def inside(self, count: int) -> AsyncIterator[float]:
-        """So many places, and the time by which whoever has them must be answered."""
-        due = asyncio.get_running_loop().time() + self.settings.deadline
-        with self.batcher.room(count):
+    async def _in_progress(self, count: int) -> AsyncIterator[float]:
+        """Reserve capacity for so many images; yields the deadline of the request."""
+        deadline = asyncio.get_running_loop().time() + self.settings.deadline
+        with self.batcher.reserve(count):
             try:
-                async with asyncio.timeout_at(due):
-                    yield due
+                async with asyncio.timeout_at(deadline):
+                    yield deadline
             except TimeoutError:
-                raise Expired from None
+                raise DeadlineExceeded from None
 
-    async def judge(self, part: Part, client: Client, due: float, watch: Watch) -> Prediction | Refusal:
-        """The answer for one picture. Whatever is wrong with it is its own affair alone."""
+    async def _predict_one(
+        self, part: Part, client: Client, deadline: float, timer: RequestTimer
+    ) -> Prediction | HTTPError:
+        """The prediction for one image. An error affects only this image."""
         try:
-            levels = await self.decode(part, client)
-            watch.decoded = watch.time()
-            found = await self.batcher.submit(levels, due)
-        except Refusal as refusal:
-            return refusal
-        except Expired:
-            raise  # there is no time left for the others of this request either
+            pixels = await self._decode(part, client)
+            timer.decoded = timer.time()
+            prediction = await self.batcher.submit(pixels, deadline)
+        except HTTPError as error:
+            return error
+        except DeadlineExceeded:
+            raise  # the other images of this request have the same deadline
         except Exception as error:
-            return self.failed(error)
-        return found if found.error is None else no_answer()
+            return self.internal_error(error)
+        return prediction if prediction.error is None else _not_finite()
 
-    async def decode(self, part: Part, client: Client) -> NDArray[np.uint8]:
-        """The pixels of an image, from a process of the decoders."""
+    async def _decode(self, part: Part, client: Client) -> NDArray[np.uint8]:
+        """Decode an image in one of the decoder processes."""
         start = asyncio.get_running_loop().time()
         try:
             pixels = await self.decoders.decode(part.data, client)
-            if self.whole:
+            if self.full_size:
                 pixels = await asyncio.to_thread(self.predictor.preprocess.pixels, pixels)
         except InputError as error:
             self.metrics.bad.add()
-            raise unfit() from error
-        except Refusal:
+            raise unfit_image() from error
+        except HTTPError:
             self.metrics.bad.add()
             raise
         self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
-        self.metrics.pictures.add()
+        self.metrics.images.add()
         return pixels
 
     # ---- the model --------------------------------------------------------------------------
@@ -268,21 +273,21 @@ class App(Site):
         return self.description
 
     async def figure(self, name: str) -> Response:
-        """A figure of the weights, which is computed once."""
+        """A figure of the weights, computed once."""
         if name not in self.figures:
             compute = getattr(insight, name)
-            async with self.inside(1) as due:
-                self.figures[name] = await self.look(lambda: compute(self.predictor), due)
+            async with self._in_progress(1) as deadline:
+                self.figures[name] = await self._inspect(lambda: compute(self.predictor), deadline)
         return Response(200, self.figures[name])
 
-    async def look(self, compute: Callable[[], dict[str, Any]], due: float) -> bytes:
-        """What is seen inside the model, as JSON, which is made in the model's thread too: it is long."""
+    async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:
+        """Compute in the model's thread, where the long JSON is encoded too."""
         try:
             return await self.batcher.call(
-                lambda: json.dumps(compute() | {"model": self.name}, allow_nan=False).encode(), due
+                lambda: json.dumps(compute() | {"model": self.name}, allow_nan=False).encode(), deadline
             )
         except VitrailError:
-            raise no_answer() from None
+            raise _not_finite() from None
 
     # ---- everything else --------------------------------------------------------------------
 
@@ -294,31 +299,31 @@ class App(Site):
     async def example(self, request: Request) -> Response:
         number = request.path.rpartition("/")[2]
         if request.path.count("/") != 3 or number not in map(str, range(len(self.examples))):
-            raise unknown()
-        found = self.examples[int(number)]
-        return Response(200, found.data, found.kind)
+            raise _not_found()
+        example = self.examples[int(number)]
+        return Response(200, example.data, example.kind)
 
     async def healthz(self, request: Request) -> Response:
         return as_json({"live": True})
 
     async def readyz(self, request: Request) -> Response:
-        return as_json({"ready": self.welcome}, 200 if self.welcome else 503)
+        return as_json({"ready": self.accepting}, 200 if self.accepting else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return as_json(describe(self.settings))
+        return as_json(build_openapi(self.settings))
 
     async def file(self, request: Request) -> Response:
         kind, data = self.page[request.path]
         return Response(200, data, kind, (("Cache-Control", "no-cache"),))
 
 
-def no_answer() -> Refusal:
-    do = "Look for such numbers in its parameters."
-    return Refusal(500, "no_answer", "The model's answer must be a number.", "NaN or infinity", do)
+def _not_finite() -> HTTPError:
+    message = "The model's output is NaN or infinite; check its parameters for such values."
+    return HTTPError(500, "not_finite", message)
 
 
-def unknown() -> Refusal:
-    return Refusal(404, "unknown", "There must be such a route.", "another", "See /openapi.json.")
+def _not_found() -> HTTPError:
+    return HTTPError(404, "not_found", "There is no such route; see /openapi.json.")

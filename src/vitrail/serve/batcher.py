@@ -1,7 +1,7 @@
-"""What waits for the model, and the one thread that the model runs in.
+"""The queue in front of the model, and the loop of the thread that runs it.
 
-Whatever waits goes through the model together, at most `batch` at once; nobody waits for company. What has
-lost its client or its time while it waited is not run at all.
+All waiting images form the next batch, at most `batch` of them; no image waits for a batch to fill up. Jobs
+whose client has left or whose deadline has passed are dropped.
 """
 
 from __future__ import annotations
@@ -26,66 +26,67 @@ if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor
 
 
-class Expired(Exception):
-    """There is no time left."""
+class DeadlineExceeded(Exception):
+    """The deadline of a request has passed."""
 
 
 @dataclass(eq=False)
-class Job:
-    """Levels that the model is to judge, or a function that is to be called in its thread."""
+class ModelJob:
+    """Pixels to predict, or a function to call in the model's thread."""
 
     work: NDArray[np.uint8] | Callable[[], Any]
-    due: float
-    """By time.monotonic, which is the event loop's clock too."""
+    deadline: float
+    """The deadline by time.monotonic, which is the event loop's clock too."""
     future: Future[Any] = field(default_factory=Future)
 
     @property
-    def alone(self) -> bool:
+    def is_call(self) -> bool:
         return callable(self.work)
 
 
 class Batcher:
-    """Places for pictures, a queue, and the model's thread."""
+    """The queue of the model, with a limited number of images in progress."""
 
-    def __init__(self, predictor: Predictor, *, places: int, batch: int, metrics: Metrics) -> None:
-        self.predictor, self.places, self.batch, self.metrics = predictor, places, batch, metrics
-        self.taken = 0  # places; only the event loop changes this
-        self.jobs: deque[Job] = deque()
+    def __init__(self, predictor: Predictor, *, capacity: int, batch: int, metrics: Metrics) -> None:
+        self.predictor, self.capacity, self.batch, self.metrics = predictor, capacity, batch, metrics
+        self.in_progress = 0  # images; changed only by the event loop
+        self.jobs: deque[ModelJob] = deque()
         self.arrived = threading.Condition()
         self.closed = False
 
     # ---- for the event loop -----------------------------------------------------------------
 
     def close(self) -> None:
-        """Nothing will come any more: let the model's thread go."""
+        """End the loop in the model's thread."""
         with self.arrived:
             self.closed = True
             self.arrived.notify()
 
-    def check_room(self, count: int = 1) -> None:
-        if self.taken + count > self.places:
+    def check_capacity(self, count: int = 1) -> None:
+        """Raise an error if there is no room for so many images."""
+        if self.in_progress + count > self.capacity:
             self.metrics.rejected.add()
-            raise busy(f"At most {self.places} pictures may be inside at once.", "more")
+            raise busy(f"The server processes at most {self.capacity} images at once")
 
     @contextmanager
-    def room(self, count: int) -> Iterator[None]:
-        """So many places, from before pictures are decoded until they are answered."""
-        self.check_room(count)
-        self.taken += count
+    def reserve(self, count: int) -> Iterator[None]:
+        """Reserve capacity, from before the images are decoded until their response."""
+        self.check_capacity(count)
+        self.in_progress += count
         try:
             yield
         finally:
-            self.taken -= count
+            self.in_progress -= count
 
-    def submit(self, levels: NDArray[np.uint8], due: float) -> asyncio.Future[Prediction]:
-        """The model's answer. Cancelled while it waits, it leaves the queue."""
-        return self.enter(Job(levels, due))
+    def submit(self, pixels: NDArray[np.uint8], deadline: float) -> asyncio.Future[Prediction]:
+        """The prediction for an image. A job that is cancelled while it waits is dropped."""
+        return self._enqueue(ModelJob(pixels, deadline))
 
-    def call(self, function: Callable[[], Any], due: float) -> asyncio.Future[Any]:
-        """Something else that needs the model to itself: hooks are not for two threads."""
-        return self.enter(Job(function, due))
+    def call(self, function: Callable[[], Any], deadline: float) -> asyncio.Future[Any]:
+        """Call a function in the model's thread, on its own: hooks are not thread-safe."""
+        return self._enqueue(ModelJob(function, deadline))
 
-    def enter(self, job: Job) -> asyncio.Future[Any]:
+    def _enqueue(self, job: ModelJob) -> asyncio.Future[Any]:
         with self.arrived:
             self.jobs.append(job)
             self.arrived.notify()
@@ -93,58 +94,58 @@ class Batcher:
 
     # ---- for the model's thread -------------------------------------------------------------
 
-    def run(self, died: Callable[[BaseException], object]) -> None:
-        """Let this thread be the model's until `close`; should it end before, `died` is told why."""
-        jobs: list[Job] = []
+    def run(self, on_crash: Callable[[BaseException], object]) -> None:
+        """Run the model in this thread until `close`; call `on_crash` if an error ends it earlier."""
+        jobs: list[ModelJob] = []
         try:
-            while jobs := self.take():
-                self.work([job for job in jobs if self.wanted(job)])
+            while jobs := self._take():
+                self._work([job for job in jobs if self._start(job)])
         except BaseException as error:  # whatever ends this thread ends the server
-            died(error)
+            on_crash(error)
             for job in [*jobs, *self.jobs]:
                 if not job.future.done():
                     job.future.set_exception(RuntimeError(type(error).__name__))
 
-    def take(self) -> list[Job]:
-        """What is next: one job that wants to be alone, or pictures up to the next of those; or the end."""
+    def _take(self) -> list[ModelJob]:
+        """Wait for the next batch: one call, or images up to the next call; empty when closed."""
         with self.arrived:
             self.arrived.wait_for(lambda: self.jobs or self.closed)
             if self.closed:
                 return []
-            some = [self.jobs.popleft()]
-            while self.jobs and len(some) < self.batch and not (some[0].alone or self.jobs[0].alone):
-                some.append(self.jobs.popleft())
-        return some
+            batch = [self.jobs.popleft()]
+            while self.jobs and len(batch) < self.batch and not (batch[0].is_call or self.jobs[0].is_call):
+                batch.append(self.jobs.popleft())
+        return batch
 
-    def wanted(self, job: Job) -> bool:
-        """Whether somebody waits for it who has time to; from here on it cannot be cancelled."""
-        waited_for = job.future.set_running_or_notify_cancel()
-        if waited_for and job.due >= time.monotonic():
+    def _start(self, job: ModelJob) -> bool:
+        """Whether a client still waits within its deadline; from here on the job cannot be cancelled."""
+        active = job.future.set_running_or_notify_cancel()
+        if active and job.deadline >= time.monotonic():
             return True
-        if waited_for:
-            job.future.set_exception(Expired())
+        if active:
+            job.future.set_exception(DeadlineExceeded())
         self.metrics.dropped.add()
         return False
 
-    def work(self, jobs: list[Job]) -> None:
-        """Where a batch fails, each of its pictures gets another try by itself: only the bad ones fail."""
+    def _work(self, jobs: list[ModelJob]) -> None:
+        """Run a batch. If it fails, each image is tried again on its own, so that only the bad ones fail."""
         start = time.perf_counter()
         try:
             if not jobs:
                 return
-            answers = [jobs[0].work()] if jobs[0].alone else self.judge(jobs)  # type: ignore[operator]
+            results = [jobs[0].work()] if jobs[0].is_call else self._predict(jobs)  # type: ignore[operator]
         except Exception as error:
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
             else:
                 for job in jobs:
-                    self.work([job])
+                    self._work([job])
             return
-        for job, answer in zip(jobs, answers, strict=True):
-            job.future.set_result(answer)
-        if not jobs[0].alone:
-            self.metrics.thinking.add(time.perf_counter() - start)
+        for job, result in zip(jobs, results, strict=True):
+            job.future.set_result(result)
+        if not jobs[0].is_call:
+            self.metrics.forward.add(time.perf_counter() - start)
             self.metrics.batches.add(len(jobs))
 
-    def judge(self, jobs: list[Job]) -> list[Prediction]:
-        return list(self.predictor.answer([("", job.work) for job in jobs]))  # type: ignore[misc]
+    def _predict(self, jobs: list[ModelJob]) -> list[Prediction]:
+        return list(self.predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]

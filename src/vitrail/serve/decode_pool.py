@@ -1,4 +1,4 @@
-"""Images to pixels: which decoder gets which image, when a decode is ended, and what comes of that."""
+"""The pool of decoder processes: assign images, stop slow decodes, replace processes that ended."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from vitrail.preprocess import Preprocess
-from vitrail.serve.decode_process import Decoder, Ended, Template
-from vitrail.serve.decode_queue import QUICK, DecodeQueue, Job
-from vitrail.serve.messages import Client, Refusal
+from vitrail.images.preprocess import Preprocess
+from vitrail.serve.decode_process import DecoderProcess, ProcessEnded, Template
+from vitrail.serve.decode_queue import QUICK, DecodeJob, DecodeQueue
+from vitrail.serve.messages import Client, HTTPError
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
     from vitrail.serve.decode_process import Pixels
 
-STARTING = 60.0  # seconds for a process to be ready
-PAUSE = 1.0  # seconds before another try where none could be started
-ABANDONED = 0.2  # seconds for a decode to end by itself when its client has gone: most do
+START_TIMEOUT = 60.0  # seconds for a process to start
+RETRY = 1.0  # seconds before another attempt to start one
+GRACE = 0.2  # seconds for a decode to finish after its client has left; most do
 
 
 class DecodePool:
-    """The decoders. Everything here runs on the event loop.
+    """The decoder processes. Everything here runs on the event loop.
 
     Args:
-        whole: whether images keep their own size.
-        log: is told of processes that could not be started.
+        full_size: whether images keep their own size.
+        log: called with a line about processes that could not be started.
     """
 
     def __init__(
@@ -38,53 +38,53 @@ class DecodePool:
         settings: ServeConfig,
         metrics: Metrics,
         *,
-        whole: bool,
+        full_size: bool,
         log: Callable[[str], None],
     ) -> None:
         self.settings, self.metrics, self.log = settings, metrics, log
-        plain = asdict(preprocess)
+        values = asdict(preprocess)
         self.setup = {
-            "preprocess": {one.name: plain[one.name] for one in fields(Preprocess)},
-            "whole": whole,
+            "preprocess": {field.name: values[field.name] for field in fields(Preprocess)},
+            "full_size": full_size,
             "pixels": settings.pixels,
             "side": settings.side,
             "memory": settings.decode_memory,
             "seconds": settings.decode_time,
         }
-        self.most = settings.pixels * preprocess.channels  # bytes of an answer
+        self.max_bytes = settings.pixels * preprocess.channels  # of a result
         self.queue = DecodeQueue(settings.decoders)
         self.template: Template | None = None
         self.forking = asyncio.Lock()
-        self.decoders: set[Decoder] = set()
-        self.idle: list[Decoder] = []
-        self.running: set[Job] = set()
+        self.decoders: set[DecoderProcess] = set()
+        self.idle: list[DecoderProcess] = []
+        self.running: set[DecodeJob] = set()
         self.tasks: set[asyncio.Task[None]] = set()
 
     # ---- for the routes ---------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all processes; an error where that fails. Images may have come before, and wait."""
+        """Start all processes, or raise an error. Images that arrive earlier wait."""
         for _ in range(self.settings.decoders):
-            self.idle.append((await self.fork())[0])
+            self.idle.append((await self._fork())[0])
             self.dispatch()
 
     async def decode(self, data: memoryview, client: Client) -> Pixels:
-        """uint8 pixels (H, W, C), or a Refusal. Cancelled, it leaves the queue, or the decode is ended."""
-        job = Job(data, client, asyncio.get_running_loop().create_future())
+        """uint8 pixels (H, W, C); raises HTTPError. Cancelling dequeues the image or stops it."""
+        job = DecodeJob(data, client, asyncio.get_running_loop().create_future())
         self.queue.put(job)
         self.dispatch()
         try:
-            found: Pixels | Refusal = await job.future
+            result: Pixels | HTTPError = await job.future
         finally:
             self.queue.discard(job)
             if job.future.cancelled():
-                end(job, ABANDONED)
-        if isinstance(found, Refusal):
-            raise found
-        return found
+                _stop(job, GRACE)
+        if isinstance(result, HTTPError):
+            raise result
+        return result
 
     async def close(self) -> None:
-        """End every process. Nobody waits for an image any more."""
+        """End all processes. No request is waiting any more."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -96,80 +96,82 @@ class DecodePool:
     # ---- jobs -------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Start what may run now. Where a quick image finds only slow ones at work, one makes room."""
+        """Start what may run now. If all decoders are slow and a quick image waits, postpone a slow one."""
         while self.idle and (job := self.queue.take(self.running)):
             self.running.add(job)
-            task = asyncio.create_task(self.run(self.idle.pop(), job))
+            task = asyncio.create_task(self._run(self.idle.pop(), job))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         if not self.idle and (job := self.queue.to_postpone(self.running)):
             job.postponed = True
             self.running.discard(job)
-            end(job)
+            _stop(job)
 
-    async def run(self, decoder: Decoder, job: Job) -> None:
-        """One decode, and what becomes of its process."""
+    async def _run(self, decoder: DecoderProcess, job: DecodeJob) -> None:
+        """Decode one image, and replace its process if that has ended."""
         job.started = time.monotonic()
-        watch, begin, ended = asyncio.create_task(self.watch(decoder, job)), decoder.seconds(), ""
+        watch, start, ended = asyncio.create_task(self._watch(decoder, job)), decoder.seconds(), ""
         try:
             async with asyncio.timeout(None) as job.timeout:
-                if not job.future.done():  # or its client has gone in the meantime
-                    settle(job, await decoder.decode(job.data, self.most))
+                if not job.future.done():  # its client may have left in the meantime
+                    _settle(job, await decoder.decode(job.data, self.max_bytes))
         except TimeoutError:
             ended = "abandoned" if job.future.done() else "postponed"
-        except Ended as error:
+        except ProcessEnded as error:
             ended = "dead" if error.before else "crashed"
         watch.cancel()
         job.timeout = None
         self.running.discard(job)
-        self.queue.ran(job, decoder.seconds() - begin, not ended)
+        self.queue.record(job, decoder.seconds() - start, not ended)
         if ended:
-            decoder = await self.replace(decoder, job, ended)
+            decoder = await self._replace(decoder, job, ended)
         self.idle.append(decoder)
         self.dispatch()
 
-    async def watch(self, decoder: Decoder, job: Job) -> None:
-        """Find out whether a decode is slow: by the processor's time, and on a busy machine by any clock."""
-        end, latest = decoder.seconds() + QUICK, time.monotonic() + 4 * QUICK
-        while (left := min(end - decoder.seconds(), latest - time.monotonic())) > 0:
+    async def _watch(self, decoder: DecoderProcess, job: DecodeJob) -> None:
+        """Mark a decode as slow, by its CPU time or, on a busy machine, by wall-clock time."""
+        limit, latest = decoder.seconds() + QUICK, time.monotonic() + 4 * QUICK
+        while (left := min(limit - decoder.seconds(), latest - time.monotonic())) > 0:
             await asyncio.sleep(max(left, 0.005))
         job.slow = job.client.slow = True
         self.dispatch()
 
     # ---- processes --------------------------------------------------------------------------
 
-    async def replace(self, decoder: Decoder, job: Job, ended: str) -> Decoder:
-        """Another decoder for one that has ended or must; and what that means for its image."""
+    async def _replace(self, decoder: DecoderProcess, job: DecodeJob, ended: str) -> DecoderProcess:
+        """Replace a decoder that has ended or must end, and fail or requeue its image."""
         decoder.socket.close()
         self.decoders.discard(decoder)
-        pause = 0.0  # the first try may fail because the template has ended too
+        pause = 0.0  # the first attempt may fail because the template has ended too
         while True:
             try:
-                new, code = await self.fork(decoder, ended in ("crashed", "dead"))
+                new, code = await self._fork(decoder, ended in ("crashed", "dead"))
                 break
-            except (OSError, Ended, TimeoutError):
+            except (OSError, ProcessEnded, TimeoutError):
                 if pause:
-                    self.log("decoders cannot be started: trying again")
+                    self.log("cannot start decoder processes; retrying")
                 await asyncio.sleep(pause)
-                pause = PAUSE
+                pause = RETRY
         if ended == "crashed" and code == -signal.SIGPROF:
             ended = "late"
-            settle(job, too_slow(self.settings.decode_time))
+            _settle(job, _too_slow(self.settings.decode_time))
         elif ended == "crashed" and job.crashes:
-            settle(job, crashed())
+            _settle(job, _crashed())
         elif not job.future.done():
-            job.crashes += ended == "crashed"  # one may be the fault of whoever else uses this machine
+            job.crashes += ended == "crashed"  # the first crash may be due to other load on this machine
             self.queue.put(job)
         self.metrics.killed.add(ended)
         return new
 
-    async def fork(self, old: Decoder | None = None, ended: bool = False) -> tuple[Decoder, int]:
-        """A new decoder; and the exit code of the old one if it has ended, or 0 and it is killed."""
-        async with self.forking, asyncio.timeout(STARTING):
+    async def _fork(
+        self, old: DecoderProcess | None = None, ended: bool = False
+    ) -> tuple[DecoderProcess, int]:
+        """A new decoder, and the exit code of the old one, or 0 if it had to be killed."""
+        async with self.forking, asyncio.timeout(START_TIMEOUT):
             template = self.template = self.template or Template(self.setup)
             try:
                 new, code = await template.fork(old, ended)
-            except BaseException:  # one that did not answer may answer the next question with this answer
+            except BaseException:  # a late reply would be taken for the reply to the next request
                 self.template = None
                 await template.end()
                 raise
@@ -177,21 +179,23 @@ class DecodePool:
         return new, code
 
 
-def end(job: Job, seconds: float = 0.0) -> None:
-    """Let a decode that runs have no more than these seconds."""
+def _stop(job: DecodeJob, seconds: float = 0.0) -> None:
+    """Stop a running decode after this many seconds."""
     if job.timeout and not job.timeout.expired():
         job.timeout.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
-def settle(job: Job, found: Pixels | Refusal) -> None:
+def _settle(job: DecodeJob, result: Pixels | HTTPError) -> None:
     if not job.future.done():
-        job.future.set_result(found)
+        job.future.set_result(result)
 
 
-def too_slow(seconds: float) -> Refusal:
-    message = f"The image took more than {seconds:g} seconds to decode; save it again in a simpler form."
-    return Refusal(422, "slow_image", message)
+def _too_slow(seconds: float) -> HTTPError:
+    message = f"The image took more than {seconds:g} seconds to decode; save it in a simpler format."
+    return HTTPError(422, "slow_image", message)
 
 
-def crashed() -> Refusal:
-    return Refusal(422, "broken_picture", "The image made the decoder fail; save it again, or use another.")
+def _crashed() -> HTTPError:
+    return HTTPError(
+        422, "broken_image", "The image crashed the decoder; save it again, or send another one."
+    )

@@ -1,11 +1,11 @@
-"""The processes that decode images for the server: one that forks, and decoders that can be killed.
+"""The processes that decode images for the server: a template that forks, and decoders that can be killed.
 
-Images are the one thing here that strangers wrote and C code reads. In a process of its own a decode can
-be ended, its memory has a limit, and a crash costs one answer. The first process, the template, loads NumPy,
-Pillow and the preprocessing (never torch), once; a new decoder is a fork of it and takes milliseconds.
+Images are untrusted input parsed by C code. In a process of its own a decode can be stopped, its memory is
+limited, and a crash costs one response. The template loads NumPy, Pillow and the preprocessing (never torch)
+once; a new decoder is a fork of it and takes milliseconds.
 
-The server writes to the template's standard input: first the setup, then, for each decoder it wants, a
-socket to it and the number of the one that it replaces.
+The server writes to the template's standard input: first the setup, then, for each new decoder, a socket to
+it and the pid of the decoder that it replaces.
 """
 
 from __future__ import annotations
@@ -23,105 +23,107 @@ from typing import Any, NoReturn
 import numpy as np
 from PIL import Image
 
-from vitrail.preprocess import Preprocess
-from vitrail.serve.images import Task, pixels_of
-from vitrail.serve.messages import Refusal
+from vitrail.images.preprocess import Preprocess
+from vitrail.serve.images import DecodeTask, decode_pixels
+from vitrail.serve.messages import HTTPError
 
 LENGTH = struct.Struct("!Q")  # before the setup, and before the bytes of an image
-ANSWER = struct.Struct("!BIII")  # before an answer: its kind, then (H, W, C) of pixels or (bytes, 0, 0)
-PIXELS, REFUSED = range(2)
-REPLACED = struct.Struct("!i?")  # with a socket: the decoder to end, or 0; and whether it has ended already
-FORKED = struct.Struct("!ii")  # the answer to that: the new decoder, and how the other one had ended
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+REPLY = struct.Struct("!BIII")  # before a reply: its kind, then (H, W, C) of pixels or (bytes, 0, 0)
+PIXELS, ERROR = range(2)
+REPLACE = struct.Struct(
+    "!i?"
+)  # with a socket: the pid of the decoder to replace, or 0; whether it has ended already
+FORKED = struct.Struct("!ii")  # the reply: the pid of the new decoder, and the exit code of the old one
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def main() -> None:
-    """The template: forks a decoder whenever the server asks for one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C and a service manager reach us too, but whoever
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # is inside still wants an answer: the server ends us
+    """The template process: forks a decoder for each request of the server."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C and service managers signal this process too,
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # but requests are still in progress; the server ends it
     server = socket.socket(fileno=os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # decoders must not have it
-    setup: dict[str, Any] = json.loads(bytes(receive(server)))
-    die_with(setup["parent"])
-    Image.init()  # every plugin is loaded once, and before memory is limited
-    task = Task(Preprocess(**setup["preprocess"]), setup["whole"], setup["pixels"], setup["side"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # decoders must not inherit it
+    setup: dict[str, Any] = json.loads(bytes(_receive(server)))
+    _die_with(setup["parent"])
+    Image.init()  # load all plugins once, before memory is limited
+    limits = [setup[name] for name in ("full_size", "pixels", "side", "memory")]
+    task = DecodeTask(Preprocess(**setup["preprocess"]), *limits)
     dying: list[int] = []
     while True:
-        message, descriptors, _, _ = socket.recv_fds(server, REPLACED.size, 1)
+        message, descriptors, _, _ = socket.recv_fds(server, REPLACE.size, 1)
         if not message:
             return
-        code = bury(dying, *REPLACED.unpack(message))
+        code = _reap(dying, *REPLACE.unpack(message))
         new, template = socket.socket(fileno=descriptors[0]), os.getpid()
         pid = os.fork()
         if not pid:
             server.close()
-            die_with(template)
-            limit_memory(setup["memory"])
-            decode_for(new, task, setup["seconds"])
+            _die_with(template)
+            _limit_memory(setup["memory"])
+            _decode_loop(new, task, setup["seconds"])
         new.close()
         server.sendall(FORKED.pack(pid, code))
 
 
-def bury(dying: list[int], pid: int, ended: bool) -> int:
-    """How a decoder has ended: minus the signal, as subprocess has it. One that has not is killed."""
+def _reap(dying: list[int], pid: int, ended: bool) -> int:
+    """The exit code of a decoder, or minus the signal, as in subprocess. One that still runs is killed."""
     dying[:] = [one for one in dying if not os.waitpid(one, os.WNOHANG)[0]]
     if not pid:
         return 0
-    os.kill(pid, signal.SIGKILL)  # of one that is dead already this changes nothing
+    os.kill(pid, signal.SIGKILL)  # no effect if it is dead already
     if ended:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    dying.append(pid)  # to free its memory may take long: nobody waits for that
+    dying.append(pid)  # freeing its memory may take long: do not wait for that
     return 0
 
 
-def decode_for(server: socket.socket, task: Task, seconds: float) -> NoReturn:
-    """A decoder: one image after the other."""
+def _decode_loop(server: socket.socket, task: DecodeTask, seconds: float) -> NoReturn:
+    """A decoder process: decode one image after the other."""
     while True:
-        data = receive(server)
-        # Of processor time, so that a busy machine fails no good image. At its end, its signal kills.
+        data = _receive(server)
+        # A limit on CPU time, so that good images do not fail on a busy machine. Its signal kills.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        head, body = answer(data, task)
+        head, body = _reply(data, task)
         signal.setitimer(signal.ITIMER_PROF, 0)
         server.sendall(head)
         server.sendall(body)
-        del data, body  # or both would stay in memory until the next image has come
+        del data, body  # otherwise both would stay in memory until the next image
 
 
-def answer(data: memoryview, task: Task) -> tuple[bytes, memoryview | bytes]:
+def _reply(data: memoryview, task: DecodeTask) -> tuple[bytes, memoryview | bytes]:
     try:
-        pixels = pixels_of(data, task)
-    except Refusal as refusal:
+        pixels = decode_pixels(data, task)
+    except HTTPError as refusal:
         text = json.dumps({"status": refusal.status, **refusal.error}).encode()
-        return ANSWER.pack(REFUSED, len(text), 0, 0), text
-    return ANSWER.pack(PIXELS, *pixels.shape), np.ascontiguousarray(pixels).data.cast("B")
+        return REPLY.pack(ERROR, len(text), 0, 0), text
+    return REPLY.pack(PIXELS, *pixels.shape), np.ascontiguousarray(pixels).data.cast("B")
 
 
-def receive(server: socket.socket) -> memoryview:
-    """The next message. Where the server has closed the socket, this process ends."""
+def _receive(server: socket.socket) -> memoryview:
+    """Receive the next message. If the server has closed the socket, this process ends."""
     head = server.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(head) < LENGTH.size:
         os._exit(0)
-    data, found = memoryview(bytearray(LENGTH.unpack(head)[0])), 0
-    while found < len(data):
-        part = server.recv_into(data[found:])
+    data, received = memoryview(bytearray(LENGTH.unpack(head)[0])), 0
+    while received < len(data):
+        part = server.recv_into(data[received:])
         if not part:
             os._exit(0)
-        found += part
+        received += part
     return data
 
 
-def die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent dies, even in the middle of a decode. Elsewhere it ends
-    with the decode, when it finds its socket closed."""
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies, even during a decode. On other systems it ends after
+    the decode, when its socket is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was dead already
+        if os.getppid() != parent:  # it has died already
             os._exit(0)
 
 
-def limit_memory(size: int) -> None:
-    """At most so many bytes beyond what is in use now. Where a system does not say how much that is, or
-    enforces no such limit, there is none."""
+def _limit_memory(size: int) -> None:
+    """Limit memory to `size` bytes beyond what is in use now. On Linux only."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()

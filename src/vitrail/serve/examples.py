@@ -1,7 +1,7 @@
-"""Pictures to begin with: those of a folder, or some that we make ourselves.
+"""Example images for the page: from a folder, or built in.
 
-A model of one channel gets handwritten digits, one in colour gets stained glass, drawn here by code: nobody
-has to have a picture at hand to see what the page does, and nothing has to be downloaded.
+A model with one channel gets handwritten digits, one with color gets stained-glass windows drawn by this
+module, so that the page can be tried without an image at hand and without a download.
 """
 
 from __future__ import annotations
@@ -14,75 +14,76 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitrail.data.decode import decode, open_regular
-from vitrail.data.folders import pictures
+from vitrail.data.folders import list_images
 from vitrail.errors import InputError, MissingExtra, printable
+from vitrail.images.decode import decode_image
+from vitrail.io.read import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
-MOST = 12
-KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}  # what every browser shows
+MAX_EXAMPLES = 12
+KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}  # formats that every browser shows
 
-SIDE, FINE = 224, 4  # windows are drawn so much larger and made small: smooth edges
+SIDE, FINE = 224, 4  # windows are drawn FINE times larger and scaled down, for smooth edges
 LEAD, LEAD_WIDTH = "#17171d", 14
 BLUES = ("#123a7a", "#0072b2", "#2b5fb3", "#56b4e9", "#1d4e9e")
 REDS = ("#a3123a", "#d55e00", "#c21f4e", "#e69f00", "#8e1b5a")
 GREENS = ("#00684d", "#009e73", "#3f8f3a", "#86b817", "#0b7a5f")
 GOLDS = ("#e69f00", "#f0c419", "#f7dc6f", "#f0a830", "#ffd24a")
 
-Colours = Sequence[str]
+Colors = Sequence[str]
 Point = tuple[float, float]
 
 
 class Example(NamedTuple):
-    """A picture file that the page offers."""
+    """An example image file."""
 
     name: str
     kind: str
-    """Its media type, by its content."""
+    """Its media type, determined from its content."""
     data: bytes
 
 
 def from_folder(folder: Path) -> list[Example]:
-    """At most 12 pictures from below a folder, evenly spread, so that every class of a data set has a chance.
+    """At most 12 images below a folder, evenly spaced, so that they cover the classes of a data set.
 
-    Each is decoded once: who names a folder should learn now, and not from a visitor, what is broken in it.
+    Each is decoded once, so that a broken file is reported at startup.
     """
     if not folder.is_dir():
-        raise InputError("Examples must be a folder of pictures.", printable(folder), "Name a folder.")
-    found = pictures(folder)
-    if not found:
-        raise InputError("The folder of examples must hold pictures.", printable(folder), "Put some there.")
-    count = min(MOST, len(found))
-    return [read(found[place * len(found) // count]) for place in range(count)]
+        raise InputError(f"--examples needs a folder of images, and {printable(folder)} is not a folder.")
+    paths = list_images(folder)
+    if not paths:
+        raise InputError(f"The folder {printable(folder)} contains no images; add some, or choose another.")
+    count = min(MAX_EXAMPLES, len(paths))
+    return [_read_example(paths[i * len(paths) // count]) for i in range(count)]
 
 
-def read(path: Path) -> Example:
-    """A JPEG or PNG as it is; other formats as a PNG of their pixels."""
-    with open_regular(path) as file:
+def _read_example(path: Path) -> Example:
+    """A JPEG or PNG unchanged; other formats converted to PNG."""
+    with open_regular(path, "an image") as file:
         data = file.read()
-    picture = decode(io.BytesIO(data), printable(path))
-    if kind := KINDS.get(str(picture.format)):
+    image = decode_image(io.BytesIO(data), printable(path))
+    if kind := KINDS.get(str(image.format)):
         return Example(path.name, kind, data)
-    return as_png(path.name, picture)
+    return as_png(path.name, image)
 
 
-def as_png(name: str, picture: Image) -> Example:
+def as_png(name: str, image: Image) -> Example:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return Example(name, "image/png", file.getvalue())
 
 
-SHEET, MARGIN = 28, 4  # pixels of a digit as MNIST has it
+SHEET, MARGIN = 28, 4  # pixels of an MNIST digit
 
 
 def built_in(channels: int, side: int = SHEET) -> list[Example]:
-    """Pictures for a model of so many channels; none for numbers of channels that no picture file has.
+    """Example images for a model with this many channels; none if image files have no such format.
 
     Args:
-        side: of the model's picture. A small one has no room for the margin that MNIST's digits have.
+        side: the shorter side of the model's input. A small one has no room for the margin of MNIST digits.
     """
     if channels == 1:
         return digits(MARGIN if side >= SHEET - 2 * MARGIN else 0)
@@ -96,16 +97,16 @@ def built_in(channels: int, side: int = SHEET) -> list[Example]:
 
 
 def digits(margin: int) -> list[Example]:
-    """Ten of scikit-learn's; where that is not installed, some of a few strokes."""
+    """Ten digits of scikit-learn; without that package, some drawn with a few strokes."""
     from PIL import Image
 
-    from vitrail.inspect.sample import sample_pictures
+    from vitrail.inspect.sample import sample_images
 
     try:
-        found = sample_pictures(10)
+        sample = sample_images(10)
     except (MissingExtra, ImportError):
         return [as_png(f"digit {digit}", strokes(points)) for digit, points in STROKES.items()]
-    both = zip(found.names, found.pixels, strict=True)
+    both = zip(sample.names, sample.pixels, strict=True)
     inked = slice(MARGIN - margin, SHEET - MARGIN + margin)
     return [as_png(name, Image.fromarray(pixels[inked, inked, 0])) for name, pixels in both]
 
@@ -132,7 +133,7 @@ def strokes(points: Sequence[Point]) -> Image:
 
 
 def window(draw: Callable[[ImageDraw], None]) -> Image:
-    """A window: panes in lead, and light that falls through them from above."""
+    """A window: panes in lead, lit from above."""
     from PIL import Image, ImageDraw
 
     sheet = Image.new("RGB", (SIDE * FINE, SIDE * FINE), LEAD)
@@ -144,31 +145,31 @@ def window(draw: Callable[[ImageDraw], None]) -> Image:
     return Image.fromarray((pixels * (light * grain)[..., None]).clip(0, 255).astype(np.uint8))
 
 
-def pane(pen: ImageDraw, points: Sequence[Point], colour: str) -> None:
-    """One piece of glass, and the lead around it."""
+def pane(pen: ImageDraw, points: Sequence[Point], color: str) -> None:
+    """One piece of glass with lead around it."""
     half = SIDE * FINE / 2
     scaled = [(half * (1 + x), half * (1 + y)) for x, y in points]
-    pen.polygon(scaled, fill=colour)
+    pen.polygon(scaled, fill=color)
     pen.line([*scaled, *scaled[:2]], fill=LEAD, width=LEAD_WIDTH, joint="curve")
 
 
-def disc(pen: ImageDraw, x: float, y: float, radius: float, colour: str, tall: float = 1.0) -> None:
+def disc(pen: ImageDraw, x: float, y: float, radius: float, color: str, tall: float = 1.0) -> None:
     turns = [2 * math.pi * step / 48 for step in range(48)]
-    pane(pen, [(x + radius * math.cos(t), y + tall * radius * math.sin(t)) for t in turns], colour)
+    pane(pen, [(x + radius * math.cos(t), y + tall * radius * math.sin(t)) for t in turns], color)
 
 
-def rays(pen: ImageDraw, x: float, y: float, count: int, colours: Colours, far: float = 3.0) -> None:
+def rays(pen: ImageDraw, x: float, y: float, count: int, colors: Colors, far: float = 3.0) -> None:
     """Panes that fan out from a point."""
     for step in range(count):
         at = [2 * math.pi * (step + side) / count for side in (0, 1)]
         edge = [(x + far * math.cos(turn), y + far * math.sin(turn)) for turn in at]
-        pane(pen, [(x, y), *edge], colours[step % len(colours)])
+        pane(pen, [(x, y), *edge], colors[step % len(colors)])
 
 
 def rose(pen: ImageDraw) -> None:
     rays(pen, 0, 0, 16, ("#123a7a", "#1d4e9e"))
-    for far, count, colours in ((0.94, 16, BLUES), (0.7, 8, REDS), (0.42, 8, GREENS)):
-        rays(pen, 0, 0, count, colours, far)
+    for far, count, colors in ((0.94, 16, BLUES), (0.7, 8, REDS), (0.42, 8, GREENS)):
+        rays(pen, 0, 0, count, colors, far)
     for step in range(8):
         turn = math.pi * (step + 0.5) / 4
         disc(pen, 0.62 * math.cos(turn), 0.62 * math.sin(turn), 0.15, GOLDS[step % 2])
@@ -233,8 +234,8 @@ def night(pen: ImageDraw) -> None:
         (-0.5, 0.3, 0.95, -0.02, "#7a2f6d"),
         (0.3, 0.9, 1.6, 0.16, "#44306e"),
     )
-    for left, middle, right, top, colour in peaks:
-        pane(pen, [(left, 1.1), (middle, top), (right, 1.1)], colour)
+    for left, middle, right, top, color in peaks:
+        pane(pen, [(left, 1.1), (middle, top), (right, 1.1)], color)
         snow = 0.2 * (1.1 - top)
         slopes = [middle - (middle - left) * 0.2, middle + (right - middle) * 0.2]
         pane(pen, [(slopes[0], top + snow), (middle, top), (slopes[1], top + snow)], "#faf3e0")

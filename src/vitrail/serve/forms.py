@@ -1,48 +1,52 @@
-"""What a client sends along: pictures, and the few words that go with them."""
+"""Read the images and parameters of a request, from a form, a body or the query string."""
 
 from __future__ import annotations
 
 from urllib.parse import parse_qsl
 
-from vitrail.serve.messages import Refusal, Request
-from vitrail.serve.multipart import FIELDS, Form, Part, parse
+from vitrail.serve.messages import HTTPError, Request
+from vitrail.serve.multipart import FIELDS, Form, Part, parse_multipart
 
-PLAIN = ("", "application/octet-stream")  # or image/...: the body is the picture, whatever the kind says
+_RAW_TYPES = ("", "application/octet-stream")  # these, and image/*, mean that the body is the image
 
 
 async def read_form(request: Request, files: int) -> Form:
-    """The pictures of a request, at most so many, and its words from the address and the form."""
+    """The images of a request, at most `files`, and its parameters from the query and the form."""
     kind = request.headers.get("content-type", "")
     name = kind.partition(";")[0].strip().lower()
-    words = query(request.query)
-    if name not in (*PLAIN, "multipart/form-data") and not name.startswith("image/"):
-        must = "A request must be a form (multipart/form-data) or the picture itself (image/...)."
-        raise Refusal(415, "wrong_kind", must, "another Content-Type", "Such as curl -F file=@cat.jpg.")
+    parameters = _parse_query(request.query)
+    if name not in (*_RAW_TYPES, "multipart/form-data") and not name.startswith("image/"):
+        message = (
+            "Content-Type must be multipart/form-data or image/*; for example, use curl -F file=@cat.jpg."
+        )
+        raise HTTPError(415, "wrong_content_type", message)
     body = await request.read()
-    plain = Form([Part(memoryview(body))] if body else [], {})
-    form = parse(body, kind, files) if name == "multipart/form-data" else plain
+    if name == "multipart/form-data":
+        form = parse_multipart(body, kind, files)
+    else:
+        form = Form([Part(memoryview(body))] if body else [], {})
     if not form.files:
-        do = "Send one in the field file, or as the body."
-        raise Refusal(400, "no_file", "There must be a picture.", "none", do)
-    return Form(form.files, words | form.fields)
+        message = "The request contains no image; send one in the form field file, or as the body."
+        raise HTTPError(400, "no_file", message)
+    return Form(form.files, parameters | form.fields)
 
 
-def query(text: str) -> dict[str, str]:
-    """The words after the question mark; only those that mean something."""
+def _parse_query(text: str) -> dict[str, str]:
+    """The parameters of a query string; unknown or repeated ones are errors."""
     try:
-        found = parse_qsl(text, keep_blank_values=True, max_num_fields=len(FIELDS))
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=len(FIELDS))
     except ValueError:
-        found = [("", "")]
-    if len(dict(found)) < len(found) or not dict(found).keys() <= set(FIELDS):
-        must = f"An address may end with {' and '.join(f'{name}=' for name in FIELDS)}."
-        raise Refusal(400, "bad_query", must, "something else", "Leave it out.")
-    return dict(found)
+        pairs = [("", "")]
+    if len(dict(pairs)) < len(pairs) or not dict(pairs).keys() <= set(FIELDS):
+        message = f"The query may contain {' and '.join(FIELDS)}, each once; remove everything else."
+        raise HTTPError(400, "bad_query", message)
+    return dict(pairs)
 
 
-def wanted(form: Form, name: str, default: int, least: int, most: int) -> int:
-    """A number among the words of a form."""
+def integer_parameter(form: Form, name: str, default: int, least: int, most: int) -> int:
+    """An integer parameter of a request."""
     text = form.fields.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
-        must = f"{name} must be a number from {least} to {most}."
-        raise Refusal(400, f"bad_{name}", must, "something else", f"Such as {name}={default}.")
+        message = f"{name} must be an integer from {least} to {most}, such as {default}."
+        raise HTTPError(400, f"bad_{name}", message)
     return int(text)

@@ -1,8 +1,8 @@
-"""What the page shows of a model at work: one picture explained, and the figures of its weights.
+"""The data of the page's figures: one image explained, and the figures of the weights.
 
-Everything here is plain data that JSON takes. Arrays travel as base64 of their bytes, row by row, and most
-of them as 8-bit levels: a screen shows no more. What a model does not have is {"reason": "..."} instead.
-Run these on the thread that owns the model: they hang hooks into it.
+Everything here is JSON. Arrays are base64 of their bytes in row-major order, most of them quantized to 8
+bits, which is enough for a screen. What a model does not have is {"reason": "..."} instead. Call these in the
+thread that owns the model: they use hooks.
 """
 
 from __future__ import annotations
@@ -16,142 +16,148 @@ import torch
 from torch.nn.functional import pad
 
 from vitrail.errors import InputError, VitrailError
-from vitrail.evaluation.forward import inputs_of
+from vitrail.evaluation.forward import normalize_batch
 from vitrail.inspect import filters as filter_figure
 from vitrail.inspect import positions as position_figure
 from vitrail.inspect.attention import POOL, prefix_names
-from vitrail.inspect.pictures import check_finite, check_number
-from vitrail.inspect.rollout import BLOCKS, fuse, kept, mixing, pooled, shares
+from vitrail.inspect.images import check_finite, check_number
+from vitrail.inspect.rollout import BLOCKS, attention_relevance, fuse_heads, mixing, pooled, residual_weights
 from vitrail.model import edit, record
-from vitrail.model.modes import evaluating
-from vitrail.serve.answers import prediction
+from vitrail.model.modes import eval_mode
+from vitrail.serve.responses import prediction_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
     from vitrail.predict.predictor import Predictor
-    from vitrail.preprocess import Preprocess
 
-    Levels = NDArray[np.uint8]
+    Pixels = NDArray[np.uint8]
 
-MOST_BYTES = 8 * 2**20  # of one array in an answer: with more the page would be slow
-NO_WEIGHTS = "An ONNX file gives answers only; to look inside, serve the model's .safetensors file."
+MAX_BYTES = 8 * 2**20  # of one array in a response; with more, the page would be slow
+NO_WEIGHTS = "An ONNX file has no weights to look at; serve the .safetensors file of the model instead."
 
 
-def reason_against(predictor: Predictor) -> str | None:
-    """Why this model's answers cannot be explained; None where they can."""
+def unavailable_reason(predictor: Predictor) -> str | None:
+    """Why predictions of this model cannot be explained; None if they can."""
     return NO_WEIGHTS if predictor.bundle is None else None
 
 
-# ---- one picture ------------------------------------------------------------------------------------
+# ---- one image ------------------------------------------------------------------------------------
 
 
-def explain(predictor: Predictor, levels: Levels, layer: int = -1, top: int = 5) -> dict[str, Any]:
-    """The answer for levels (H, W, C), and what the model did on its way there.
+def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5) -> dict[str, Any]:
+    """The prediction for pixels (H, W, C), with attention, rollout and the logit lens.
 
     Args:
-        layer: whose attention is wanted, from 0; a negative one counts from the end.
-        top: how many classes with their scores.
+        layer: the layer whose attention to return, from 0; negative numbers count from the end.
+        top: the number of classes to list.
     """
     bundle, config = predictor.bundle, predictor.config
     if bundle is None:
-        raise InputError("Explaining needs the model's weights.", "an ONNX file", "Serve its .safetensors.")
+        raise InputError(NO_WEIGHTS)
     layer = check_number("layer", layer, config.depth)
-    (found,) = predictor.answer([("picture", levels)])
-    weights, flows, logits = follow(bundle.model, predictor.preprocess, levels, layer)
+    (prediction,) = predictor.predict_batch([("image", pixels)])
+    weights, maps, logits = trace(bundle.model, predictor.preprocess, pixels, layer)
     return {
-        "prediction": prediction(found, None, top),
-        "picture": as_picture(levels),
+        "prediction": prediction_json(prediction, None, top),
+        "image": _as_image(pixels),
         "grid": list(config.grid),
         "patch": list(config.patch_pixels),
         "prefix": list(prefix_names(config)),
         "layers": config.depth,
         "heads": config.heads,
         "layer": layer,
-        "attention": as_attention(weights),
-        "rollout": packed(flows),
-        "lens": as_lens(predictor, logits),
+        "attention": _as_attention(weights),
+        "rollout": _pack(maps),
+        "lens": _as_lens(predictor, logits),
     }
 
 
-def follow(
-    model: ViT, preprocess: Preprocess, levels: Levels, layer: int
+def trace(
+    model: ViT, preprocess: Preprocess, pixels: Pixels, layer: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-    """One pass: attention of a layer (k, T, T), rollout (L, h, w) and logits (L, K) after every layer.
+    """One forward pass: attention of a layer (k, T, T), rollout (L, h, w) and logits (L, K) after each layer.
 
-    What comes "after layer i" is read as if that layer were the last: by the model's own norm, pool and
-    head (vitrail.inspect.lens), and by rollout through the layers so far (vitrail.inspect.rollout).
+    "After layer i" treats that layer as the last one: its tokens go through the model's own norm, pool and
+    head (vitrail.inspect.lens), and rollout covers the layers so far (vitrail.inspect.rollout).
     """
-    config, channels_first = model.config, torch.from_numpy(levels).permute(2, 0, 1)
-    images = inputs_of(channels_first[None], preprocess, next(model.parameters()))
+    config, channels_first = model.config, torch.from_numpy(pixels).permute(2, 0, 1)
+    images = normalize_batch(channels_first[None], preprocess, next(model.parameters()))
     row = None if config.pool == "attention" else pooled(config)[0].to(images.device)
-    reached: list[Tensor] = []  # how much of each token is in what the answer is read from, each (T,)
-    flow = torch.eye(config.tokens, device=images.device)[None]  # what each token is made of, (1, T, T)
+    relevance: list[Tensor] = []  # of each token for the pooled vector, each (T,)
+    flow = torch.eye(config.tokens, device=images.device)[None]  # rollout so far, (1, T, T)
 
-    def mix(weights: Tensor) -> Tensor:
+    def add_block(weights: Tensor) -> Tensor:
         nonlocal flow
-        flow = mixing(fuse(weights.float(), "mean"), kept(config)) @ flow
+        flow = mixing(fuse_heads(weights.float(), "mean"), residual_weights(config)) @ flow
         if row is not None:
-            reached.append(row @ flow[0])
+            relevance.append(row @ flow[0])
         return weights
 
-    def read(weights: Tensor) -> Tensor:
-        seen = pad(fuse(weights.float(), "mean")[0, 0], (config.prefix, 0))  # the attention pool's own row
-        reached.append(seen @ flow[0])
+    def add_pool(weights: Tensor) -> Tensor:
+        pool_row = pad(fuse_heads(weights.float(), "mean")[0, 0], (config.prefix, 0))
+        relevance.append(pool_row @ flow[0])
         return weights
 
-    edits = {BLOCKS: mix} | ({POOL: read} if row is None else {})
+    edits = {BLOCKS: add_block} | ({POOL: add_pool} if row is None else {})
     name = f"blocks.{layer}.attention.weights"
-    with evaluating(model), edit(model, edits), record(model, name) as tape:
+    with eval_mode(model), edit(model, edits), record(model, name) as tape:
         layers = model.encode(images, layers=range(config.depth)).layers
         logits = torch.cat([model.head(layers[i].pooled).float() for i in range(config.depth)])
-    patches = torch.stack(reached[: config.depth])[:, config.prefix :]  # a pool reads once more at the end
-    attention, maps, answers = (part.cpu().numpy() for part in (tape[name][0].float(), patches, logits))
+    patches = torch.stack(relevance[: config.depth])[
+        :, config.prefix :
+    ]  # an attention pool runs once more at the end
+    attention, maps, outputs = (part.cpu().numpy() for part in (tape[name][0].float(), patches, logits))
     check_finite("Attention weights", attention)
     check_finite("Attention weights", maps)
-    return attention, shares(maps, maps).reshape(-1, *config.grid), answers
+    return attention, attention_relevance(maps, maps).reshape(-1, *config.grid), outputs
 
 
-# ---- its parts as JSON takes them -------------------------------------------------------------------
+# ---- as JSON -------------------------------------------------------------------
 
 
-def as_picture(levels: Levels) -> dict[str, Any]:
-    """What the model saw, as a PNG; of channels that are no colours, the mean."""
+def _as_image(pixels: Pixels) -> dict[str, Any]:
+    """The model's input as a PNG; the mean over channels if these are not colors."""
     from PIL import Image
 
-    C = levels.shape[2]
-    shown = levels if C in (3, 4) else levels.mean(axis=2).round().astype(np.uint8)
+    C = pixels.shape[2]
+    shown = pixels if C in (3, 4) else pixels.mean(axis=2).round().astype(np.uint8)
     file = io.BytesIO()
     Image.fromarray(shown).save(file, "PNG")
     text = base64.b64encode(file.getvalue()).decode()
-    return {"width": levels.shape[1], "height": levels.shape[0], "png": text}
+    return {"width": pixels.shape[1], "height": pixels.shape[0], "png": text}
 
 
-def as_attention(weights: NDArray[np.float32]) -> dict[str, Any]:
-    """Weights (k, T, T) as levels; 255 is the largest of a row, and `most` says what that is.
+def _as_attention(weights: NDArray[np.float32]) -> dict[str, Any]:
+    """Weights (k, T, T) quantized so that 255 is the maximum of a row, which is in `row_max`.
 
-    Where the heads together are too much for a page, it gets their mean, and is told so.
+    If all heads together are too large, their mean is sent instead, with a note.
     """
     k, T, _ = weights.shape
-    if T * T > MOST_BYTES:
-        return {"reason": f"Attention between {T:,} tokens is too much to send to a page."}
+    if T * T > MAX_BYTES:
+        return {"reason": f"The attention between {T:,} tokens is too large to show here."}
     note = None
-    if k * T * T > MOST_BYTES:
-        note = f"The mean over {k} heads: all of them, for {T:,} tokens, are too much to send to a page."
+    if k * T * T > MAX_BYTES:
+        note = f"This is the mean over {k} heads: for {T:,} tokens, all heads are too large to show here."
         weights = weights.mean(axis=0, keepdims=True)
-    most = weights.max(axis=2)  # (k, T)
-    levels = np.rint(255 * weights / np.maximum(most, np.finfo(np.float32).tiny)[..., None])
-    return {**packed(levels.astype(np.uint8)), "most": [list(map(float, row)) for row in most], "note": note}
+    row_max = weights.max(axis=2)  # (k, T)
+    quantized = np.rint(255 * weights / np.maximum(row_max, np.finfo(np.float32).tiny)[..., None])
+    return {
+        **_pack(quantized.astype(np.uint8)),
+        "row_max": [list(map(float, row)) for row in row_max],
+        "note": note,
+    }
 
 
-def as_lens(predictor: Predictor, logits: NDArray[np.float32]) -> list[dict[str, Any]] | dict[str, str]:
-    """The answer after each layer, with the scores' own scale, so that the last is the prediction's."""
+def _as_lens(predictor: Predictor, logits: NDArray[np.float32]) -> list[dict[str, Any]] | dict[str, str]:
+    """The prediction after each layer, scored as the final one, so that the last row equals it."""
     if not predictor.scale.labels:
-        return {"reason": "This model has no classes, so no layer has an answer."}
+        return {"reason": "This model has no head, so there is no prediction after each layer."}
     if not np.isfinite(logits).all():
-        return {"reason": "After some layer the answer is not a number."}
+        return {"reason": "The logits after some layer are NaN or infinite."}
     scores = predictor.scale.scores(logits)
     return [
         {"label": predictor.scale.labels[best], "score": float(row[best])}
@@ -159,60 +165,59 @@ def as_lens(predictor: Predictor, logits: NDArray[np.float32]) -> list[dict[str,
     ]
 
 
-def packed(array: NDArray[Any]) -> dict[str, Any]:
-    """An array as its shape, its dtype and base64 of its bytes, the lowest first."""
+def _pack(array: NDArray[Any]) -> dict[str, Any]:
+    """An array as its shape, its dtype and base64 of its little-endian bytes."""
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"shape": list(array.shape), "dtype": array.dtype.name, "data": data}
 
 
-def as_levels(values: NDArray[Any], least: float, most: float) -> dict[str, Any]:
-    """Numbers as 8-bit levels between two of them."""
-    place = (values - least) / ((most - least) or 1.0)
-    return {**packed(np.rint(255 * place.clip(0, 1)).astype(np.uint8)), "least": least, "most": most}
+def _quantize(values: NDArray[Any], low: float, high: float) -> dict[str, Any]:
+    """Values quantized to 8 bits between two bounds."""
+    fraction = (values - low) / ((high - low) or 1.0)
+    return {**_pack(np.rint(255 * fraction.clip(0, 1)).astype(np.uint8)), "min": low, "max": high}
 
 
 # ---- the figures of the weights ---------------------------------------------------------------------
 
 
 def filters(predictor: Predictor) -> dict[str, Any]:
-    """The patterns that the patch embedding is made of, (n, P, P, 3) or (n, P, P, 1) levels."""
+    """The principal components of the patch embedding, 8-bit (n, P, P, 3) or (n, P, P, 1)."""
     if predictor.bundle is None:
         return {"reason": NO_WEIGHTS}
     try:
-        found = filter_figure.compute(predictor.bundle.model)
+        figure = filter_figure.compute(predictor.bundle.model)
     except VitrailError as error:
         return {"reason": str(error)}
-    if found.components.shape[1] == 3:  # colours around mid grey, each tile in its own scale
-        tiles = as_levels(filter_figure.as_colours(found), 0.0, 1.0)
+    if figure.components.shape[1] == 3:  # colors around mid gray, each tile with its own scale
+        tiles = _quantize(filter_figure.as_colors(figure), 0.0, 1.0)
     else:
-        shown = found.components.mean(axis=1)[..., None]
+        shown = figure.components.mean(axis=1)[..., None]
         limit = float(np.abs(shown).max())
-        tiles = as_levels(shown, -limit, limit)
-    share = [float(one) for one in found.share]
-    patch = list(found.components.shape[2:])
-    return {"patch": patch, "tiles": tiles, "share": share, "caption": filter_figure.caption(found)}
+        tiles = _quantize(shown, -limit, limit)
+    variance = [float(fraction) for fraction in figure.share]
+    patch = list(figure.components.shape[2:])
+    return {"patch": patch, "tiles": tiles, "variance": variance, "caption": filter_figure.caption(figure)}
 
 
 def positions(predictor: Predictor) -> dict[str, Any]:
-    """How alike the positions of every two patches are: (N, h, w) levels between two numbers."""
+    """The similarity of the positions of every two patches, 8-bit (N, h, w)."""
     if predictor.bundle is None:
         return {"reason": NO_WEIGHTS}
     config = predictor.config
-    if config.patches**2 > MOST_BYTES:
-        return {"reason": f"Positions of {config.patches:,} patches are too much to send to a page."}
+    if config.patches**2 > MAX_BYTES:
+        return {"reason": f"The positions of {config.patches:,} patches are too large to show here."}
     try:
-        found = position_figure.compute(predictor.bundle.model)
+        figure = position_figure.compute(predictor.bundle.model)
     except VitrailError as error:
         return {"reason": str(error)}
-    biased = found.measure == position_figure.MEASURES["bias"]
-    limit = float(np.abs(found.similarity).max()) if biased else 1.0
+    limit = float(np.abs(figure.similarity).max()) if figure.is_bias else 1.0
     shape = config.patches, *config.grid
-    words = position_figure.verdict_on_distance(found), position_figure.verdict_on_lines(found)
+    sentences = position_figure.verdict_on_distance(figure), position_figure.verdict_on_lines(figure)
     return {
-        "kind": found.position,
-        "measure": f"{found.measure} ({found.where})" if found.where else found.measure,
+        "kind": figure.position,
+        "measure": f"{figure.measure} ({figure.where})" if figure.where else figure.measure,
         "grid": list(config.grid),
-        "similarity": as_levels(found.similarity.reshape(shape), -limit, limit),
-        "caption": " ".join(words),
+        "similarity": _quantize(figure.similarity.reshape(shape), -limit, limit),
+        "caption": " ".join(sentences),
     }

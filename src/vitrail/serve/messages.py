@@ -1,4 +1,4 @@
-"""What goes to and fro between a client and the routes."""
+"""Requests, responses and errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 Headers = tuple[tuple[str, str], ...]
 
-HEAD = 16 * 2**10  # bytes of a request's head, and of any line between the chunks of a body
+MAX_HEAD = 16 * 2**10  # bytes of a request's head, and of any line between the chunks of a body
 
 
 @dataclass(eq=False)
 class Client:
-    """A connection, as the decoders' queue knows it."""
+    """A connection, as the decode queue sees it."""
 
     address: str
     slow: bool | None = None
-    """Whether its last image took long to decode; None before there was any."""
+    """Whether its last image was slow to decode; None before the first one."""
 
 
 @dataclass
 class Request:
-    """What a client asks. Its body is read when a route wants it, and then once."""
+    """A request. The route reads the body, once, when it needs it."""
 
     method: str
     path: str
@@ -32,8 +32,8 @@ class Request:
     read: Callable[[], Awaitable[bytes]]
     client: Client
     route: str = field(default="unknown", init=False)
-    """Its template, for log and metrics: whatever the client made up stays out of these."""
-    pictures: int = field(default=0, init=False)
+    """The template of its route, for log and metrics, which must not contain text from clients."""
+    images: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,16 @@ def as_json(value: Any, status: int = 200) -> Response:
     return Response(status, json.dumps(value, allow_nan=False).encode())
 
 
-class Refusal(Exception):
-    """An answer that is an error, with the three parts that all errors have here and a word for programs.
+class HTTPError(Exception):
+    """An error response with a message for people and a code for programs.
 
-    Its texts are ours alone: no paths, no reprs, no words of a library, nothing that a client sent.
+    Messages contain no paths, no reprs, no text of a library and nothing that a client sent.
     """
 
-    def __init__(
-        self, status: int, code: str, message: str, got: str = "", do: str = "", headers: Headers = ()
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, headers: Headers = ()) -> None:
         super().__init__(code)
         self.status, self.headers = status, headers
-        self.error = {"code": code, "message": f"{message} Got {got}. {do}" if do else message}
+        self.error = {"code": code, "message": message}
 
     def __str__(self) -> str:
         return self.error["message"]
@@ -69,26 +67,28 @@ class Refusal(Exception):
         return Response(plain.status, plain.body, headers=plain.headers + self.headers)
 
 
-def busy(must: str, got: str) -> Refusal:
-    """There are others; come again."""
-    return Refusal(503, "busy", must, got, "Try again in a moment.", (("Retry-After", "1"),))
+def busy(limit: str) -> HTTPError:
+    """The error for a full server; `limit` is a clause that says what is full."""
+    return HTTPError(503, "busy", f"{limit}; try again in a moment.", (("Retry-After", "1"),))
 
 
-def too_large(most: int) -> Refusal:
-    return Refusal(413, "too_large", f"A request may have {most:,} bytes.", "more", "Send less at once.")
+def too_large(limit: int) -> HTTPError:
+    return HTTPError(413, "too_large", f"A request may have at most {limit:,} bytes; send less at once.")
 
 
-def slow(what: str, seconds: float) -> Refusal:
-    must = f"The {what} of a request must come within {seconds:g} seconds."
-    return Refusal(408, f"slow_{what}", must, "a part of it", "Send it faster.")
+def timed_out(part: str, seconds: float) -> HTTPError:
+    message = f"The {part} of the request did not arrive within {seconds:g} seconds; send it faster."
+    return HTTPError(408, f"slow_{part}", message)
 
 
-def malformed(status: int) -> Refusal:
-    """Not HTTP as we know it: 400, or what HTTP has for it."""
+def malformed(status: int) -> HTTPError:
+    """The error for a request that is not valid HTTP, with the status that h11 suggests."""
     if status == 431:
-        must = f"The head of a request may have {HEAD:,} bytes."
-        return Refusal(status, "long_head", must, "more", "Send fewer or shorter headers.")
+        message = f"The head of a request may have at most {MAX_HEAD:,} bytes; send fewer or shorter headers."
+        return HTTPError(status, "long_head", message)
     if status == 501:
-        must, got = "A body must have a Content-Length, or come in chunks.", "another Transfer-Encoding"
-        return Refusal(status, "unknown_encoding", must, got, "Use one of these.")
-    return Refusal(status, "malformed", "A request must be HTTP/1.1 or 1.0.", "none", "Use an HTTP client.")
+        message = "Unknown Transfer-Encoding; send a Content-Length, or use chunked encoding."
+        return HTTPError(status, "unknown_encoding", message)
+    return HTTPError(
+        status, "malformed", "This is not a valid HTTP/1.0 or HTTP/1.1 request; use an HTTP client."
+    )

@@ -1,6 +1,6 @@
-"""What a server counts, in the text that Prometheus reads.
+"""The server's metrics, in the Prometheus text format.
 
-Each number is written by one thread alone, the event loop's or the model's, so that none needs a lock.
+Each metric is updated by one thread only, the event loop's or the model's, so none needs a lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Counter:
-    """How often something happened, by its labels."""
+    """A counter with labels."""
 
     kind = "counter"
 
@@ -26,11 +26,11 @@ class Counter:
 
     def lines(self) -> Iterator[str]:
         for labels, value in list(self.values.items()):
-            yield f"{self.name}{braces(zip(self.labels, labels, strict=True))} {value}"
+            yield f"{self.name}{_format_labels(zip(self.labels, labels, strict=True))} {value}"
 
 
 class Gauge:
-    """How much of something there is now."""
+    """A gauge that calls a function for its value."""
 
     kind = "gauge"
 
@@ -42,7 +42,7 @@ class Gauge:
 
 
 class Histogram:
-    """How large something was, as counts below some sizes."""
+    """A histogram with cumulative buckets."""
 
     kind = "histogram"
 
@@ -58,27 +58,31 @@ class Histogram:
         below = 0
         for edge, count in zip((*self.edges, "+Inf"), list(self.counts), strict=True):
             below += count
-            yield f"{self.name}_bucket{braces([('le', str(edge))])} {below}"
+            yield f"{self.name}_bucket{_format_labels([('le', str(edge))])} {below}"
         yield f"{self.name}_sum {self.sum}"
         yield f"{self.name}_count {below}"
 
 
 class Metrics:
-    """Everything that is counted."""
+    """All metrics of a server."""
 
     def __init__(self) -> None:
-        self.requests = Counter("vitrail_requests_total", "Answers.", "method", "route", "status")
-        self.latency = Histogram("vitrail_request_seconds", "From a request's head to the end of its answer.")
-        self.pictures = Counter("vitrail_pictures_total", "Pictures that could be read.")
-        self.bad = Counter("vitrail_bad_pictures_total", "Pictures that could not be read.")
-        self.rejected = Counter("vitrail_rejected_total", "Requests for whose pictures there was no place.")
-        self.expired = Counter("vitrail_expired_total", "Requests that were not answered in time.")
-        self.abandoned = Counter("vitrail_abandoned_total", "Requests whose client left.")
-        self.dropped = Counter("vitrail_dropped_total", "Jobs that left the queue without being run.")
-        self.killed = Counter("vitrail_killed_decodes_total", "Decoder processes ended, by reason.", "reason")
-        self.decoding = Histogram("vitrail_decode_seconds", "From a picture's bytes to levels, with waiting.")
-        self.batches = Histogram("vitrail_batch_size", "Pictures in the model at once.", SIZES)
-        self.thinking = Histogram("vitrail_model_seconds", "The model's time for a batch.")
+        self.requests = Counter("vitrail_requests_total", "Responses sent.", "method", "route", "status")
+        self.latency = Histogram(
+            "vitrail_request_seconds", "Seconds from the head of a request to the end of its response."
+        )
+        self.images = Counter("vitrail_images_total", "Images decoded.")
+        self.bad = Counter("vitrail_bad_images_total", "Images that could not be decoded.")
+        self.rejected = Counter("vitrail_rejected_total", "Requests rejected because the queue was full.")
+        self.expired = Counter("vitrail_expired_total", "Requests that exceeded their deadline.")
+        self.abandoned = Counter("vitrail_abandoned_total", "Requests whose client disconnected.")
+        self.dropped = Counter("vitrail_dropped_total", "Jobs dropped from the queue without being run.")
+        self.killed = Counter(
+            "vitrail_killed_decodes_total", "Decoder processes that ended, by reason.", "reason"
+        )
+        self.decoding = Histogram("vitrail_decode_seconds", "Seconds to decode an image, including waiting.")
+        self.batches = Histogram("vitrail_batch_size", "Images per forward pass.", SIZES)
+        self.forward = Histogram("vitrail_model_seconds", "Seconds of a forward pass.")
         self.gauges: list[Gauge] = []
 
     def text(self) -> str:
@@ -88,7 +92,7 @@ class Metrics:
         return "\n".join(rows) + "\n"
 
 
-def braces(labels: object) -> str:
-    """Label values are words of our own: none needs escaping."""
+def _format_labels(labels: object) -> str:
+    """Format labels; their values are our own words, so none needs escaping."""
     inside = ",".join(f'{name}="{value}"' for name, value in labels)  # type: ignore[attr-defined]
     return f"{{{inside}}}" if inside else ""

@@ -1,4 +1,4 @@
-"""A form with files in it (multipart/form-data), whole in memory and bounded in every direction."""
+"""Parse multipart/form-data in memory, with a limit on everything."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vitrail.serve.messages import Refusal
+from vitrail.serve.messages import HTTPError
 
-FIELDS = ("top", "layer")  # besides "file"
+FIELDS = ("top", "layer")  # fields besides "file"
 BOUNDARY = re.compile(r"""boundary=(?:"([\w'()+,./:=? -]{1,70})"|([\w'+./:?-]{1,70})(?:$|;|\s))""", re.ASCII)
 NAME = re.compile(rb"""; *(name|filename)="((?:[^"\\\r\n]|\\.)*)\"""", re.IGNORECASE)
-HEAD = 4096  # bytes of the lines above a part
-WORD = 100  # bytes of a field that is no file
+_MAX_PART_HEAD = 4096  # bytes of the header lines of a part
+_MAX_FIELD = 100  # bytes of a field that is not a file
 
 
 @dataclass(frozen=True)
 class Part:
-    """A picture as it was sent, and what it was called; None where nobody said."""
+    """An uploaded image, and its file name if there was one."""
 
     data: memoryview
     name: str | None = None
@@ -25,58 +25,60 @@ class Part:
 
 @dataclass(frozen=True)
 class Form:
+    """The files and the other fields of a form."""
+
     files: list[Part]
     fields: dict[str, str]
 
 
-def parse(body: bytes, kind: str, files: int) -> Form:
-    """What a body holds, by its Content-Type. At most so many files."""
-    found = BOUNDARY.search(kind)
-    if found is None:
-        raise broken("no boundary, or one longer than 70 letters")
+def parse_multipart(body: bytes, content_type: str, files: int) -> Form:
+    """Parse a body with at most `files` files."""
+    match = BOUNDARY.search(content_type)
+    if match is None:
+        raise _bad_form("the boundary is missing, or longer than 70 characters")
     form = Form([], {})
-    for lines, data in parts(body, (found[1] or found[2]).encode()):
-        named = {word.lower(): value for word, value in NAME.findall(disposition(lines))}
+    for lines, data in _parts(body, (match[1] or match[2]).encode()):
+        named = {word.lower(): value for word, value in NAME.findall(_disposition(lines))}
         name = named.get(b"name", b"").decode("utf-8", "replace")
         if name == "file":
             if len(form.files) == files:
-                must = f"A request may have {files} pictures."
-                raise Refusal(413, "too_many_files", must, "more", "Send several requests.")
-            form.files.append(Part(data, file_name(named.get(b"filename"))))
-        elif name in FIELDS and name not in form.fields and len(data) <= WORD:
+                message = f"A request may contain at most {files} images; send several requests."
+                raise HTTPError(413, "too_many_files", message)
+            form.files.append(Part(data, _file_name(named.get(b"filename"))))
+        elif name in FIELDS and name not in form.fields and len(data) <= _MAX_FIELD:
             form.fields[name] = bytes(data).decode("utf-8", "replace")
         else:
-            raise broken("a field of another name, a second of one name, or one too long")
+            raise _bad_form("a field is unknown, repeated or too long")
     return form
 
 
-def parts(body: bytes, boundary: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Each part: the lines above it, and itself, which stays where it is in the body."""
+def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the header lines and the data of each part; the data is a view, not a copy."""
     line = b"\r\n--" + boundary
     if not body.startswith(line[2:]):
-        raise broken("something before the first boundary")
-    view, place = memoryview(body), len(line) - 2
-    while body[place : place + 2] != b"--":
-        begin = body.find(b"\r\n\r\n", place, place + HEAD)
+        raise _bad_form("there is data before the first boundary")
+    view, position = memoryview(body), len(line) - 2
+    while body[position : position + 2] != b"--":
+        begin = body.find(b"\r\n\r\n", position, position + _MAX_PART_HEAD)
         end = body.find(line, begin + 2) if begin >= 0 else -1
-        if end < 0 or body[place : place + 2] != b"\r\n":
-            raise broken("a part without its head or its end")
-        yield body[place:begin], view[begin + 4 : end]
-        place = end + len(line)
+        if end < 0 or body[position : position + 2] != b"\r\n":
+            raise _bad_form("a part has no header or no end")
+        yield body[position:begin], view[begin + 4 : end]
+        position = end + len(line)
 
 
-def disposition(lines: bytes) -> bytes:
-    """The line that names a part. A part that is encoded once more would not be what it seems."""
+def _disposition(lines: bytes) -> bytes:
+    """The Content-Disposition line of a part. A part with a transfer encoding is refused."""
     heads = dict(line.lower().partition(b":")[::2] for line in lines.split(b"\r\n")[1:])
     if heads.get(b"content-transfer-encoding", b"binary").strip() not in (b"binary", b"8bit", b"7bit"):
-        raise broken("a part in another encoding")
+        raise _bad_form("a part has a transfer encoding")
     return next((row for row in lines.split(b"\r\n") if row.lower().startswith(b"content-disposition:")), b"")
 
 
-def file_name(raw: bytes | None) -> str | None:
+def _file_name(raw: bytes | None) -> str | None:
     return re.sub(r"\\(.)", r"\1", raw.decode("utf-8", "replace"))[:200] if raw else None
 
 
-def broken(got: str) -> Refusal:
-    must = f"A form must be multipart/form-data with the fields file, {', '.join(FIELDS)}."
-    return Refusal(400, "bad_form", must, got, "Use an HTTP client, such as curl -F file=@cat.jpg.")
+def _bad_form(reason: str) -> HTTPError:
+    message = f"The form cannot be read: {reason}. Send the fields file, {' and '.join(FIELDS)} only."
+    return HTTPError(400, "bad_form", message)

@@ -1,4 +1,4 @@
-"""GET /openapi.json: what the routes take and say. Tests hold every answer against it."""
+"""The OpenAPI document of the routes. Tests validate every response against it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vitrail.serve.settings import ServeConfig
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
-WHOLE: Schema = {"type": "integer"}
+INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
-YES_OR_NO: Schema = {"type": "boolean"}
-NOTHING: Schema = {"type": "null"}
+BOOLEAN: Schema = {"type": "boolean"}
+NULL: Schema = {"type": "null"}
 BYTES: Schema = {"type": "string", "format": "binary"}
 
 
-def listing(items: Schema) -> Schema:
+def array_of(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
-def thing(**properties: Schema) -> Schema:
-    """An object with these properties: all of them, and no others."""
+def object_of(**properties: Schema) -> Schema:
+    """An object with exactly these properties."""
     return {
         "type": "object",
         "properties": properties,
@@ -31,158 +31,173 @@ def thing(**properties: Schema) -> Schema:
     }
 
 
-def either(*schemas: Schema) -> Schema:
+def any_of(*schemas: Schema) -> Schema:
     return {"anyOf": list(schemas)}
 
 
-GUESS = thing(label=TEXT, score=NUMBER)
-REASON = thing(reason=TEXT)
-ARRAY = thing(shape=listing(WHOLE), dtype=TEXT, data={"type": "string", "contentEncoding": "base64"})
+GUESS = object_of(label=TEXT, score=NUMBER)
+REASON = object_of(reason=TEXT)
+ARRAY = object_of(shape=array_of(INTEGER), dtype=TEXT, data={"type": "string", "contentEncoding": "base64"})
 FIGURE: Schema = {"type": "object", "properties": {"model": TEXT}, "required": ["model"]}
 
 SCHEMAS = {
-    "Error": thing(error=thing(code=TEXT, message=TEXT)),
-    "Prediction": thing(
-        name=either(TEXT, NOTHING),
-        label=either(TEXT, NOTHING),
-        score=either(NUMBER, NOTHING),
-        unsure=YES_OR_NO,
-        top=listing(GUESS),
-        error=either(TEXT, NOTHING),
+    "Error": object_of(error=object_of(code=TEXT, message=TEXT)),
+    "Prediction": object_of(
+        name=any_of(TEXT, NULL),
+        label=any_of(TEXT, NULL),
+        score=any_of(NUMBER, NULL),
+        unsure=BOOLEAN,
+        top=array_of(GUESS),
+        error=any_of(TEXT, NULL),
     ),
-    "Model": thing(
+    "Model": object_of(
         name=TEXT,
-        labels=thing(count=WHOLE, first=listing(TEXT)),
-        size=listing(WHOLE),
-        patch=listing(WHOLE),
-        grid=listing(WHOLE),
-        channels=WHOLE,
-        depth=WHOLE,
-        heads=WHOLE,
-        width=WHOLE,
-        parameters=either(WHOLE, NOTHING),
-        preprocess=listing(TEXT),
-        card=thing(licence=TEXT, metrics={"type": "object", "additionalProperties": NUMBER}),
-        limits=thing(
-            **dict.fromkeys(("bytes", "pixels", "side", "files", "queue", "batch", "decode_bytes"), WHOLE),
+        labels=object_of(count=INTEGER, first=array_of(TEXT)),
+        size=array_of(INTEGER),
+        patch=array_of(INTEGER),
+        grid=array_of(INTEGER),
+        channels=INTEGER,
+        depth=INTEGER,
+        heads=INTEGER,
+        width=INTEGER,
+        parameters=any_of(INTEGER, NULL),
+        preprocess=array_of(TEXT),
+        card=object_of(license=TEXT, metrics={"type": "object", "additionalProperties": NUMBER}),
+        limits=object_of(
+            **dict.fromkeys(("bytes", "pixels", "side", "files", "queue", "batch", "decode_bytes"), INTEGER),
             **dict.fromkeys(("deadline", "decode_seconds"), NUMBER),
         ),
-        explain=thing(there=YES_OR_NO, reason=either(TEXT, NOTHING)),
+        explain=object_of(available=BOOLEAN, reason=any_of(TEXT, NULL)),
     ),
-    "Examples": listing(thing(name=TEXT, url=TEXT)),
+    "Examples": array_of(object_of(name=TEXT, url=TEXT)),
 }
 PREDICTION = {"$ref": "#/components/schemas/Prediction"}
-SCHEMAS["Predictions"] = thing(
-    model=TEXT, predictions=listing(PREDICTION), seconds=thing(decode=NUMBER, model=NUMBER, total=NUMBER)
+SCHEMAS["Predictions"] = object_of(
+    model=TEXT, predictions=array_of(PREDICTION), seconds=object_of(decode=NUMBER, model=NUMBER, total=NUMBER)
 )
 SCHEMAS["Explanation"] = {
     "type": "object",
     "properties": {
         "model": TEXT,
         "prediction": PREDICTION,
-        "picture": thing(width=WHOLE, height=WHOLE, png=TEXT),
-        "grid": listing(WHOLE),
-        "patch": listing(WHOLE),
-        "prefix": listing(TEXT),
-        "layers": WHOLE,
-        "heads": WHOLE,
-        "layer": WHOLE,
+        "image": object_of(width=INTEGER, height=INTEGER, png=TEXT),
+        "grid": array_of(INTEGER),
+        "patch": array_of(INTEGER),
+        "prefix": array_of(TEXT),
+        "layers": INTEGER,
+        "heads": INTEGER,
+        "layer": INTEGER,
         "attention": {"type": "object"},
         "rollout": {"type": "object"},
-        "lens": either(REASON, listing(GUESS)),
+        "lens": any_of(REASON, array_of(GUESS)),
     },
-    "required": ["model", "prediction", "picture", "grid", "layers", "heads", "layer", "attention", "lens"],
+    "required": ["model", "prediction", "image", "grid", "layers", "heads", "layer", "attention", "lens"],
 }
 
-# What any request may meet, what a guarded route may, and what work may.
+# Error responses of all routes, of guarded routes, and of routes that run the model.
 ALWAYS = {
-    **{400: "Malformed", 405: "Another method", 408: "Too slow", 431: "Too long a head", 500: "A bug"},
-    **{501: "An unknown Transfer-Encoding", 503: "Too many clients: come again after Retry-After"},
+    **{
+        400: "Malformed request",
+        405: "Wrong method",
+        408: "Timeout",
+        431: "Headers too large",
+        500: "Internal error",
+    },
+    **{501: "Unknown Transfer-Encoding", 503: "Too many connections: try again after Retry-After"},
 }
-GUARDED = {401: "No token, or another", 403: "Asked by a name that is not this server's"}
-WORKING = {503: "Busy: come again after Retry-After", 504: "Not answered in time"}
-PICTURES = {
-    403: "From a page of another server, or by a name that is not this one's",
+GUARDED = {401: "Missing or wrong token", 403: "Host not accepted"}
+MODEL = {503: "Busy: try again after Retry-After", 504: "Deadline exceeded"}
+IMAGES = {
+    403: "Host or Origin not accepted",
     413: "Too many bytes, pixels or images, or too much memory to decode",
-    415: "Not a picture",
-    422: "A broken image, or one that is too slow to decode",
+    415: "Not an image",
+    422: "Corrupt image, or too slow to decode",
 }
 
 
-def answer(words: str, schema: Schema, kind: str = "application/json") -> Schema:
-    return {"description": words, "content": {kind: {"schema": schema}}}
+def response(description: str, schema: Schema, kind: str = "application/json") -> Schema:
+    return {"description": description, "content": {kind: {"schema": schema}}}
 
 
-def operation(summary: str, good: Schema, *troubles: dict[int, str], **more: Any) -> Schema:
-    """A route's one method: its good answer, and every way in which it may end otherwise."""
-    wrong = {"$ref": "#/components/schemas/Error"}
-    meets = {status: words for some in (ALWAYS, *troubles) for status, words in some.items()}
-    rows = {str(status): answer(words, wrong) for status, words in sorted(meets.items())}
-    return {"summary": summary, **more, "responses": {"200": good, **rows}}
+def operation(summary: str, success: Schema, *errors: dict[int, str], **more: Any) -> Schema:
+    """The one method of a route, with its success and error responses."""
+    error = {"$ref": "#/components/schemas/Error"}
+    statuses = {status: text for group in (ALWAYS, *errors) for status, text in group.items()}
+    rows = {str(status): response(text, error) for status, text in sorted(statuses.items())}
+    return {"summary": summary, **more, "responses": {"200": success, **rows}}
 
 
-def named(schema: str, words: str) -> Schema:
-    return answer(words, {"$ref": f"#/components/schemas/{schema}"})
+def response_of(schema: str, description: str) -> Schema:
+    return response(description, {"$ref": f"#/components/schemas/{schema}"})
 
 
-def asking(*names: str) -> dict[str, Any]:
-    """How pictures are sent: in a form, where the words may be too, or as the body."""
-    words = {name: {"type": "string", "pattern": "^[0-9]{1,9}$"} for name in names}
-    form = {"type": "object", "properties": {"file": listing(BYTES), **words}, "required": ["file"]}
+def image_request(*names: str) -> dict[str, Any]:
+    """A request with images, in a form (with parameters) or as the body."""
+    parameters = {name: {"type": "string", "pattern": "^[0-9]{1,9}$"} for name in names}
+    form = {"type": "object", "properties": {"file": array_of(BYTES), **parameters}, "required": ["file"]}
     kinds = {"multipart/form-data": form, "application/octet-stream": BYTES, "image/*": BYTES}
     return {
-        "parameters": [{"name": name, "in": "query", "schema": WHOLE} for name in names],
+        "parameters": [{"name": name, "in": "query", "schema": INTEGER} for name in names],
         "requestBody": {"required": True, "content": {kind: {"schema": one} for kind, one in kinds.items()}},
     }
 
 
-def describe(settings: ServeConfig) -> Schema:
-    """The whole document."""
-    number = {"name": "number", "in": "path", "required": True, "schema": WHOLE}
-    told = thing(ready=YES_OR_NO)
-    plain = answer("Numbers for Prometheus", TEXT, "text/plain")
-    example = {"description": "A picture", "content": {"image/png": {}, "image/jpeg": {}}}
-    page = answer("The page", TEXT, "text/html")
+def build_openapi(settings: ServeConfig) -> Schema:
+    """The complete document."""
+    number = {"name": "number", "in": "path", "required": True, "schema": INTEGER}
+    readiness = object_of(ready=BOOLEAN)
+    metrics = response("Metrics in the Prometheus text format", TEXT, "text/plain")
+    example = {"description": "An image", "content": {"image/png": {}, "image/jpeg": {}}}
+    page = response("The page", TEXT, "text/html")
     get: dict[str, Schema] = {
-        "/v1/model": operation("What is served", named("Model", "The model and the limits"), GUARDED),
-        "/v1/filters": operation("What the patch embedding looks for", answer("", FIGURE), GUARDED, WORKING),
-        "/v1/positions": operation("How alike positions are", answer("", FIGURE), GUARDED, WORKING),
-        "/v1/examples": operation("Pictures to begin with", named("Examples", "Their addresses"), GUARDED),
-        "/v1/examples/{number}": operation(
-            "One of them", example, GUARDED, {404: "No such picture"}, parameters=[number]
+        "/v1/model": operation(
+            "Model and limits", response_of("Model", "The model and the limits of the server"), GUARDED
         ),
-        "/healthz": operation("Whether the server lives", answer("It does", thing(live=YES_OR_NO))),
-        "/readyz": operation("Whether requests are welcome", answer("They are", told)),
-        "/metrics": operation("What was counted", plain, GUARDED),
-        "/openapi.json": operation("This document", answer("It", {"type": "object"})),
-        "/": operation("A page to look inside the model", page),
+        "/v1/filters": operation(
+            "Principal components of the patch embedding", response("The figure", FIGURE), GUARDED, MODEL
+        ),
+        "/v1/positions": operation(
+            "Similarity of position embeddings", response("The figure", FIGURE), GUARDED, MODEL
+        ),
+        "/v1/examples": operation("Example images", response_of("Examples", "Names and URLs"), GUARDED),
+        "/v1/examples/{number}": operation(
+            "One example image", example, GUARDED, {404: "No such image"}, parameters=[number]
+        ),
+        "/healthz": operation("Liveness", response("The server is alive", object_of(live=BOOLEAN))),
+        "/readyz": operation("Readiness", response("The server is ready", readiness)),
+        "/metrics": operation("Metrics", metrics, GUARDED),
+        "/openapi.json": operation("This document", response("The OpenAPI document", {"type": "object"})),
+        "/": operation("Interactive page", page),
     }
-    get["/readyz"]["responses"]["503"] = answer("They are not: warming up, or stopping", told)
-    told_all = (GUARDED, PICTURES, WORKING)
+    get["/readyz"]["responses"]["503"] = response("Warming up or stopping", readiness)
+    errors = (GUARDED, IMAGES, MODEL)
     post: dict[str, Schema] = {
         "/v1/predict": operation(
-            "Labels for pictures", named("Predictions", "One for each"), *told_all, **asking("top")
+            "Predict labels",
+            response_of("Predictions", "One prediction per image"),
+            *errors,
+            **image_request("top"),
         ),
         "/v1/explain": operation(
-            "One picture, and what the model does with it",
-            named("Explanation", "What was seen on the way"),
-            *told_all,
-            {404: "A model that cannot be looked into"},
-            **asking("layer", "top"),
+            "Explain one prediction",
+            response_of("Explanation", "Prediction, attention, rollout and logit lens"),
+            *errors,
+            {404: "The model cannot be explained"},
+            **image_request("layer", "top"),
         ),
     }
     paths = {path: {"get": one} for path, one in get.items()} | {
         path: {"post": one} for path, one in post.items()
     }
-    found: Schema = {
+    document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "vitrail serve", "version": __version__},
         "paths": paths,
         "components": {"schemas": SCHEMAS},
     }
     if settings.token is not None:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path, methods in paths.items():
             if path.startswith("/v1/") or path == "/metrics":
                 next(iter(methods.values()))["security"] = [{"token": []}]
-    return found
+    return document

@@ -1,4 +1,4 @@
-"""The life of a server: listen, warm up, serve; told to stop, answer whoever is inside, and leave.
+"""Run a server: listen, warm up, serve, and on a signal finish the open requests and stop.
 
 run(vt.Predictor("pets.safetensors"), ServeConfig(port=8000))
 """
@@ -41,9 +41,9 @@ KINDS = {
     ".png": "image/png",
 }
 STOPS = (signal.SIGTERM, signal.SIGINT)
-BACKLOG = 128  # clients that the system keeps for us until we have time
-LINES = 10_000  # of the log that may wait for whoever reads it
-SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+BACKLOG = 128  # connections that the kernel queues
+MAX_LOG_LINES = 10_000  # waiting to be written
+SO_ATTACH_FILTER = 26  # on Linux; Python has no name for it
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -57,12 +57,12 @@ def run(
     started: Callable[[str], None] = lambda address: None,
     ended: Callable[[int], None] = lambda code: None,
 ) -> int:
-    """Serve until a signal comes. The exit code: 0, or 1 where somebody who was inside got no answer.
+    """Serve until a signal arrives; return the exit code: 0, or 1 if a request was cut off.
 
     Args:
-        started: is told the address, before the first client is let in.
-        ended: is told the exit code when everybody has left. The model may still be at work for somebody
-            who did not wait; a program that ends here need not wait either.
+        started: called with the address, before the first client is accepted.
+        ended: called with the exit code when all clients have left. The model may still be computing for a
+            client that did not wait; a program may exit here without waiting for it.
     """
     log = Log()
     app = App(predictor, settings, name=name, page=page_files(), examples=examples, log=log)
@@ -73,221 +73,222 @@ def run(
 
     try:
         server = Server(app, listener or bind(settings), finish)
-        with bell() as heard:  # before anybody knows the address, and with it whom to stop
+        with _signal_socket() as signals:  # before the address is known
             started(server.listen())
-            return server.run(heard)
+            return server.run(signals)
     finally:
         log.close()
 
 
 def bind(settings: ServeConfig) -> socket.socket:
-    """A socket that has the address, and does not listen yet: first let there be a model."""
-    found = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    """A socket bound to the address that does not listen yet: the model is loaded first."""
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((settings.host, settings.port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
     except OSError as error:
-        found.close()
-        raise taken(settings, error) from error
-    found.setblocking(False)
-    return found
+        listener.close()
+        raise _address_error(settings, error) from error
+    listener.setblocking(False)
+    return listener
 
 
-def taken(settings: ServeConfig, error: OSError) -> InputError:
-    got = f"{settings.host}:{settings.port} ({error.strerror or 'no such address'})"
-    do = "Name another --port or --host; --port 0 takes a free one."
-    return InputError("The address must be this machine's, and free.", printable(got), do)
+def _address_error(settings: ServeConfig, error: OSError) -> InputError:
+    address, reason = f"{settings.host}:{settings.port}", error.strerror or "no such address"
+    return InputError(
+        f"Cannot listen on {printable(address)}: {printable(reason)}; choose another --port or --host "
+        "(--port 0 chooses a free port)."
+    )
 
 
-def turn_away(listener: socket.socket) -> None:
-    """Have the system ignore whoever knocks from now on; whoever has come in before can still be accepted.
+def _stop_new_connections(listener: socket.socket) -> None:
+    """Have the kernel drop new connections; those already queued can still be accepted.
 
-    Without this, a client that comes between the last `accept` and the `close` would be thrown out again
-    with its request in hand. Only Linux can, by a filter of one instruction: let nothing pass.
+    Without this, a client that connects between the last `accept` and the `close` would be reset with its
+    request sent. Linux only, by a socket filter of one instruction that drops everything.
     """
     if sys.platform == "linux":
         instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
         program = struct.pack("HP", 1, ctypes.addressof(instruction))
-        with suppress(OSError):  # not every container lets us
+        with suppress(OSError):  # not allowed in every container
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 @contextmanager
-def bell() -> Iterator[socket.socket | None]:
-    """A socket on which SIGTERM and SIGINT arrive, each as a byte, at once: a handler in Python would have to
-    wait until the model is done. None in a thread that may not ask for them."""
+def _signal_socket() -> Iterator[socket.socket | None]:
+    """A socket that receives SIGTERM and SIGINT at once, each as a byte; a Python handler would wait for the
+    forward pass to end. None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
-    heard, rung = socket.socketpair()
-    with heard, rung:
-        heard.setblocking(False)
-        rung.setblocking(False)
-        wakened = signal.set_wakeup_fd(rung.fileno(), warn_on_full_buffer=False)
-        kept = {one: signal.signal(one, lambda *_: None) for one in STOPS}
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        receiver.setblocking(False)
+        sender.setblocking(False)
+        previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        handlers = {one: signal.signal(one, lambda *_: None) for one in STOPS}
         try:
-            yield heard
+            yield receiver
         finally:
-            for one, handler in kept.items():
-                signal.signal(one, handler or signal.SIG_DFL)  # None where it was not Python that had set it
-            signal.set_wakeup_fd(wakened)
+            for one, handler in handlers.items():
+                signal.signal(one, handler or signal.SIG_DFL)  # None if it was not set from Python
+            signal.set_wakeup_fd(previous)
 
 
 def page_files() -> dict[str, tuple[str, bytes]]:
-    """The page, read once: (kind, bytes) by path. Nothing but these is ever served from a disk."""
+    """The files of the page, read once: (content type, bytes) by path. No other file is ever served."""
     files = {path: (KINDS[path.suffix], path.read_bytes()) for path in PAGE.iterdir() if path.suffix in KINDS}
     return {"/" + path.name.replace("index.html", ""): file for path, file in sorted(files.items())}
 
 
 class Server:
-    """An app on a socket: the model in the thread that runs it, clients in another.
+    """An app on a socket: the model in the calling thread, the connections in another.
 
-    It is that way round because PyTorch on a CPU was seen to be faster in a process's first thread than in
-    any other (docs/serve.md).
+    PyTorch on a CPU was measured to be faster in the main thread of a process than in others (docs/serve.md).
     """
 
     def __init__(
         self, app: App, listener: socket.socket, ended: Callable[[int], object] = lambda code: None
     ) -> None:
         self.app, self.listener, self.ended = app, listener, ended
-        self.told = asyncio.Event()
-        self.arrivals: set[asyncio.Task[Any]] = set()
-        self.signals = self.code = 0
+        self.stop_requested = asyncio.Event()
+        self.accepting: set[asyncio.Task[Any]] = set()
+        self.signal_count = self.code = 0
 
     def listen(self) -> str:
-        """Let the system collect clients for us. The address they are given."""
+        """Start listening; return the address."""
         try:
             self.listener.listen(BACKLOG)
-        except OSError as error:  # another has had the address in the meantime, and was first to listen
-            raise taken(self.app.settings, error) from error
+        except OSError as error:  # another process listens there now
+            raise _address_error(self.app.settings, error) from error
         host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def run(self, heard: socket.socket | None = None) -> int:
-        """Serve until told to stop. The exit code.
+    def run(self, signals: socket.socket | None = None) -> int:
+        """Serve until stopped; return the exit code.
 
         Args:
-            heard: a socket on which signals arrive, as from `bell`.
+            signals: a socket that receives signals, from `_signal_socket`.
         """
-        clients = threading.Thread(target=self.serve_clients, args=[heard], name="clients")
+        clients = threading.Thread(target=self.serve_clients, args=[signals], name="clients")
         clients.start()
-        self.app.batcher.run(self.model_died)
+        self.app.batcher.run(self.on_model_crash)
         clients.join()
         return self.code
 
-    def serve_clients(self, heard: socket.socket | None) -> None:
-        """In a thread of its own. However it ends, the model's thread must not wait for ever."""
+    def serve_clients(self, signals: socket.socket | None) -> None:
+        """The connections' thread. However it ends, the model's thread must end too."""
         try:
-            asyncio.run(self.attend(heard))
+            asyncio.run(self.serve_until_stopped(signals))
         except BaseException as error:
-            self.app.failed(error)
+            self.app.internal_error(error)
             self.code = 1
         self.app.batcher.close()
         self.ended(self.code)
 
-    def model_died(self, error: BaseException) -> None:
-        self.app.failed(error)
-        with suppress(RuntimeError):  # the last client has left already
+    def on_model_crash(self, error: BaseException) -> None:
+        self.app.internal_error(error)
+        with suppress(RuntimeError):  # the event loop has ended already
             self.loop.call_soon_threadsafe(self.stop, 1)
 
-    async def attend(self, heard: socket.socket | None) -> None:
-        """What clients see of a server, from the first to the last."""
+    async def serve_until_stopped(self, signals: socket.socket | None) -> None:
+        """Accept connections until the server is stopped, then finish the open requests."""
         self.loop = loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self.trouble)
-        if heard:
-            loop.add_reader(heard, self.on_signals, heard)
+        loop.set_exception_handler(self.on_asyncio_error)
+        if signals:
+            loop.add_reader(signals, self.on_signals, signals)
         loop.add_reader(self.listener, self.accept)
         warming = loop.create_task(self.warm_up())
         try:
-            await self.told.wait()
+            await self.stop_requested.wait()
             warming.cancel()
             await self.drain()
         finally:
             await self.app.decoders.close()
 
-    def on_signals(self, heard: socket.socket) -> None:
-        """The first asks us to leave; the second means it."""
-        for number in heard.recv(100):
+    def on_signals(self, signals: socket.socket) -> None:
+        """The first signal stops the server gracefully, the second at once."""
+        for number in signals.recv(100):
             if number not in STOPS:
-                continue  # others that the program listens to come this way too
-            self.signals += 1
-            if self.signals > 1:
+                continue  # signals that the program handles itself arrive here too
+            self.signal_count += 1
+            if self.signal_count > 1:
                 os._exit(128 + number)
             self.stop()
 
     def stop(self, code: int = 0) -> None:
         self.code = max(self.code, code)
         self.app.stopping = True
-        self.told.set()
+        self.stop_requested.set()
 
-    def trouble(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """What asyncio would print with a stack trace."""
+    def on_asyncio_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        """Log an error that asyncio would print with a stack trace."""
         error = context.get("exception")
-        self.app.failed(error if isinstance(error, Exception) else RuntimeError())
+        self.app.internal_error(error if isinstance(error, Exception) else RuntimeError())
 
-    # ---- its parts --------------------------------------------------------------------------
+    # ---- phases --------------------------------------------------------------------------
 
     def accept(self) -> bool:
-        """Let in one client, if one is there; whether another may be."""
+        """Accept one client if there is one; return whether there may be another."""
         loop = asyncio.get_running_loop()
         try:
-            found, _ = self.listener.accept()
+            connection, _ = self.listener.accept()
         except ConnectionAbortedError:
-            return True  # this one has gone; others may be there
+            return True  # this one has disconnected; there may be others
         except OSError as error:
-            if error.errno in EXHAUSTED:  # to look again at once would help nobody
-                self.app.log("no more file descriptors: clients have to wait")
+            if error.errno in EXHAUSTED:  # retrying at once would not help
+                self.app.log("out of file descriptors; new clients have to wait")
                 loop.remove_reader(self.listener)
-                loop.call_later(1, self.look_again)
+                loop.call_later(1, self.resume_accepting)
             return False
-        arrival = loop.create_task(loop.connect_accepted_socket(lambda: Connection(self.app), found))
-        self.arrivals.add(arrival)
-        arrival.add_done_callback(self.arrivals.discard)
+        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(self.app), connection))
+        self.accepting.add(task)
+        task.add_done_callback(self.accepting.discard)
         return True
 
-    def look_again(self) -> None:
+    def resume_accepting(self) -> None:
         if not self.app.stopping:
             asyncio.get_running_loop().add_reader(self.listener, self.accept)
 
     async def warm_up(self) -> None:
-        """The first answers take longer than all others: nobody should wait for them."""
+        """Run the model once before the first request: the first forward passes are slow."""
         preprocess = self.app.predictor.preprocess
         blank = np.zeros((*preprocess.target, preprocess.channels), np.uint8)
 
-        def answer() -> None:
+        def predict_blank() -> None:
             for count in (1, self.app.settings.batch):
-                list(self.app.predictor.answer([("", blank)] * count))
+                list(self.app.predictor.predict_batch([("", blank)] * count))
 
         try:
-            model = self.app.batcher.call(answer, float("inf"))
+            model = self.app.batcher.call(predict_blank, float("inf"))
             await asyncio.gather(self.app.decoders.start(), model)
             self.app.ready = True
         except Exception as error:
-            self.app.failed(error)
+            self.app.internal_error(error)
             self.stop(1)
 
     async def drain(self) -> None:
-        """Take in who is at the door, close it, and wait until everybody has an answer."""
-        turn_away(self.listener)
+        """Accept the queued connections, stop listening, and wait until all requests have a response."""
+        _stop_new_connections(self.listener)
         while self.accept():
             pass
         asyncio.get_running_loop().remove_reader(self.listener)
         self.listener.close()
-        await asyncio.gather(*self.arrivals, return_exceptions=True)
+        await asyncio.gather(*self.accepting, return_exceptions=True)
         for connection in self.app.connections.copy():
-            connection.hurry()
+            connection.close_if_idle_soon()
         tasks = [connection.task for connection in self.app.connections if connection.task]
         _, late = await asyncio.wait(tasks, timeout=self.app.settings.drain) if tasks else ((), ())
         if late:
-            self.app.log(f"clients cut off after {self.app.settings.drain:g} seconds: {len(late)}")
+            self.app.log(f"requests cut off after {self.app.settings.drain:g} seconds: {len(late)}")
             self.code = 1
 
 
 class Log:
-    """Lines on stderr, from a thread of their own: who reads them slowly must not hold up the server."""
+    """A log on stderr, written by its own thread, so that a slow reader cannot block the server."""
 
     def __init__(self) -> None:
-        self.lines: queue.Queue[str | None] = queue.Queue(LINES)
+        self.lines: queue.Queue[str | None] = queue.Queue(MAX_LOG_LINES)
         self.thread = threading.Thread(target=self.write, name="log", daemon=True)
         self.thread.start()
 
@@ -296,7 +297,7 @@ class Log:
             self.lines.put_nowait(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {line}")
 
     def write(self) -> None:
-        with suppress(OSError):  # nobody reads any more
+        with suppress(OSError):  # the reader is gone
             while (line := self.lines.get()) is not None:
                 print(line, file=sys.stderr, flush=True)
 

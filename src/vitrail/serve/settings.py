@@ -1,4 +1,4 @@
-"""How a server behaves: its address, and the limit to everything a client can ask for."""
+"""The settings of a server: its address, and a limit for everything that a client can request."""
 
 from __future__ import annotations
 
@@ -7,84 +7,96 @@ from ipaddress import ip_address
 from typing import Any
 
 from vitrail.errors import ConfigError
-from vitrail.fields import Config, declare, number, show, switch, whole
+from vitrail.fields import Config, boolean, declare, documented, integer, number, short_repr
 
-SHORTEST_TOKEN = 16  # letters; below that it can be guessed
+MIN_TOKEN = 16  # characters; a shorter one could be guessed
 
 
-def words(doc: str, default: str | None) -> Any:
-    """Some text without spaces or control characters."""
+def _text(doc: str, default: str | None) -> Any:
+    """ASCII text without spaces or control characters."""
 
     def check(name: str, value: Any, hint: Any) -> str:
         if not isinstance(value, str) or not value.isascii() or not value.isprintable() or " " in value:
-            must = f"{name} must be ASCII text without spaces."
-            raise ConfigError(must, f"{name} of another kind", f"Set {name} to such a text.")
+            raise ConfigError(f"{name} must be ASCII text without spaces or control characters.")
         return value
 
     return declare(doc, check, default)
 
 
-def seconds(doc: str, default: float) -> Any:
-    return number(doc, "a number of seconds above 0", lambda x: x > 0, default)
+def _seconds(doc: str, default: float) -> Any:
+    return number(doc, "a positive number of seconds", lambda x: x > 0, default)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Config):
-    """Everything a server is, besides its model. A request beyond a limit gets an answer that says so."""
+    """The settings of a server. A request beyond a limit gets an error that names the limit."""
 
-    host: str = words("The address that is listened on", "127.0.0.1")
-    port: int = whole("The port; 0 takes a free one", least=0, default=8000)
-    token: str | None = words("What clients must send as Authorization: Bearer; nothing when not given", None)
-    public: bool = switch("Whether whoever reaches it may ask, by any name, with no token", default=False)
+    host: str = _text("The address to listen on", "127.0.0.1")
+    port: int = integer("The port; 0 chooses a free one", least=0, default=8000)
+    token: str | None = _text("The bearer token that clients must send; None for no authentication", None)
+    public: bool = boolean(
+        "Whether to allow other machines and any Host header without a token", default=False
+    )
 
     # ---- work
-    queue: int = whole("Pictures inside at once: being decoded, waiting, or in the model", default=64)
-    batch: int = whole("The most pictures that go through the model at once", default=16)
-    deadline: float = seconds("From the end of a request to its answer; afterwards it is dropped", 10.0)
-    decoders: int = whole("Processes that decode images", default=2)
-    decode_time: float = seconds("Processor time for decoding one image", 3.0)
-    decode_memory: int = whole("Bytes that each decoder may use for an image", default=512 * 2**20)
+    queue: int = integer(
+        "The number of images in progress at once: decoding, waiting, or in the model", default=64
+    )
+    batch: int = integer("The maximum batch size", default=16)
+    deadline: float = _seconds("Seconds from receiving a request to its response; later it is dropped", 10.0)
+    decoders: int = integer("The number of processes that decode images", default=2)
+    decode_time: float = _seconds("CPU seconds for decoding one image", 3.0)
+    decode_memory: int = integer(
+        "Bytes of memory that each decoder may use for an image", default=512 * 2**20
+    )
 
     # ---- requests
-    body: int = whole("Bytes of one request", default=16 * 2**20)
-    bodies: int = whole("Bytes of all requests together", default=256 * 2**20)
-    pixels: int = whole("Pixels of one picture, as its header has them", default=25_000_000)
-    side: int = whole("Pixels that an image may be wide or high", default=2**15)
-    files: int = whole("Pictures in one request", default=32)
-    connections: int = whole("Clients connected at once", default=512)
+    body: int = integer("The maximum bytes of a request body", default=16 * 2**20)
+    bodies: int = integer("The maximum bytes of all request bodies in memory", default=256 * 2**20)
+    pixels: int = integer(
+        "The maximum number of pixels of an image, read from its header", default=25_000_000
+    )
+    side: int = integer("The maximum width or height of an image, in pixels", default=2**15)
+    files: int = integer("The maximum number of images in a request", default=32)
+    connections: int = integer("The maximum number of open connections", default=512)
 
-    # ---- patience
-    header_time: float = seconds("For the head of a request", 10.0)
-    body_time: float = seconds("For the whole of its body, and for a client to take its answer", 30.0)
-    idle_time: float = seconds("Between two requests of one connection", 60.0)
-    drain: float = seconds("For requests that are inside when the server is told to stop", 30.0)
+    # ---- timeouts
+    header_time: float = _seconds("Seconds to receive the head of a request", 10.0)
+    body_time: float = _seconds(
+        "Seconds to receive a request body, and for a client to receive its response", 30.0
+    )
+    idle_time: float = _seconds("Seconds that a connection may be idle between two requests", 60.0)
+    drain: float = _seconds("Seconds to finish the requests in progress when the server stops", 30.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.set("files", min(self.files, self.queue))  # more could never be let in
+        self.set("files", min(self.files, self.queue))  # more could never be accepted
         if self.port > 65535:
-            raise ConfigError("port must be from 0 to 65535.", f"port={show(self.port)}", "Such as 8000.")
-        if self.token is not None and len(self.token) < SHORTEST_TOKEN:
-            do = 'Make one: python -c "import secrets; print(secrets.token_urlsafe())".'
-            raise ConfigError(f"A token must have {SHORTEST_TOKEN} letters or more.", "a shorter one", do)
+            raise ConfigError(f"port must be from 0 to 65535, not {short_repr(self.port)}.")
+        if self.token is not None and len(self.token) < MIN_TOKEN:
+            raise ConfigError(
+                f"token must have at least {MIN_TOKEN} characters; create one with "
+                'python -c "import secrets; print(secrets.token_urlsafe())".'
+            )
 
     def __repr__(self) -> str:
-        """Without the token, wherever this may be printed."""
+        """Without the token, so that it is never printed."""
         return f"ServeConfig(host={self.host!r}, port={self.port})"
 
     @property
     def local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """Whether the server is reachable only from this machine."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
-    def knows(self, host: str) -> bool:
-        """Whether a client that asked for this host, of which HTTP tells us, was sent here by nobody else.
+    def accepts_host(self, host: str) -> bool:
+        """Whether a request with this Host header is accepted: the protection against DNS rebinding.
 
-        A web page may have its own name lead to this machine, and would then count as the server's. It
-        cannot do that with an address, nor with localhost.
+        A web page can point its own domain name at this machine and would then have the server's origin. It
+        cannot do that with an IP address or with localhost.
         """
         if not self.local or self.token or self.public:
             return True

@@ -1,1 +1,1 @@
-"""Training: one loop for scratch, fine-tuning and distillation, exact to the bit across restarts."""
+"""Training: from scratch, fine-tuning and distillation, with exact resume."""

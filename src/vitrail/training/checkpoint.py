@@ -1,19 +1,18 @@
-"""Checkpoints that are whole or not there: written aside, synced, checked, renamed.
+"""Checkpoints: everything a run needs to resume exactly, in folders that are complete or not there at all.
 
 A checkpoint is a folder, checkpoints/step-00000042, with tensors in safetensors files, state.json, and
-manifest.json, which lists every other file with its size and hash. One that does not fit its manifest
-is passed over for the one before it, with a sentence that says why. A whole one is never written over:
-the same step saved again (first while its epoch was judged, then after) is step-00000042.1.
+manifest.json, which lists every other file with its size and hash. A folder that does not match its manifest
+is ignored, with a warning, and the one before it is used. A complete checkpoint is never overwritten: the
+same step saved again (first before its epoch was evaluated, then after) is step-00000042.1.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,160 +22,164 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.errors import FileError, printable
+from vitrail.io.write import atomic_folder, remove_partial, write_text
+from vitrail.training.parallel import ProcessGroup
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.files import write_safetensors
 
-NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")
-ASIDE = re.compile(r"\.step-[\d.]+\.part|\.[0-9a-f]{16}\.part|\.[a-z]+\.jsonl?\.part")
+_NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to go on as if nothing had happened."""
+    """The state of a run after some step."""
 
     step: int
-    """How many steps have been taken."""
+    """The number of steps taken."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By file: model, optimizer, ema, sums."""
     state: Mapping[str, Any]
-    """Plain numbers and words."""
+    """What is not a tensor, as JSON."""
 
 
-def save(folder: Path, checkpoint: Checkpoint, keep: int, damaged: Iterable[Path] = ()) -> Path:
+class CheckpointManager:
+    """Saves and restores the checkpoints of a run directory, and its files best and last.safetensors.
+
+    Args:
+        out: the run directory.
+        keep: how many checkpoints to keep.
+    """
+
+    def __init__(self, out: Path, keep: int, ranks: ProcessGroup) -> None:
+        self.out, self.keep, self.ranks = out, keep, ranks
+        self.folder = out / "checkpoints"
+        self._newest: tuple[int, bool] | None = None
+        self._damaged: list[Path] = []
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, unless the newest one already holds this state. All processes must call it."""
+        moment = (checkpoint.step, bool(checkpoint.state["pending"]))
+        if moment == self._newest:
+            return
+        if self.ranks.is_main:
+            save_checkpoint(self.folder, checkpoint, self.keep, self._damaged)
+        self.ranks.barrier()
+        self._newest, self._damaged = moment, []
+
+    def restore_newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """Read the newest complete checkpoint; `warn` is called for each newer one that is damaged."""
+        checkpoint, warnings = load_newest(self.folder)
+        for text in warnings.values():
+            warn(text)
+        self._damaged = list(warnings)  # the next checkpoint replaces them
+        if checkpoint is not None:
+            self._newest = (checkpoint.step, bool(checkpoint.state["pending"]))
+        return checkpoint
+
+    def save_best(self, bundle: Bundle) -> None:
+        bundle.save(self.out / "best.safetensors")
+
+    def save_last(self, bundle: Bundle) -> None:
+        """Write the weights of the last step. This file marks the run as finished."""
+        bundle.save(self.out / "last.safetensors")
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, damaged: Iterable[Path] = ()) -> Path:
     """Write a checkpoint, then remove the damaged ones, and the oldest of the others beyond `keep`."""
-    place = next_place(folder, checkpoint.step)
-    aside = folder / f".{place.name}.part"
+    path = _next_path(folder, checkpoint.step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tidy(folder)
-        aside.mkdir()
-        for name, tensors in checkpoint.tensors.items():
-            write_safetensors(aside / f"{name}.safetensors", tensors)
-        write_text(aside / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
-        write_text(aside / "manifest.json", json.dumps(manifest(aside)))
-        sync(aside)
-        aside.rename(place)
-        sync(folder)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise failed(place, error.strerror or str(error)) from error
-    except FileError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise failed(place, error.args[1]) from error
-    found = [one for one in complete(folder) if one == place or one not in damaged]
-    at = found.index(place)  # those beyond it are damaged, or their steps would not be taken again
-    for old in set(complete(folder)) - set(found[at : at + keep]):
+        remove_partial(folder)
+        with atomic_folder(path) as partial:
+            for name, tensors in checkpoint.tensors.items():
+                write_safetensors(partial / f"{name}.safetensors", tensors)
+            write_text(partial / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
+            write_text(partial / "manifest.json", json.dumps(_manifest(partial)))
+    except (OSError, FileError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise FileError(
+            f"the checkpoint {printable(path)} could not be written: {printable(reason, 400).rstrip('.')}. "
+            "The checkpoint before it is unchanged. Free some disk space or check the permissions, then "
+            "resume with --resume."
+        ) from error
+    good = [one for one in list_checkpoints(folder) if one == path or one not in damaged]
+    at = good.index(path)  # those of later steps are damaged, or their steps would not be taken again
+    for old in set(list_checkpoints(folder)) - set(good[at : at + keep]):
         shutil.rmtree(old, ignore_errors=True)
-    return place
+    return path
 
 
-def next_place(folder: Path, step: int) -> Path:
+def _next_path(folder: Path, step: int) -> Path:
     """Where a checkpoint goes: after all others of the same step."""
-    found = [order(place) for place in complete(folder)]
-    again = max((number + 1 for taken, number in found if taken == step), default=0)
-    return folder / (f"step-{step:08d}.{again}" if again else f"step-{step:08d}")
+    existing = [_step_and_attempt(path) for path in list_checkpoints(folder)]
+    attempt = max((number + 1 for other, number in existing if other == step), default=0)
+    return folder / (f"step-{step:08d}.{attempt}" if attempt else f"step-{step:08d}")
 
 
-def tidy(folder: Path) -> None:
-    """Remove what a run that was killed had begun to write."""
-    for left in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)] if folder.is_dir() else []:
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.unlink(missing_ok=True)
-
-
-def failed(place: Path, reason: str) -> FileError:
-    return FileError(
-        "A checkpoint must be written whole; the one before it is as it was.",
-        f"{printable(place)}: {printable(reason)}",
-        "Free some space or check the rights, then go on with --resume.",
-    )
-
-
-def complete(folder: Path) -> list[Path]:
-    """Folders of finished checkpoints, the newest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The folders of complete checkpoints, the newest first; their contents are not checked."""
     if not folder.is_dir():
         return []
-    found = (p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir())
-    return sorted(found, key=order, reverse=True)
+    folders = (p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
+    return sorted(folders, key=_step_and_attempt, reverse=True)
 
 
-def order(place: Path) -> tuple[int, int]:
-    step, _, again = place.name.removeprefix("step-").partition(".")
-    return int(step), int(again or 0)
+def _step_and_attempt(path: Path) -> tuple[int, int]:
+    step, _, attempt = path.name.removeprefix("step-").partition(".")
+    return int(step), int(attempt or 0)
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """The newest checkpoint that is whole, and a sentence on each newer one that is not."""
+    """The newest undamaged checkpoint, and a warning for each newer one that is damaged."""
     warnings: dict[Path, str] = {}
-    for place in complete(folder):
-        reason = damage(place)
+    for path in list_checkpoints(folder):
+        reason = _find_damage(path)
         if reason is None:
-            return read(place), warnings
-        warnings[place] = f"{printable(place.name)} is not whole ({reason}); the one before it is used."
+            return _read_checkpoint(path), warnings
+        warnings[path] = f"{printable(path.name)} is damaged ({reason}); the checkpoint before it is used."
     return None, warnings
 
 
-def read(place: Path) -> Checkpoint:
-    state = json.loads((place / "state.json").read_text())
-    tensors = {file.stem: load_file(file) for file in sorted(place.glob("*.safetensors"))}
+def _read_checkpoint(path: Path) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text())
+    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
     return Checkpoint(state.pop("step"), tensors, state)
 
 
-def damage(place: Path) -> str | None:
-    """Why a checkpoint is not whole; None if it is."""
+def _find_damage(path: Path) -> str | None:
+    """Why a checkpoint is damaged; None if it is complete."""
     try:
-        listed = json.loads((place / "manifest.json").read_text())
-        found = manifest(place)
+        listed = json.loads((path / "manifest.json").read_text())
+        actual = _manifest(path)
     except FileNotFoundError:
         return "it has no manifest"
     except (OSError, ValueError):
         return "its manifest cannot be read"
-    if not isinstance(listed, dict) or set(listed) != set(found):
-        return "its files are not those of its manifest"
-    wrong = [name for name in found if listed[name] != found[name]]
-    return f"{wrong[0]} has changed" if wrong else None
+    if not isinstance(listed, dict) or set(listed) != set(actual):
+        return "its files do not match its manifest"
+    changed = [name for name in actual if listed[name] != actual[name]]
+    return f"{changed[0]} has changed" if changed else None
 
 
-def manifest(place: Path) -> dict[str, list[Any]]:
+def _manifest(path: Path) -> dict[str, list[Any]]:
     """Size and hash of every file but the manifest itself."""
-    files = sorted(p for p in place.iterdir() if p.name != "manifest.json")
-    return {file.name: [file.stat().st_size, hash_of(file)] for file in files}
+    files = sorted(p for p in path.iterdir() if p.name != "manifest.json")
+    return {file.name: [file.stat().st_size, _sha256(file)] for file in files}
 
 
-def hash_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_text(file: Path, text: str) -> None:
-    """A text file, whole or as it was."""
-    aside = file.with_name(f".{file.name}.part")
-    try:
-        write_text(aside, text)
-        aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
+    """The old name of `vitrail.io.write.write_text(file, text, overwrite=True)`."""
+    write_text(file, text, overwrite=True)
 
 
-def sync(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# ---- optimizers by name ---------------------------------------------------------------------
+# ---- optimizer state by parameter name ------------------------------------------------------
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -192,7 +195,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, s
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]
 ) -> None:
-    """Give an optimizer the state it had."""
+    """Restore an optimizer's state from `optimizer_tensors`."""
     by_name = {name: parameter for parameter, name in names.items()}
     for key, value in tensors.items():
         kind, _, name = key.partition("/")

@@ -1,4 +1,4 @@
-"""log.txt of a run: every note, the plan and every epoch, a line each, after its time."""
+"""log.txt of a run: messages, plan and epochs, one line each with a UTC timestamp."""
 
 from __future__ import annotations
 
@@ -9,64 +9,65 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import FileError, printable
-from vitrail.training.listen import Listener, Progress, epoch_line
+from vitrail.training.callbacks import Callback, Progress, epoch_line
 
-LONGEST = 1000  # characters of a line
+_MAX_LINE = 1000  # characters
 
 
-class Log:
-    """A listener that writes down what it hears and passes it on.
+class LogFile:
+    """A callback that appends events to a file and passes them on to another callback.
 
-    A run speaks before it has a folder: until `begin`, lines wait. They are added to those of the
-    run that is gone on with. A file that cannot be written to ends the run, as any other would.
+    A run reports messages before its folder exists: lines are buffered until `open` is called. A resumed run
+    appends to the log it has. A log that cannot be written to ends the run, as any other file would.
+
+    Args:
+        inner: the callback that events are passed on to.
+        enabled: whether this process writes the file.
     """
 
-    def __init__(self, inner: Listener, file: Path, writes: bool = True) -> None:
-        self.inner, self.file, self.writes = inner, file, writes
-        self.waiting: list[str] | None = []
+    def __init__(self, inner: Callback, path: Path, enabled: bool = True) -> None:
+        self.inner, self.path, self.enabled = inner, path, enabled
+        self._buffer: list[str] | None = []
 
-    def begin(self) -> None:
-        """The folder is there: write what has been said so far, and all that follows at once."""
-        waiting, self.waiting = self.waiting or [], None
-        self.append("".join(waiting))
+    def open(self) -> None:
+        """Write the buffered lines; from now on, each line is written at once. The folder must exist."""
+        lines, self._buffer = self._buffer or [], None
+        self._append("".join(lines))
 
-    def line(self, text: object) -> None:
-        stamped = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {printable(text, LONGEST)}\n"
-        if self.waiting is None:
-            self.append(stamped)
+    def on_message(self, text: str) -> None:
+        self.inner.on_message(text)
+        self._write(text)
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        self.inner.on_plan(plan)
+        for name, value in plan.items():
+            self._write(f"{name}: {value}")
+
+    def on_progress(self, progress: Progress) -> None:
+        self.inner.on_progress(progress)
+
+    def on_epoch(self, metrics: Mapping[str, Any]) -> None:
+        self.inner.on_epoch(metrics)
+        self._write(epoch_line(metrics))
+
+    def _write(self, text: object) -> None:
+        line = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {printable(text, _MAX_LINE)}\n"
+        if self._buffer is None:
+            self._append(line)
         else:
-            self.waiting.append(stamped)
+            self._buffer.append(line)
 
-    def append(self, text: str) -> None:
-        if not self.writes:
+    def _append(self, text: str) -> None:
+        if not self.enabled:
             return
         try:
-            with self.file.open("ab+") as opened:
-                if opened.tell():
-                    opened.seek(-1, SEEK_END)
-                    text = text if opened.read(1) == b"\n" else "\n" + text  # a full disk had cut it off
-                opened.write(text.encode())
+            with self.path.open("ab+") as file:
+                if file.tell():
+                    file.seek(-1, SEEK_END)
+                    text = text if file.read(1) == b"\n" else "\n" + text  # a full disk had cut a line off
+                file.write(text.encode())
         except OSError as error:
             raise FileError(
-                "A run must be able to write its log.",
-                f"{printable(self.file)}: {printable(error.strerror or error)}",
-                "Free some space or check the rights, then go on with --resume.",
+                f"the log {printable(self.path)} could not be written: {printable(error.strerror or error)}. "
+                "Free some disk space or check the permissions, then resume with --resume."
             ) from error
-
-    # ---- what a listener hears ------------------------------------------------------------------
-
-    def note(self, text: str) -> None:
-        self.inner.note(text)
-        self.line(text)
-
-    def plan(self, facts: Mapping[str, Any]) -> None:
-        self.inner.plan(facts)
-        for word, value in facts.items():
-            self.line(f"{word}: {value}")
-
-    def progress(self, progress: Progress) -> None:
-        self.inner.progress(progress)
-
-    def epoch(self, metrics: Mapping[str, Any]) -> None:
-        self.inner.epoch(metrics)
-        self.line(epoch_line(metrics))

@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021): the weights of q, k and v stay, and learn an update of low rank beside them.
+"""LoRA (Hu et al. 2021): the weights of q, k and v are frozen; a low-rank update of each is trained.
 
-    W = W_0 + alpha / r  B A        A (r, D) is random at first, B (k d, r) zero: W is W_0
+    W = W_0 + alpha / r  B A        A (r, D) is random at first, B (k d, r) zero, so W is W_0
 
-The update is a parametrization of `qkv.weight`: whoever asks for the weight gets the sum, and the
-model's own code knows nothing of it. A file of weights never holds A and B: see `merged`.
+The update is a parametrization of `qkv.weight`: reading the weight gives the sum, and the model's own code
+needs no change. Weight files never hold A and B: see `merge_lora`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
-from vitrail.training.settings import TrainConfig
-from vitrail.weights.load import unfilled
+from vitrail.model.empty import build_empty_model
+from vitrail.recipes.settings import TrainConfig
 
 UPDATE = ".parametrizations.weight.0."  # in the names of A and B
-ORIGINAL = ".parametrizations.weight.original"
+_ORIGINAL = ".parametrizations.weight.original"
 
 
-class LowRank(nn.Module):
-    """The fused weight of q, k and v (3 k d, D) with an update of rank r to each of the three."""
+class LowRankUpdate(nn.Module):
+    """The fused weight of q, k and v (3 k d, D) plus an update of rank r to each of the three."""
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float, chance: torch.Generator) -> None:
+    def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         width, inner = weight.shape[1], weight.shape[0] // 3
         self.scale = alpha / rank
-        self.A = nn.Parameter(torch.randn(3, rank, width, generator=chance) / width**0.5)
+        self.A = nn.Parameter(torch.randn(3, rank, width, generator=generator) / width**0.5)
         self.B = nn.Parameter(torch.zeros(3, inner, rank))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -38,30 +38,30 @@ class LowRank(nn.Module):
 
 
 def check_rank(config: ViTConfig, settings: TrainConfig) -> None:
-    """An update has no more rank than the matrix it is added to."""
+    """Check that the update has no higher rank than the matrix it is added to."""
     most = min(config.width, config.heads_width)
     if settings.tune == "lora" and settings.lora_rank > most:
-        raise ConfigError(f"lora_rank must be a whole number from 1 to {most}, not {settings.lora_rank:,}.")
+        raise ConfigError(f"lora_rank must be an integer from 1 to {most}, not {settings.lora_rank:,}.")
 
 
-def adapt(model: ViT, settings: TrainConfig) -> None:
-    """Give every block of a model its update, on the CPU; the random numbers are the seed's alone."""
-    chance = torch.Generator().manual_seed(settings.seed)
-    for qkv in [part for part in model.blocks.modules() if isinstance(part, QKV)]:
-        update = LowRank(qkv.weight, settings.lora_rank, settings.lora_alpha, chance)
+def add_lora(model: ViT, settings: TrainConfig) -> None:
+    """Add an update to every block of a model on the CPU. Its random values depend on the seed alone."""
+    check_rank(model.config, settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for qkv in [module for module in model.blocks.modules() if isinstance(module, QKV)]:
+        update = LowRankUpdate(qkv.weight, settings.lora_rank, settings.lora_alpha, generator)
         parametrize.register_parametrization(qkv, "weight", update)
 
 
-def merged(model: ViT) -> ViT:
-    """A plain copy with the updates added into the weights, which any reader of weights reads."""
+def merge_lora(model: ViT) -> ViT:
+    """A plain copy of the model with the updates added to its weights."""
     state = {}
     for name, tensor in model.state_dict().items():
-        if name.endswith(ORIGINAL):
-            tensor = model.get_submodule(name.removesuffix(ORIGINAL)).weight  # the sum
-            name = name.removesuffix(ORIGINAL) + ".weight"
+        if name.endswith(_ORIGINAL):
+            tensor = model.get_submodule(name.removesuffix(_ORIGINAL)).weight  # the sum
+            name = name.removesuffix(_ORIGINAL) + ".weight"
         if UPDATE not in name:
             state[name] = tensor.detach().clone()
-    with unfilled():
-        plain = ViT(model.config)
+    plain = build_empty_model(model.config)
     plain.load_state_dict(state, assign=True)
     return plain.to(next(model.parameters()).device).train(model.training)

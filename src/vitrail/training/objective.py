@@ -1,4 +1,4 @@
-"""What is minimised: (1 - w) L(labels) + w L(teacher), the second only where there is a teacher."""
+"""The training objective: (1 - w) L(labels) + w L(teacher), the second term only with a teacher."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.sources import Split
-from vitrail.training.settings import TrainConfig
+from vitrail.recipes.settings import TrainConfig
 
 
-def targets_of(split: Split, classes: int, settings: TrainConfig) -> Tensor:
-    """One row for each picture (N, K): 1 for what it shows, some of it spread over all classes."""
+def build_targets(split: Split, classes: int, settings: TrainConfig) -> Tensor:
+    """One-hot or multi-hot targets (N, K) with label smoothing."""
     labels = torch.from_numpy(split.labels)
     hot = labels.float() if labels.ndim == 2 else F.one_hot(labels, classes).float()
     return hot * (1 - settings.smoothing) + settings.smoothing / classes
 
 
-def weights_of(split: Split, classes: int, settings: TrainConfig) -> Tensor:
-    """How much each class counts (K,): all alike, or the rarer the more, 1 on average."""
+def class_weights(split: Split, classes: int, settings: TrainConfig) -> Tensor:
+    """The weight of each class in the loss (K,): 1, or proportional to 1 / frequency with mean 1."""
     if settings.class_weights == "none":
         return torch.ones(classes)
     labels = torch.from_numpy(split.labels)
     counts = labels.sum(0) if labels.ndim == 2 else labels.bincount(minlength=classes)
-    rare = 1 / counts.clamp(min=1).double()
-    return (rare * classes / rare.sum()).float()
+    inverse = 1 / counts.clamp(min=1).double()
+    return (inverse * classes / inverse.sum()).float()
 
 
-def loss_of(logits: Tensor, targets: Tensor, weights: Tensor, settings: TrainConfig) -> Tensor:
-    """A loss for each picture (B,), in float32."""
+def per_image_loss(logits: Tensor, targets: Tensor, weights: Tensor, settings: TrainConfig) -> Tensor:
+    """The loss of each image (B,), in float32."""
     logits = logits.float()
     match settings.loss:
         case "cross-entropy":
             return -(targets * weights * logits.log_softmax(dim=1)).sum(dim=1)
         case "bce":
-            each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-            return (each * weights).mean(dim=1)
+            losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+            return (losses * weights).mean(dim=1)
 
 
-def distance_of(logits: Tensor, teacher: Tensor, settings: TrainConfig) -> Tensor:
-    """How far each answer is from the teacher's (B,), as in DeiT (Touvron et al. 2020, Eq. 2 and 3).
+def distillation_loss(logits: Tensor, teacher: Tensor, settings: TrainConfig) -> Tensor:
+    """The distillation loss of each image (B,), as in DeiT (Touvron et al. 2020, Eq. 2 and 3).
 
-    hard: the cross-entropy to the class that the teacher would name
+    hard: the cross-entropy to the teacher's most likely class
     soft: tau^2 KL(softmax(teacher / tau) || softmax(logits / tau))
     """
     logits, teacher = logits.float(), teacher.float()
     if settings.distill == "hard":
         return F.cross_entropy(logits, teacher.argmax(dim=1), reduction="none")
     tau = settings.distill_temperature
-    ours, theirs = (logits / tau).log_softmax(dim=1), (teacher / tau).log_softmax(dim=1)
-    return tau**2 * (theirs.exp() * (theirs - ours)).sum(dim=1)
+    student, target = (logits / tau).log_softmax(dim=1), (teacher / tau).log_softmax(dim=1)
+    return tau**2 * (target.exp() * (target - student)).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Which device, which dtype, and why: an automatic choice gives its reason."""
+"""The device and dtype of a run; an automatic choice states its reason."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from vitrail.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where a run computes, and in what."""
+class ComputeDevice:
+    """The device that a run computes on, and the dtype of its forward pass."""
 
     device: torch.device
     dtype: torch.dtype
     reason: str
+    """What was chosen and why, for a message."""
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Where the model runs forward: in the machine's dtype, with kernels that can be trusted.
+    def autocast(self) -> Iterator[None]:
+        """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct.
 
-        cuDNN's attention, which torch prefers on an H100 or H200, is left out: its backward gave NaN
-        for sound bf16 inputs, again and again in the same step, where torch's own kernels gave
-        numbers (torch 2.11, cuDNN 9.19, H200; recipe cifar10-small, seed 0, step 1694).
+        cuDNN's attention, which torch prefers on an H100 or H200, is disabled: its backward gave NaN for
+        valid bf16 inputs, at the same step every time, where torch's own kernels gave finite values
+        (torch 2.11, cuDNN 9.19, H200; recipe cifar10-small, seed 0, step 1694).
         """
         if self.device.type != "cuda":
             yield
@@ -37,27 +38,30 @@ class Machine:
             yield
 
 
-def choose_machine(precision: str, local_rank: int = 0) -> Machine:
-    """The first GPU if there is one; bf16 where the GPU computes in it, fp32 everywhere else.
+def choose_device(precision: str, local_rank: int = 0) -> ComputeDevice:
+    """The GPU of this rank if there is one; bf16 where the GPU supports it, fp32 otherwise.
 
-    bf16 on a CPU is refused: where the processor only claims to have it, the process would die
-    without a word.
+    bf16 on a CPU is refused: where the processor only claims to support it, the process would be killed
+    without an error.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         name = torch.cuda.get_device_name(device)
         if precision == "fp32":
-            return Machine(device, torch.float32, f"{name}, fp32 as asked")
+            return ComputeDevice(device, torch.float32, f"{name}, fp32 as requested")
         if torch.cuda.is_bf16_supported():
-            return Machine(device, torch.bfloat16, f"{name}, which computes in bf16")
+            return ComputeDevice(device, torch.bfloat16, f"{name}, bf16")
         if precision == "bf16":
-            raise ConfigError("bf16 needs a GPU that has it.", name, "Use precision fp32.")
-        return Machine(device, torch.float32, f"{name}, which has no bf16")
+            raise ConfigError(
+                f"precision='bf16' needs a GPU that supports it, and {name} does not; use fp32."
+            )
+        return ComputeDevice(device, torch.float32, f"{name}, fp32: it does not support bf16")
     if precision == "bf16":
         raise ConfigError(
-            "bf16 needs a GPU.", "a CPU, where it is slow or ends the process", "Use precision fp32 or auto."
+            "precision='bf16' needs a GPU; on a CPU it is slow or kills the process. Use precision fp32 or "
+            "auto."
         )
-    why = "there is no GPU" if precision == "auto" else "as asked"
+    why = "there is no GPU" if precision == "auto" else "as requested"
     threads = torch.get_num_threads()
-    many = f"{threads} CPU threads" if threads > 1 else "one CPU thread"
-    return Machine(torch.device("cpu"), torch.float32, f"{many}, fp32: {why}")
+    count = f"{threads} CPU threads" if threads > 1 else "one CPU thread"
+    return ComputeDevice(torch.device("cpu"), torch.float32, f"{count}, fp32: {why}")

@@ -1,39 +1,36 @@
-"""A run from beginning to end."""
+"""A training run from start to finish: the trainer, evaluation, checkpoints and messages, wired together."""
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitrail.config import by
+from vitrail.config import format_sides
+from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, VitrailError
+from vitrail.io.write import write_text
 from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
-from vitrail.training.keeper import Keeper
-from vitrail.training.listen import Listener, Silent
-from vitrail.training.log import Log
-from vitrail.training.loop import Stopped, Trainer
-from vitrail.training.lora import check_rank
-from vitrail.training.parallel import batch_of, join
-from vitrail.training.place import prepare
-from vitrail.training.precision import choose_machine
-from vitrail.training.settings import Recipe
+from vitrail.recipes.settings import Recipe
+from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.checkpoint import Checkpoint, CheckpointManager
+from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.log import LogFile
+from vitrail.training.lora import check_rank, merge_lora
+from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
+from vitrail.training.plan import training_plan
+from vitrail.training.precision import ComputeDevice, choose_device
+from vitrail.training.run_directory import prepare_run_directory
+from vitrail.training.signals import StopSignal
 from vitrail.training.teacher import Teacher
-from vitrail.weights.bundle import Bundle
+from vitrail.training.trainer import Interrupted, Trainer
+from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
-
-TOGETHER = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -42,173 +39,209 @@ class Run:
 
     out: Path
     bundle: Bundle
-    """The weights that were judged best: their running mean, where there is one."""
+    """The best weights: their EMA if there is one."""
     metrics: list[dict[str, Any]]
-    """A row for each epoch."""
+    """One row per epoch, as in metrics.jsonl."""
 
 
-def run(
+def run_training(
     dataset: Dataset,
-    chosen: Recipe,
+    recipe: Recipe,
     out: str | Path,
     *,
     start: Bundle | None = None,
     teacher: Bundle | None = None,
     resume: bool = False,
-    listener: Listener | None = None,
+    callback: Callback | None = None,
 ) -> Run:
-    """Train by a recipe, from beginning to end, or from the last whole checkpoint in `out`."""
-    ranks, place = join(), Path(out)
-    say = Log(listener or Silent(), place / "log.txt", writes=ranks.first)
-    for note in (*dataset.notes, *chosen.notes):
-        say.note(note)
-    machine = choose_machine(chosen.train.precision, ranks.local)
-    batch = batch_of(dataset, chosen.train, ranks)  # what cannot be is found out before there is a folder
-    check_rank(chosen.model, chosen.train)
-    if machine.device.type == "cpu":
-        part = batch // ranks.count // chosen.train.accumulate
-        do = "use a smaller --size, --batch or model, or --set accumulate=2"
-        check_fits(training_bytes(chosen.model, part), chosen.model, part, "A training step", do)
-    guide = None if teacher is None else Teacher(teacher, dataset, chosen.model.channels, machine)
-    origin = {"from_file": start is not None, "teacher": guide and guide.digest}
-    if prepare(place, resume, chosen, dataset, origin, ranks, say):
-        return finished(place)
-    say.begin()
-    say.note(f"Computing on {machine.reason}.")
-    for note in guide.notes if guide else []:
-        say.note(f"The teacher: {note}")
-    model = first_model(chosen, start, say)
-    trainer = Trainer(
-        model, chosen.preprocess, dataset, chosen.train, machine, ranks, place, say.progress, guide
-    )
-    keeper = Keeper(trainer, dataset, say)
+    """Train by a recipe, from the first step or from the newest checkpoint in `out`."""
+    ranks, out = init_process_group(), Path(out)
+    log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
+    for note in (*dataset.notes, *recipe.notes):
+        log.on_message(note)
+    compute = choose_device(recipe.train.precision, ranks.local_rank)
+    _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
+    distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
+    origin = {"from_file": start is not None, "teacher": distiller and distiller.digest}
+    if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
+        return _finished_run(out)
+    log.open()
+    log.on_message(f"Computing on {compute.reason}.")
+    for note in distiller.notes if distiller else []:
+        log.on_message(f"The teacher: {note}")
+    model = _initial_model(recipe, start, log)
+    trainer = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
+    session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log)
     if resume:
-        keeper.go_on()
-    with signals(trainer):
-        try:
-            say.plan(plan(trainer))
-            trainer.run(keeper.after_epoch)
-        except Stopped:
-            trainer.save()
-            say.note(f"Stopped at step {trainer.step:,} of {trainer.steps:,}; go on with --resume.")
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise too_large(trainer) from error
-            raise
-    keeper.finish()
-    return Run(place, keeper.judged_best(), trainer.history)
+        session.resume()
+    session.run()
+    return Run(out, load(out / "best.safetensors"), session.history)
 
 
-def first_model(chosen: Recipe, start: Bundle | None, say: Listener) -> ViT:
-    """Fresh weights from the seed, or those to start from."""
-    torch.manual_seed(chosen.train.seed)
-    model = ViT(chosen.model)
+def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:
+    """Check that batch and LoRA rank are possible, and that a step fits in memory (GPUs raise their own)."""
+    batch = global_batch_size(dataset, recipe.train, ranks)
+    check_rank(recipe.model, recipe.train)
+    if compute.device.type == "cpu":
+        part = batch // ranks.count // recipe.train.accumulate
+        advice = "use a smaller --size, --batch or model, or --set accumulate=2"
+        check_fits(training_bytes(recipe.model, part), recipe.model, part, "A training step", advice)
+
+
+def _initial_model(recipe: Recipe, start: Bundle | None, log: Callback) -> ViT:
+    """Random weights from the seed, or those to start from."""
+    torch.manual_seed(recipe.train.seed)
+    model = ViT(recipe.model)
     if start is not None:
         for note in start.notes:
-            say.note(note)
+            log.on_message(note)
         model.load_state_dict(start.model.state_dict())
     return model
 
 
-def too_large(trainer: Trainer) -> VitrailError:
-    """What to do when the device's memory does not hold a step."""
-    s, size = trainer.settings, by(trainer.preprocess.target)
-    parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
-    return ConfigError(
-        f"a step of {trainer.batch} images of {size}{parts} ({trainer.machine.dtype}) does not fit in the "
-        f"device's memory; use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts."
-    )
-
-
-def plan(trainer: Trainer) -> dict[str, Any]:
-    """What is to come, before it comes."""
-    s, count = trainer.settings, sum(p.numel() for p in trainer.model.parameters())
-    learning = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    held = trainer.data.held_out
-    facts = {
-        "data": f"{trainer.data.name}: {len(trainer.data.classes)} classes",
-        "pictures": f"{len(trainer.data.train):,} to learn from, {len(held):,} to judge by",
-        "parameters": f"{count:,}" + (f", of which {learning:,} learn" if learning != count else ""),
-        "tokens": f"{trainer.model.config.tokens} for each picture",
-        "steps": f"{trainer.steps:,} of {trainer.batch} pictures, in {s.epochs} epoch{'s' * (s.epochs > 1)}",
-        "memory": f"about {memory(trainer, learning, count) / 2**20:,.0f} MB for weights and activations",
-        "time": f"about {in_words(seconds_left(trainer))}, going by one step",
-    }
-    if trainer.teacher is not None:
-        theirs = sum(p.numel() for p in trainer.teacher.model.parameters())
-        share = f"{s.distill_weight:.0%} of the loss"
-        facts["teacher"] = f"{theirs:,} parameters; {s.distill} answers, {share}"
-    return facts
-
-
-def seconds_left(trainer: Trainer) -> float:
-    """The time of the steps that are left, from one forward and backward pass of random pictures."""
-    s, machine = trainer.settings, trainer.machine
-    count = trainer.batch // trainer.ranks.count // s.accumulate
-    images = torch.rand(count, *trainer.model.config.input_shape, device=machine.device)
-    clock = 0.0
-    for _ in range(2):  # the first time around, memory is still being asked for
-        start = time.perf_counter()
-        with machine.computing():
-            loss = trainer.model(images).float().square().mean()
-        loss.backward()
-        if trainer.teacher is not None:
-            trainer.teacher(images)
-        if machine.device.type == "cuda":
-            torch.cuda.synchronize(machine.device)
-        clock = time.perf_counter() - start
-    trainer.optimizer.zero_grad(set_to_none=True)
-    return clock * s.accumulate * (trainer.steps - trainer.step)
-
-
-def in_words(seconds: float) -> str:
-    """A time as people say it: 40 seconds, 8 minutes, 3.5 hours."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
-    return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
-
-
-def memory(trainer: Trainer, learning: int, count: int) -> float:
-    """Bytes: weights, gradients, the optimizer's two means, and what backward needs of every block.
-
-    Of blocks that do not learn, backward needs nothing: there is one at a time.
-    """
-    c = trainer.model.config
-    depth = c.depth if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1
-    part = trainer.batch / trainer.ranks.count / trainer.settings.accumulate
-    width = 2 if trainer.machine.dtype == torch.bfloat16 else 4
-    block = c.tokens * (10 * c.width + 3 * c.heads_width + 2 * c.F)
-    return 4 * (count + 3 * learning) + part * depth * block * width
-
-
-def finished(out: Path) -> Run:
+def _finished_run(out: Path) -> Run:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return Run(out, load(out / "best.safetensors"), rows)
 
 
-@contextmanager
-def signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and SIGINT save and stop; the second one stops at once.
+@dataclass
+class TrainingSession:
+    """The progress of a run: its history, and what happens when an epoch ends."""
 
-    torchrun passes on a signal that the terminal has sent to every process already: with it, what
-    comes right after the first is the first.
-    """
-    first = 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    trainer: Trainer
+    checkpoints: CheckpointManager
+    log: Callback
+    stop: StopSignal = field(default_factory=StopSignal)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One row of metrics per epoch."""
+    pending: bool = False
+    """Whether the last epoch is over but not evaluated yet."""
+    best: float = -1.0
+    """The best validation accuracy."""
+    corrupt_eval: dict[str, str] = field(default_factory=dict)
+    """Held-out images that could not be read."""
+    reported: set[str] = field(default_factory=set)
+    """Corrupt files that have been reported."""
 
-    def stop(number: int, frame: Any) -> None:
-        nonlocal first
-        if trainer.signal is None:
-            trainer.signal, first = number, time.monotonic()
-        elif trainer.ranks.count == 1 or time.monotonic() - first > TOGETHER:
-            sys.exit(128 + number)
+    def run(self) -> None:
+        """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
+        t = self.trainer
+        try:
+            self.log.on_plan(training_plan(t))
+            with self.stop.handle(t.ranks.count):  # also while it saves
+                try:
+                    if self.pending:  # stopped during evaluation
+                        self.evaluate()
+                    t.run(self.end_epoch, self.log.on_progress, lambda: self.stop.number)
+                except Interrupted:
+                    self.checkpoints.save(self.checkpoint())
+                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with --resume.")
+                    raise
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise _out_of_memory(t) from error
+            raise
+        self.finish()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    # ---- epochs -----------------------------------------------------------------------------
+
+    def end_epoch(self, metrics: dict[str, Any]) -> None:
+        self.history.append(metrics)
+        self.pending = True
+        self.evaluate()
+
+    def evaluate(self) -> None:
+        """Evaluate the last epoch, then write metrics, the best weights and a checkpoint, as configured."""
+        t, s, row = self.trainer, self.trainer.settings, self.history[-1]
+        last = row["epoch"] == s.epochs
+        if row["epoch"] % s.evaluate_every == 0 or last:
+            row |= self.val_metrics()
+        if t.ranks.is_main:
+            lines = "".join(json.dumps(one) + "\n" for one in self.history)
+            write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
+            if t.data.val and row.get("val_accuracy", -1.0) > self.best:
+                self.best = row["val_accuracy"]
+                self.checkpoints.save_best(self.bundle(t.averaged_model))
+        self.report_corrupt_files(t.corrupt.names | self.corrupt_eval)
+        self.log.on_epoch(row)
+        self.pending = False
+        if row["epoch"] % s.save_every == 0 or last:
+            self.checkpoints.save(self.checkpoint())
+
+    def val_metrics(self) -> dict[str, Any]:
+        t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
+
+        def check_stop(done: int) -> None:  # several processes would have to stop at the same batch
+            if self.stop.number is not None and t.ranks.count == 1:
+                raise Interrupted(self.stop.number)
+
+        metrics = evaluate_epoch(
+            t.averaged_model,
+            t.data.eval_split,
+            t.preprocess,
+            t.compute,
+            ranks=t.ranks,
+            workers=t.settings.workers,
+            corrupt=corrupt,
+            on_batch=check_stop,
+        )
+        self.corrupt_eval = corrupt.names
+        return metrics
+
+    def report_corrupt_files(self, corrupt: dict[str, str]) -> None:
+        """Name the files that could not be read, each once; or report how many there are so far."""
+        new = {name: reason for name, reason in corrupt.items() if name not in self.reported}
+        if self.trainer.settings.corrupt == "warn":
+            for name, reason in new.items():
+                self.log.on_message(f"{name} could not be read: {reason}")
+        elif new:
+            count = f"{len(corrupt):,} file{'s' * (len(corrupt) > 1)}"
+            self.log.on_message(f"{count} could not be read so far; --set corrupt=warn names them.")
+        self.reported |= set(new)
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def checkpoint(self) -> Checkpoint:
+        state = self.trainer.state()
+        own = {"history": self.history, "pending": self.pending}
+        return Checkpoint(state.step, state.tensors, {**own, **state.state})
+
+    def resume(self) -> None:
+        """Restore the newest complete checkpoint, if there is one."""
+        checkpoint = self.checkpoints.restore_newest(self.log.on_message)
+        if checkpoint is None:
+            self.log.on_message("There is no complete checkpoint; training starts at step 0.")
+            return
+        self.trainer.restore(checkpoint)
+        self.history, self.pending = list(checkpoint.state["history"]), bool(checkpoint.state["pending"])
+        self.reported = set(self.trainer.corrupt.names)
+        scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]
+        self.best = max(scores, default=-1.0)
+        self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
+
+    def bundle(self, model: ViT) -> Bundle:
+        """The model as a bundle; LoRA updates are merged into its weights."""
+        t = self.trainer
+        model = merge_lora(model) if t.settings.tune == "lora" else model
+        rows = [row for row in self.history if "val_accuracy" in row]
+        metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
+        card = Card(name=t.data.name, source=f"trained on {t.data.name}", metrics=metrics)
+        return Bundle(model=model, preprocess=t.preprocess, labels=list(t.data.classes), card=card)
+
+    def finish(self) -> None:
+        """Write last.safetensors, and best.safetensors where no validation set has chosen it."""
+        t = self.trainer
+        if t.ranks.is_main:
+            if not t.data.val:  # the test set must not select a model: the last weights it is
+                self.checkpoints.save_best(self.bundle(t.averaged_model))
+            self.checkpoints.save_last(self.bundle(t.model))
+        t.ranks.barrier()
+
+
+def _out_of_memory(trainer: Trainer) -> VitrailError:
+    s, size = trainer.settings, format_sides(trainer.preprocess.target)
+    parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
+    return ConfigError(
+        f"a step of {trainer.batch} images of {size}{parts} ({trainer.compute.dtype}) does not fit in the "
+        f"device's memory; use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts."
+    )

@@ -1,1 +1,1 @@
-"""Weight files: read safely, whoever made them, and written so that a crash leaves the old one."""
+"""Weight files of all supported libraries: safe reading, atomic writing, conversion."""

@@ -1,12 +1,12 @@
-"""One file that is a whole model: weights, config, preprocessing, labels, card, and its own proof.
+"""Bundle: a complete model in one file, with its config, preprocessing, labels, card and golden logits.
 
     bundle = vt.load("pets.safetensors")
     bundle.model(bundle.preprocess(image)[None])
     bundle.save("pets-2.safetensors")
 
 The file is a safetensors file. Its tensors are the model's state dict, `extras/...` and `golden/...`;
-its metadata holds one JSON object under "vitrail". The golden inputs are four pictures of levels 0 to
-255, with the logits they gave when the file was written: `vitrail verify` sees whether they still do.
+its metadata holds one JSON object under "vitrail". The golden inputs are four images of uint8 pixels, with
+the logits they gave when the file was written: `vitrail verify` checks that they still do.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, FileError, InputError, printable
-from vitrail.fields import show
-from vitrail.preprocess import Preprocess
+from vitrail.fields import short_repr
+from vitrail.images.fit import default_preprocess
+from vitrail.images.preprocess import Preprocess
+from vitrail.io.read import parse_json
 from vitrail.weights.files import write_safetensors
-from vitrail.weights.folder import Stored, unique
+from vitrail.weights.folder import ModelFiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.model import ViT
 
-FORMAT = 1  # raised when an older vitrail could no longer read the file rightly
-GOLDEN = 4
-OTHERS = (  # endings of formats that a vitrail file is not in
+FORMAT = 1  # increased when an older vitrail could no longer read the file correctly
+_GOLDEN_COUNT = 4
+_OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
     *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
 )
-PARTS = ("format", "config", "preprocess", "labels", "card", "source", "notes")
+_PARTS = ("format", "config", "preprocess", "labels", "card", "source", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Card:
 
     name: str = ""
     source: str = ""
-    licence: str = "unknown"
+    license: str = "unknown"
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python, torch and vitrail, when the file was written."""
@@ -53,19 +55,20 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The file a model was read from, so that it can be written back as it was."""
+    """The file a model was read from, so that it can be written back unchanged."""
 
     family: str
     spelled: Mapping[str, str]
+    """The prefixes of its names, w and p."""
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     """Every tensor of the file, its dtype and its shape."""
     keys: Sequence[Any] = ()
-    """The rows of the user's own table that it was read by."""
+    """The rows of the user's key table, if it was read by one."""
 
 
 @dataclass(kw_only=True)
 class Bundle:
-    """A model with all that is needed to use it. What is not given has a sensible default."""
+    """A model with everything needed to use it. What is not given has a sensible default."""
 
     model: ViT
     preprocess: Preprocess | None = None
@@ -75,38 +78,42 @@ class Bundle:
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the original file that the model does not use, such as a mask token."""
     notes: list[str] = field(default_factory=list)
-    """What was taken on trust or changed when the model was loaded, a sentence each."""
+    """What was assumed or changed when the model was loaded, a sentence each."""
 
     def __post_init__(self) -> None:
         from vitrail.model import ViT
 
         if not isinstance(self.model, ViT):
-            raise InputError("A bundle holds a ViT.", show(self.model), "Build one with vitrail.create.")
+            raise InputError(
+                f"A bundle holds a ViT, not {short_repr(self.model)}; build one with vitrail.create."
+            )
         config = self.model.config
-        if self.preprocess is None and config.input == "picture":
-            half = (0.5,) * config.channels
-            self.preprocess = Preprocess(size=config.pixels, mean=half, std=half)  # type: ignore[arg-type]
-        check_preprocess(self.preprocess, config)
+        if self.preprocess is None and config.input == "image":
+            self.preprocess = default_preprocess(config)
+        _check_preprocess(self.preprocess, config)
         if self.labels is not None:
-            self.labels = check_labels(self.labels, config.classes)
+            self.labels = _check_labels(self.labels, config.classes)
 
     def save(self, path: str | Path) -> None:
-        """Write the file, as safetensors; whole, or not at all. A file of that name is replaced."""
-        check_ending(path)
+        """Write the file as safetensors, completely or not at all. An existing file is replaced."""
+        check_suffix(path)
         inputs = golden_inputs(self.model.config)
         self.write(path, inputs, self.golden_logits(inputs))
 
     def write(self, path: str | Path, inputs: Tensor, logits: Tensor) -> None:
         """Write the file with these golden inputs and their logits."""
         state = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-        tensors = {**as_they_were(state, self.source), **{f"extras/{n}": t for n, t in self.extras.items()}}
+        tensors = {
+            **in_source_dtype(state, self.source),
+            **{f"extras/{n}": t for n, t in self.extras.items()},
+        }
         tensors |= {"golden/inputs": inputs, "golden/logits": logits}
-        # One entry alone: of several, safetensors writes now this one first, now that, and files that
-        # hold the same would not be the same.
+        # Only one entry: safetensors writes several in varying order, and equal models would give different
+        # files.
         write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the tensors, as JSON has it."""
+        """Everything but the tensors, for JSON."""
         return {
             "format": FORMAT,
             "config": asdict(self.model.config),
@@ -118,66 +125,67 @@ class Bundle:
         }
 
     def golden_logits(self, inputs: Tensor) -> Tensor:
-        """What the model makes of the golden inputs, in float32 on the CPU."""
+        """The model's logits for the golden inputs, in float32 on the CPU."""
         import copy
 
         import torch
 
-        from vitrail.model.modes import evaluating
+        from vitrail.model.modes import eval_mode
 
         model = self.model
         if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
-        with evaluating(model):
+        with eval_mode(model):
             return model(self.as_input(inputs)).float().contiguous()
 
-    def as_input(self, levels: Tensor) -> Tensor:
-        """Golden levels as the model takes them."""
+    def as_input(self, golden: Tensor) -> Tensor:
+        """The model's input for golden inputs; pixels are normalized."""
         import torch
 
         if self.preprocess is None:
-            return levels
-        pictures = levels.permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
-        return torch.stack([self.preprocess.normalise(picture) for picture in pictures])
+            return golden
+        images = golden.permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
+        return torch.stack([self.preprocess.normalize(image) for image in images])
 
 
-def check_ending(path: str | Path, *written: str) -> None:
-    """A name that promises another format than the one that is written is refused."""
+def check_suffix(path: str | Path, *allowed: str) -> None:
+    """Refuse a file name that promises another format than the one written."""
     suffix = Path(path).suffix.lower()
-    if suffix in OTHERS and suffix not in written:
-        ends = " or ".join([".safetensors", *written])
-        raise FileError(f"{printable(path)} cannot be written as {suffix}: let its name end in {ends}.")
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The tensors with a NaN or an infinity."""
-    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-
-
-def check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:
-    if preprocess is None:
-        return
-    shape = preprocess.channels, *preprocess.target
-    if config.input != "picture" or shape != config.input_shape:
-        raise ConfigError(
-            "The preprocessing must give what the model takes.",
-            f"pictures of {shape} for a model that takes {config.input_shape}",
-            "Use dataclasses.replace(preprocess, size=...), or leave it out.",
+    if suffix in _OTHER_SUFFIXES and suffix not in allowed:
+        endings = " or ".join([".safetensors", *allowed])
+        raise FileError(
+            f"{printable(path)} cannot be written as {suffix}; use a name that ends in {endings}."
         )
 
 
-def check_labels(labels: Any, classes: int) -> list[str]:
-    good = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
-    if not good or len(labels) != classes:
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors with NaN or infinity."""
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+
+
+def _check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:
+    if preprocess is None:
+        return
+    shape = preprocess.channels, *preprocess.target
+    if config.input != "image" or shape != config.input_shape:
         raise ConfigError(
-            f"labels must be a list of {classes} names, one for each class.",
-            f"{len(labels)} of them" if good else show(labels),
-            "Give as many names as the model has classes.",
+            f"The preprocessing gives images of {shape}, but the model takes {config.input_shape}; use "
+            "dataclasses.replace(preprocess, size=...), or leave it out."
+        )
+
+
+def _check_labels(labels: Any, classes: int) -> list[str]:
+    valid = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
+    if not valid or len(labels) != classes:
+        raise ConfigError(
+            f"labels must be a list of {classes} names, one for each class of the model, but got "
+            f"{len(labels) if valid else short_repr(labels)}."
         )
     return list(labels)
 
 
 def versions() -> dict[str, str]:
+    """The versions of vitrail, torch and Python."""
     import torch
 
     from vitrail import __version__
@@ -185,8 +193,8 @@ def versions() -> dict[str, str]:
     return {"vitrail": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def as_they_were(state: Mapping[str, Tensor], source: Source | None) -> dict[str, Tensor]:
-    """Tensors in the dtype of the file they came from, where that loses nothing."""
+def in_source_dtype(state: Mapping[str, Tensor], source: Source | None) -> dict[str, Tensor]:
+    """Tensors in the dtype of the file they came from, if that loses nothing."""
     import torch
 
     dtypes = {dtype for dtype, _ in source.tensors.values()} if source else set()
@@ -194,11 +202,11 @@ def as_they_were(state: Mapping[str, Tensor], source: Source | None) -> dict[str
     if len(floats) != 1 or floats[0] == "float32":
         return dict(state)
     dtype = getattr(torch, floats[0])
-    return {name: exactly(tensor, dtype) for name, tensor in state.items()}
+    return {name: cast_exactly(tensor, dtype) for name, tensor in state.items()}
 
 
-def exactly(tensor: Tensor, dtype: Any) -> Tensor:
-    """The tensor in another dtype, if every number survives."""
+def cast_exactly(tensor: Tensor, dtype: Any) -> Tensor:
+    """The tensor in another dtype if that changes no value, else unchanged."""
     import torch
 
     cast = tensor.to(dtype)
@@ -207,20 +215,20 @@ def exactly(tensor: Tensor, dtype: Any) -> Tensor:
 
 
 def golden_inputs(config: ViTConfig) -> Tensor:
-    """Four inputs that are the same everywhere: waves of growing frequency, with noise on top.
+    """Four inputs that are the same everywhere: waves of increasing frequency with noise.
 
-    Pictures are levels from 0 to 255; videos and sounds lie between -1 and 1; texts are numbers.
+    Images are pixels from 0 to 255; video and audio are between -1 and 1; text is token ids.
     """
     import torch
 
-    shape = (GOLDEN, *config.input_shape)
+    shape = (_GOLDEN_COUNT, *config.input_shape)
     noise = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
     if config.input == "text":
         return noise * 7919 % (config.vocabulary or 1)
-    places = torch.arange(noise[0].numel()).reshape(shape[1:]) / noise[0].numel()
-    waves = [torch.sin(6.283 * 3 ** (number + 1) * places) for number in range(GOLDEN)]
+    positions = torch.arange(noise[0].numel()).reshape(shape[1:]) / noise[0].numel()
+    waves = [torch.sin(6.283 * 3 ** (number + 1) * positions) for number in range(_GOLDEN_COUNT)]
     mixed = torch.stack(waves) * 96 + noise / 4 + 96  # from 0 to 255.75
-    if config.input == "picture":
+    if config.input == "image":
         return mixed.to(torch.uint8)
     return (mixed / 127.5 - 1).float()
 
@@ -228,61 +236,63 @@ def golden_inputs(config: ViTConfig) -> Tensor:
 # ---- reading --------------------------------------------------------------------------------
 
 
-def read_header(file: Stored) -> dict[str, Any] | None:
-    """The JSON object of one of our files, checked; None where the file is not ours."""
+def read_header(file: ModelFiles) -> dict[str, Any] | None:
+    """The JSON object of a vitrail file, checked; None for other files."""
     if "vitrail" not in file.metadata:
         return None
-    try:
-        header = json.loads(file.metadata["vitrail"], object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, f"its description is no JSON ({error})") from error
+    header = parse_json(file.metadata["vitrail"], f"the description in {file.path}", allow_nan=True)
     if not isinstance(header, dict) or not isinstance(header.get("format"), int):
-        raise damaged(file, "its description has no format version")
+        raise _damaged(file, "it has no format version")
     if header["format"] > FORMAT:
         raise FileError(
-            f"This vitrail reads files up to format {FORMAT}.",
-            f"{printable(str(file.path))} of format {header['format']}",
-            "Install a newer vitrail.",
+            f"{printable(file.path)} has format {header['format']}, but this vitrail reads formats up to "
+            f"{FORMAT}; install a newer vitrail."
         )
-    unknown = [key for key in header if key not in PARTS]
+    unknown = [key for key in header if key not in _PARTS]
     if unknown or not isinstance(header.get("config"), dict):
-        raise damaged(file, f"its description has {printable(str(unknown)) if unknown else 'no config'}")
+        raise _damaged(file, f"it has unknown keys {unknown}" if unknown else "it has no config")
     return header
 
 
-def damaged(file: Stored, reason: str) -> FileError:
+def _damaged(file: ModelFiles, reason: str) -> FileError:
     return FileError(
-        "A vitrail file must describe its model.", f"{printable(str(file.path))}: {reason}", "Save it again."
+        f"The description of the model in {printable(file.path)} is damaged: {printable(reason)}. "
+        "Save it again."
     )
 
 
-def parse(file: Stored, header: Mapping[str, Any]) -> dict[str, Any]:
-    """Config, preprocessing, labels, card, source and notes of one of our files, each checked."""
+def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Config, preprocessing, labels, card, source and notes of a vitrail file, each checked."""
     try:
-        config = ViTConfig(**as_tuples(header["config"]))
+        config = ViTConfig(**_as_tuples(header["config"]))
         spec = header.get("preprocess")
-        preprocess = None if spec is None else Preprocess(**as_tuples(spec))
+        preprocess = None if spec is None else Preprocess(**_as_tuples(spec))
         labels = header.get("labels")
         source = header.get("source")
         parts = {
             "config": config,
             "preprocess": preprocess,
-            "labels": None if labels is None else check_labels(labels, config.classes),
-            "card": Card(**header.get("card", {})),
-            "source": None if source is None else Source(**{**source, "tensors": read_tensors(source)}),
+            "labels": None if labels is None else _check_labels(labels, config.classes),
+            "card": Card(**_current_names(header.get("card", {}))),
+            "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
             "notes": [str(note) for note in header.get("notes", [])],
         }
-        check_preprocess(preprocess, config)
+        _check_preprocess(preprocess, config)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise damaged(file, printable(str(error))) from error
+        raise _damaged(file, str(error).removesuffix(".")) from error
     return parts
 
 
-def read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _current_names(card: Mapping[str, Any]) -> dict[str, Any]:
+    """A card's fields as they are called now; version 0.1 wrote "licence"."""
+    return {{"licence": "license"}.get(name, name): value for name, value in card.items()}
+
+
+def _read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {
         str(n): (str(dtype), tuple(int(s) for s in shape)) for n, (dtype, shape) in source["tensors"].items()
     }
 
 
-def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {str(name): tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -6,193 +6,216 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vitrail.config import ViTConfig, by
+from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import ConfigError, FileError, VitrailError, printable, suggest
-from vitrail.fields import per_axis, show
-from vitrail.preprocess import Preprocess
-from vitrail.weights.bundle import Card, Source, parse, read_header
-from vitrail.weights.deduce import deduce
+from vitrail.fields import per_axis, short_repr
+from vitrail.images.preprocess import Preprocess
+from vitrail.weights.bundle import Card, Source, parse_header, read_header
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.folder import Stored
-from vitrail.weights.keys import KEYS, Keys, KeyTable, incomplete, read_table, with_rows
+from vitrail.weights.families.vitrail import VITRAIL
+from vitrail.weights.family import Family
+from vitrail.weights.folder import ModelFiles
+from vitrail.weights.infer import infer_config
+from vitrail.weights.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
 from vitrail.weights.layout import Sizes
-from vitrail.weights.preprocessing import overridden, preprocess_of
-from vitrail.weights.settings import check_sizes, labels_of
-from vitrail.weights.table import Family, Found, listed, look
+from vitrail.weights.match import FamilyMatch, join_names, match_family
+from vitrail.weights.preprocessing import find_preprocess, override_preprocess
+from vitrail.weights.settings import check_sizes, read_labels
 
-DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
-STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
+_DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
+_STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
 
 
-@dataclass(frozen=True)
-class Description:
-    """What is in a file, from its headers alone, without torch."""
+@dataclass(frozen=True, kw_only=True)
+class FileDescription:
+    """What is in a weight file."""
 
-    family: str
-    title: str
+    match: FamilyMatch
     config: ViTConfig
     preprocess: Preprocess | None
     labels: list[str] | None
     card: Card
     notes: list[str]
-    follows: str = ""
-    found: Found | None = None
     source: Source | None = None
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized in this family."""
 
+    @property
+    def family(self) -> Family:
+        return self.match.family
+
 
 def describe(
-    stored: Stored,
+    files: ModelFiles,
     *,
     family: str | None = None,
     keys: Keys | None = None,
     preprocess: Mapping[str, Any] | None = None,
-    **given: Any,
-) -> Description:
-    """What is in an open file. `preprocess` and `given`, fields of the config, are as `load` takes them."""
-    given = {name: value for name, value in given.items() if value is not None}
-    header = read_header(stored)
-    if header is not None and family in (None, "vitrail"):
-        parts = parse(stored, header)
-        if keys:
-            raise ConfigError("A vitrail file has its own names and takes no table of keys; leave it out.")
-        facts = {name: one for name, one in given.items() if name not in ("size", "channels", "patch")}
-        for name, value in facts.items():  # the user is right, and is told that the file says otherwise
-            if (said := getattr(parts["config"], name, None)) != value:
-                parts["notes"].append(f"{name} is {show(value)} as told, and {show(said)} in the file.")
-        parts["config"] = replace(parts["config"], **facts)
-        parts["preprocess"] = overridden(parts["preprocess"], preprocess, parts["config"], parts["notes"])
-        return Description("vitrail", "a vitrail file", resize=resize_of(parts["source"]), **parts)
+    **overrides: Any,
+) -> FileDescription:
+    """Describe an open file. The arguments are those of `load`; `overrides` are config fields."""
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     keys = list(keys or ())
     table = read_table(keys)
-    found = recognise(stored, family, table, given)
-    settings = stored.settings.get("config.json", {})
+    match = _recognize(files, family, table, overrides)
+    if match.family is VITRAIL:
+        if keys:
+            raise ConfigError("A vitrail file has our own names and needs no key table; leave it out.")
+        description = _describe_own(files, match, overrides)
+    else:
+        description = _describe_other(files, match, table, keys, overrides)
+    config, notes = description.config, description.notes
+    return replace(
+        description, preprocess=override_preprocess(description.preprocess, preprocess, config, notes)
+    )
+
+
+def _describe_own(files: ModelFiles, match: FamilyMatch, overrides: Mapping[str, Any]) -> FileDescription:
+    """A vitrail file describes itself; fields given by the user take precedence, with a note."""
+    parts = parse_header(files, read_header(files) or {})
+    fields = {name: value for name, value in overrides.items() if name not in ("size", "channels", "patch")}
+    for name, value in fields.items():
+        if (stored := getattr(parts["config"], name, None)) != value:
+            parts["notes"].append(
+                f"{name} is {short_repr(value)} as given; the file has {short_repr(stored)}."
+            )
+    parts["config"] = replace(parts["config"], **fields)
+    return FileDescription(match=match, resize=position_resize_options(parts["source"]), **parts)
+
+
+def _describe_other(
+    files: ModelFiles, match: FamilyMatch, table: KeyTable, keys: list[Any], overrides: Mapping[str, Any]
+) -> FileDescription:
+    """The config of another library's file is inferred from its shapes and settings."""
+    family, settings = match.family, files.settings.get("config.json", {})
+    config, assumptions = _infer(files, match, settings, overrides)
+    notes = [*files.notes, *table.notes(files.entries, match), *assumptions]
+    if match.unknown:
+        raise _unknown_tensors(files, match)
+    if config.depth != match.depth:
+        raise FileError(
+            f"{printable(files.path)} holds {match.depth} blocks, but its settings have "
+            f"depth={config.depth}; correct the one that is wrong."
+        )
+    check_sizes(printable(files.path), settings, config, overrides)
+    tensors = {name: (entry.dtype, entry.shape) for name, entry in files.entries.items()}
+    return FileDescription(
+        match=match,
+        config=config,
+        preprocess=find_preprocess(files.settings, family.profile.preprocess, config, notes),
+        labels=read_labels(settings, config, notes),
+        card=Card(source=printable(files.path.name)),
+        notes=notes,
+        source=Source(family=family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
+        resize=family.profile.resize,
+    )
+
+
+def _infer(
+    files: ModelFiles, match: FamilyMatch, settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[ViTConfig, list[str]]:
+    read_settings = match.family.writer.read_settings
     try:
-        deduced = deduce(found, found.family.read_settings(settings), given)
+        return infer_config(match, read_settings(settings) if read_settings else {}, overrides)
     except VitrailError:
-        if stem_of(found):  # then the patches are no pixels, and no size that is given would fit
-            raise no_place(stored, found) from None
+        if _stem_tensors(match):  # then the patches are not pixels, and no given size would fit
+            raise _unknown_tensors(files, match) from None
         raise
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise FileError(
-            f"A file of the family {found.family.name} must hold a whole model.",
-            f"{printable(str(stored.path))}, where {odd(error)}"
-            + (f", and {listed(found.unknown)} has no place" if found.unknown else ""),
-            "Give the family or a table of keys, if these belong to another model.",
-        ) from error
-    config, notes = deduced.config, [*stored.notes, *table.notes(stored.entries, found), *deduced.notes]
-    check_whole(stored, found, config)
-    check_sizes(printable(str(stored.path)), settings, config, given)
-    known = {name: (entry.dtype, entry.shape) for name, entry in stored.entries.items()}
-    usual = preprocess_of(stored.settings, found.family.preprocess, config, notes)
-    return Description(
-        found.family.name,
-        found.family.title,
-        config,
-        overridden(usual, preprocess, config, notes),
-        labels_of(settings, config, notes),
-        Card(source=printable(stored.path.name)),
-        notes,
-        found.family.follows,
-        found,
-        Source(family=found.family.name, spelled=found.spelled, tensors=known, keys=keys),
-        found.family.resize,
-    )
-
-
-def odd(error: Exception) -> str:
-    """What a model lacks, or what Python says of shapes that do not fit together."""
-    if isinstance(error, KeyError):
-        return f"{printable(str(error))} is missing or odd"
-    return f"the shapes of tensors do not fit together ({printable(str(error))})"
-
-
-def recognise(stored: Stored, family: str | None, table: KeyTable, given: Mapping[str, Any]) -> Found:
-    """The file seen through the table of its family."""
-    names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
-    if family is not None and family not in (*names, KEYS.name):
-        raise ConfigError(
-            "family must be one that is read.", show(family), suggest(family, dict.fromkeys(names))
+        what = (
+            f"{printable(error)} is missing or has an unexpected shape"
+            if isinstance(error, KeyError)
+            else f"the shapes of its tensors do not fit together ({printable(error)})"
         )
-    patch = per_axis("patch", given.get("patch", 1), ("height", "width"))
-    sizes = Sizes(channels=given.get("channels", 3), patch=patch)
-    entries = table.kept(stored.entries)
-    for one in candidates(stored, family, table):
-        found = look(one, entries, sizes, stored.wrapper if family is None else one.wrapper)
-        if found is not None:
-            return found
-    raise unknown_names(stored, family, table)
+        unknown = f", and {join_names(match.unknown)} is unknown" if match.unknown else ""
+        raise FileError(
+            f"{printable(files.path)} is not a complete model of the family {match.family.name}: "
+            f"{what}{unknown}. Give the family or a key table if it is another model."
+        ) from error
 
 
-def candidates(stored: Stored, family: str | None, table: KeyTable) -> list[Family]:
-    """The families to try, in this order; a table that is complete is one by itself."""
-    if family == KEYS.name and table.missing:
-        raise ConfigError(f"A file cannot be read: {incomplete(table)}.")
-    if family == KEYS.name or (family is None and not table.missing):
-        return [with_rows(KEYS, table.rows)]
-    kind = stored.settings.get("config.json", {}).get("model_type")
-    found = []
-    for one in sorted(FAMILIES, key=lambda one: kind not in one.model_types):
-        own = with_rows(one, table.rows) if table.rows else one
-        # Where a table names all that a family is known by, only the user can say that it is of that family.
-        if family in (one.name, one.group) or (family is None and set(own.anchors) & set(one.anchors)):
-            found.append(own)
-    return found
+# ---- recognizing the family -----------------------------------------------------------------
 
 
-def unknown_names(stored: Stored, family: str | None, table: KeyTable) -> VitrailError:
-    """Why a file is of no family: it holds data, its table is not complete, or nobody has such names."""
-    path, entries = printable(str(stored.path)), stored.entries
-    if stored.kind == "npz" and any(set(pair) <= set(entries) for pair in DATA):
-        held = ", ".join(f"{printable(n)} {by(e.shape)} {e.dtype}" for n, e in list(entries.items())[:4])
+def _recognize(
+    files: ModelFiles, family: str | None, table: KeyTable, overrides: Mapping[str, Any]
+) -> FamilyMatch:
+    """The file, matched against the first family that fits."""
+    names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
+    if family is not None and family not in (*names, CUSTOM.name):
+        raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
+    patch = per_axis("patch", overrides.get("patch", 1), ("height", "width"))
+    sizes = Sizes(channels=overrides.get("channels", 3), patch=patch)
+    entries = table.without_ignored(files.entries)
+    for one in _candidates(files, family, table):
+        wrapper = files.wrapper if family is None else one.detect.wrapper
+        if match := match_family(one, entries, sizes, wrapper, files.metadata):
+            return match
+    raise _no_family(files, family, table)
+
+
+def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[Family]:
+    """The families to try, in this order; a complete key table is a family by itself."""
+    if family is None and VITRAIL.detect.metadata in files.metadata:
+        return [VITRAIL]
+    if family == CUSTOM.name and table.missing:
+        raise ConfigError(f"A file cannot be read: {describe_missing(table)}.")
+    if family == CUSTOM.name or (family is None and not table.missing):
+        return [with_rows(CUSTOM, table.rows)]
+    if family == VITRAIL.name:
+        return [VITRAIL]
+    kind = files.settings.get("config.json", {}).get("model_type")
+    candidates = []
+    for one in sorted(FAMILIES, key=lambda one: kind not in one.detect.model_types):
+        extended = with_rows(one, table.rows) if table.rows else one
+        # If a table renames all anchors of a family, only the user can know that the file is of that family.
+        anchored = set(extended.detect.anchors) & set(one.detect.anchors)
+        if family in (one.name, one.group) or (family is None and anchored):
+            candidates.append(extended)
+    return candidates
+
+
+def _no_family(files: ModelFiles, family: str | None, table: KeyTable) -> VitrailError:
+    """Why a file is of no family: it holds data, its key table is incomplete, or its names are unknown."""
+    path, entries = printable(files.path), files.entries
+    if files.kind == "npz" and any(set(pair) <= set(entries) for pair in _DATA):
+        held = ", ".join(
+            f"{printable(n)} {format_sides(e.shape)} {e.dtype}" for n, e in list(entries.items())[:4]
+        )
         return FileError(
-            f"{path} holds data ({held}) and no weights; give it where data is asked for, and a model here."
+            f"{path} holds data ({held}) and no weights; pass a model here, and this file as data."
         )
     if family is None and table.rows:
-        return FileError(f"{path} cannot be read: {incomplete(table)}.")
+        return FileError(f"{path} cannot be read: {describe_missing(table)}.")
     some = ", ".join(printable(name) for name in list(entries)[:4])
+    groups = ", ".join(dict.fromkeys(one.group for one in FAMILIES))
+    what = "is of no known family" if family is None else f"is not a file of the family {family}"
     return FileError(
-        "A file's names must be those of a family that is read."
-        if family is None
-        else f"The file must be of the family {family}.",
-        f"{path} with {some} ... ({len(entries)} tensors)",
-        f"Families: {', '.join(dict.fromkeys(one.group for one in FAMILIES))}. Or give a table of keys.",
+        f"{path} {what}: it holds {some} ... ({len(entries)} tensors). Known families: {groups}. "
+        "Or give a key table."
     )
 
 
-def check_whole(stored: Stored, found: Found, config: ViTConfig) -> None:
-    """Every tensor of the model must be in the file, in its shape, and every one of the file have a place."""
-    if found.unknown:
-        raise no_place(stored, found)
-    if config.depth != found.depth:
-        raise FileError(
-            "The settings must fit the weights.",
-            f"{printable(str(stored.path))} with {found.depth} blocks, and depth={config.depth}",
-            "Correct the one that is wrong.",
-        )
-
-
-def no_place(stored: Stored, found: Found) -> FileError:
-    """Tensors that the family has no place for; a convolutional stem is named as such."""
-    path = printable(str(stored.path))
-    if stem := stem_of(found):
+def _unknown_tensors(files: ModelFiles, match: FamilyMatch) -> FileError:
+    """The error for tensors that the family does not have; a convolutional stem is named as such."""
+    path, family = printable(files.path), match.family
+    if stem := _stem_tensors(match):
         return FileError(
-            f"{path} is a hybrid of {found.family.group}: its patches come from a convolutional stem "
-            f"({listed(stem)}). Of hybrids only Google's npz files with the R50 of stride 16 are read."
+            f"{path} is a hybrid of {family.group}: its patches come from a convolutional stem "
+            f"({join_names(stem)}). Of hybrids, only Google's npz files with the R50 of stride 16 are read."
         )
     return FileError(
-        f"Every tensor of a {found.family.name} file must have a place in the model.",
-        f"{path} with {listed(found.unknown)} besides",
-        'Give the family, or a table of keys with rows for them, or with ("name.*", None) to ignore them.',
+        f"{path} is a {family.name} file with unknown tensors: {join_names(match.unknown)}. Give another "
+        'family, or a key table with rows for them, or with ("name.*", None) to ignore them.'
     )
 
 
-def stem_of(found: Found) -> list[str]:
-    """The tensors of a convolutional stem that has no place here."""
-    return [name for name in found.unknown if any(mark in name for mark in STEMS)]
+def _stem_tensors(match: FamilyMatch) -> list[str]:
+    """The tensors of a convolutional stem that is not supported."""
+    return [name for name in match.unknown if any(part in name for part in _STEMS)]
 
 
-def resize_of(source: Source | None) -> Mapping[str, Any]:
-    known = [family for family in FAMILIES if source is not None and family.name == source.family]
-    return known[0].resize if known else {}
+def position_resize_options(source: Source | None) -> Mapping[str, Any]:
+    """How positions are resized in the family that a model came from."""
+    families = [family for family in FAMILIES if source is not None and family.name == source.family]
+    return families[0].profile.resize if families else {}

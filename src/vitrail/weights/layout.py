@@ -1,10 +1,10 @@
-"""How one tensor lies in another library's file, and how it lies here.
+"""Tensor layouts: how a tensor is stored in another library's file, and how it is stored here.
 
-A `Layout` goes both ways, and knows the shape without the numbers, so that a file can be described
-without torch. Pieces that are one tensor here (q, k and v; the prefix tokens) are put one after the
-other along the first axis by the table, after each has been read by its layout.
+A `Layout` works in both directions, and on shapes alone, so that a file can be described without torch.
+Tensors that are one tensor here (q, k and v; the prefix tokens) are each read by their layout and then
+concatenated along the first axis by the table.
 
-The letters: D width, k heads, d head width, C channels, P patch side.
+D is the width, k the number of heads, d the head width, C the channels, P the patch side.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a layout may have to know to tell two axes apart."""
+    """What a layout needs to know to split an axis."""
 
     heads: int = 1
     channels: int = 3
@@ -33,16 +33,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Theirs to ours and back; `shape` is what `read` does to a shape."""
+    """From theirs to ours and back; `shape` is what `read` does to a shape."""
 
-    word: str
+    name: str
     read: Callable[[Tensor, Sizes], Tensor]
     write: Callable[[Tensor, Sizes], Tensor]
     shape: Callable[[Shape, Sizes], Shape]
 
 
 def lead(count: int) -> Layout:
-    """`count` axes of length 1 before ours, such as pos_embed (1, N, D); or none of them."""
+    """`count` leading axes of length 1, such as pos_embed (1, N, D); files without them are read as well."""
 
     def write(ours: Tensor, sizes: Sizes) -> Tensor:
         return ours.reshape((1,) * count + tuple(ours.shape))
@@ -54,7 +54,7 @@ def lead(count: int) -> Layout:
 
 
 def tokens(axes: int) -> Layout:
-    """Prefix tokens, as (D,) or with `axes` axes, (1, 1, D) or (1, n, D); ours are (n, D)."""
+    """Prefix tokens with `axes` axes: (D,), (n, D) or (1, n, D); ours are (n, D)."""
 
     def write(ours: Tensor, sizes: Sizes) -> Tensor:
         return ours.reshape((1,) * (axes - 2) + tuple(ours.shape)) if axes > 1 else ours.reshape(-1)
@@ -67,36 +67,35 @@ def tokens(axes: int) -> Layout:
     )
 
 
-def patch_of(columns: int, sizes: Sizes) -> tuple[int, ...]:
-    """(P, P) of a flat patch with this many numbers, unless the patch is known."""
+def _patch_of(columns: int, sizes: Sizes) -> tuple[int, ...]:
+    """The patch sides of a flat patch with this many values: `sizes.patch` if it fits, else a square."""
     if sizes.channels * math.prod(sizes.patch) == columns:
         return sizes.patch
     side = math.isqrt(columns // sizes.channels)
     if sizes.channels * side * side != columns:
         raise ConfigError(
-            "A flat patch must hold channels x P x P numbers.",
-            f"{columns} numbers with channels={sizes.channels}",
-            "Give channels, and patch where it is not square.",
+            f"A flat patch of {columns} values is not {sizes.channels} channels times a square; give "
+            "channels, and patch if it is not square."
         )
     return side, side
 
 
-def read_patch(theirs: Tensor, sizes: Sizes) -> Tensor:
-    patch = patch_of(theirs.shape[1], sizes)
+def _read_patch(theirs: Tensor, sizes: Sizes) -> Tensor:
+    patch = _patch_of(theirs.shape[1], sizes)
     return theirs.reshape(theirs.shape[0], *patch, -1).movedim(-1, 1)  # (D, P P C) -> (D, C, P, P)
 
 
-def patch_shape(shape: Shape, sizes: Sizes) -> Shape:
-    patch = patch_of(shape[1], sizes)
+def _patch_shape(shape: Shape, sizes: Sizes) -> Shape:
+    patch = _patch_of(shape[1], sizes)
     return shape[0], shape[1] // math.prod(patch), *patch
 
 
 same = Layout("same", lambda t, s: t, lambda t, s: t, lambda shape, s: shape)
 
-turned = Layout("turned", lambda t, s: t.mT, lambda t, s: t.mT, lambda shape, s: shape[::-1])
+transposed = Layout("transposed", lambda t, s: t.mT, lambda t, s: t.mT, lambda shape, s: shape[::-1])
 
-# flax: a convolution's kernel is (P, P, C, D), q's kernel (D, k, d) with bias (k, d), and the
-# kernel that mixes the heads (k, d, D).
+# Flax: a convolution kernel is (P, P, C, D), q's kernel (D, k, d) with bias (k, d), and the kernel of
+# the output projection (k, d, D).
 flax_conv = Layout(
     "flax_conv",
     lambda t, s: t.permute(3, 2, 0, 1),
@@ -122,32 +121,34 @@ flax_out = Layout(
     lambda shape, s: (shape[2], *shape[3:], math.prod(shape[:2])),
 )
 
-# A matrix on flat patches. Rearranged by einops as "(p1 p2 c)", a pixel's channels lie side by side;
-# flattened from (C, P, P) as here, they do not.
+# A matrix on flat patches. Rearranged by einops as "(p1 p2 c)", the channels of a pixel are adjacent;
+# flattened from (C, P, P) as here, they are not.
 patch_rows = Layout(
     "patch_rows",
-    read_patch,
+    _read_patch,
     lambda t, s: t.movedim(1, -1).flatten(1),
-    patch_shape,
+    _patch_shape,
 )
 patch_planes = Layout(
     "patch_planes",
-    lambda t, s: t.reshape(t.shape[0], -1, *patch_of(t.shape[1], s)),
+    lambda t, s: t.reshape(t.shape[0], -1, *_patch_of(t.shape[1], s)),
     lambda t, s: t.flatten(1),
-    patch_shape,
+    _patch_shape,
 )
 patch_vector = Layout(
     "patch_vector",
-    lambda t, s: t.reshape(*patch_of(t.shape[0], s), -1).movedim(-1, 0).flatten(),
-    lambda t, s: t.reshape(-1, *patch_of(t.shape[0], s)).movedim(0, -1).flatten(),
+    lambda t, s: t.reshape(*_patch_of(t.shape[0], s), -1).movedim(-1, 0).flatten(),
+    lambda t, s: t.reshape(-1, *_patch_of(t.shape[0], s)).movedim(0, -1).flatten(),
     lambda shape, s: shape,
 )
 
-WORDS = {
-    layout.word: layout
+LAYOUTS = {
+    layout.name: layout
     for layout in (
-        *(same, turned, lead(1), tokens(3), patch_rows, patch_planes, patch_vector),
+        *(same, transposed, lead(1), tokens(3), patch_rows, patch_planes, patch_vector),
         *(flax_conv, flax_heads, flax_heads_bias, flax_out),
     )
 }
-"""The layouts that a user's own table of keys can name."""
+"""The layouts that a user's key table can name."""
+
+LAYOUTS["turned"] = transposed  # as files of version 0.1 call it

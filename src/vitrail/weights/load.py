@@ -1,4 +1,4 @@
-"""From a file to a model: read what it describes, fill a model, fit it to what was asked for."""
+"""Loading a model: describe the file, fill a model with its tensors, adapt it to what was requested."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.config import by
+from vitrail.config import format_sides
 from vitrail.errors import ConfigError, FileError, printable
-from vitrail.fields import per_axis, show
+from vitrail.fields import per_axis, short_repr
+from vitrail.images.fit import fit_preprocess
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.describe import Description, describe
-from vitrail.weights.folder import Stored, open_model
+from vitrail.weights.describe import FileDescription, describe
+from vitrail.weights.folder import ModelFiles, open_model
 from vitrail.weights.hub import fetch_model
 from vitrail.weights.keys import Keys
-from vitrail.weights.layout import Sizes
-from vitrail.weights.preprocessing import check_fields, fitted, overridden
-from vitrail.weights.table import listed, read
+from vitrail.weights.match import join_names
+from vitrail.weights.preprocessing import check_fields, override_preprocess
+from vitrail.weights.state import read_state
 
 if TYPE_CHECKING:
     import torch
@@ -39,158 +40,137 @@ def load(
     checkpoint_key: str | None = None,
     preprocess: Mapping[str, Any] | None = None,
     offline: bool = False,
-    **facts: Any,
+    **overrides: Any,
 ) -> Bundle:
-    """Load a model from a file or a folder, whoever wrote it: the family is recognised by its keys.
+    """Load a model from a file or folder of any supported library, recognized by its tensor names.
 
     Args:
-        path: or the name of one on the Hugging Face hub, which is fetched into its cache:
+        path: a file, a folder, or a model on the Hugging Face hub, which is downloaded into its cache:
             "hf:owner/name", "hf:owner/name@revision", "hf:owner/name/path/file.npz".
-        classes: for another number of classes, the head is replaced by a fresh one; 0 takes it off.
-        size: (H, W) or a side. A size that the stored positions fit is the model's own; for another
-            they are resized from the model's own grid.
+        classes: replace the head by a new one for this number of classes; 0 removes it.
+        size: (H, W) or a side. If the stored positions fit it, it is the model's own; otherwise they are
+            resized from the model's own grid.
         channels, patch: likewise, the patch projection is changed.
-        device, dtype: where the model goes; float32 on the CPU unless given.
-        family: read the file as one of this family, instead of by its keys.
-        keys: rows of a table of your own, (their name or names, ours[, layout]), tried before the
-            family's; "{i}" is the block. Layouts: vitrail.weights.layout.WORDS. (pattern, None) ignores
-            tensors. Without a family, a table that names every tensor is enough by itself.
-        checkpoint_key: where a torch.save file holds several state dicts, the key of the one to read.
-        preprocess: fields of Preprocess in place of the file's: {"mean": (0.485, 0.456, 0.406)}.
-        offline: fetch nothing; a name on the hub must be in the cache.
-        facts: fields of ViTConfig that shapes cannot tell: heads, head_width, activation, eps, block...
+        device, dtype: of the model; float32 on the CPU by default.
+        family: read the file as one of this family, instead of recognizing it.
+        keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
+            "{i}" is the block index. Layouts: vitrail.weights.layout.LAYOUTS. (pattern, None) ignores
+            tensors. Without a family, a table that names every tensor is sufficient.
+        checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
+        preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}.
+        offline: download nothing; a model on the hub must be in the cache.
+        overrides: fields of ViTConfig that shapes do not show: heads, head_width, activation, eps, block...
 
-    What was taken on trust and what was changed is in `.notes`, a sentence each.
+    Assumptions and changes are listed in `.notes`, a sentence each.
     """
-    wanted: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
+    requested: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
     if preprocess is not None:
         check_fields(preprocess)
-    path, origin = fetch_model(path, offline=offline)
-    with open_model(path, checkpoint_key) as stored:
-        what = describe(stored, family=family, keys=keys, **wanted, **facts)
-        what = replace(what, card=replace(what.card, **origin))
-        place = as_device(device)
-        bundle = build(stored, what, dtype)
-    fit(bundle, what, {"classes": classes, **wanted})
-    # Only now, as a resize_to that is given is for the size that the model has in the end.
-    bundle.preprocess = overridden(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
-    bundle.model.to(place)
+    path, card_fields = fetch_model(path, offline=offline)
+    with open_model(path, checkpoint_key) as files:
+        description = describe(files, family=family, keys=keys, **requested, **overrides)
+        description = replace(description, card=replace(description.card, **card_fields))
+        target = _check_device(device)
+        bundle = build_bundle(files, description, dtype)
+    _adapt(bundle, description, {"classes": classes, **requested})
+    # Only now, since a given resize_to is for the size that the model has in the end.
+    bundle.preprocess = override_preprocess(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
+    bundle.model.to(target)
     return bundle
 
 
-def as_device(device: str | torch.device | None) -> torch.device:
-    """Where the model goes; a device that is not there is found out before tensors are read."""
+def _check_device(device: str | torch.device | None) -> torch.device:
+    """The device for the model; an unavailable one is an error before any tensor is read."""
     import torch
 
     try:
-        place = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=place)
+        target = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=target)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            "device must be one that torch has here.", show(device), f'Use "cpu". torch: {reason}'
+            f'device {short_repr(device)} is not available; use "cpu". torch: {reason}'
         ) from error
-    return place
+    return target
 
 
-def build(stored: Stored, what: Description, dtype: torch.dtype | None) -> Bundle:
-    """The model with the file's tensors, each checked before any is read."""
+def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.dtype | None) -> Bundle:
+    """The model with the file's tensors. All shapes are checked before any tensor is read."""
     import torch
 
-    from vitrail.model import ViT
+    from vitrail.model.empty import build_empty_model
 
-    with unfilled():
-        model = ViT(what.config)
-    if what.found is None:
-        shapes = {
-            name: e.shape for name, e in stored.entries.items() if not name.startswith(("extras/", "golden/"))
-        }
-    else:
-        fixed = what.found.family.fixed(what.config, "meta")  # shapes alone, until the file is checked
-        shapes = {**{name: tuple(tensor.shape) for name, tensor in fixed.items()}, **what.found.shapes}
-    check_tensors(stored, shapes, model)
-    if what.found is None:
-        state = {name: stored.tensor(name) for name in shapes}
-        extras = {n[7:]: stored.tensor(n) for n in stored.entries if n.startswith("extras/")}
-    else:
-        config = what.config
-        sizes = Sizes(config.heads, config.channels, config.patch_pixels)
-        state = {**what.found.family.fixed(config, "cpu"), **read(what.found, stored.tensor, sizes)}
-        extras = {name: stored.tensor(name) for name in what.found.extras}
+    config, match = description.config, description.match
+    model = build_empty_model(config)
+    computed = match.family.profile.computed
+    shapes = {name: tuple(tensor.shape) for name, tensor in computed(config, "meta").items()}
+    _check_tensors(files, {**shapes, **match.shapes}, model)
+    state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
+    extras = {name: files.tensor(original) for name, original in match.extras.items()}
     state = {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
     model = model.to(dtype or torch.float32).eval()
     return Bundle(
         model=model,
-        preprocess=what.preprocess,
-        labels=what.labels,
-        card=what.card,
-        source=what.source,
+        preprocess=description.preprocess,
+        labels=description.labels,
+        card=description.card,
+        source=description.source,
         extras=extras,
-        notes=list(what.notes),
+        notes=list(description.notes),
     )
 
 
-def check_tensors(stored: Stored, shapes: Mapping[str, tuple[int, ...]], model: ViT) -> None:
+def _check_tensors(files: ModelFiles, shapes: Mapping[str, tuple[int, ...]], model: ViT) -> None:
+    """Check that the file holds exactly the tensors of the model."""
     needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = [name for name in needed if name not in shapes]
-    spare = [name for name in shapes if name not in needed]
-    wrong = [
-        f"{name} {by(shapes[name])} for {by(shape)}"
+    unexpected = [name for name in shapes if name not in needed]
+    mismatched = [
+        f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}"
         for name, shape in needed.items()
         if name in shapes and shapes[name] != shape
     ]
-    for names, words in ((missing, "without"), (spare, "with, besides,"), (wrong, "with")):
+    kinds = ((missing, "is missing"), (unexpected, "has unexpected"), (mismatched, "has wrong shapes:"))
+    for names, what in kinds:
         if names:
             raise FileError(
-                "A file must hold exactly the tensors of its model.",
-                f"{printable(str(stored.path))} {words} {listed(names)}",
-                "Give the facts that shapes cannot tell (heads, pool, head...), or check the file.",
+                f"{printable(files.path)} does not hold the tensors of its model: it {what} "
+                f"{join_names(names)}. Give fields that shapes do not show (heads, pool, head...), or "
+                "check the file."
             )
 
 
-def unfilled() -> Any:
-    """A mode in which parameters are made without memory, and buffers with their numbers."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            if func is torch.empty and kwargs.get("dtype") is None:
-                kwargs["device"] = "meta"
-            return func(*args, **kwargs)
-
-    return Mode()
-
-
-def fit(bundle: Bundle, what: Description, wanted: Mapping[str, Any]) -> None:
-    """Change the model as the user asked; each change is a sentence in the notes."""
+def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str, Any]) -> None:
+    """Change the model as requested; each change is a sentence in the notes."""
     from vitrail.model import surgery
 
-    def note(text: str) -> None:
-        bundle.notes.append(text)
-
-    model = bundle.model
-    classes, size, channels, patch = (wanted[name] for name in ("classes", "size", "channels", "patch"))
-    config = model.config
+    model, notes = bundle.model, bundle.notes
+    classes, size, channels, patch = (requested[name] for name in ("classes", "size", "channels", "patch"))
+    config, resize = model.config, description.resize
     if channels is not None and channels != config.channels:
         model = surgery.rechannel(model, channels)
-        note(f"The patch projection for {config.channels} channels was changed to take {channels}.")
+        notes.append(f"The patch projection was changed from {config.channels} to {channels} channels.")
     new_patch = config.patch_pixels if patch is None else per_axis("patch", patch, ("height", "width"))
     new_size = config.pixels if size is None else per_axis("size", size, ("H", "W"))
     if new_patch != config.patch_pixels:
-        model = surgery.repatch(model, new_patch, size=new_size, **what.resize)  # type: ignore[arg-type]
-        note(f"The patch projection was resized from {by(config.patch_pixels)} to {by(new_patch)} pixels.")
+        model = surgery.repatch(model, new_patch, size=new_size, **resize)  # type: ignore[arg-type]
+        notes.append(
+            f"The patch projection was resized from {format_sides(config.patch_pixels)} to "
+            f"{format_sides(new_patch)} pixels."
+        )
     elif new_size != config.pixels:
-        model = surgery.resize(model, new_size, **what.resize)  # type: ignore[arg-type]
+        model = surgery.resize(model, new_size, **resize)  # type: ignore[arg-type]
     if model.config.grid != config.grid and config.position == "learned":
-        note(f"Positions were resized from a grid of {by(config.grid)} to {by(model.config.grid)}.")
+        notes.append(
+            f"Positions were resized from a grid of {format_sides(config.grid)} to "
+            f"{format_sides(model.config.grid)}."
+        )
     if classes is not None and classes != config.classes:
         model = surgery.reclass(model, classes)
-        fresh = f"a new one for {classes}, all zero" if classes else "none"
-        note(f"The head for {config.classes} classes was replaced by {fresh}.")
+        change = f"replaced by a new one for {classes}, all zero" if classes else "removed"
+        notes.append(f"The head for {config.classes} classes was {change}.")
         bundle.labels = None
     bundle.model = model
     if bundle.preprocess is not None:
-        bundle.preprocess = fitted(bundle.preprocess, model.config)
+        bundle.preprocess = fit_preprocess(bundle.preprocess, model.config)

@@ -1,4 +1,4 @@
-"""A config.json beside the weights, held against them: sizes that contradict the tensors, and labels."""
+"""A config.json beside the weights: sizes that must agree with the tensors, and labels."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError
-from vitrail.fields import show
-from vitrail.weights.table import listed
+from vitrail.fields import short_repr
+from vitrail.weights.match import join_names
 
-# By transformers' name or timm's: our field. The tensors show all of these.
-SIZES = {
+# Our fields by transformers' or timm's names. The tensors show all of these.
+_SIZES = {
     **{"hidden_size": "width", "embed_dim": "width", "num_features": "width"},
     **{"num_hidden_layers": "depth", "depth": "depth"},
     **{"num_attention_heads": "heads", "num_heads": "heads"},
@@ -21,27 +21,29 @@ SIZES = {
 }
 
 
-def check_sizes(path: str, settings: Mapping[str, Any], config: ViTConfig, given: Collection[str]) -> None:
-    """Refuse settings that contradict the weights; what the user gives is not held against them."""
-    for where, part in parts_of(settings):
-        for name, field in SIZES.items():
-            said = part.get(name)
-            if said is None or field in given or (name, said) == ("num_classes", 0):
+def check_sizes(
+    path: str, settings: Mapping[str, Any], config: ViTConfig, overrides: Collection[str]
+) -> None:
+    """Refuse settings that contradict the weights, except for fields that the user gives."""
+    for prefix, part in _size_parts(settings):
+        for name, field in _SIZES.items():
+            value = part.get(name)
+            if value is None or field in overrides or (name, value) == ("num_classes", 0):
                 continue
-            there = {"patch": config.patch_pixels, "size": config.pixels, "mlp_width": config.F}.get(
+            stored = {"patch": config.patch_pixels, "size": config.pixels, "mlp_width": config.F}.get(
                 field, getattr(config, field)
             )
-            if as_sides(said) != as_sides(there):
+            if _as_side(value) != _as_side(stored):
                 raise FileError(
-                    f"{path}: config.json has {where}{name}={show(said)}, and the weights have "
-                    f"{show(there)}. Correct it, or give the weight file alone, without its folder."
+                    f"{path}: config.json has {prefix}{name}={short_repr(value)}, but the weights have "
+                    f"{short_repr(stored)}. Correct it, or pass the weight file instead of its folder."
                 )
 
 
-def parts_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of a config.json that hold sizes of the image model, each with what goes before its names.
+def _size_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of a config.json that hold sizes of the image model, each with the prefix of its keys.
 
-    Settings that are neither transformers' (model_type) nor timm's (model_args) say nothing.
+    Settings of other libraries than transformers (model_type) and timm (model_args) are not checked.
     """
     if isinstance(timm := settings.get("model_args"), dict):
         yield "model_args.", timm
@@ -50,23 +52,23 @@ def parts_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
         towers = [
             name for name in ("vision_config", "vision_config_dict") if isinstance(settings.get(name), dict)
         ]
-        for name in towers[-1:]:  # of two, transformers goes by the second
+        for name in towers[-1:]:  # of two, transformers uses the second
             yield f"{name}.", settings[name]
         if not towers:
             yield "", settings
 
 
-def as_sides(value: Any) -> Any:
-    """One number for all sides, where they are equal."""
+def _as_side(value: Any) -> Any:
+    """One number for all sides, if they are equal."""
     if isinstance(value, (list, tuple)):
         return value[0] if value and all(side == value[0] for side in value) else tuple(value)
     return value if not isinstance(value, bool) else None
 
 
-def labels_of(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]) -> list[str] | None:
-    """transformers' id2label or timm's label_names, where they name every class.
+def read_labels(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]) -> list[str] | None:
+    """transformers' id2label or timm's label_names, if they name every class.
 
-    LABEL_0 and so on are no names. Names that do not fit the classes are not used, and that is said.
+    LABEL_0, LABEL_1, ... are not names. Names that do not fit the classes are not used; a note reports it.
     """
     timm = settings.get("pretrained_cfg")
     names = settings.get("id2label", settings.get("label_names"))
@@ -77,18 +79,24 @@ def labels_of(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]) 
     if isinstance(names, list):
         names = {str(number): name for number, name in enumerate(names)}
     if not isinstance(names, dict):
-        notes.append(f"The labels in config.json were not used: they are {show(names)}, not names by number.")
+        notes.append(
+            f"The labels in config.json were not used: they are {short_repr(names)}, not names by number."
+        )
         return None
-    wanted = [str(number) for number in range(config.classes)]
+    classes = [str(number) for number in range(config.classes)]
     if all(name == f"LABEL_{number}" for number, name in names.items()):
         return None
-    missing = [number for number in wanted if not isinstance(names.get(number), str)]
-    spare = [number for number in names if number not in wanted]
-    if missing or spare:
-        what = f"has no name for class {listed(missing)}" if missing else f"names class {listed(spare)}"
+    missing = [number for number in classes if not isinstance(names.get(number), str)]
+    unexpected = [number for number in names if number not in classes]
+    if missing or unexpected:
+        what = (
+            f"has no name for class {join_names(missing)}"
+            if missing
+            else f"names class {join_names(unexpected)}"
+        )
         notes.append(
             f"The labels in config.json were not used: id2label {what}, and the model has {config.classes} "
             f"classes, 0 to {config.classes - 1}."
         )
         return None
-    return [names[number] for number in wanted]
+    return [names[number] for number in classes]

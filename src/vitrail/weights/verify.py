@@ -1,4 +1,4 @@
-"""Does a file still give, here and now, the logits it gave when it was written?"""
+"""Checking that a vitrail file still gives its golden logits, on this machine and with these versions."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from pathlib import Path
 from vitrail.errors import FileError, printable
 from vitrail.weights.bundle import not_finite
 from vitrail.weights.describe import describe
+from vitrail.weights.families.vitrail import VITRAIL
 from vitrail.weights.folder import open_model
 from vitrail.weights.layout import Shape
-from vitrail.weights.load import build
+from vitrail.weights.load import build_bundle
 
-LIMIT = 1e-4  # of the largest logit, or of 1: what may lie between two machines in float32
+LOGIT_TOLERANCE = 1e-4  # of the largest logit, or of 1: the tolerance between two machines in float32
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the golden inputs gave."""
+class Verification:
+    """The logits of the golden inputs, compared with the stored ones."""
 
     inputs: int
     difference: float
-    """The largest between a logit now and then."""
+    """The largest difference between a logit and the stored one."""
     limit: float
     same_class: int
-    """For how many inputs the largest logit is still the same one."""
+    """The number of inputs whose largest logit is still the same."""
     written_by: dict[str, str]
-    """Versions of when the file was written."""
+    """The versions that wrote the file."""
     not_finite: list[str]
-    """The tensors with NaN or infinity; of the logits, "logits now" and "logits then"."""
+    """The tensors with NaN or infinity; logits are "logits now" and "logits stored"."""
 
     @property
     def holds(self) -> bool:
         return not self.not_finite and self.difference <= self.limit and self.same_class == self.inputs
 
 
-def verify(path: str | Path) -> Verdict:
+def verify(path: str | Path) -> Verification:
     """Run the golden inputs of a vitrail file through its model, in float32 on the CPU."""
-    with open_model(path) as stored:
-        what = describe(stored)
-        golden = {"golden/inputs", "golden/logits"}
-        if what.found is not None or not golden <= set(stored.entries):
+    with open_model(path) as files:
+        description = describe(files)
+        if description.family is not VITRAIL or not {"golden/inputs", "golden/logits"} <= set(files.entries):
             raise FileError(
-                "Only a vitrail file carries golden inputs and their logits.",
-                f"{printable(str(path))}, {what.title}",
-                "Convert it first: vitrail convert IN OUT --to vitrail.",
+                f"{printable(path)} ({description.family.title}) has no golden inputs; only vitrail files "
+                "have them. Convert it first: vitrail convert IN OUT --to vitrail."
             )
-        bundle = build(stored, what, None)
-        inputs, then = (stored.tensor(f"golden/{part}") for part in ("inputs", "logits"))
-    check_golden(path, tuple(inputs.shape), tuple(then.shape), bundle.model.config.input_shape)
+        bundle = build_bundle(files, description, None)
+        inputs, stored = (files.tensor(f"golden/{part}") for part in ("inputs", "logits"))
+    _check_golden(path, tuple(inputs.shape), tuple(stored.shape), bundle.model.config.input_shape)
     now = bundle.golden_logits(inputs)
-    if now.shape != then.shape:
-        raise odd(path, f"logits of {tuple(then.shape)} where the model gives {tuple(now.shape)}")
-    difference = (now - then).abs().max().item()
-    agree = int((now.argmax(1) == then.argmax(1)).sum())
-    limit = LIMIT * max(1.0, then.abs().max().item())
-    bad = not_finite({**bundle.model.state_dict(), "logits now": now, "logits then": then})
-    return Verdict(len(inputs), difference, limit, agree, dict(what.card.versions), bad)
-
-
-def check_golden(path: str | Path, inputs: Shape, logits: Shape, one: Shape) -> None:
-    if inputs[1:] != one or inputs[:1] != logits[:1] or not inputs[0] or len(logits) != 2:
-        raise odd(path, f"golden inputs of {inputs} with logits of {logits}")
-
-
-def odd(path: str | Path, reason: str) -> FileError:
-    return FileError(
-        "Golden inputs must fit the model.", f"{printable(str(path))}: {reason}", "Save it again."
+    if now.shape != stored.shape:
+        raise _damaged(path, f"has logits of {tuple(stored.shape)}, and the model gives {tuple(now.shape)}")
+    return Verification(
+        inputs=len(inputs),
+        difference=(now - stored).abs().max().item(),
+        limit=LOGIT_TOLERANCE * max(1.0, stored.abs().max().item()),
+        same_class=int((now.argmax(1) == stored.argmax(1)).sum()),
+        written_by=dict(description.card.versions),
+        not_finite=not_finite({**bundle.model.state_dict(), "logits now": now, "logits stored": stored}),
     )
+
+
+def _check_golden(path: str | Path, inputs: Shape, logits: Shape, one: Shape) -> None:
+    if inputs[1:] != one or inputs[:1] != logits[:1] or not inputs[0] or len(logits) != 2:
+        raise _damaged(path, f"has golden inputs of {inputs} with logits of {logits}")
+
+
+def _damaged(path: str | Path, reason: str) -> FileError:
+    return FileError(f"{printable(path)} {reason}, which do not fit the model; save it again.")

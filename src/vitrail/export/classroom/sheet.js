@@ -1,6 +1,6 @@
-// The sheet: a drawing, an example or a picture file becomes levels, and the model is asked.
+// The canvas to draw on: a drawing, an example or an image file becomes pixels for the model.
 
-// ---- the sheet -------------------------------------------------------------------------------------
+// ---- canvas -------------------------------------------------------------------------------------
 
 const sheet = $("sheet"), pen = sheet.getContext("2d", { willReadFrequently: true });
 [sheet.width, sheet.height] = [W * FINE, H * FINE];
@@ -10,7 +10,7 @@ function blank() {
   pen.fillRect(0, 0, sheet.width, sheet.height);
 }
 
-/** What the model gets of a sheet: the mean of each FINE x FINE square. */
+/** The model's pixels: the mean of each FINE x FINE square of the canvas. */
 function read(canvas) {
   const { data } = canvas.getContext("2d").getImageData(0, 0, sheet.width, sheet.height), C = vit.channels;
   const sums = new Float64Array(H * W * C);
@@ -19,8 +19,8 @@ function read(canvas) {
   return Uint8Array.from(sums, (sum) => Math.round(sum / (FINE * FINE)));
 }
 
-/** The drawing as MNIST's makers would have it: longer side 20/28 of the picture, centre of mass in the middle. */
-function centred() {
+/** The drawing as in MNIST: the longer side is 20/28 of the image, the center of mass is in the middle. */
+function centered() {
   const { data } = pen.getImageData(0, 0, sheet.width, sheet.height);
   let [top, left, bottom, right, mass, down, across] = [Infinity, Infinity, -1, -1, 0, 0, 0];
   for (let y = 0; y < sheet.height; y++) for (let x = 0; x < sheet.width; x++) {
@@ -45,14 +45,14 @@ function centred() {
 }
 
 function readSheet() {
-  state.levels = read(grey && state.drawn && $("centre").checked ? centred() : sheet);
+  state.pixels = read(gray && state.drawn && $("center").checked ? centered() : sheet);
   compute();
 }
 
 let waiting = false;
 
-/** At most once for each frame; a slow model waits for the end of the stroke. */
-function soon() {
+/** Run the model at most once per frame; a slow model waits for the end of the stroke. */
+function schedule() {
   if (waiting || (stroke && took > 150)) return;
   waiting = true;
   requestAnimationFrame(() => { waiting = false; readSheet(); });
@@ -60,66 +60,66 @@ function soon() {
 
 let stroke = null;
 
-function place(event) {
+function position(event) {
   const box = sheet.getBoundingClientRect();
   const [x, y] = [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
   return [x * sheet.width, y * sheet.height];
 }
 
 function draw(event) {
-  const [x, y] = place(event), side = Math.max(sheet.width, sheet.height);
-  pen.strokeStyle = pen.shadowColor = grey ? "white" : $("colour").value;
+  const [x, y] = position(event), side = Math.max(sheet.width, sheet.height);
+  pen.strokeStyle = pen.shadowColor = gray ? "white" : $("color").value;
   [pen.lineCap, pen.lineJoin, pen.lineWidth, pen.shadowBlur] = ["round", "round", 0.085 * side, 0.02 * side];
   pen.beginPath();
   pen.moveTo(...stroke);
   pen.lineTo(x, y);
   pen.stroke();
   stroke = [x, y];
-  soon();
+  schedule();
 }
 
 sheet.addEventListener("pointerdown", (event) => {
   event.preventDefault();
   sheet.setPointerCapture(event.pointerId);
-  if (grey && !state.drawn) blank();  // a digit begins on an empty sheet
+  if (gray && !state.drawn) blank();  // a digit starts on an empty canvas
   state.drawn = true;
-  stroke = place(event);
+  stroke = position(event);
   draw(event);
 });
 sheet.addEventListener("pointermove", (event) => {
   if (stroke) (event.getCoalescedEvents?.() ?? [event]).forEach(draw);
 });
-for (const end of ["pointerup", "pointercancel"]) sheet.addEventListener(end, () => { stroke = null; soon(); });
+for (const end of ["pointerup", "pointercancel"]) sheet.addEventListener(end, () => { stroke = null; schedule(); });
 
 $("clear").addEventListener("click", () => { blank(); state.drawn = true; readSheet(); });
-$("centre").addEventListener("change", readSheet);
+$("center").addEventListener("change", readSheet);
 
-/** A picture of the model's own size, level by level. */
-function show(levels) {
+/** Show an image of the model's size, given as pixels. */
+function show(pixels) {
   const small = document.createElement("canvas");
-  dots(small, W, H, (i) => pixel(levels, i));
+  dots(small, W, H, (i) => rgb(pixels, i));
   blank();
   pen.imageSmoothingEnabled = false;
   pen.drawImage(small, 0, 0, sheet.width, sheet.height);
   pen.imageSmoothingEnabled = true;
-  [state.levels, state.drawn] = [levels, false];
+  [state.pixels, state.drawn] = [pixels, false];
   compute();
 }
 
-/** A picture file, resized and cut as the model's preprocessing says. */
-async function openPicture(file) {
+/** Show an image file, resized and cropped as in the model's preprocessing. */
+async function openImage(file) {
   $("message").textContent = "";
   let image;
   try {
     image = await createImageBitmap(file);
   } catch {
-    $("message").textContent = "This file is not a picture that the browser can read.";
+    $("message").textContent = "Your browser cannot read this file as an image.";
     return;
   }
   const { resized: [tall, wide], shortest } = vit.preprocess;
   const zoom = tall / Math.min(image.width, image.height);
-  const goal = shortest ? [image.width * zoom, image.height * zoom] : [wide, tall];
-  const [across, down] = goal.map((side) => side * FINE);
+  const target = shortest ? [image.width * zoom, image.height * zoom] : [wide, tall];
+  const [across, down] = target.map((side) => side * FINE);
   blank();
   pen.imageSmoothingQuality = "high";
   pen.drawImage(image, (sheet.width - across) / 2, (sheet.height - down) / 2, across, down);
@@ -127,12 +127,12 @@ async function openPicture(file) {
   readSheet();
 }
 
-$("file").addEventListener("change", () => { if ($("file").files[0]) openPicture($("file").files[0]); });
-if (!grey) {
+$("file").addEventListener("change", () => { if ($("file").files[0]) openImage($("file").files[0]); });
+if (!gray) {
   for (const event of ["dragover", "dragleave", "drop"]) sheet.addEventListener(event, (at) => {
     at.preventDefault();
     sheet.classList.toggle("over", event === "dragover");
-    if (event === "drop" && at.dataTransfer.files[0]) openPicture(at.dataTransfer.files[0]);
+    if (event === "drop" && at.dataTransfer.files[0]) openImage(at.dataTransfer.files[0]);
   });
 }
 
@@ -140,7 +140,7 @@ if (!grey) {
 
 fill();
 blank();
-if (vit.examples.length) show(bytes(vit.examples[Math.min(3, vit.examples.length - 1)].levels));
+if (vit.examples.length) show(bytes(vit.examples[Math.min(3, vit.examples.length - 1)].pixels));
 else readSheet();
 
-window.vitrail = { vit, state, forward: (levels) => vit.forward(levels), show };
+window.vitrail = { vit, state, forward: (pixels) => vit.forward(pixels), show };

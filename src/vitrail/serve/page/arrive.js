@@ -1,14 +1,14 @@
-// The ways in which a picture arrives: chosen, dropped, pasted, or taken from the examples.
+// Image input: file picker, drop, paste and examples.
 
 import { $, element, plain } from "./maps.js";
-import { ask, askJSON, Trouble } from "./server.js";
+import { fetchJSON, request, ServerError } from "./server.js";
 
-const SMALL = 64;  // pixels: pictures up to this size are shown as squares, not smoothed
+const SMALL = 64;  // pixels: images up to this size are enlarged without smoothing
 
-/** Hand over each picture as (file, name); what cannot be one goes to `fail`. */
-export function listen(take, fail) {
+/** Call `submit(file, name)` for each image, and `fail` for anything else. */
+export function listen(submit, fail) {
   $("pick").addEventListener("change", () => {
-    if ($("pick").files.length) take($("pick").files[0], $("pick").files[0].name);
+    if ($("pick").files.length) submit($("pick").files[0], $("pick").files[0].name);
     $("pick").value = "";  // so that the same file can be chosen again
   });
   document.addEventListener("dragover", (event) => {
@@ -21,32 +21,32 @@ export function listen(take, fail) {
   document.addEventListener("drop", (event) => {
     event.preventDefault();
     document.body.classList.remove("over");
-    receive(event.dataTransfer, "What you dropped is not a picture file. Save the picture first, and drop the file.", take, fail);
+    receive(event.dataTransfer, "What you dropped is not a file. Save the image first, then drop the file.", submit, fail);
   });
   document.addEventListener("paste", (event) => {
     if (event.target.matches("input[type=password]")) return;
-    receive(event.clipboardData, "There is no picture in what you pasted. Copy a picture, not its address.", take, fail);
+    receive(event.clipboardData, "The clipboard contains no image. Copy the image itself, not its address.", submit, fail);
   });
 }
 
-function receive(transfer, otherwise, take, fail) {
+function receive(transfer, message, submit, fail) {
   const file = transfer?.files[0];
-  if (file) take(file, file.name);
-  else fail(new Trouble("refused", otherwise));
+  if (file) submit(file, file.name);
+  else fail(new ServerError("refused", message));
 }
 
-/** Refuse here what the server would refuse. */
-export function check(file, given, most) {
-  const name = plain(given, 80);
+/** Refuse files that the server would refuse. */
+export function check(file, fileName, limit) {
+  const name = plain(fileName, 80);
   const mebibytes = (bytes) => `${(bytes / 2 ** 20).toFixed(1)} MiB`;
-  if (file.size === 0) throw new Trouble("refused", `“${name}” is empty. Choose another file.`);
-  if (most && file.size > most) {
-    const words = `A picture may have at most ${mebibytes(most)} here, and “${name}” has ${mebibytes(file.size)}.`;
-    throw new Trouble("refused", `${words} Make it smaller, or choose another.`);
+  if (file.size === 0) throw new ServerError("refused", `“${name}” is empty. Choose another file.`);
+  if (limit && file.size > limit) {
+    const message = `The limit is ${mebibytes(limit)}, and “${name}” has ${mebibytes(file.size)}; choose a smaller image.`;
+    throw new ServerError("refused", message);
   }
 }
 
-/** Show the picture as it was given; some formats that the server reads are not shown by browsers. */
+/** Show the image file; browsers cannot display every format that the server reads. */
 export function preview(file, name) {
   const image = $("preview");
   URL.revokeObjectURL(image.src);
@@ -58,24 +58,24 @@ export function preview(file, name) {
   };
   image.onerror = () => { $("drop-words").hidden = false; };
   image.src = URL.createObjectURL(file);
-  image.alt = $("picture-name").textContent = plain(name);
+  image.alt = $("image-name").textContent = plain(name);
 }
 
-/** Fetched like all else, since an <img> would not send a token. */
-export async function offerExamples(take) {
-  const found = await askJSON("v1/examples");
+/** Show the examples; they are fetched because an <img> would not send the token. */
+export async function showExamples(submit) {
+  const examples = await fetchJSON("v1/examples");
   $("examples").replaceChildren();
-  const places = found.map(({ name }) => {
-    const words = { "aria-label": plain(name), title: plain(name) };
-    const button = element("button", $("examples"), "", { type: "button", disabled: "", ...words });
+  const slots = examples.map(({ name }) => {
+    const labels = { "aria-label": plain(name), title: plain(name) };
+    const button = element("button", $("examples"), "", { type: "button", disabled: "", ...labels });
     return { button, image: element("img", button, "", { alt: "" }) };
   });
-  $("examples-words").hidden = !found.length;
-  await Promise.all(found.map(async ({ name, url }, i) => {
-    const { button, image } = places[i], file = await (await ask(url.replace(/^\//, ""))).blob();
+  $("examples-words").hidden = !examples.length;
+  await Promise.all(examples.map(async ({ name, url }, i) => {
+    const { button, image } = slots[i], file = await (await request(url.replace(/^\//, ""))).blob();
     image.src = URL.createObjectURL(file);
     image.onload = () => { if (image.naturalWidth <= SMALL) image.className = "tiny"; };
     button.disabled = false;
-    button.addEventListener("click", () => take(file, name));
+    button.addEventListener("click", () => submit(file, name));
   }));
 }

@@ -1,15 +1,15 @@
-// The window above the page: panes of coloured glass in lead, the same each time.
+// The decorative window at the top of the page: panes of colored glass, the same each time.
 
-const COLOURS = ["#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#7a2f6d", "#f0c419", "#1d4e9e"];
+const COLORS = ["#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00", "#7a2f6d", "#f0c419", "#1d4e9e"];
 const HIGH = 3;  // rows of panes
 
-/** Numbers from 0 to 1 that look random and are the same for every visitor. */
-function numbers(seed) {
+/** A seeded random number generator, so that the window is always the same. */
+function random(seed) {
   return () => (seed = (seed * 16807) % 2147483647) / 2147483647;
 }
 
 export function drawGlass(canvas) {
-  const fine = window.devicePixelRatio || 1, next = numbers(7);
+  const fine = window.devicePixelRatio || 1, next = random(7);
   [canvas.width, canvas.height] = [canvas.clientWidth * fine, canvas.clientHeight * fine];
   const side = canvas.height / HIGH, across = Math.ceil(canvas.width / (1.5 * side)) + 1;
   const corner = (row, column) => [
@@ -26,21 +26,21 @@ export function drawGlass(canvas) {
       const [a, b, c, d] = [corners[row][column], corners[row][column + 1], corners[row + 1][column + 1], corners[row + 1][column]];
       const halves = next() < 0.4 ? [[a, b, c], [a, c, d]] : [[a, b, c, d]];
       for (const pane of halves) {
-        last = (last + 1 + Math.floor(next() * (COLOURS.length - 1))) % COLOURS.length;  // never twice in a row
-        drawPane(pen, pane, COLOURS[last], 0.82 + 0.18 * next());
+        last = (last + 1 + Math.floor(next() * (COLORS.length - 1))) % COLORS.length;  // never the same color twice in a row
+        drawPane(pen, pane, COLORS[last], 0.82 + 0.18 * next());
       }
     }
   }
 }
 
-function drawPane(pen, points, colour, light) {
+function drawPane(pen, points, color, light) {
   pen.beginPath();
   points.forEach(([x, y], i) => (i ? pen.lineTo(x, y) : pen.moveTo(x, y)));
   pen.closePath();
   pen.fillStyle = "white";
   pen.fill();
   pen.globalAlpha = light;
-  pen.fillStyle = colour;
+  pen.fillStyle = color;
   pen.fill();
   pen.globalAlpha = 1;
   pen.stroke();

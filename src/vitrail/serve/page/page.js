@@ -1,42 +1,42 @@
-// The page: a picture in, an answer out; and what to do when something goes wrong.
+// The page: send an image, show the prediction, handle errors.
 
-import { check, listen, offerExamples, preview } from "./arrive.js";
+import { check, listen, showExamples, preview } from "./arrive.js";
 import { drawGlass } from "./glass.js";
 import { Inside } from "./inside.js";
 import { $, element, percent, plain } from "./maps.js";
-import { askJSON, token, Trouble } from "./server.js";
+import { fetchJSON, token, ServerError } from "./server.js";
 import { fillCard, fillFilters, fillPositions } from "./weights.js";
 
-/** What the page holds now; `layers` has the server's answers for this picture, by layer. */
-const state = { begun: null, model: null, inside: null, file: null, layers: new Map(), going: new AbortController() };
+/** The state of the page; `layers` caches the explanations of this image by layer. */
+const state = { started: null, model: null, inside: null, file: null, layers: new Map(), request: new AbortController() };
 
-// ---- what goes wrong -----------------------------------------------------------------------------------
+// ---- errors -----------------------------------------------------------------------------------
 
-/** Do something that asks the server; show what goes wrong, and offer what can be done about it. */
+/** Run a task that uses the server; show its error and offer a retry or the token form. */
 async function attempt(task) {
   $("trouble").hidden = true;
   $("answer").setAttribute("aria-busy", "true");
   try {
     await task();
-  } catch (trouble) {
-    if (trouble.name === "AbortError") return;  // the user wanted something else meanwhile
-    if (!(trouble instanceof Trouble)) throw trouble;
-    if (trouble.kind === "token") askForToken(() => attempt(task));
-    else showTrouble(trouble, () => attempt(task));
+  } catch (error) {
+    if (error.name === "AbortError") return;  // the user did something else meanwhile
+    if (!(error instanceof ServerError)) throw error;
+    if (error.kind === "token") askForToken(() => attempt(task));
+    else showError(error, () => attempt(task));
   } finally {
     $("answer").removeAttribute("aria-busy");
   }
 }
 
-function showTrouble(trouble, again) {
-  $("trouble-words").textContent = trouble.message;
-  $("again").hidden = trouble.kind !== "later";
-  $("again").onclick = again;
+function showError(error, retry) {
+  $("trouble-words").textContent = error.message;
+  $("again").hidden = error.kind !== "later";
+  $("again").onclick = retry;
   $("trouble").hidden = false;
 }
 
-function askForToken(again) {
-  $("token-words").textContent = token.get() ? "The server did not take that token." : "";
+function askForToken(retry) {
+  $("token-words").textContent = token.get() ? "The server rejected that token." : "";
   $("token-form").hidden = false;
   $("token").focus();
   $("token-form").onsubmit = (event) => {
@@ -44,120 +44,120 @@ function askForToken(again) {
     token.set($("token").value.trim());
     $("token").value = "";
     $("token-form").hidden = true;
-    again();
+    retry();
   };
 }
 
-// ---- a picture, and its answer -------------------------------------------------------------------------
+// ---- image and prediction -------------------------------------------------------------------------
 
-const say = (words) => { $("says-words").textContent = words; };
+const showStatus = (text) => { $("says-words").textContent = text; };
 
-function take(file, name) {
-  state.going.abort();
-  const { signal } = state.going = new AbortController();
+function submit(file, name) {
+  state.request.abort();
+  const { signal } = state.request = new AbortController();
   attempt(async () => {
-    await ready();
-    signal.throwIfAborted();  // another picture came while we waited
+    await start();
+    signal.throwIfAborted();  // another image was chosen meanwhile
     check(file, name, state.model.limits.bytes);
     state.file = file;
     state.layers.clear();
     preview(file, name);
-    say("Asking …");
-    document.body.classList.add("asking");
+    showStatus("Waiting for the server …");
+    document.body.classList.add("waiting");
     try {
-      await answer();
-    } catch (trouble) {
-      if (file === state.file) forget();  // what is shown belongs to another picture
-      throw trouble;
+      await predict();
+    } catch (error) {
+      if (file === state.file) clearPrediction();  // what is shown belongs to another image
+      throw error;
     } finally {
-      if (file === state.file) document.body.classList.remove("asking");
+      if (file === state.file) document.body.classList.remove("waiting");
     }
   });
 }
 
-async function answer() {
+async function predict() {
   const start = performance.now(), { inside } = state;
-  const found = inside ? await fetchLayer(inside.layer) : await send("v1/predict?top=5");
-  paintAnswer(inside ? found.prediction : found.predictions[0], performance.now() - start);
-  await inside?.show(found);
+  const result = inside ? await fetchLayer(inside.layer) : await send("v1/predict?top=5");
+  paintPrediction(inside ? result.prediction : result.predictions[0], performance.now() - start);
+  await inside?.show(result);
 }
 
-function forget() {
-  headline("No answer", true);
-  say("");
+function clearPrediction() {
+  headline("No prediction", true);
+  showStatus("");
   $("score").textContent = $("took").textContent = "";
   $("bars").replaceChildren();
   if (state.inside) $("inside").hidden = true;
 }
 
-function headline(words, empty = false) {
-  $("label").textContent = plain(words);
-  $("label").className = words.length > 40 ? "long" : "";
+function headline(text, empty = false) {
+  $("label").textContent = plain(text);
+  $("label").className = text.length > 40 ? "long" : "";
   $("headline").classList.toggle("empty", empty);
 }
 
-const send = (path) => askJSON(path, { body: state.file, signal: state.going.signal, waiting: say });
+const send = (path) => fetchJSON(path, { body: state.file, signal: state.request.signal, onWait: showStatus });
 
 async function fetchLayer(layer) {
   const { layers, file } = state;
   if (!layers.has(layer)) {
-    const found = await send(`v1/explain?layer=${layer}&top=5`);
-    if (file !== state.file) throw new DOMException("another picture came", "AbortError");
-    layers.set(layer, found);
+    const explanation = await send(`v1/explain?layer=${layer}&top=5`);
+    if (file !== state.file) throw new DOMException("another image was chosen", "AbortError");
+    layers.set(layer, explanation);
   }
   return layers.get(layer);
 }
 
-function paintAnswer({ label, score, unsure, top, error }, took) {
+function paintPrediction({ label, score, unsure, top, error }, took) {
   $("answer").classList.toggle("unsure", unsure);
-  headline(error ? "No answer" : unsure ? "Not sure" : label ?? "No classes", label === null);
+  headline(error ? "No prediction" : unsure ? "Not sure" : label ?? "No classes", label === null);
   $("score").textContent = label === null ? "" : percent(score);
-  say(error ?? (unsure ? `Its best guess has ${percent(score)}, which is less than it needs to be sure.`
-    : label === null ? "This model has no head: it turns a picture into numbers and has no words for it." : ""));
+  showStatus(error ?? (unsure ? `The highest score is ${percent(score)}, below the threshold for a label.`
+    : label === null ? "This model has no head: it computes embeddings, not classes." : ""));
   $("bars").replaceChildren();
   $("bars").classList.toggle("short", top.every(({ label: one }) => one.length < 4));
-  top.forEach(({ label: one, score: part }, place) => {
-    const row = element("li", $("bars"), "", place ? {} : { class: "first" });
+  top.forEach(({ label: one, score: part }, rank) => {
+    const row = element("li", $("bars"), "", rank ? {} : { class: "first" });
     element("bdi", row, plain(one), { class: "label", title: plain(one) });
     const fill = element("span", element("span", row, "", { class: "track" }), "", { class: "fill" });
     element("span", row, percent(part), { class: "number" });
     requestAnimationFrame(() => { fill.style.width = `${100 * part}%`; });
   });
-  $("took").textContent = `The answer came after ${Math.round(took)} ms.`;
+  $("took").textContent = `Response time: ${Math.round(took)} ms.`;
 }
 
 // ---- the model -----------------------------------------------------------------------------------------
 
-/** Begin, once; where that fails, again the next time. */
-function ready() {
-  state.begun ??= begin().catch((trouble) => {
-    state.begun = null;
-    throw trouble;
+/** Load the model's data once; after an error, the next call tries again. */
+function start() {
+  state.started ??= loadModel().catch((error) => {
+    state.started = null;
+    throw error;
   });
-  return state.begun;
+  return state.started;
 }
 
-/** Everything that is known before there is a picture. */
-async function begin() {
-  const model = await askJSON("v1/model");
+/** Fill in everything that does not depend on an image. */
+async function loadModel() {
+  const model = await fetchJSON("v1/model");
   fillCard(model);
-  $("no-inside").hidden = $("inside").hidden = model.explain.there;
+  $("no-inside").hidden = $("inside").hidden = model.explain.available;
   $("no-inside").textContent = model.explain.reason ?? "";
-  for (const one of document.querySelectorAll("#depth-box, .figures")) one.hidden = !model.explain.there;
+  for (const part of document.querySelectorAll("#depth-box, .figures")) part.hidden = !model.explain.available;
   state.model = model;
-  const [positions, filters] = await Promise.all([askJSON("v1/positions"), askJSON("v1/filters"), offerExamples(take)]);
+  const [positions, filters] = await Promise.all([fetchJSON("v1/positions"), fetchJSON("v1/filters"), showExamples(submit)]);
   fillFilters(filters);
   const paintPositions = fillPositions(positions, model, (patch) => {
     paintPositions(patch);
-    if (state.inside?.found) state.inside.choose(state.inside.n + patch);
+    if (state.inside?.result) state.inside.select(state.inside.n + patch);
   });
   const [h, w] = model.grid;
   paintPositions(Math.floor(h / 2) * w + Math.floor(w / 2));
-  if (model.explain.there) state.inside = new Inside(model, { fetchLayer, attempt, chosen: paintPositions });
+  if (model.explain.available) state.inside = new Inside(model, { fetchLayer, attempt, onSelect: paintPositions });
 }
 
 drawGlass($("glass"));
 addEventListener("resize", () => drawGlass($("glass")));
-listen(take, (trouble) => showTrouble(trouble));
-attempt(ready);
-window.vitrail = state;  // for whoever opens the console
+listen(submit, (error) => showError(error));
+attempt(start);
+window.vitrail = state;  // for the browser console

@@ -1,12 +1,12 @@
-// The one way in which this page speaks with its server: a token where one is asked for, errors in words.
+// Requests to the server: authentication, retries and error messages.
 
-const KEY = "vitrail-token";  // kept while the tab is open, and in no file
-const PATIENCE = 3;           // how often a busy server is asked again before the user is
+const KEY = "vitrail-token";  // in session storage: until the tab is closed
+const RETRIES = 3;            // automatic retries while the server is busy
 
-/** What went wrong, to be shown. `kind`: "refused" (asking again is no use), "later" (it may be), "token". */
-export class Trouble extends Error {
-  constructor(kind, words) {
-    super(words);
+/** An error to show. `kind`: "refused" (do not retry), "later" (a retry may help), "token". */
+export class ServerError extends Error {
+  constructor(kind, message) {
+    super(message);
     this.kind = kind;
   }
 }
@@ -16,40 +16,40 @@ export const token = {
   set: (text) => sessionStorage.setItem(KEY, text),
 };
 
-/** An answer of the server; every other end is a Trouble, but for an AbortError when the caller gave up. */
-export async function ask(path, { body, signal, waiting = () => {} } = {}) {
-  for (let turn = 1; ; turn++) {
-    const answer = await send(path, body, signal);
-    if (answer.ok) return answer;
-    if (answer.status !== 503 || turn > PATIENCE) throw await troubleOf(answer);
-    const seconds = Math.min(Number(answer.headers.get("Retry-After")) || 2 ** (turn - 1), 10);
-    waiting(`The server is busy. Asking again in ${seconds} s …`);
+/** A successful response; throws ServerError, or AbortError if the caller aborts. */
+export async function request(path, { body, signal, onWait = () => {} } = {}) {
+  for (let attempt = 1; ; attempt++) {
+    const response = await send(path, body, signal);
+    if (response.ok) return response;
+    if (response.status !== 503 || attempt > RETRIES) throw await errorOf(response);
+    const seconds = Math.min(Number(response.headers.get("Retry-After")) || 2 ** (attempt - 1), 10);
+    onWait(`The server is busy. Trying again in ${seconds} s …`);
     await pause(1000 * seconds, signal);
   }
 }
 
-export const askJSON = async (path, options) => (await ask(path, options)).json();
+export const fetchJSON = async (path, options) => (await request(path, options)).json();
 
 async function send(path, body, signal) {
-  const known = token.get() ?? "";
-  if (/[^ -~]/.test(known)) throw new Trouble("token", "A token has no such letters.");  // nor has a header
-  const headers = known ? { Authorization: `Bearer ${known}` } : {};
+  const bearer = token.get() ?? "";
+  if (/[^ -~]/.test(bearer)) throw new ServerError("token", "The token contains invalid characters.");  // headers are ASCII
+  const headers = bearer ? { Authorization: `Bearer ${bearer}` } : {};
   if (body) headers["Content-Type"] = body.type.startsWith("image/") ? body.type : "application/octet-stream";
   try {
     return await fetch(path, { method: body ? "POST" : "GET", body, headers, signal, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Trouble("later", "The server does not answer. Is it still running, and is the network there?");
+    throw new ServerError("later", "The server does not respond. Check that it is running and that the network is up.");
   }
 }
 
-async function troubleOf(answer) {
-  if (answer.status === 401) return new Trouble("token", "The server asks for a token.");
-  const { error } = await answer.json().catch(() => ({}));
-  const words = error?.message ?? "";
-  if (answer.status === 503) return new Trouble("later", `The server is busy. ${words}`);
-  const kind = answer.status >= 500 || answer.status === 408 ? "later" : "refused";
-  return new Trouble(kind, words || `The server answered with an error (${answer.status}).`);
+async function errorOf(response) {
+  if (response.status === 401) return new ServerError("token", "The server needs a token.");
+  const { error } = await response.json().catch(() => ({}));
+  const message = error?.message ?? "";
+  if (response.status === 503) return new ServerError("later", message || "The server is busy.");
+  const kind = response.status >= 500 || response.status === 408 ? "later" : "refused";
+  return new ServerError(kind, message || `The server returned an error (${response.status}).`);
 }
 
 function pause(time, signal) {
@@ -57,7 +57,7 @@ function pause(time, signal) {
     const timer = setTimeout(done, time);
     signal?.addEventListener("abort", () => {
       clearTimeout(timer);
-      fail(new DOMException("given up", "AbortError"));
+      fail(new DOMException("aborted", "AbortError"));
     });
   });
 }

@@ -1,4 +1,4 @@
-"""Every family there is, in the order in which a file is held against them."""
+"""All families, in the order in which a file is matched against them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from vitrail.weights.families import (
     timm,
     torch_encoder,
     torchvision,
+    vitrail,
 )
-from vitrail.weights.table import Family
+from vitrail.weights.family import Family
 
-FAMILIES: tuple[Family, ...] = (
+# Other libraries' files.
+LIBRARIES: tuple[Family, ...] = (
     *google.FAMILIES,
     *big_vision.FAMILIES,
     hf.DEIT,
@@ -28,5 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     *timm.FAMILIES,
     *torchvision.FAMILIES,
     *lucidrains.FAMILIES,
-    *torch_encoder.FAMILIES,  # the last: its names are PyTorch's own, and may be part of anything
+    *torch_encoder.FAMILIES,  # last: its names are PyTorch's own, and may be part of anything
 )
+
+FAMILIES: tuple[Family, ...] = (vitrail.VITRAIL, *LIBRARIES)

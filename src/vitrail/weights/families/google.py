@@ -1,4 +1,4 @@
-"""Google's own ViTs, the npz files of vit_jax: the paper's, AugReg's and SAM's, and the R50 hybrid."""
+"""Google's ViTs, the npz files of vit_jax: those of the paper, AugReg and SAM, and the R50 hybrid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, printable
-from vitrail.fields import show
+from vitrail.fields import short_repr
+from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.layout import (
     Layout,
     flax_conv,
@@ -19,27 +20,28 @@ from vitrail.weights.layout import (
     lead,
     same,
     tokens,
-    turned,
+    transposed,
 )
-from vitrail.weights.table import Family, Found, Row, row
+from vitrail.weights.match import FamilyMatch
+from vitrail.weights.rows import Row, row
 
 TOP, B, OURS = "{w}{p}", "{w}{p}Transformer/encoderblock_{i}/", "blocks.{i}."
-UNITS = (3, 4, 9)  # of the stem's three stages; model/stem.py has the table of names
+UNITS = (3, 4, 9)  # in the stem's three stages; model/stem.py has the table of names
 
 FIELDS = {
     **{"eps": 1e-6, "activation": "gelu-tanh"},
     **{"embedding_bias": True, "qkv_bias": "all", "head_bias": True},  # a file without one is damaged
 }
 
-# The scale of a group norm, (C,) or in older files (1, 1, 1, C).
+# The scale of a group norm: (C,), or (1, 1, 1, C) in older files.
 flat = Layout("flat", lambda t, s: t.flatten(), lambda t, s: t, lambda shape, s: (math.prod(shape),))
 
 
-# ---- flax's layers, for big_vision too
+# ---- Flax layers, for big_vision too
 
 
 def dense(theirs: str, ours: str, **more: Any) -> tuple[Row, Row]:
-    kernel = row(f"{theirs}/kernel", f"{ours}.weight", turned, **more)
+    kernel = row(f"{theirs}/kernel", f"{ours}.weight", transposed, **more)
     return kernel, row(f"{theirs}/bias", f"{ours}.bias", **more)
 
 
@@ -62,7 +64,7 @@ def mlp(theirs: str, ours: str) -> tuple[Row, ...]:
 
 
 def block(attention_number: int, norm_number: int, mlp_number: int) -> tuple[Row, ...]:
-    """A block. Flax once numbered the layers of a block in a row; now each kind counts from 0."""
+    """The rows of a block. Old Flax numbers the layers of a block in a row, new Flax each type from 0."""
     return (
         *norm(B + "LayerNorm_0", OURS + "norm1"),
         *attention(B + f"MultiHeadDotProductAttention_{attention_number}", OURS + "attention"),
@@ -78,21 +80,21 @@ EMBEDDING = (
 )
 HEAD = (
     *norm(TOP + "Transformer/encoder_norm", "norm"),
-    *dense(TOP + "pre_logits", "head.fc1", beside=TOP + "head/kernel"),
-    *dense(TOP + "head", "head.fc2", beside=TOP + "pre_logits/kernel"),
+    *dense(TOP + "pre_logits", "head.fc1", requires=TOP + "head/kernel"),
+    *dense(TOP + "head", "head.fc2", requires=TOP + "pre_logits/kernel"),
     *dense(TOP + "head", "head"),
 )
 
 
-def heads_in(found: Found) -> dict[str, int]:
-    """k and d: flax keeps the heads apart, so that q's kernel is (D, k, d)."""
-    qkv = {one.ours: one.theirs for one in found.uses}["blocks.0.attention.qkv.weight"]
-    place = found.places[qkv[0]]
-    shape = found.entries[place.original].shape[place.index is not None :]
+def heads_in(match: FamilyMatch) -> dict[str, int]:
+    """k and d: Flax has an axis for the heads, so q's kernel is (D, k, d)."""
+    qkv = {row.ours: row.theirs for row in match.rows}["blocks.0.attention.qkv.weight"]
+    location = match.locations[qkv[0]]
+    shape = match.entries[location.original].shape[location.index is not None :]
     if len(shape) != 3:
         raise ConfigError(
-            f"Google's files keep heads apart: {printable(place.original)} must have three axes (D, k, d) "
-            f"and has {shape}. Give another family, or a table of keys that is complete by itself."
+            f"{printable(location.original)} has the shape {shape}, but Google's files have an axis for the "
+            "heads, (D, k, d); give another family, or a complete key table."
         )
     _, k, d = shape
     return {"heads": k, "head_width": d}
@@ -101,8 +103,8 @@ def heads_in(found: Found) -> dict[str, int]:
 # ---- vit_jax
 
 
-def stem() -> tuple[Row, ...]:
-    """The R50 of the hybrid."""
+def _stem_rows() -> tuple[Row, ...]:
+    """The rows of the hybrid's ResNet-50 stem."""
     ours = "tokens.stem."
     rows = [row(TOP + "conv_root/kernel", ours + "root.conv.weight", flax_conv)]
     rows += norm(TOP + "gn_root", ours + "root.norm", flat)
@@ -117,76 +119,84 @@ def stem() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def choose(found: Found) -> Mapping[str, Any]:
-    """The heads, and of a hybrid the channels, which its patches no longer show."""
-    if not any(name.startswith("tokens.stem.") for name in found.shapes):
-        return heads_in(found)
-    check_stem(found)
-    return {**heads_in(found), "channels": found.shapes["tokens.stem.root.conv.weight"][1]}
+def _choose(match: FamilyMatch) -> Mapping[str, Any]:
+    """The number of heads, and for a hybrid the input channels, which its patch projection does not show."""
+    if not any(name.startswith("tokens.stem.") for name in match.shapes):
+        return heads_in(match)
+    _check_stem(match)
+    return {**heads_in(match), "channels": match.shapes["tokens.stem.root.conv.weight"][1]}
 
 
-def check_stem(found: Found) -> None:
-    pattern = re.escape(TOP.format(**found.spelled)) + r"block(\d+)/unit(\d+)/"
-    units = {(int(unit[1]), int(unit[2])) for name in found.places if (unit := re.match(pattern, name))}
+def _check_stem(match: FamilyMatch) -> None:
+    pattern = re.escape(TOP.format(**match.placeholders)) + r"block(\d+)/unit(\d+)/"
+    units = {(int(unit[1]), int(unit[2])) for name in match.locations if (unit := re.match(pattern, name))}
     stages = sorted({stage for stage, _ in units})
     counts = tuple(sum(at == stage for at, _ in units) for stage in stages)
     if counts != UNITS:
+        description = f"stages of {', '.join(map(str, counts))} units" if counts else "a root without stages"
         raise ConfigError(
-            "The stem of a hybrid must be the R50 of stride 16, with stages of 3, 4 and 9 units.",
-            f"stages of {', '.join(map(str, counts))} units" if counts else "a root without stages",
-            "There is no other ResNet here; timm reads this file.",
+            f"The stem of this hybrid has {description}, but only the R50 of stride 16 is supported, with "
+            "stages of 3, 4 and 9 units; use timm for this file."
         )
 
 
-def also(config: ViTConfig) -> list[str]:
-    """What vit_jax has no words for."""
+def _unsupported(config: ViTConfig) -> list[str]:
+    """What vit_jax cannot express."""
     reasons = []
     if config.activation != "gelu-tanh":
         reasons.append(
-            f"its only GELU is the tanh form, and activation is {show(config.activation)} here; "
-            'with activation="gelu-tanh" told it can be written'
+            f"its only activation is tanh GELU, and activation is {short_repr(config.activation)} here; "
+            'it can be written with activation="gelu-tanh"'
         )
     if config.class_token != (config.pool == "class"):
-        reasons.append("a class token is there to be pooled, and only then")
+        reasons.append("it has a class token exactly if that is the pool")
     if config.heads_width != config.width:
-        reasons.append("the heads side by side are as wide as a token")
+        reasons.append("its heads together are as wide as a token")
     return reasons
 
 
 GOOGLE = Family(
-    name="google",
-    group="google",
-    title="Google's vit_jax",
-    anchors=(TOP + "embedding/kernel", TOP + "Transformer/posembed_input/pos_embedding"),
-    prefixes=("", "opt/target/"),
-    rows=(
-        *EMBEDDING,
-        row(TOP + "Transformer/posembed_input/pos_embedding", "position.table", lead(1)),
-        *block(1, 2, 3),
-        *block(0, 1, 0),
-        *stem(),
-        *HEAD,
+    "google",
+    "google",
+    "Google's vit_jax",
+    detect=Detection(
+        anchors=(TOP + "embedding/kernel", TOP + "Transformer/posembed_input/pos_embedding"),
+        prefixes=("", "opt/target/"),
     ),
-    extras=("{w}opt/state/*",),
-    fields=FIELDS,
-    choose=choose,
-    resize={"method": "bilinear", "antialias": False, "corners": True},
-    preprocess="google",
-    follows="the original code: GELU in its tanh form, where timm and transformers compute the exact one "
-    '(activation="gelu" gives their numbers). Only the stem of a hybrid has timm\'s eps, 1e-8 for kernels '
-    "and 1e-5 for norms.",
-    suffix=".npz",
-    expresses={
-        "activation": ...,  # see `also`
-        "head_width": ...,
-        "embedding": ("linear", "resnet"),
-        "remainder": ("refuse", "cut"),
-        "class_token": (True, False),
-        "pool": ("class", "mean"),
-        "head": ("linear", "tanh"),
-        "head_hidden": ...,
-    },
-    also=also,
+    keys=KeyMap(
+        rows=(
+            *EMBEDDING,
+            row(TOP + "Transformer/posembed_input/pos_embedding", "position.table", lead(1)),
+            *block(1, 2, 3),
+            *block(0, 1, 0),
+            *_stem_rows(),
+            *HEAD,
+        ),
+        extras=("{w}opt/state/*",),
+    ),
+    profile=Profile(
+        fields=FIELDS,
+        choose=_choose,
+        resize={"method": "bilinear", "antialias": False, "corners": True},
+        preprocess="google",
+        follows="the original code: tanh GELU, where timm and transformers compute the exact one "
+        '(activation="gelu" gives their numbers). Only the stem of a hybrid has timm\'s eps, 1e-8 for '
+        "kernels and 1e-5 for norms.",
+    ),
+    writer=Writer(
+        expresses={
+            "activation": ...,  # see _unsupported
+            "head_width": ...,
+            "embedding": ("linear", "resnet"),
+            "remainder": ("refuse", "cut"),
+            "class_token": (True, False),
+            "pool": ("class", "mean"),
+            "head": ("linear", "tanh"),
+            "head_hidden": ...,
+        },
+        unsupported=_unsupported,
+        suffix=".npz",
+    ),
 )
 
 FAMILIES = (GOOGLE,)

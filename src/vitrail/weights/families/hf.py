@@ -1,8 +1,7 @@
-"""transformers' ViT and its kin: DeiT and the encoder of ViT-MAE. DINOv2 is in hf_dinov2.py.
+"""transformers' ViT, DeiT and the encoder of ViT-MAE. DINOv2 is in hf_dinov2.py.
 
-The files on the hub and those `save_pretrained` writes have one spelling, `model.state_dict()` of
-transformers 5 has another. The tables have the hub's, which every version reads; `respell` brings the
-other to it.
+Files on the hub and from `save_pretrained` have one spelling, `model.state_dict()` of transformers 5 has
+another. The tables have the hub's spelling, which every version reads; `respell` maps the other to it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.fields import as_whole, show
+from vitrail.fields import as_integer, short_repr
+from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.layout import lead, tokens
-from vitrail.weights.table import Family, Row, both, row
+from vitrail.weights.rows import Row, layer, row
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vitrail.preprocess import Preprocess
+    from vitrail.images.preprocess import Preprocess
 
 E, L, OURS = "{w}{p}embeddings.", "{w}{p}encoder.layer.{i}.", "blocks.{i}."
 QKV = tuple(f"{L}attention.attention.{name}" for name in ("query", "key", "value"))
@@ -31,27 +31,27 @@ PREFIX = (E + "cls_token", E + "distillation_token", E + "register_tokens")
 PROJECTION = E + "patch_embeddings.projection"
 
 
-def rows(*own: tuple[Row, ...], norms: tuple[str, str]) -> tuple[Row, ...]:
-    """What all of them have, and their own."""
+def encoder_rows(*more: tuple[Row, ...], norms: tuple[str, str]) -> tuple[Row, ...]:
+    """The rows that all of these models share, and the given ones."""
     return (
-        *both(PROJECTION, "tokens.proj"),
+        *layer(PROJECTION, "tokens.proj"),
         row(PREFIX, "prefix", tokens(3), parts="prefix"),
         row(E + "position_embeddings", "position.table", lead(1)),
-        *both(L + norms[0], OURS + "norm1"),
-        *both(QKV, OURS + "attention.qkv"),
-        *both(L + "attention.output.dense", OURS + "attention.out"),
-        *both(L + norms[1], OURS + "norm2"),
-        *(one for group in own for one in group),
-        *both("{w}{p}layernorm", "norm"),
+        *layer(L + norms[0], OURS + "norm1"),
+        *layer(QKV, OURS + "attention.qkv"),
+        *layer(L + "attention.output.dense", OURS + "attention.out"),
+        *layer(L + norms[1], OURS + "norm2"),
+        *(row for group in more for row in group),
+        *layer("{w}{p}layernorm", "norm"),
     )
 
 
-VIT_ROWS = rows(
-    both(L + "intermediate.dense", OURS + "mlp.fc1"),
-    both(L + "output.dense", OURS + "mlp.fc2"),
+VIT_ROWS = encoder_rows(
+    layer(L + "intermediate.dense", OURS + "mlp.fc1"),
+    layer(L + "output.dense", OURS + "mlp.fc2"),
     norms=("layernorm_before", "layernorm_after"),
 )
-HEAD = both("{w}classifier", "head")
+HEAD = layer("{w}classifier", "head")
 
 ATTENTION = {
     ".attention.q_proj.": ".attention.attention.query.",
@@ -63,7 +63,7 @@ VIT_NAMES = {**ATTENTION, ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".ou
 
 
 def respell(name: str, names: Mapping[str, str]) -> str:
-    """A name of transformers 5 as the hub has it."""
+    """Map a name of transformers 5 to the hub's spelling."""
     name = re.sub(r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2.", name)
     for new, old in names.items():
         name = name.replace(new, old)
@@ -76,58 +76,56 @@ ACTIVATIONS = {
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh", "quick_gelu": "quick-gelu"},
     **{"relu": "relu", "silu": "silu", "swish": "silu"},
 }
-# Where a config.json leaves one out, it is what transformers' own config has. All kinds have these.
+# transformers' own defaults for keys that a config.json omits; all model types share these.
 DEFAULTS = {"num_attention_heads": 12, "num_hidden_layers": 12, "image_size": 224}
 
 
-def read_settings(settings: Mapping[str, Any], kinds: Mapping[str, float]) -> dict[str, Any]:
-    """What shapes do not tell, from a config.json of one of these kinds; each with its default eps."""
-    if not check_kind(settings, tuple(kinds)):
+def read_settings(settings: Mapping[str, Any], eps: Mapping[str, float]) -> dict[str, Any]:
+    """What shapes do not show, from a config.json of one of these model types, with their default eps."""
+    if not check_model_type(settings, tuple(eps)):
         return {}
-    return read_facts(settings, {"layer_norm_eps": kinds[settings["model_type"]], "hidden_act": "gelu"})
+    return read_fields(settings, {"layer_norm_eps": eps[settings["model_type"]], "hidden_act": "gelu"})
 
 
-def check_kind(settings: Mapping[str, Any], kinds: tuple[str, ...]) -> bool:
-    """Whether the settings are transformers' and so say something; those of another kind are refused."""
+def check_model_type(settings: Mapping[str, Any], model_types: tuple[str, ...]) -> bool:
+    """Whether the settings are from transformers; those of another model type are refused."""
     kind = settings.get("model_type")
-    if kind is not None and kind not in kinds:
+    if kind is not None and kind not in model_types:
         raise ConfigError(
-            f"The model_type of such weights must be {' or '.join(kinds)}.",
-            f"model_type={show(kind)}",
-            "Name the weight file instead of its folder, to read it without its settings.",
+            f"config.json has model_type={short_repr(kind)}, but the weights are of "
+            f"{' or '.join(model_types)}; pass the weight file instead of its folder to ignore config.json."
         )
     return kind is not None
 
 
-def read_facts(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of our config from the keys of transformers'."""
-    known = {**DEFAULTS, **defaults, **settings}
-    word, size = known["hidden_act"], known["image_size"]
-    if not isinstance(word, str) or word not in ACTIVATIONS:
+def read_fields(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of our config from the keys of transformers' config.json."""
+    settings = {**DEFAULTS, **defaults, **settings}
+    activation, size = settings["hidden_act"], settings["image_size"]
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ConfigError(
-            f"hidden_act must be one of {', '.join(ACTIVATIONS)}.",
-            f"hidden_act={show(word)}",
-            "Name the weight file instead of its folder, and give activation.",
+            f"config.json has hidden_act={short_repr(activation)}, which is not one of "
+            f"{', '.join(ACTIVATIONS)}; pass the weight file instead of its folder, and activation=."
         )
-    sides = [as_whole("image_size", side, 1) for side in (size if isinstance(size, list) else [size])]
+    sides = [as_integer("image_size", side, 1) for side in (size if isinstance(size, list) else [size])]
     return {
-        "heads": as_whole("num_attention_heads", known["num_attention_heads"], 1),
-        "depth": as_whole("num_hidden_layers", known["num_hidden_layers"], 1),
+        "heads": as_integer("num_attention_heads", settings["num_attention_heads"], 1),
+        "depth": as_integer("num_hidden_layers", settings["num_hidden_layers"], 1),
         "size": tuple(sides) if isinstance(size, list) else sides[0],
-        "eps": known["layer_norm_eps"],
-        "activation": ACTIVATIONS[word],
+        "eps": settings["layer_norm_eps"],
+        "activation": ACTIVATIONS[activation],
     }
 
 
-def common(config: ViTConfig) -> dict[str, Any]:
-    """Our config in transformers' words, as far as all kinds share them."""
+def shared_keys(config: ViTConfig) -> dict[str, Any]:
+    """The keys of config.json that all these model types share."""
     (H, W), (P, Q) = config.pixels, config.patch_pixels
-    words = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}  # the first of two words
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}  # the first of two spellings
     return {
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
-        "hidden_act": words[config.activation],
+        "hidden_act": names[config.activation],
         "layer_norm_eps": config.eps,
         "image_size": H if H == W else [H, W],
         "patch_size": P if P == Q else [P, Q],
@@ -135,8 +133,8 @@ def common(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def with_labels(config: ViTConfig, labels: list[str] | None) -> dict[str, Any]:
-    """The classes by name; LABEL_0 and so on are what transformers calls those without."""
+def label_keys(config: ViTConfig, labels: list[str] | None) -> dict[str, Any]:
+    """The class names in config.json; LABEL_0, LABEL_1, ... is transformers' default."""
     names = labels or [f"LABEL_{number}" for number in range(config.classes)]
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
@@ -144,8 +142,8 @@ def with_labels(config: ViTConfig, labels: list[str] | None) -> dict[str, Any]:
     }
 
 
-def vit_words(config: ViTConfig) -> dict[str, Any]:
-    """config.json of a ViT or DeiT, all but the labels. Without classes, the logits are the class token."""
+def _vit_config(config: ViTConfig) -> dict[str, Any]:
+    """config.json of a ViT or DeiT without labels. Without classes, the logits are the class token."""
     kind, model = "vit", "ViTForImageClassification"
     if config.distillation_token:
         teacher = "WithTeacher" if config.head == "distilled" else ""
@@ -154,25 +152,25 @@ def vit_words(config: ViTConfig) -> dict[str, Any]:
     return {
         "architectures": [model],
         "model_type": kind,
-        **common(config),
+        **shared_keys(config),
         "intermediate_size": config.F,
         "qkv_bias": config.qkv_bias == "all",
         **more,
     }
 
 
-def folder(
+def folder_settings(
     config: ViTConfig,
     preprocess: Preprocess,
     labels: list[str] | None,
-    words: Callable[[ViTConfig], dict[str, Any]],
+    config_json: Callable[[ViTConfig], dict[str, Any]],
 ) -> dict[str, Any]:
-    """The JSON files beside the weights. transformers cuts a centre from the lower pixel on, always."""
-    from vitrail.published import to_hf
+    """The JSON files beside the weights. transformers always rounds the start of a center crop down."""
+    from vitrail.images.published import to_hf
 
     preprocess = replace(preprocess, crop_rounding="down" if preprocess.crops else "even")
     return {
-        "config.json": {**words(config), **with_labels(config, labels)},
+        "config.json": {**config_json(config), **label_keys(config, labels)},
         "preprocessor_config.json": to_hf(preprocess),
     }
 
@@ -180,26 +178,26 @@ def folder(
 # ---- their own models -----------------------------------------------------------------------
 
 
-def build(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-    """transformers' own model, loaded its own way, with these tensors and no others."""
+def build_peer(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+    """transformers' own model, loaded by its own loader with exactly these tensors."""
     import torch
     import transformers
 
     model = getattr(transformers, settings["architectures"][0])
     config = transformers.AutoConfig.for_model(**settings)
-    with quietly():
-        made, report = model.from_pretrained(
+    with no_progress_bar():
+        peer, report = model.from_pretrained(
             None, config=config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
         )
     wrong = {key: sorted(map(str, names)) for key, names in report.items() if names}
     if wrong:
         raise RuntimeError(f"its loader reports {wrong}")
-    return made.eval()
+    return peer.eval()
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Without transformers' bars of progress."""
+def no_progress_bar() -> Iterator[None]:
+    """Turn off transformers' progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -211,88 +209,100 @@ def quietly() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def unwrapped(state: Mapping[str, Tensor], anchor: str, base: str) -> dict[str, Tensor]:
-    """The tensors without what others put before all names; transformers' own prefix stays."""
+def strip_wrapper(state: Mapping[str, Tensor], anchor: str, base: str) -> dict[str, Tensor]:
+    """Remove a wrapper's prefix from all names; transformers' own prefix `base` stays."""
     first = next(name for name in state if name.endswith(anchor))
     outer = first.removesuffix(anchor).removesuffix(base)
     return {name.removeprefix(outer): tensor for name, tensor in state.items()}
 
 
-def vit_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    words = {**vit_words(config), **with_labels(config, None)}
-    model = build(words, unwrapped(state, "embeddings.cls_token", f"{words['model_type']}."))
-    return lambda pictures: model(pictures).logits
+def _vit_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    settings = {**_vit_config(config), **label_keys(config, None)}
+    model = build_peer(settings, strip_wrapper(state, "embeddings.cls_token", f"{settings['model_type']}."))
+    return lambda images: model(images).logits
 
 
-def mae_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    """The encoder without masks. It shuffles the patches; the class token does not depend on that."""
-    own = {"architectures": ["ViTMAEModel"], "model_type": "vit_mae", "mask_ratio": 0.0}
-    model = build({**vit_words(config), **own}, unwrapped(state, "embeddings.cls_token", "vit."))
-    return lambda pictures: model(pictures).last_hidden_state[:, 0]
+def _mae_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    """The encoder without masking. It shuffles the patches; the class token does not depend on the order."""
+    mae = {"architectures": ["ViTMAEModel"], "model_type": "vit_mae", "mask_ratio": 0.0}
+    model = build_peer({**_vit_config(config), **mae}, strip_wrapper(state, "embeddings.cls_token", "vit."))
+    return lambda images: model(images).last_hidden_state[:, 0]
 
 
 # ---- the families ---------------------------------------------------------------------------
 
 
-def vit_also(config: ViTConfig) -> list[str]:
-    return ["there is no layer scale"] * (config.layer_scale is not None)
+def no_layer_scale(config: ViTConfig) -> list[str]:
+    return ["it has no layer scale"] * (config.layer_scale is not None)
 
 
-FREELY = {"eps": ..., "head_width": ..., "qkv_bias": ("all", "none"), "remainder": ("refuse", "cut")}
-CHOICES = {**FREELY, "activation": tuple(dict.fromkeys(ACTIVATIONS.values()))}
+EXPRESSES = {
+    **{"eps": ..., "head_width": ..., "qkv_bias": ("all", "none"), "remainder": ("refuse", "cut")},
+    "activation": tuple(dict.fromkeys(ACTIVATIONS.values())),
+}
 
 VIT = Family(
-    name="hf-vit",
-    group="hf",
-    title="transformers' ViT",
-    anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.layernorm_before.weight"),
-    prefixes=("vit.", ""),
-    without=(E + "distillation_token", "*decoder.decoder_*"),
-    rows=(*VIT_ROWS, *HEAD),
-    extras=("{w}{p}pooler.*", E + "mask_token", "{w}decoder.0.*"),
-    respell=partial(respell, names=VIT_NAMES),
-    model_types=("vit", "vit_msn"),
-    fields={"eps": 1e-12, "activation": "gelu", "remainder": "cut"},
-    resize={"method": "bicubic", "antialias": False},
-    preprocess="google",
-    follows="transformers: exact GELU, eps 1e-12, positions resized by bicubic without antialias.",
-    read_settings=partial(read_settings, kinds={"vit": 1e-12, "vit_msn": 1e-6}),
-    expresses={**CHOICES, "rows": ("all", "class")},
-    also=vit_also,
-    settings=partial(folder, words=vit_words),
-    peer=vit_peer,
+    "hf-vit",
+    "hf",
+    "transformers' ViT",
+    detect=Detection(
+        anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.layernorm_before.weight"),
+        without=(E + "distillation_token", "*decoder.decoder_*"),
+        prefixes=("vit.", ""),
+        model_types=("vit", "vit_msn"),
+    ),
+    keys=KeyMap(
+        rows=(*VIT_ROWS, *HEAD),
+        extras=("{w}{p}pooler.*", E + "mask_token", "{w}decoder.0.*"),
+        respell=partial(respell, names=VIT_NAMES),
+    ),
+    profile=Profile(
+        fields={"eps": 1e-12, "activation": "gelu", "remainder": "cut"},
+        resize={"method": "bicubic", "antialias": False},
+        preprocess="google",
+        follows="transformers: exact GELU, eps 1e-12, positions resized by bicubic without antialiasing.",
+    ),
+    writer=Writer(
+        expresses={**EXPRESSES, "rows": ("all", "class")},
+        unsupported=no_layer_scale,
+        settings=partial(folder_settings, config_json=_vit_config),
+        read_settings=partial(read_settings, eps={"vit": 1e-12, "vit_msn": 1e-6}),
+        peer=_vit_peer,
+    ),
 )
 
 DEIT = replace(
     VIT,
     name="hf-deit",
     title="transformers' DeiT with its distillation token",
-    anchors=(*VIT.anchors, E + "distillation_token"),
-    prefixes=("deit.", ""),
-    without=(),
-    rows=(
-        *VIT_ROWS,
-        *both("{w}cls_classifier", "head.classes"),
-        *both("{w}distillation_classifier", "head.distillation"),
-        *HEAD,
+    detect=Detection(
+        anchors=(*VIT.detect.anchors, E + "distillation_token"),
+        prefixes=("deit.", ""),
+        model_types=("deit",),
     ),
-    model_types=("deit",),
-    preprocess="imagenet",
-    read_settings=partial(read_settings, kinds={"deit": 1e-12}),
-    expresses={**CHOICES, "distillation_token": (True,), "head": ("linear", "distilled")},
+    keys=replace(
+        VIT.keys,
+        rows=(
+            *VIT_ROWS,
+            *layer("{w}cls_classifier", "head.classes"),
+            *layer("{w}distillation_classifier", "head.distillation"),
+            *HEAD,
+        ),
+    ),
+    profile=replace(VIT.profile, preprocess="imagenet"),
+    writer=replace(
+        VIT.writer,
+        expresses={**EXPRESSES, "distillation_token": (True,), "head": ("linear", "distilled")},
+        read_settings=partial(read_settings, eps={"deit": 1e-12}),
+    ),
 )
 
 MAE = replace(
     VIT,
     name="hf-mae",
     title="transformers' ViT-MAE, its encoder",
-    without=(E + "distillation_token",),
-    rows=VIT_ROWS,
-    extras=("{w}decoder.*",),
-    model_types=("vit_mae",),
-    preprocess="imagenet",
-    read_settings=partial(read_settings, kinds={"vit_mae": 1e-12}),
-    expresses=None,
-    settings=None,
-    peer=mae_peer,
+    detect=replace(VIT.detect, without=(E + "distillation_token",), model_types=("vit_mae",)),
+    keys=replace(VIT.keys, rows=VIT_ROWS, extras=("{w}decoder.*",)),
+    profile=replace(VIT.profile, preprocess="imagenet"),
+    writer=Writer(read_settings=partial(read_settings, eps={"vit_mae": 1e-12}), peer=_mae_peer),
 )

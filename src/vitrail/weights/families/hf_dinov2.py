@@ -10,44 +10,46 @@ from typing import TYPE_CHECKING, Any
 from vitrail.config import ViTConfig
 from vitrail.weights.families.hf import (
     ATTENTION,
-    CHOICES,
+    EXPRESSES,
     HEAD,
     OURS,
     PROJECTION,
     VIT,
     E,
     L,
-    build,
-    common,
-    folder,
+    build_peer,
+    encoder_rows,
+    folder_settings,
+    label_keys,
     read_settings,
     respell,
-    rows,
-    unwrapped,
-    with_labels,
+    shared_keys,
+    strip_wrapper,
 )
-from vitrail.weights.table import Found, both, row
+from vitrail.weights.family import Detection, KeyMap, Profile, Writer
+from vitrail.weights.match import FamilyMatch
+from vitrail.weights.rows import layer, row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS = rows(
+ROWS = encoder_rows(
     (row(L + "layer_scale1.lambda1", OURS + "scale1.weight"),),
-    both(L + "mlp.fc1", OURS + "mlp.fc1", when=("mlp", "plain")),
-    both(L + "mlp.fc2", OURS + "mlp.fc2", when=("mlp", "plain")),
-    both(L + "mlp.weights_in", OURS + "mlp.fc1"),
-    both((L + "mlp.gate_proj", L + "mlp.up_proj"), OURS + "mlp.fc1"),
-    both(L + "mlp.weights_out", OURS + "mlp.fc2"),
+    layer(L + "mlp.fc1", OURS + "mlp.fc1", when=("mlp", "plain")),
+    layer(L + "mlp.fc2", OURS + "mlp.fc2", when=("mlp", "plain")),
+    layer(L + "mlp.weights_in", OURS + "mlp.fc1"),
+    layer((L + "mlp.gate_proj", L + "mlp.up_proj"), OURS + "mlp.fc1"),
+    layer(L + "mlp.weights_out", OURS + "mlp.fc2"),
     (row(L + "layer_scale2.lambda1", OURS + "scale2.weight"),),
     HEAD,
     norms=("norm1", "norm2"),
 )
 NAMES = {**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}
-EXPRESSED = {**CHOICES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
+DINOV2_EXPRESSES = {**EXPRESSES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
 
 
-def words(config: ViTConfig) -> dict[str, Any]:
-    """config.json of a DINOv2, all but the labels."""
+def _config_json(config: ViTConfig) -> dict[str, Any]:
+    """config.json of a DINOv2 without labels."""
     kind, model = (
         ("dinov2_with_registers", "Dinov2WithRegisters") if config.registers else ("dinov2", "Dinov2")
     )
@@ -57,8 +59,8 @@ def words(config: ViTConfig) -> dict[str, Any]:
             f"{model}ForImageClassification" if config.pool == "class-mean" else f"{model}Model"
         ],
         "model_type": kind,
-        **common(config),
-        "mlp_ratio": ratio_of(config),
+        **shared_keys(config),
+        "mlp_ratio": _mlp_ratio(config),
         "use_swiglu_ffn": config.mlp == "gated",
         "qkv_bias": config.qkv_bias == "all",
         "layerscale_value": config.layer_scale,
@@ -67,8 +69,8 @@ def words(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def ratio_of(config: ViTConfig) -> int | None:
-    """The mlp_ratio, a whole number, that gives DINOv2's MLP its width; None where there is none."""
+def _mlp_ratio(config: ViTConfig) -> int | None:
+    """The integer mlp_ratio that gives DINOv2's MLP this width; None if there is none."""
 
     def width(ratio: int) -> int:
         plain = config.width * ratio
@@ -80,41 +82,41 @@ def ratio_of(config: ViTConfig) -> int | None:
     )
 
 
-def peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    said = {**words(config), **with_labels(config, None)}
-    state = unwrapped(state, "embeddings.cls_token", f"{said['model_type']}.")
-    place = next(name for name in state if name.endswith("embeddings.cls_token"))
-    blank = state[place].new_zeros(1, config.width)
-    state.setdefault(place.replace("cls_token", "mask_token"), blank)  # no picture is masked
-    model = build(said, state)
+def _peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    settings = {**_config_json(config), **label_keys(config, None)}
+    state = strip_wrapper(state, "embeddings.cls_token", f"{settings['model_type']}.")
+    token = next(name for name in state if name.endswith("embeddings.cls_token"))
+    zeros = state[token].new_zeros(1, config.width)
+    state.setdefault(token.replace("cls_token", "mask_token"), zeros)  # no image is masked
+    model = build_peer(settings, state)
     if config.pool == "class":
-        return lambda pictures: model(pictures).pooler_output
-    return lambda pictures: model(pictures).logits
+        return lambda images: model(images).pooler_output
+    return lambda images: model(images).logits
 
 
-def also(config: ViTConfig) -> list[str]:
-    """What transformers' DINOv2 has no setting for."""
+def _unsupported(config: ViTConfig) -> list[str]:
+    """What transformers' DINOv2 cannot be configured for."""
     reasons = []
     if config.layer_scale is None:
-        reasons.append("every block has a layer scale")
+        reasons.append("its blocks always have a layer scale")
     if config.pool == "class" and config.classes:
-        reasons.append("classes are read from the class token and the mean of the patches side by side")
+        reasons.append("its head takes the class token and the mean of the patches, concatenated")
     if config.pixels[0] != config.pixels[1]:
-        reasons.append("positions of an oblong picture are taken for those of a square one")
-    if ratio_of(config) is None:
-        reasons.append(f"the MLP's width follows from a whole mlp_ratio, and {config.F} does not")
+        reasons.append("it takes the positions of a rectangular image for those of a square one")
+    if _mlp_ratio(config) is None:
+        reasons.append(f"its MLP width follows from an integer mlp_ratio, and {config.F} does not")
     if config.mlp == "gated" and config.activation != "silu":
-        reasons.append("a gated MLP has silu")
+        reasons.append("its gated MLP always has silu")
     return reasons
 
 
-def choose(found: Found) -> Mapping[str, Any]:
-    gated = found.has(L + "mlp.weights_in.weight") or found.has(L + "mlp.gate_proj.weight")
+def _choose(match: FamilyMatch) -> Mapping[str, Any]:
+    gated = match.has(L + "mlp.weights_in.weight") or match.has(L + "mlp.gate_proj.weight")
     return {"activation": "silu"} if gated else {}
 
 
-def settings_of(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """As of a ViT; but a SwiGLU has silu whatever hidden_act says, and a classifier its own pool."""
+def _read_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """As for a ViT; but SwiGLU has silu whatever hidden_act is, and a classifier its own pool."""
     fields = read_settings(settings, {kind: 1e-6})
     if fields and settings.get("use_swiglu_ffn") is True:
         fields["activation"] = "silu"
@@ -128,39 +130,58 @@ DINOV2 = replace(
     VIT,
     name="hf-dinov2",
     title="transformers' DINOv2",
-    anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.norm1.weight"),
-    prefixes=("dinov2.", ""),
-    without=(E + "register_tokens",),
-    rows=ROWS,
-    extras=(E + "mask_token",),
-    blanks={E + "mask_token": lambda config: (1, config.width)},
-    respell=partial(respell, names=NAMES),
-    model_types=("dinov2",),
-    fields={"eps": 1e-6, "activation": "gelu", "remainder": "cut"},
-    choose=choose,
-    preprocess="dinov2",
-    follows="transformers: positions resized by bicubic without antialias and the original's offset.",
-    read_settings=partial(settings_of, kind="dinov2"),
-    expresses={**EXPRESSED, "rows": ("all", "class")},
-    also=also,
-    settings=partial(folder, words=words),
-    peer=peer,
+    detect=Detection(
+        anchors=(f"{PROJECTION}.weight", E + "cls_token", "{w}{p}encoder.layer.0.norm1.weight"),
+        without=(E + "register_tokens",),
+        prefixes=("dinov2.", ""),
+        model_types=("dinov2",),
+    ),
+    keys=KeyMap(
+        rows=ROWS,
+        extras=(E + "mask_token",),
+        respell=partial(respell, names=NAMES),
+        zeros={E + "mask_token": lambda config: (1, config.width)},
+    ),
+    profile=Profile(
+        fields={"eps": 1e-6, "activation": "gelu", "remainder": "cut"},
+        choose=_choose,
+        resize=VIT.profile.resize,
+        preprocess="dinov2",
+        follows="transformers: positions resized by bicubic, without antialiasing and without the original's "
+        "offset.",
+    ),
+    writer=Writer(
+        expresses={**DINOV2_EXPRESSES, "rows": ("all", "class")},
+        unsupported=_unsupported,
+        settings=partial(folder_settings, config_json=_config_json),
+        read_settings=partial(_read_settings, kind="dinov2"),
+        peer=_peer,
+    ),
 )
 
 REGISTERS = replace(
     DINOV2,
     name="hf-dinov2-registers",
     title="transformers' DINOv2 with registers",
-    anchors=(*DINOV2.anchors, E + "register_tokens"),
-    prefixes=("dinov2_with_registers.", ""),
-    without=(),
-    model_types=("dinov2_with_registers",),
-    fields={**DINOV2.fields, "rows": "class"},
-    resize={"method": "bicubic", "antialias": True},
-    follows="transformers: positions resized by bicubic with antialias.",
-    read_settings=partial(settings_of, kind="dinov2_with_registers"),
-    expresses={**EXPRESSED, "rows": ("class",), "registers": ...},
-    also=lambda config: also(config) + ["there is at least one register"] * (config.registers == 0),
+    detect=Detection(
+        anchors=(*DINOV2.detect.anchors, E + "register_tokens"),
+        prefixes=("dinov2_with_registers.", ""),
+        model_types=("dinov2_with_registers",),
+    ),
+    profile=replace(
+        DINOV2.profile,
+        fields={**DINOV2.profile.fields, "rows": "class"},
+        resize={"method": "bicubic", "antialias": True},
+        follows="transformers: positions resized by bicubic with antialiasing.",
+    ),
+    writer=replace(
+        DINOV2.writer,
+        expresses={**DINOV2_EXPRESSES, "rows": ("class",), "registers": ...},
+        unsupported=lambda config: (
+            _unsupported(config) + ["it has at least one register"] * (config.registers == 0)
+        ),
+        read_settings=partial(_read_settings, kind="dinov2_with_registers"),
+    ),
 )
 
 FAMILIES = (REGISTERS, DINOV2)

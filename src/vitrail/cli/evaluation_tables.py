@@ -1,0 +1,170 @@
+"""The result of an evaluation as tables in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vitrail.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vitrail.evaluation.calibration import Calibration, ConfidenceThreshold
+    from vitrail.evaluation.metrics import ClassificationMetrics
+    from vitrail.evaluation.run import Evaluation
+
+_MAX_CLASSES = 20  # in the table; of more, those with the lowest recall are shown
+_MAX_MISTAKES = 10
+_MAX_NAME = 24  # characters of a name in a table
+
+
+def show_evaluation(result: Evaluation, model: str, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name, value in _summary(result, model):
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+    if result.scores is not None:
+        _show_classes(result.scores, console)
+        _show_mistakes(result.scores, console)
+    _show_probes(result, console)
+    for name, reason in list(result.corrupt.items())[:_MAX_MISTAKES]:
+        console.print(Text(f"could not be read: {name}: {reason}"))
+    if len(result.corrupt) > _MAX_MISTAKES:
+        console.print(f"could not be read: {len(result.corrupt) - _MAX_MISTAKES:,} more")
+    for note in result.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
+    """Names and values of the metrics that were computed."""
+    yield "model", model
+    yield "data", f"{printable(result.data)}, {result.split} split: {result.images:,} images"
+    scores = result.scores
+    if scores is not None:
+        if scores.count < result.images:
+            yield "evaluated", f"{scores.count:,} images; {result.images - scores.count:,} could not be read"
+        if scores.top1 is not None:
+            correct = round(scores.top1 * scores.count)
+            yield "top-1 accuracy", f"{_percent(scores.top1)}, {correct:,} of {scores.count:,} correct"
+        names = {"top-5 accuracy": scores.top5, "mean AP": scores.mean_ap, "exact match": scores.exact}
+        for name, value in names.items():
+            if value is not None:
+                yield name, _percent(value)
+        if result.real is not None:
+            real = result.real
+            yield "ReaL accuracy", f"{_percent(real.accuracy)} of {real.count:,} images with ReaL labels"
+        yield "loss", f"{scores.loss:.4f}"
+    if result.calibration is not None:
+        yield from _calibration_summary(result.calibration, result.split)
+    yield "time", f"{result.seconds:.1f} s"
+
+
+def _calibration_summary(calibration: Calibration, split: str) -> Iterator[tuple[str, str]]:
+    yield "ECE", _percent(calibration.before)
+    if calibration.fitted:
+        fitted = f"temperature {calibration.temperature:.3f}, fitted on {split}"
+        yield "", f"{_percent(calibration.after)} with {fitted}"
+    if calibration.threshold is None:
+        yield "threshold", f"none reaches an accuracy of {calibration.wanted:.4g}"
+    else:
+        yield "threshold", _describe_threshold(calibration.threshold)
+    if calibration.stored is not None:
+        stored = calibration.stored
+        yield "stored", f"ECE {_percent(stored.ece)} with temperature {stored.temperature:.3f}"
+        if stored.threshold is not None:
+            yield "", f"threshold {_describe_threshold(stored.threshold)}"
+
+
+def _describe_threshold(threshold: ConfidenceThreshold) -> str:
+    accuracy = _percent(threshold.precision)
+    return f"{threshold.score:.4f}: {threshold.answered:,} predictions above it, accuracy {accuracy}"
+
+
+def _show_classes(scores: ClassificationMetrics, console: Console) -> None:
+    """Precision and recall of each class, or of those with the lowest recall."""
+    from rich.text import Text
+
+    rows = scores.per_class
+    title = "Classes"
+    if len(rows) > _MAX_CLASSES:
+        with_recall = [row for row in rows if row.recall is not None]
+        rows = sorted(with_recall, key=lambda row: row.recall or 0.0)[:_MAX_CLASSES]
+        title = f"The {len(rows)} of {len(scores.per_class):,} classes with the lowest recall"
+    multilabel = scores.mean_ap is not None
+    table = _create_table(title, ["class"], ["images", "precision", "recall", *(["AP"] * multilabel)])
+    for row in rows:
+        fractions = [row.precision, row.recall, *([row.ap] * multilabel)]
+        cells = ["-" if fraction is None else _percent(fraction) for fraction in fractions]
+        table.add_row(Text(_shorten(row.name)), f"{row.count:,}", *cells)
+    console.print(table)
+
+
+def _show_mistakes(scores: ClassificationMetrics, console: Console) -> None:
+    from rich.text import Text
+
+    if scores.confusion is not None and (pairs := _confused_pairs(scores)):
+        table = _create_table("Most often confused", ["class", "predicted as"], ["images"])
+        for label, predicted, count in pairs:
+            table.add_row(Text(_shorten(label)), Text(_shorten(predicted)), f"{count:,}")
+        console.print(table)
+    if scores.mistakes:
+        table = _create_table("Most confident mistakes", ["image", "predicted", "label"], ["confidence"])
+        for mistake in scores.mistakes[:_MAX_MISTAKES]:
+            cells = [Text(_shorten(text)) for text in (mistake.name, mistake.said, mistake.was)]
+            table.add_row(*cells, f"{mistake.score:.3f}")
+        console.print(table)
+
+
+def _confused_pairs(scores: ClassificationMetrics, most: int = 5) -> list[tuple[str, str, int]]:
+    """Label, predicted class and count of the most frequent confusions, those that occur at least twice."""
+    names = [row.name for row in scores.per_class]
+    pairs = [
+        (names[label], names[predicted], count)
+        for label, row in enumerate(scores.confusion or [])
+        for predicted, count in enumerate(row)
+        if label != predicted and count > 1
+    ]
+    return sorted(pairs, key=lambda pair: -pair[2])[:most]
+
+
+def _show_probes(result: Evaluation, console: Console) -> None:
+    """One row per probe, setting and layer; one column per feature."""
+    if not result.probes:
+        return
+    features = list(dict.fromkeys(row.feature for row in result.probes))
+    title = "Probes: top-1 accuracy in %"
+    table = _create_table(title, ["probe", "setting"], ["layer", *features])
+    rows: dict[tuple[str, str, int], dict[str, str]] = {}
+    for probe in result.probes:
+        spread = "" if probe.spread is None else f" ± {100 * probe.spread:.1f}"
+        cells = rows.setdefault((probe.probe, probe.setting, probe.layer), {})
+        cells[probe.feature] = f"{100 * probe.top1:.2f}{spread}"
+    for (name, setting, layer), cells in rows.items():
+        table.add_row(name, setting, str(layer), *(cells[feature] for feature in features))
+    console.print(table)
+
+
+def _create_table(title: str, text_columns: list[str], number_columns: list[str]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False}
+    table = Table(title=Text(f"\n{title}", style="bold"), **style)
+    for name in text_columns:
+        table.add_column(name, overflow="fold")
+    for name in number_columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f} %"
+
+
+def _shorten(text: str) -> str:
+    return printable(text, _MAX_NAME)

@@ -1,0 +1,46 @@
+"""Checks of output paths before anything is computed: commands never overwrite a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+
+from vitrail.errors import InputError, printable
+from vitrail.io.write import check_new
+
+
+def check_new_files(files: Mapping[str, Path | None]) -> None:
+    """Refuse existing files, files that cannot be created, and two options with the same path.
+
+    Args:
+        files: the path of each option, None if it is not set.
+    """
+    given = {option: path for option, path in files.items() if path is not None}
+    for option, path in given.items():
+        check_new(path, option)
+    check_distinct(given)
+    for path in given.values():
+        path.touch(exist_ok=False)  # the only sure way to learn whether a file can be created
+        path.unlink()
+
+
+def check_distinct(files: Mapping[str, Path | None]) -> None:
+    """Refuse two options with the same path."""
+    for (option, path), (other, other_path) in combinations(files.items(), 2):
+        if path is not None and path == other_path:
+            raise InputError(f"{option} and {other} both name {printable(path)}; name two different paths.")
+
+
+def is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def check_empty_folder(option: str, folder: Path, hint: str = "name another folder") -> None:
+    """Refuse a file, or a folder with files in it."""
+    if os.path.lexists(folder) and not is_empty(folder):
+        reason = "is not empty" if folder.is_dir() else "is not a folder"
+        raise InputError(
+            f"{option} must name a new or empty folder, and {printable(folder)} {reason}; {hint}."
+        )

@@ -1,0 +1,119 @@
+"""Options of commands that open a weight file: what the file does not contain, given by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vitrail.errors import InputError, printable, suggest
+
+Family = Annotated[str | None, typer.Option(help="Read the file as one of this family.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        help='A JSON file with a key table of your own: [["their.{i}.name", "our.{i}.name"], ...]; '
+        '["decoder.*", null] ignores tensors.'
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="What the file does not contain: heads=6, activation=relu, eps=1e-5, block=post-norm; "
+        "preprocess.mean=0.485,0.456,0.406 and other fields of the preprocessing; checkpoint_key=model_ema.",
+    ),
+]
+Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
+
+
+def load_arguments(
+    family: str | None = None,
+    keys: Path | None = None,
+    given: Iterable[str] | None = None,
+    size: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The keyword arguments of `vitrail.load`, from a command's options."""
+    arguments = {"family": family, "size": parse_sides(size) if size else None, **more}
+    if keys is not None:
+        arguments["keys"] = _read_keys(keys)
+    arguments |= parse_settings(given or [])
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def parse_settings(given: Iterable[str]) -> dict[str, Any]:
+    """The keyword arguments of `vitrail.load`, from FIELD=VALUE options.
+
+    A field is a field of ViTConfig, "preprocess." with a field of Preprocess, or checkpoint_key.
+    """
+    from vitrail.config import ViTConfig
+    from vitrail.fields import type_hints
+    from vitrail.images.preprocess import Preprocess
+
+    model, images = type_hints(ViTConfig), type_hints(Preprocess)
+    names = [*model, *(f"preprocess.{name}" for name in images), "checkpoint_key"]
+    settings: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or name not in names:
+            raise InputError(
+                "--set takes FIELD=VALUE with a field of the model or its preprocessing, not "
+                f"{printable(text)!r}. {suggest(name, names)}"
+            )
+        field = name.removeprefix("preprocess.")
+        if name == "checkpoint_key":
+            settings[name] = value
+        elif field != name:
+            settings.setdefault("preprocess", {})[field] = _parse_field(value, images[field])
+        else:
+            settings[name] = _parse_field(value, model[name])
+    return settings
+
+
+def _parse_field(text: str, hint: Any) -> Any:
+    """One of the field's allowed values, even "none"; comma-separated numbers; or a plain value."""
+    from vitrail.fields import literal_values
+
+    if text in literal_values(hint):
+        return text
+    parts = tuple(parse_value(part.strip()) for part in text.split(","))
+    numbers = len(parts) > 1 and all(isinstance(part, (int, float)) for part in parts)
+    return parts if numbers else parse_value(text)
+
+
+def parse_value(text: str) -> Any:
+    """A number, true, false, none, HxW, or the text itself; the field checks the rest."""
+    constants = {"true": True, "false": False, "none": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    parts = text.split("x")
+    return tuple(map(int, parts)) if len(parts) > 1 and all(p.isdecimal() for p in parts) else text
+
+
+def parse_sides(text: str) -> Any:
+    """A side, or (H, W) from HxW."""
+    sides = parse_value(text)
+    if not isinstance(sides, (int, tuple)) or isinstance(sides, bool):
+        raise InputError(f"--size must be a number or HxW, such as 224 or 256x128, not {printable(text)!r}.")
+    return sides
+
+
+def _read_keys(path: Path) -> list[Any]:
+    """The rows of the user's key table."""
+    from vitrail.weights.folder import read_json
+
+    rows = read_json(path)
+    if not isinstance(rows, list):
+        raise InputError(
+            f"--keys needs a JSON file with a list of rows, and {printable(path)} is not one; see --help."
+        )
+    return rows

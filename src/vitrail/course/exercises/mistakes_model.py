@@ -1,0 +1,328 @@
+"""Common mistakes in multi-head attention, the block and the whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.course.exercises import mistakes, reference
+from vitrail.course.exercises.mistakes import CommonMistake, Weights
+from vitrail.course.exercises.template import inside
+
+# ---- multi_head_attention -------------------------------------------------------------------
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, k, T, d)
+
+
+def split_by_reshape(x: Tensor, heads: int) -> Tensor:
+    B, T, D = x.shape
+    return x.reshape(B, heads, T, D // heads)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)  # (B, T, D)
+
+
+def join_by_reshape(x: Tensor) -> Tensor:
+    B, heads, T, d = x.shape
+    return x.reshape(B, T, heads * d)
+
+
+def read_thirds(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    return qkv.chunk(3, dim=-1)
+
+
+def read_by_head(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """q, k and v of the first head, then of the second."""
+    return tuple(x.flatten(2) for x in qkv.unflatten(-1, (heads, 3, -1)).unbind(-2))
+
+
+def multi_head_attention(
+    z: Tensor,
+    weights: Weights,
+    heads: int,
+    *,
+    read: Callable[[Tensor, int], tuple[Tensor, ...]] = read_thirds,
+    order: str = "qkv",
+    split: Callable[[Tensor, int], Tensor] = split_heads,
+    join: Callable[[Tensor], Tensor] = join_heads,
+    attention: Callable[..., Tensor] = reference.attention,
+    out: Callable[[Tensor, Weights], Tensor] = lambda x, w: F.linear(x, w["out.weight"], w["out.bias"]),
+    biased: bool = True,
+) -> Tensor:
+    qkv = F.linear(z, weights["qkv.weight"], weights["qkv.bias"] if biased else None)
+    named = dict(zip(order, read(qkv, heads), strict=True))
+    q, k, v = (split(named[letter], heads) for letter in "qkv")
+    return out(join(attention(q, k, v)), weights)
+
+
+def scaled_by_width(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return mistakes.attention(q, k, v, divisor=lambda q, k: math.sqrt(q.shape[1] * q.shape[-1]))
+
+
+MULTI_HEAD_ATTENTION = [
+    CommonMistake(
+        "The scores are divided by sqrt(D). Divide by sqrt(d), where d = D / k is the width of one head.",
+        partial(multi_head_attention, attention=scaled_by_width),
+    ),
+    *(
+        CommonMistake(explanation, partial(multi_head_attention, attention=function))
+        for explanation, function in mistakes.SCORES  # where attention is written out again
+    ),
+    CommonMistake(
+        "The heads are split by a reshape to (B, k, T, d), which mixes tokens. Reshape to (B, T, k, d), then "
+        "transpose.",
+        partial(multi_head_attention, split=split_by_reshape),
+    ),
+    CommonMistake(
+        "The heads are joined by a reshape from (B, k, T, d), which mixes tokens. Transpose to (B, T, k, d), "
+        "then reshape.",
+        partial(multi_head_attention, join=join_by_reshape),
+    ),
+    CommonMistake(
+        "The heads are split by a reshape to (B, k, T, d) and joined by a reshape from it; both mix tokens. "
+        "Transpose T and k after splitting and before joining.",
+        partial(multi_head_attention, split=split_by_reshape, join=join_by_reshape),
+    ),
+    CommonMistake(
+        "There is only one head. Split q, k and v into k heads before the attention.",
+        lambda z, weights, heads: multi_head_attention(z, weights, 1),
+    ),
+    *(
+        CommonMistake(
+            f"q, k and v are mixed up: the rows are read as {', '.join(order)}. Their order is q, k, v.",
+            partial(multi_head_attention, order=order),
+        )
+        for order in ("kqv", "vkq", "qvk", "kvq", "vqk")
+    ),
+    CommonMistake(
+        "The rows of qkv are read head by head, as (k, 3, d). Read them as (3, k, d): q of all heads first.",
+        partial(multi_head_attention, read=read_by_head),
+    ),
+    CommonMistake("The bias of q, k and v is missing.", partial(multi_head_attention, biased=False)),
+    CommonMistake("The output projection is missing.", partial(multi_head_attention, out=lambda x, w: x)),
+    CommonMistake(
+        "The output projection has no bias.",
+        partial(multi_head_attention, out=lambda x, w: x @ w["out.weight"].T),
+    ),
+    CommonMistake(
+        "out.weight is not transposed. It has a row for each output: x @ weight.T.",
+        partial(multi_head_attention, out=lambda x, w: x @ w["out.weight"] + w["out.bias"]),
+    ),
+]
+
+
+# ---- block ----------------------------------------------------------------------------------
+
+Part = Callable[[Tensor], Tensor]
+Wiring = Callable[[Tensor, Part, Part, Part, Part], Tensor]
+
+
+def build_block(wiring: Wiring, second: str = "norm2", eps: float = 1e-6) -> Callable[..., Tensor]:
+    """A block that combines its parts by wiring(z, norm1, attention, norm2, mlp)."""
+
+    def block(z: Tensor, weights: Weights, heads: int) -> Tensor:
+        def norm(name: str) -> Part:
+            return lambda x: reference.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
+
+        def attend(x: Tensor) -> Tensor:
+            return reference.multi_head_attention(x, inside(weights, "attention"), heads)
+
+        return wiring(
+            z, norm("norm1"), attend, norm(second), lambda x: reference.mlp(x, inside(weights, "mlp"))
+        )
+
+    return block
+
+
+def add_residual(z: Tensor, part: Part) -> Tensor:
+    return z + part(z)
+
+
+def mlp_with_residual(z: Tensor, norm: Part, mlp: Part) -> Tensor:
+    """Eq. 3."""
+    return z + mlp(norm(z))
+
+
+def pre_norm(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    z = z + a(n1(z))
+    return z + m(n2(z))
+
+
+def post_norm(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    z = n1(z + a(z))
+    return n2(z + m(z))
+
+
+def norm_on_branches(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    z = z + n1(a(z))
+    return z + n2(m(z))
+
+
+def no_second_residual(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    return m(n2(z + a(n1(z))))
+
+
+def second_residual_from_normed(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    return add_residual(n2(z + a(n1(z))), m)
+
+
+def second_residual_from_input(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
+    return z + m(n2(z + a(n1(z))))
+
+
+BLOCK = [
+    CommonMistake(
+        "The first residual is missing: z' = MSA(LN(z)) + z.",
+        build_block(lambda z, n1, a, n2, m: mlp_with_residual(a(n1(z)), n2, m)),
+    ),
+    CommonMistake("The second residual is missing: out = MLP(LN(z')) + z'.", build_block(no_second_residual)),
+    CommonMistake("Both residuals are missing.", build_block(lambda z, n1, a, n2, m: m(n2(a(n1(z)))))),
+    CommonMistake(
+        "The first residual adds the normalized tokens, LN(z). Add z from before the norm. (Article 001 of "
+        "the lecture notes has this mistake.)",
+        build_block(lambda z, n1, a, n2, m: mlp_with_residual(add_residual(n1(z), a), n2, m)),
+    ),
+    CommonMistake(
+        "The second residual adds the normalized tokens, LN(z'). Add z' from before the norm.",
+        build_block(second_residual_from_normed),
+    ),
+    CommonMistake(
+        "Both residuals add the normalized tokens. Add the tokens from before each norm.",
+        build_block(lambda z, n1, a, n2, m: add_residual(n2(add_residual(n1(z), a)), m)),
+    ),
+    CommonMistake(
+        "The second residual adds z. Add z', the first sum.", build_block(second_residual_from_input)
+    ),
+    CommonMistake(
+        "This is post-norm, LN(MSA(z) + z), as in Vaswani et al. ViT is pre-norm: the norm comes before "
+        "attention and before the MLP, inside the residual.",
+        build_block(post_norm),
+    ),
+    CommonMistake(
+        "The norms come after attention and MLP, before the sum. ViT is pre-norm: the norms come before "
+        "attention and MLP.",
+        build_block(norm_on_branches),
+    ),
+    CommonMistake(
+        "Attention and MLP both get the input of the block. The MLP must get the first sum, z'.",
+        build_block(lambda z, n1, a, n2, m: z + a(n1(z)) + m(n2(z))),
+    ),
+    CommonMistake(
+        "The first norm is missing.",
+        build_block(lambda z, n1, a, n2, m: mlp_with_residual(add_residual(z, a), n2, m)),
+    ),
+    CommonMistake(
+        "The second norm is missing.", build_block(lambda z, n1, a, n2, m: add_residual(z + a(n1(z)), m))
+    ),
+    CommonMistake(
+        "Both norms use the weights of norm1. The second has its own, norm2.",
+        build_block(pre_norm, second="norm1"),
+    ),
+    CommonMistake("eps of the norms is 1e-5, torch's default. Use 1e-6.", build_block(pre_norm, eps=1e-5)),
+]
+
+
+# ---- vit ------------------------------------------------------------------------------------
+
+
+def class_first(embedded: Tensor, w: Weights) -> Tensor:
+    """Eq. 1."""
+    return torch.cat([w["prefix"].expand(len(embedded), 1, -1), embedded], dim=1) + w["position.table"]
+
+
+def class_last(embedded: Tensor, w: Weights) -> Tensor:
+    return torch.cat([embedded, w["prefix"].expand(len(embedded), 1, -1)], dim=1) + w["position.table"]
+
+
+def class_without_position(embedded: Tensor, w: Weights) -> Tensor:
+    return torch.cat([w["prefix"].expand(len(embedded), 1, -1), embedded + w["position.table"][1:]], dim=1)
+
+
+def positions_before_class(embedded: Tensor, w: Weights) -> Tensor:
+    return torch.cat([w["prefix"].expand(len(embedded), 1, -1), embedded + w["position.table"][:-1]], dim=1)
+
+
+def without_positions(embedded: Tensor, w: Weights) -> Tensor:
+    return torch.cat([w["prefix"].expand(len(embedded), 1, -1), embedded], dim=1)
+
+
+def vit(
+    images: Tensor,
+    weights: Weights,
+    config: Any,
+    *,
+    tokens: Callable[[Tensor, Weights], Tensor] = class_first,
+    blocks: Callable[[int], range] = range,
+    number: Callable[[int], int] = lambda index: index,
+    norm: Callable[..., Tensor] = reference.layer_norm,
+    pool: Callable[[Tensor], Tensor] = lambda z: z[:, 0],
+    biased: bool = True,
+) -> Tensor:
+    embedded = reference.patches(images, config.patch) @ weights["tokens.proj.weight"].flatten(1).T
+    z = tokens(embedded + weights["tokens.proj.bias"] if biased else embedded, weights)
+    for index in blocks(config.depth):
+        z = reference.block(z, inside(weights, f"blocks.{number(index)}"), config.heads)
+    y = pool(norm(z, weights["norm.weight"], weights["norm.bias"]))
+    return F.linear(y, weights["head.weight"], weights["head.bias"])
+
+
+def norm_of_mean(images: Tensor, weights: Weights, config: Any, first: int) -> Tensor:
+    def norm(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return reference.layer_norm(z[:, first:].mean(dim=1, keepdim=True), weight, bias)
+
+    return vit(images, weights, config, norm=norm)
+
+
+MEAN_OF_ALL = "The head is applied to the mean of all tokens. Eq. 4 uses the class token."
+MEAN_OF_PATCHES = "The head is applied to the mean of the patches. Eq. 4 uses the class token."
+VIT = [
+    CommonMistake(
+        "The class token is at the end, but the head reads the first token. Eq. 1 puts the class token "
+        "first.",
+        partial(vit, tokens=class_last),
+    ),
+    CommonMistake(
+        "The class token is at the end, and the head reads it there. Eq. 1 puts it first, with the first row "
+        "of E_pos.",
+        partial(vit, tokens=class_last, pool=lambda z: z[:, -1]),
+    ),
+    CommonMistake(
+        "The class token has no position. Add row 0 of E_pos to it.",
+        partial(vit, tokens=class_without_position),
+    ),
+    CommonMistake(
+        "Positions are added before the class token is prepended, so each patch gets the row of the patch "
+        "before it. Prepend the class token first.",
+        partial(vit, tokens=positions_before_class),
+    ),
+    CommonMistake("The position embeddings are missing.", partial(vit, tokens=without_positions)),
+    CommonMistake("The bias of the patch projection is missing.", partial(vit, biased=False)),
+    CommonMistake("The last norm is missing.", partial(vit, norm=lambda z, weight, bias: z)),
+    CommonMistake(
+        "eps of the last norm is 1e-5, torch's default. Use 1e-6.",
+        partial(vit, norm=partial(reference.layer_norm, eps=1e-5)),
+    ),
+    CommonMistake(MEAN_OF_ALL, partial(vit, pool=lambda z: z.mean(dim=1))),
+    CommonMistake(MEAN_OF_ALL, partial(norm_of_mean, first=0)),
+    CommonMistake(MEAN_OF_PATCHES, partial(vit, pool=lambda z: z[:, 1:].mean(dim=1))),
+    CommonMistake(MEAN_OF_PATCHES, partial(norm_of_mean, first=1)),
+    CommonMistake(
+        "The head reads the last token. The class token is the first.",
+        partial(vit, pool=lambda z: z[:, -1]),
+    ),
+    CommonMistake("All blocks use the weights of block 0.", partial(vit, number=lambda index: 0)),
+    CommonMistake("Only the first block is run.", partial(vit, blocks=lambda depth: range(1))),
+    CommonMistake("The last block is not run.", partial(vit, blocks=lambda depth: range(depth - 1))),
+    CommonMistake(
+        "The blocks run in reverse order.", partial(vit, blocks=lambda depth: range(depth - 1, -1, -1))
+    ),
+]

@@ -1,0 +1,157 @@
+"""Lab `pool`: class token compared with mean pooling, each at its own learning rate."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from vitrail.course.labs.custom_run import CustomRun, train_run
+from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset
+from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.data.sources import Dataset
+from vitrail.experiment.study import Difference, Study, draw_arm, mean_score_at, resolve_arm, study
+from vitrail.experiment.trial import map_in_processes
+from vitrail.inspect.canvas import LINES, new_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "pool"
+NOTE = '001 "Pooler", 002 "What happens when removing the cls token"'
+CLAIM = (
+    "The class token collects what the classifier needs (001); 002 asks what happens without it. The paper "
+    "(D.3, Fig. 9): mean pooling works as well, but needs a different learning rate."
+)
+ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
+
+RECIPE = "mnist-notes"
+CLASS, MEAN = "class token", "mean pooling"
+ARMS: dict[str, dict[str, Any]] = {CLASS: {}, MEAN: {"model": {"class_token": False, "pool": "mean"}}}
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    small = size == "small"
+    images = load_dataset(data, *((300, 100) if small else (10_000, 10_000)))
+    lrs, seeds = ([3e-3, 1e-2], 2) if small else ([3e-4, 1e-3, 3e-3, 1e-2], 5)
+    epochs = 3 if small else 20 if data is None else 10
+    model = lecture_model_fields(images) | ({"width": 16, "depth": 1, "heads": 2} if small else {})
+    changes: dict[str, Any] = {"model": model, "batch": 30 if small else 64, "epochs": epochs}
+    changes |= {"evaluate_every": epochs, "save_every": epochs}
+    processes = process_count(size)
+    with TemporaryDirectory(prefix="runs-", dir=out) as runs:
+        result = study(
+            images,
+            out=runs,
+            arms=ARMS,
+            rates=lrs,
+            seeds=seeds,
+            recipe=RECIPE,
+            processes=processes,
+            **changes,
+        )
+    difference = result.compare(MEAN, CLASS)
+    at_class_lr = _difference_at_class_lr(result, images, changes, processes)
+    return LabResult(
+        number=100 * difference.mean,
+        unit="percentage points of accuracy, mean pooling minus class token",
+        n=difference.n,
+        verdict=decide_verdict(difference, at_class_lr),
+        sentence=summarize(result, difference, at_class_lr, images, epochs),
+        figure=draw(result),
+        interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
+        numbers={
+            "arms": {
+                arm.name: {
+                    "mean": arm.mean,
+                    "interval": arm.interval,
+                    "scores": arm.scores,
+                    "lr": arm.rate,
+                    "sweep": {f"{lr:g}": mean_score_at(arm.sweep, lr) for lr in result.rates},
+                }
+                for arm in result.arms.values()
+            },
+            "at the class token's lr": (at_class_lr.mean, at_class_lr.interval),
+            "images": len(images.train),
+            "epochs": epochs,
+        },
+    )
+
+
+def decide_verdict(difference: Difference, at_class_lr: Difference) -> Verdict:
+    """No clear difference at their own learning rates; then, whether there is one at the same rate."""
+    if difference.clear:
+        direction = "higher" if difference.mean > 0 else "lower"
+        return Verdict(
+            "does not hold",
+            f"accuracy with mean pooling is {100 * abs(difference.mean):.1f} points {direction}",
+        )
+    if difference.interval is None:
+        return Verdict("does not hold", "a single seed shows nothing")
+    if at_class_lr.clear and at_class_lr.mean < 0:
+        return Verdict("partly", "each needs its own learning rate")
+    largest = 100 * max(map(abs, difference.interval))
+    return Verdict(
+        "partly", f"equal only to within {largest:.1f} points; no separate learning rate is needed"
+    )
+
+
+def _difference_at_class_lr(
+    result: Study, data: Dataset, changes: dict[str, Any], processes: int
+) -> Difference:
+    """Mean pooling minus class token, both at the class token's learning rate."""
+    class_arm = result.arms[CLASS]
+    scores = result.arms[MEAN].scores
+    if result.arms[MEAN].rate != class_arm.rate:
+        custom_runs = [
+            CustomRun(resolve_arm(RECIPE, data, ARMS[MEAN], changes, class_arm.rate, seed))
+            for seed in result.seeds
+        ]
+        scores = [
+            run.score for run in map_in_processes(partial(train_run, data=data), custom_runs, processes)
+        ]
+    return Difference.of(scores, class_arm.scores)
+
+
+def summarize(
+    result: Study, difference: Difference, at_class_lr: Difference, data: Dataset, epochs: int
+) -> str:
+    mean_arm, class_arm = result.arms[MEAN], result.arms[CLASS]
+    interval_text = (
+        ""
+        if difference.interval is None
+        else f" [{100 * difference.interval[0]:+.1f}, {100 * difference.interval[1]:+.1f}]"
+    )
+    text = (
+        f"On {describe_dataset(data)} ({epochs} epochs, {difference.n} seeds, the model of the lecture "
+        f"notes), accuracy is {class_arm.mean:.1%} with the class token at its best learning rate, "
+        f"{class_arm.rate:g}, and {mean_arm.mean:.1%} with mean pooling at {mean_arm.rate:g}: "
+        f"{100 * difference.mean:+.1f}{interval_text} points. "
+    )
+    if mean_arm.rate == class_arm.rate:
+        return text + "The best learning rate is the same for both; in the paper it is not."
+    return text + f"With both at the class token's learning rate it is {100 * at_class_lr.mean:+.1f} points."
+
+
+@styled
+def draw(result: Study) -> Figure:
+    """Every seed at its arm's best learning rate, and the sweep that chose it."""
+    figure = new_figure(7.6, 2.6)
+    left, right = figure.subplots(1, 2)
+    for n, arm in enumerate(result.arms.values()):
+        draw_arm(left, n, arm, LINES[n])
+        values = [mean_score_at(arm.sweep, lr) for lr in result.rates]
+        right.plot(result.rates, values, "o-", color=LINES[n], markersize=4)
+    left.set(
+        yticks=range(len(result.arms)), yticklabels=list(result.arms), ylim=(len(result.arms) - 0.5, -0.5)
+    )
+    left.set(xlabel="held-out accuracy")
+    left.set_title(f"own learning rate, {len(result.seeds)} seeds, 95 % confidence interval", loc="left")
+    low, high = left.get_xlim()
+    left.set_xlim(max(0.0, low), min(1.0, high))
+    right.set(xscale="log", xlabel="learning rate")
+    right.set_xticks(result.rates, [f"{lr:g}" for lr in result.rates])
+    right.minorticks_off()
+    right.set_title("learning rate sweep, one seed", loc="left")
+    return figure

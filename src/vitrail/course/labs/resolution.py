@@ -1,0 +1,229 @@
+"""Lab `resolution`: fine-tuning at a higher resolution, with and without interpolated positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitrail.config import format_sides
+from vitrail.course.labs.custom_run import CustomRun, initial_accuracy, set_weights, train_run
+from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
+from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.data.sources import Dataset
+from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.study import Difference, best_lr, resolve_arm
+from vitrail.experiment.trial import Trial, map_in_processes
+from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
+from vitrail.model import ViT, surgery
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitrail.course.labs.custom_run import Weights
+
+NAME = "resolution"
+NOTE = '002 "Finetuning"'
+CLAIM = (
+    "Fine-tuning is often done at a higher resolution: the patch size stays, the sequence gets longer, and "
+    "the position embeddings are interpolated to cover the larger image."
+)
+ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
+
+RECIPE = "mnist-notes"
+_FIRST_LR = 3e-3  # of the training at low resolution, the same for all arms
+INTERPOLATED, RANDOM, PADDED = "interpolated", "new random", "zero-padded"
+ARMS = (INTERPOLATED, RANDOM, PADDED)  # zero-padded: the old embeddings for the first patches, then zeros
+SIGMA = 0.02  # of new position embeddings, as at initialization
+
+_Scores = Mapping[str, Sequence[float]]
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    small, digits = size == "small", data is None
+    images = load_dataset(data, *((200, 60) if small else (10_000, 5_000)))
+    fields = lecture_model_fields(images)
+    if digits:  # 8 x 8 pixels, upsampled so that a patch of 4 is more than a single pixel
+        fields |= {"size": (16, 16), "patch": (4, 4)}
+    if small:
+        fields |= {"width": 16, "depth": 1, "heads": 2}
+    low, high = (resize_by(images, fields["size"], factor) for factor in (1, 2))
+    lrs, seeds = ([1e-3], 2) if small else ([3e-4, 1e-3, 3e-3], 5 if digits else 3)
+    epochs, tuning_epochs = (6, 1) if small else (30, 3) if digits else (10, 2)
+    changes: dict[str, Any] = {"model": fields, "batch": 20 if small else 64}
+    processes = process_count(size)
+    first = {**changes, "epochs": epochs}
+    recipes = [resolve_arm(RECIPE, low, {}, first, _FIRST_LR, seed) for seed in range(seeds)]
+    runs = [CustomRun(recipe, snapshot_epochs=(epochs,)) for recipe in recipes]
+    pretrained = map_in_processes(partial(train_run, data=low), runs, processes)
+    models = [
+        set_weights(ViT(recipe.model), result.snapshots[epochs])
+        for recipe, result in zip(recipes, pretrained, strict=True)
+    ]
+    starts = {arm: [resize_positions(arm, model, seed) for seed, model in enumerate(models)] for arm in ARMS}
+    second = changes | {"model": {**fields, "size": _double(fields["size"])}, "epochs": tuning_epochs}
+    before, after, best_lrs = _fine_tune(starts, high, second, lrs, processes)
+    base_scores = [result.score for result in pretrained]
+    gains = {
+        when: {arm: Difference.of(scores[INTERPOLATED], scores[arm]) for arm in (RANDOM, PADDED)}
+        for when, scores in (("before", before), ("after", after))
+    }
+    gain = gains["before"][RANDOM]
+    return LabResult(
+        number=100 * gain.mean,
+        unit="percentage points of accuracy before fine-tuning, interpolated minus new random positions",
+        n=seeds,
+        verdict=decide_verdict(gains),
+        sentence=summarize(images, fields["size"], base_scores, before, after, tuning_epochs),
+        figure=draw(base_scores, before, after, tuning_epochs),
+        interval=gain.interval and (100 * gain.interval[0], 100 * gain.interval[1]),
+        numbers={
+            "at the low resolution": base_scores,
+            "before fine-tuning": before,
+            "after fine-tuning": after,
+            "lrs": best_lrs,
+            "interpolated minus": {
+                when: {arm: (gain.mean, gain.interval) for arm, gain in by_arm.items()}
+                for when, by_arm in gains.items()
+            },
+            "images": len(images.train),
+            "epochs": (epochs, tuning_epochs),
+        },
+    )
+
+
+def decide_verdict(gains: Mapping[str, Mapping[str, Difference]]) -> Verdict:
+    """Interpolated embeddings must be clearly better than the others, before and after fine-tuning."""
+
+    def better(when: str) -> list[str]:
+        return [arm for arm, gain in gains[when].items() if gain.clear and gain.mean > 0]
+
+    before, after = better("before"), better("after")
+    if len(before) == len(after) == len(gains["before"]):
+        return Verdict("holds")
+    if not before and not after:
+        return Verdict("does not hold", "interpolated positions are not clearly better before or after")
+    parts = []
+    for when, worse_arms in (("before fine-tuning", before), ("after it", after)):
+        worse = (
+            "clearly better than " + " and ".join(worse_arms)
+            if worse_arms
+            else "not clearly better than others"
+        )
+        parts.append(f"{when}, interpolated positions are {worse}")
+    return Verdict("partly", "; ".join(parts))
+
+
+# ---- positions for a larger grid ------------------------------------------------------------
+
+
+def resize_positions(arm: str, model: ViT, seed: int) -> Weights:
+    """The weights at twice the resolution, with the position embeddings of the arm."""
+    resized = surgery.resize(model, _double(model.config.size))
+    table, old = resized.get_parameter("position.table"), model.get_parameter("position.table")
+    prefix = model.config.prefix
+    with torch.no_grad():
+        if arm == RANDOM:
+            rng = torch.Generator().manual_seed(seed)
+            table[prefix:] = SIGMA * torch.randn(len(table) - prefix, table.shape[1], generator=rng)
+        elif arm == PADDED:
+            table.zero_()
+            table[: len(old)] = old
+    return {name: tensor.numpy().copy() for name, tensor in resized.state_dict().items()}
+
+
+def _double(size: Any) -> tuple[int, int]:
+    height, width = size
+    return 2 * height, 2 * width
+
+
+def resize_by(data: Dataset, size: tuple[int, int], factor: int) -> Dataset:
+    return resize_dataset(data, (factor * size[0], factor * size[1]))
+
+
+# ---- fine-tuning ----------------------------------------------------------------------------
+
+
+def _fine_tune(
+    starts: Mapping[str, Sequence[Weights]],
+    data: Dataset,
+    changes: dict[str, Any],
+    lrs: Sequence[float],
+    processes: int,
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+    """Accuracy of each arm before and after, and its learning rate, the best one on the first seed."""
+
+    def custom_run(arm: str, lr: float, seed: int) -> CustomRun:
+        return CustomRun(resolve_arm(RECIPE, data, {}, changes, lr, seed), initial_weights=starts[arm][seed])
+
+    def trials(keys: Sequence[tuple[str, float, int]]) -> list[Trial]:
+        results = map_in_processes(
+            partial(train_run, data=data), [custom_run(*key) for key in keys], processes
+        )
+        return [Trial(*key, r.score, r.loss, r.seconds) for key, r in zip(keys, results, strict=True)]
+
+    seeds = range(len(starts[INTERPOLATED]))
+    measure = partial(initial_accuracy, data=data)
+    before = {
+        arm: map_in_processes(measure, [custom_run(arm, lrs[0], seed) for seed in seeds], 1) for arm in ARMS
+    }
+    sweep = trials([(arm, lr, 0) for arm in ARMS for lr in lrs])
+    best = {arm: best_lr([trial for trial in sweep if trial.arm == arm]) for arm in ARMS}
+    others = trials([(arm, best[arm], seed) for arm in ARMS for seed in seeds[1:]])
+    tuned = [trial for trial in (*sweep, *others) if trial.rate == best[trial.arm]]
+    tuned.sort(key=lambda trial: trial.seed)
+    after = {arm: [trial.score for trial in tuned if trial.arm == arm] for arm in ARMS}
+    return before, after, best
+
+
+def summarize(
+    data: Dataset,
+    size: tuple[int, int],
+    base_scores: Sequence[float],
+    before: _Scores,
+    after: _Scores,
+    tuning_epochs: int,
+) -> str:
+    def format_scores(scores: _Scores) -> str:
+        return ", ".join(f"{fmean(values):.1%} {arm}" for arm, values in scores.items())
+
+    return (
+        f"Trained on {describe_dataset(data)}, at {format_sides(size)} pixels ({len(base_scores)} seeds), "
+        f"the model has an accuracy of {fmean(base_scores):.1%}. At {format_sides(_double(size))} pixels "
+        f"with the same patch size, accuracy by positions is {format_scores(before)}. After {tuning_epochs} "
+        f"epoch{'s' * (tuning_epochs > 1)} of fine-tuning, each arm at its best learning rate: "
+        f"{format_scores(after)}. The larger images are upsampled: they contain no more detail."
+    )
+
+
+# ---- figure ---------------------------------------------------------------------------------
+
+
+@styled
+def draw(base_scores: Sequence[float], before: _Scores, after: _Scores, tuning_epochs: int) -> Figure:
+    """Every seed before and after fine-tuning, and the mean at the low resolution."""
+    figure = new_figure(7.6, 2.6)
+    axes = figure.subplots(1, 2, sharey=True)
+    titles = ("before fine-tuning", f"after {tuning_epochs} epoch{'s' * (tuning_epochs > 1)} of fine-tuning")
+    for axis, scores, title in zip(axes, (before, after), titles, strict=True):
+        for n, values in enumerate(scores.values()):
+            _draw_scores(axis, n, values)
+        axis.axvline(fmean(base_scores), color=FAINT, linestyle="--", linewidth=1, label="low resolution")
+        axis.set(xlabel="held-out accuracy", yticks=range(len(ARMS)), yticklabels=ARMS)
+        axis.set_xlim(0, 1.02)
+        axis.set_title(title, loc="left")
+    axes[0].set_ylim(len(ARMS) - 0.5, -0.5)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=7.5)
+    return figure
+
+
+def _draw_scores(axis: Axes, row: int, values: Sequence[float]) -> None:
+    axis.plot(values, [row] * len(values), "o", color=LINES[row], alpha=0.35, markersize=5)
+    axis.plot([fmean(values)], [row], "|", color=LINES[row], markersize=14, markeredgewidth=2)
+    if (bounds := confidence_interval(values)) is not None:
+        axis.plot(bounds, [row, row], color=LINES[row], linewidth=2)

@@ -1,0 +1,129 @@
+"""Lab `scale`: the effect of the factor before softmax, for which three notes give three formulas."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitrail.config import ViTConfig
+from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.experiment.interval import confidence_interval
+from vitrail.inspect.canvas import LINES, new_figure, styled
+from vitrail.model.attention import attention_scale
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "scale"
+NOTE = '000 "Breaking the equations down - 2", 003 "Attention", 004 "Self Attention Layer"'
+CLAIM = (
+    "Scores are divided by sqrt(d) before softmax (003); 000 divides by sqrt(D), 004 by nothing. The divisor "
+    "keeps softmax from saturating as heads get wider."
+)
+ACCEPTS = ""
+
+_TOKENS = 197
+_HEADS = 12
+_HEAD_WIDTH = 64  # d of all published ViTs except the largest
+_SCALES: dict[Any, str] = {
+    "head": "1/sqrt(d), note 003",
+    "width": "1/sqrt(D), note 000",
+    "none": "1, note 004",
+}
+_MAX_CHANGE = 0.05  # of a steady entropy
+_MAX_REMAINING = 0.5  # fraction of the entropy that remains if softmax saturates
+_MIN_JACOBIAN = 0.01  # below it a query gets almost no gradient; about 0.07 for uniform weights on 197 tokens
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    widths, seeds = ([4, 8, 16, 32, 64, 128, 256, 512, 1024], 20) if size == "full" else ([4, 64, 256], 3)
+    entropy: dict[str, list[float]] = {scale: [] for scale in _SCALES}
+    saturated: dict[str, list[float]] = {scale: [] for scale in _SCALES}
+    entropy_at_64: list[float] = []
+    for d in widths:
+        for scale in _SCALES:
+            factor = attention_scale(
+                ViTConfig(width=_HEADS * d, depth=1, heads=_HEADS, patch=16, scale=scale)
+            )
+            trials = [_measure(d, factor, seed) for seed in range(seeds)]
+            entropy[scale].append(sum(value for value, _ in trials) / seeds)
+            saturated[scale].append(sum(value for _, value in trials) / seeds)
+            if scale == "none" and d == _HEAD_WIDTH:
+                entropy_at_64 = [value for value, _ in trials]
+    first, last, at_64 = widths[0], widths[-1], widths.index(_HEAD_WIDTH)
+    sentence = (
+        f"From d = {first} to {last}, the entropy of softmax over {_TOKENS} tokens stays at "
+        f"{entropy['head'][0]:.2f} to {entropy['head'][-1]:.2f} of the maximum with 1/sqrt(d), and at "
+        f"{entropy['width'][0]:.2f} to {entropy['width'][-1]:.2f} with 1/sqrt(D) and {_HEADS} heads. Without "
+        f"a divisor it falls from {entropy['none'][0]:.2f} to {entropy['none'][-1]:.2f}, and the fraction of "
+        f"queries with almost no gradient (norm of softmax's Jacobian below {_MIN_JACOBIAN}) rises to "
+        f"{saturated['none'][at_64]:.0%} at d = {_HEAD_WIDTH} and {saturated['none'][-1]:.0%} at d = {last}; "
+        f"with either divisor it is {max(saturated['head'] + saturated['width']):.0%}."
+    )
+    return LabResult(
+        number=sum(entropy_at_64) / seeds,
+        unit=f"of the maximum entropy without a divisor at d = {_HEAD_WIDTH}",
+        n=seeds,
+        verdict=decide_verdict(entropy),
+        sentence=sentence,
+        figure=draw(widths, entropy, saturated),
+        interval=confidence_interval(entropy_at_64),
+        numbers={"d": widths, "entropy": entropy, "saturated queries": saturated},
+    )
+
+
+def decide_verdict(entropy: dict[str, list[float]]) -> Verdict:
+    """The entropy must be steady with sqrt(d) and fall without a divisor; sqrt(D) may be as good."""
+
+    def is_steady(scale: str) -> bool:
+        return max(entropy[scale]) - min(entropy[scale]) < _MAX_CHANGE
+
+    if not is_steady("head"):
+        return Verdict("does not hold", "the entropy is not steady with 1/sqrt(d)")
+    if entropy["none"][-1] > _MAX_REMAINING * entropy["none"][0]:
+        return Verdict("does not hold", "softmax does not saturate without a divisor")
+    if is_steady("width"):
+        return Verdict(
+            "partly", "the divisor must grow as sqrt(d); sqrt(D) does too if the number of heads is fixed"
+        )
+    return Verdict("holds")
+
+
+def _measure(d: int, factor: float, seed: int) -> tuple[float, float]:
+    """Entropy of softmax as a fraction of the maximum, and the fraction of queries with almost no gradient.
+
+    q and k have entries of variance 1, as after a norm. The gradient of a query is proportional to softmax's
+    Jacobian, diag(p) - p p^T, which is zero if one token has all the weight.
+    """
+    rng = torch.Generator().manual_seed(1_000 * d + seed)
+    q, k = (torch.randn(_TOKENS, d, dtype=torch.float64, generator=rng) for _ in range(2))
+    p = (factor * q @ k.T).softmax(dim=-1)  # (T, T)
+    entropy = -(p * p.clamp(min=1e-300).log()).sum(dim=-1).mean().item()
+    return entropy / math.log(_TOKENS), (jacobian_norm(p) < _MIN_JACOBIAN).double().mean().item()
+
+
+def jacobian_norm(p: Tensor) -> Tensor:
+    """The Frobenius norm of diag(p) - p p^T for each row, without forming the matrix: (T,)."""
+    square, cube, fourth = ((p**power).sum(dim=-1) for power in (2, 3, 4))
+    off = square**2 - fourth  # the sum of (p_i p_j)^2 over i != j
+    return (square - 2 * cube + fourth + off).clamp(min=0).sqrt()
+
+
+@styled
+def draw(widths: list[int], entropy: dict[str, list[float]], saturated: dict[str, list[float]]) -> Figure:
+    figure = new_figure(7.2, 2.9)
+    left, right = figure.subplots(1, 2)
+    for (scale, label), color in zip(_SCALES.items(), LINES, strict=False):
+        left.plot(widths, entropy[scale], "o-", color=color, label=label, markersize=4)
+        right.plot(widths, saturated[scale], "o-", color=color, markersize=4)
+    left.set(xscale="log", xlabel="head width d", ylim=(0, 1.02), title="entropy of softmax (1: uniform)")
+    left.legend()
+    right.set(xscale="log", xlabel="head width d", ylim=(-0.02, 1), title="queries with almost no gradient")
+    for axis in (left, right):
+        axis.set_xticks(widths, [str(d) for d in widths], rotation=45)
+        axis.minorticks_off()
+    return figure

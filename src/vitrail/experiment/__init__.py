@@ -1,0 +1,1 @@
+"""Comparing training settings over learning rates and seeds: `vt.study`."""

@@ -1,0 +1,347 @@
+"""`vt.study`: which of several training settings is better, by how much, and how certain that is.
+
+    result = vt.study(
+        "digits",
+        out="study",
+        arms={"class": {}, "mean": {"model": {"pool": "mean"}}},
+        rates=[3e-4, 1e-3, 3e-3],
+        seeds=3,
+        recipe="digits",
+        epochs=5,
+    )
+    print(result.compare("mean", "class"))
+
+Arms are compared at equal compute: the same images, the same number of steps and batch size, and the same
+number of learning rates. Every arm is first trained at every learning rate with the first seed; the rate with
+the highest held-out accuracy is selected for the arm, and all seeds are run at it. So an arm that needs
+another learning rate does not lose because of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vitrail.data.sources import Dataset, open_dataset
+from vitrail.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.trial import StudyPool, Trial, TrialTask
+from vitrail.fields import as_integer, is_real, short_repr
+from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
+from vitrail.io.write import PARTIAL, write_text
+from vitrail.model import ViT
+from vitrail.recipes.settings import Recipe
+from vitrail.training.api import resolve_recipe
+from vitrail.training.run_directory import environment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ARM_NAME = re.compile(r"\w[\w .=+-]{0,60}")  # it is a folder's name, too
+_EQUAL_FIELDS = ("epochs", "batch", "accumulate")  # equal compute: the same in all arms
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The results of one arm."""
+
+    name: str
+    changes: Mapping[str, Any]
+    rate: float
+    """The best learning rate of the sweep, at which all seeds were run."""
+    scores: list[float]
+    """The held-out accuracy after the last epoch, one per seed."""
+    sweep: list[Trial]
+    """Every learning rate with the seeds that select it."""
+    parameters: int
+    seconds: float
+    """Of all its runs together, one thread each."""
+
+    @property
+    def n(self) -> int:
+        return len(self.scores)
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.scores) / self.n
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval of the mean; None for a single seed."""
+        return confidence_interval(self.scores)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference in accuracy between two arms, paired by seed."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    """The 95 % confidence interval of the mean; None for a single seed."""
+    n: int
+
+    @classmethod
+    def of(cls, first: Sequence[float], second: Sequence[float]) -> Difference:
+        """First minus second; each has one score per seed."""
+        differences = [a - b for a, b in zip(first, second, strict=True)]
+        return cls(
+            math.fsum(differences) / len(differences), confidence_interval(differences), len(differences)
+        )
+
+    @property
+    def clear(self) -> bool:
+        """Whether the confidence interval excludes zero."""
+        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+
+@dataclass(frozen=True)
+class Study:
+    """The results of all arms, compared at equal compute."""
+
+    out: Path
+    data: str
+    recipe: str
+    changes: Mapping[str, Any]
+    seeds: list[int]
+    rates: list[float]
+    arms: dict[str, Arm]
+    environment: Mapping[str, Any] = field(default_factory=environment)
+
+    def compare(self, first: str, second: str) -> Difference:
+        """First minus second, paired by seed, so that variation common to both cancels."""
+        for name in (first, second):
+            if name not in self.arms:
+                raise InputError(f"unknown arm {short_repr(name)}. {suggest(name, self.arms)}")
+        return Difference.of(self.arms[first].scores, self.arms[second].scores)
+
+    @property
+    def notes(self) -> list[str]:
+        """Reservations about the results, one sentence each."""
+        notes = []
+        for arm in self.arms.values():
+            if len(self.rates) > 1 and arm.rate in (min(self.rates), max(self.rates)):
+                which = "lowest" if arm.rate == min(self.rates) else "highest"
+                notes.append(
+                    f"The best learning rate of {arm.name}, {arm.rate:g}, is the {which} tried; extend the "
+                    "range."
+                )
+        return notes
+
+    def as_json(self) -> dict[str, Any]:
+        derived = ("mean", "interval", "n")
+        arms = [asdict(arm) | {name: getattr(arm, name) for name in derived} for arm in self.arms.values()]
+        first, *others = self.arms
+        result = {**vars(self), "arms": arms, "notes": self.notes}
+        result["compared"] = [
+            {"arm": name, "with": first, **asdict(self.compare(name, first))} for name in others
+        ]
+        result["seconds"] = round(sum(arm.seconds for arm in self.arms.values()), 3)
+        return {name: value for name, value in result.items() if name != "out"}
+
+    @styled
+    def figure(self) -> Figure:
+        """Every seed, mean and interval of each arm; beside it the learning rate sweep."""
+        figure = new_figure(7.2, 1.4 + 0.4 * max(4, len(self.arms)))
+        left, right = figure.subplots(1, 2)
+        for n, arm in enumerate(self.arms.values()):
+            color = LINES[n % len(LINES)]
+            draw_arm(left, n, arm, color)
+            rates = sorted({trial.rate for trial in arm.sweep})
+            right.plot(
+                rates, [mean_score_at(arm.sweep, rate) for rate in rates], "o-", color=color, markersize=4
+            )
+        left.set(yticks=range(len(self.arms)), yticklabels=list(self.arms), xlabel="held-out accuracy")
+        left.invert_yaxis()
+        left.set_title(f"{len(self.seeds)} seeds, mean and 95 % interval")
+        right.set(xscale="log", xlabel="learning rate", title="learning rate sweep")
+        return figure
+
+
+def draw_arm(axis: Axes, n: int, arm: Arm, color: str) -> None:
+    """Draw the scores, mean and interval of an arm as row `n`."""
+    axis.plot(arm.scores, [n] * arm.n, "o", color=color, alpha=0.35, markersize=5)
+    axis.plot([arm.mean], [n], "|", color=color, markersize=14, markeredgewidth=2)
+    if arm.interval is not None:
+        axis.plot(arm.interval, [n, n], color=color, linewidth=2)
+    axis.axhline(n, color=FAINT, linewidth=0.3, zorder=0)
+
+
+def study(
+    data: str | Path | Dataset,
+    *,
+    arms: Mapping[str, Mapping[str, Any]],
+    out: str | Path,
+    seeds: int | Sequence[int] = 3,
+    rates: Sequence[float] | None = None,
+    choosing: int = 1,
+    recipe: str = "small",
+    processes: int = 2,
+    **changes: Any,
+) -> Study:
+    """Compare training settings.
+
+    Args:
+        data: what `vitrail.train` takes. The held-out images are the same for every run.
+        arms: the name of each arm, and its changes to the recipe, as `vitrail.train` takes them: `{}` is the
+            recipe itself, `{"model": {"pool": "mean"}}` the recipe with mean pooling.
+        out: a folder. Finished runs in it are not run again; unfinished ones are resumed.
+        seeds: how many, from 0; or a list of seeds.
+        rates: learning rates to try for each arm; the recipe's own by default.
+        choosing: how many of the seeds select an arm's learning rate.
+        recipe: the recipe of all other settings.
+        processes: how many runs at a time, one thread each. The results do not depend on it.
+        changes: changes to the recipe for all arms, such as epochs=5.
+    """
+    seed_list = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    _check_arguments(arms, seed_list, rates, as_integer("choosing", choosing, 1), changes)
+    folder, dataset = Path(out), data if isinstance(data, Dataset) else open_dataset(data)
+    _check_folder(folder)
+
+    def task(name: str, rate: float | None, seed: int) -> TrialTask:
+        resolved = resolve_arm(recipe, dataset, arms[name], changes, rate, seed)
+        rate = resolved.train.lr
+        return TrialTask(name, rate, seed, resolved, folder / "runs" / name / f"rate {rate:g}, seed {seed}")
+
+    tried: Sequence[float | None] = rates or [None]
+    sweep = [task(name, rate, seed) for name in arms for rate in tried for seed in seed_list[:choosing]]
+    _check_distinct(sweep)
+    folder.mkdir(parents=True, exist_ok=True)
+    with StudyPool(dataset, as_integer("processes", processes, 1)) as pool:
+        swept = pool.run(sweep)
+        best = {name: best_lr([trial for trial in swept if trial.arm == name]) for name in arms}
+        final = pool.run([task(name, best[name], seed) for name in arms for seed in seed_list])
+    results = {}
+    for name in arms:
+        own_sweep, own_final = ([trial for trial in some if trial.arm == name] for some in (swept, final))
+        seconds = {(trial.rate, trial.seed): trial.seconds for trial in (*own_sweep, *own_final)}
+        count = count_parameters(next(one.recipe for one in sweep if one.arm == name))
+        scores, total = [trial.score for trial in own_final], round(sum(seconds.values()), 3)
+        results[name] = Arm(name, arms[name], best[name], scores, own_sweep, count, total)
+    all_rates = sorted({trial.rate for trial in swept})
+    result = Study(folder, dataset.name, recipe, changes, seed_list, all_rates, results)
+    write_text(folder / "study.json", json.dumps(result.as_json(), indent=2), overwrite=True)
+    save_figure(result.figure(), folder / "study")
+    return result
+
+
+# ---- parts ----------------------------------------------------------------------------------
+
+
+def resolve_arm(
+    recipe: str,
+    data: Dataset,
+    arm: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    rate: float | None,
+    seed: int,
+) -> Recipe:
+    """The recipe with the shared changes, then the arm's own; mappings such as model= are merged."""
+    both = {**shared, **arm}
+    for part in set(shared) & set(arm):
+        if isinstance(shared[part], Mapping) and isinstance(arm[part], Mapping):
+            both[part] = {**shared[part], **arm[part]}
+    both["seed"] = seed
+    if rate is not None:
+        both["lr"] = rate
+    return resolve_recipe(recipe, data, None, both)[0]
+
+
+def best_lr(trials: Sequence[Trial]) -> float:
+    """The learning rate of the highest mean score; of equals the lower loss, then the lower rate."""
+
+    def order(rate: float) -> tuple[float, float, float]:
+        losses = [math.inf if trial.loss is None else trial.loss for trial in trials if trial.rate == rate]
+        return mean_score_at(trials, rate), -sum(losses), -rate
+
+    return max({trial.rate for trial in trials}, key=order)
+
+
+def mean_score_at(trials: Sequence[Trial], rate: float) -> float:
+    """The mean score of the trials at a learning rate."""
+    scores = [trial.score for trial in trials if trial.rate == rate]
+    return math.fsum(scores) / len(scores)
+
+
+def count_parameters(recipe: Recipe) -> int:
+    """The number of parameters of the recipe's model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in ViT(recipe.model).parameters())
+
+
+# ---- checks, before anything is run ---------------------------------------------------------
+
+
+def _check_arguments(
+    arms: Mapping[str, Mapping[str, Any]],
+    seeds: Sequence[int],
+    rates: Sequence[float] | None,
+    choosing: int,
+    changes: Mapping[str, Any],
+) -> None:
+    _check_arms(arms)
+    if any(key in changes for key in ("lr", "seed")):
+        raise ConfigError(
+            "a study tries several learning rates and seeds; use rates= and seeds= instead of lr and seed."
+        )
+    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
+        raise InputError(
+            f"seeds must be a count or a list of distinct integers, such as 3, not {short_repr(seeds)}."
+        )
+    if choosing > len(seeds):
+        raise InputError(
+            f"choosing is {choosing}, but there are only {len(seeds)} seeds; select the learning rate with "
+            "fewer."
+        )
+    valid = rates is None or (
+        not isinstance(rates, str) and len(rates) > 0 and all(is_real(rate) and rate > 0 for rate in rates)
+    )
+    if not valid:
+        raise InputError(
+            f"rates must be learning rates above 0, such as [3e-4, 1e-3, 3e-3], not {short_repr(rates)}."
+        )
+
+
+def _check_arms(arms: Mapping[str, Mapping[str, Any]]) -> None:
+    if not isinstance(arms, Mapping) or not arms or not all(isinstance(a, Mapping) for a in arms.values()):
+        raise InputError(
+            f'arms must be a mapping of names to changes, such as {{"plain": {{}}, "wide": {{...}}}}, not '
+            f"{short_repr(arms)}."
+        )
+    advice = {"lr": "use rates= for all arms", "seed": "use seeds="}
+    for name, arm in arms.items():
+        if not (isinstance(name, str) and _ARM_NAME.fullmatch(name)):
+            raise InputError(
+                f"the arm name {short_repr(name)} cannot be a folder name; use letters, digits, spaces and . "
+                "_ = + -."
+            )
+        for key in (key for key in (*_EQUAL_FIELDS, "lr", "seed") if key in arm):
+            do = advice.get(key, f"pass {key} to the study, for all arms")
+            raise ConfigError(f"arm {short_repr(name)} sets {key}, which must be equal in all arms; {do}.")
+
+
+def _check_distinct(tasks: Sequence[TrialTask]) -> None:
+    """Two runs must not share a folder, on any file system."""
+    paths = [str(task.out).casefold() for task in tasks]
+    for n, path in enumerate(paths):
+        if path in paths[:n]:
+            raise InputError(
+                f"arms and learning rates must differ by more than case; {tasks[n].arm} at {tasks[n].rate:g} "
+                "appears twice. Remove or rename one."
+            )
+
+
+def _check_folder(folder: Path) -> None:
+    ours = {"runs", "study.json", "study.png", "study.svg"}
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    foreign = {name for name in names - ours if not PARTIAL.fullmatch(name)}
+    if foreign or (folder.exists() and not folder.is_dir()):
+        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
+        raise FileError(f"out must be a new or empty folder, or a study's, and {printable(folder)} {reason}.")

@@ -1,0 +1,191 @@
+"""Process pools for studies and labs, and the trials of a study, each run only once."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import current_process, get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Self, TypeVar
+
+import torch
+
+from vitrail.data.sources import Dataset
+from vitrail.errors import InputError
+from vitrail.io.write import write_text
+from vitrail.recipes.settings import Recipe
+from vitrail.training.metrics import Diverged
+from vitrail.training.run import run_training
+from vitrail.training.run_directory import check_same_run, describe_run
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_START = {"from_file": False, "teacher": None}  # how a study's runs start
+
+
+@dataclass(frozen=True)
+class TrialTask:
+    """A trial to run."""
+
+    arm: str
+    rate: float
+    seed: int
+    recipe: Recipe
+    out: Path
+    """The run directory."""
+
+    @property
+    def record(self) -> Path:
+        """The file beside the run directory with the result; it exists when the trial is finished."""
+        return self.out.with_name(f"{self.out.name}.json")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one training run of a study."""
+
+    arm: str
+    rate: float
+    """The learning rate."""
+    seed: int
+    score: float
+    """The held-out accuracy after the last epoch; 0 if training diverged."""
+    loss: float | None
+    """The held-out loss; None if training diverged."""
+    seconds: float
+    """Since the run was last started or resumed."""
+
+
+class ProcessPool:
+    """A pool of single-threaded processes that stay alive between calls, so that each loads torch once.
+
+    Results do not depend on the number of processes.
+    """
+
+    advice = (
+        'In a script, use it below `if __name__ == "__main__":`; if memory ran out, close other programs or '
+        "use less data."
+    )
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+    def each(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """The function's results for all items, in their order."""
+        if self.processes == 1 or (self.pool is None and len(items) < 2):
+            with one_thread():
+                return [function(item) for item in items]
+        if self.pool is None:
+            if current_process().name != "MainProcess":  # a worker that imports an unguarded script
+                raise self._failure("a worker process was about to start processes of its own")
+            spawn = get_context("spawn")  # a fork would copy torch's threads in an undefined state
+            self.pool = ProcessPoolExecutor(self.processes, spawn, _init_worker)
+        # Everything a worker needs is sent with each item: large arguments to the initializer would block
+        # the parent for ever if a worker died before reading them.
+        try:
+            futures = [self.pool.submit(function, item) for item in items]
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise self._failure("a worker process ended unexpectedly") from error
+
+    def _failure(self, reason: str) -> InputError:
+        return InputError(f"the work could not be done in several processes: {reason}. {self.advice}")
+
+
+class StudyPool(ProcessPool):
+    """The processes of a study."""
+
+    advice = (
+        'In a script, call study() below `if __name__ == "__main__":`, or use processes=1; if memory ran '
+        "out, use fewer processes. Finished runs are kept."
+    )
+
+    def __init__(self, data: Dataset, processes: int) -> None:
+        super().__init__(processes)
+        self.data = data
+
+    def run(self, tasks: Sequence[TrialTask]) -> list[Trial]:
+        """The trials of all tasks, in their order; finished ones are read from their files."""
+        trials = {task.out: _read_trial(task, self.data) for task in tasks}
+        left = [task for task in tasks if trials[task.out] is None]
+        done = self.each(partial(_run_trial, data=self.data), left)
+        trials |= {task.out: trial for task, trial in zip(left, done, strict=True)}
+        return [trial for task in tasks if (trial := trials[task.out]) is not None]
+
+
+def map_in_processes(
+    function: Callable[[Item], Result], items: Sequence[Item], processes: int
+) -> list[Result]:
+    """`Pool.each` in a pool for this call only."""
+    with ProcessPool(processes) as pool:
+        return pool.each(function, items)
+
+
+# ---- in a worker process --------------------------------------------------------------------
+
+
+def _init_worker() -> None:
+    """Use one thread, and never outlive the parent."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(1)  # at any step: runs survive that, and are resumed
+
+
+def _run_trial(task: TrialTask, data: Dataset) -> Trial:
+    """Run or resume the training, and write the result."""
+    start = time.perf_counter()
+    score, loss = 0.0, None
+    try:
+        last = run_training(data, task.recipe, task.out, resume=True).metrics[-1]
+        score, loss = last["val_accuracy"], last["val_loss"]
+    except Diverged:
+        pass
+    seconds = time.perf_counter() - start
+    trial = Trial(task.arm, task.rate, task.seed, score, loss, round(seconds, 3))
+    write_text(task.record, json.dumps(asdict(trial), indent=2), overwrite=True)
+    return trial
+
+
+def _read_trial(task: TrialTask, data: Dataset) -> Trial | None:
+    """The result of a finished trial; an error if the run directory has other settings."""
+    if not task.record.exists():
+        return None
+    check_same_run(task.out / "config.json", describe_run(task.recipe, data, _START))
+    try:
+        return Trial(**json.loads(task.record.read_text()))
+    except (ValueError, TypeError):
+        return None  # unreadable: the run directory has the result, too
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: the same order of additions on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Images: decoding, preprocessing, cropping, normalizing. Nothing here knows a model."""

@@ -1,0 +1,158 @@
+"""Opening and decoding image files safely. The content decides the format, not the name; the header is
+checked before memory is allocated; and nothing but an image decoder ever runs."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from vitrail.errors import VitrailError, printable
+from vitrail.images.headers import (
+    FORMATS,
+    MAX_EXIF,
+    broken_image,
+    excessive_metadata,
+    read_header,
+    walk_strips,
+)
+from vitrail.images.limits import (
+    ORIENTATION,
+    BrokenImage,
+    DecodeLimits,
+    ImageTooLarge,
+    NotAnImage,
+    bytes_needed,
+    check_memory,
+    check_size,
+    check_work,
+)
+from vitrail.io.read import open_regular
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
+
+    from vitrail.images.preprocess import Preprocess
+
+__all__ = [
+    "FORMATS",
+    "BrokenImage",
+    "DecodeLimits",
+    "ImageTooLarge",
+    "NotAnImage",
+    "decode_image",
+    "open_image",
+    "open_regular",
+    "suppress_warnings",
+]
+
+MinSize = tuple[int, int] | Callable[[int, int], tuple[int, int]]
+_LIMITS = DecodeLimits()
+
+
+def open_image(
+    path: str | Path,
+    min_size: MinSize | None = None,
+    limits: DecodeLimits = _LIMITS,
+    preprocess: Preprocess | None = None,
+) -> Image:
+    """Open and decode an image file; see `decode_image`."""
+    with open_regular(path, "an image") as file:
+        return decode_image(file, printable(path), min_size, limits, preprocess)
+
+
+def decode_image(
+    file: BinaryIO,
+    name: str,
+    min_size: MinSize | None = None,
+    limits: DecodeLimits = _LIMITS,
+    preprocess: Preprocess | None = None,
+) -> Image:
+    """Decode the first frame of an image. Orientation, bit depth and alpha are left to `Preprocess`.
+
+    Args:
+        name: the name of the image in error messages.
+        min_size: decode a JPEG at 1/2, 1/4 or 1/8 of its size, but no smaller than this (height, width).
+            Much faster, but not the same pixels: for training only. May be a function of the height and
+            width of the upright image.
+        limits: checked against the header before decoding.
+        preprocess: what will be done with the image, so that the memory for that is limited too.
+
+    Raises:
+        ImageTooLarge: it would exceed `limits`.
+        NotAnImage: it is in none of FORMATS.
+        BrokenImage: it is in one of them, and cannot be decoded.
+    """
+    header = read_header(file, name, limits)
+    with suppress_warnings():  # Pillow warns of large images and odd metadata; the limits decide
+        opened = open_header(file, name)
+        check_size(name, *opened.size, limits)
+        try:
+            if opened.info.get("compression") == "jpeg":
+                walk_strips(file, name, opened, header, limits)
+            check_work(name, opened, header, limits)
+            _check_exif(opened, name)
+            check_memory(name, bytes_needed(opened, header, preprocess), limits)
+            if min_size is not None and opened.format == "JPEG":
+                _draft(opened, min_size)
+            opened.load()
+            _check_exif(opened, name)  # in a PNG it may follow the pixels
+        except VitrailError:
+            raise
+        except Exception as error:  # decoders raise many types, with messages that do not help a user
+            raise broken_image(name) from error
+    vars(opened).pop("_decoder", None)  # that of a WebP would keep two more copies of the image alive
+    return opened
+
+
+def open_header(file: BinaryIO, name: str) -> ImageFile:
+    """Open an image with Pillow, without decoding its pixels."""
+    from PIL import Image
+
+    try:
+        return Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise ImageTooLarge(f"{name} has far too many pixels; make it smaller.") from error
+    except Exception as error:  # its first bytes are those of an image
+        raise broken_image(name) from error
+
+
+def _check_exif(opened: ImageFile, name: str) -> None:
+    """Limit the EXIF data of WebP chunks and PNG text too: Pillow makes Python objects of its numbers."""
+    if max(len(opened.info.get(key) or b"") for key in ("exif", "Raw profile type exif")) > 2 * MAX_EXIF:
+        raise excessive_metadata(name, f"more than {MAX_EXIF:,} bytes of EXIF")
+
+
+def _draft(opened: ImageFile, min_size: MinSize) -> None:
+    """Have a JPEG decoded at a fraction of its size that is at least `min_size`."""
+    swapped = opened.getexif().get(ORIENTATION) in (5, 6, 7, 8)  # upright, height and width are exchanged
+    width, height = opened.size[::-1] if swapped else opened.size
+    smallest = min_size(height, width) if callable(min_size) else min_size
+    opened.draft(opened.mode, smallest if swapped else smallest[::-1])
+
+
+class _WarningFilter:
+    """Suppresses warnings while any thread decodes: Python has one list of filters for all threads."""
+
+    lock, threads, filters = threading.Lock(), 0, ExitStack()
+
+
+@contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Suppress all warnings in this block, in any number of threads."""
+    with _WarningFilter.lock:
+        if not _WarningFilter.threads:
+            _WarningFilter.filters.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        _WarningFilter.threads += 1
+    try:
+        yield
+    finally:
+        with _WarningFilter.lock:
+            _WarningFilter.threads -= 1
+            if not _WarningFilter.threads:
+                _WarningFilter.filters.close()

@@ -1,0 +1,1 @@
+"""Atomic writes and safe reads of files. No torch, no file formats."""

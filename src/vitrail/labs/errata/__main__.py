@@ -1,4 +1,0 @@
-from vitrail.labs.errata.page import page
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,0 +1,200 @@
+"""TrainConfig, all settings of a run, and Recipe, everything a run needs besides its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from vitrail.config import ViTConfig
+from vitrail.data.augment import Augment
+from vitrail.data.mixing import Mixing
+from vitrail.errors import ConfigError
+from vitrail.fields import (
+    Config,
+    boolean,
+    choice,
+    declare,
+    documented,
+    integer,
+    is_real,
+    number,
+    probability,
+    short_repr,
+)
+from vitrail.images.preprocess import Preprocess
+
+MAX_SEED = 2**63 - 1  # what torch takes
+_MAX_THREADS = 1024
+
+
+def _nested(kind: type[Any], doc: str) -> Any:
+    """A config inside a config; a mapping of its fields is accepted too."""
+
+    def check(name: str, value: Any, hint: Any) -> Any:
+        if isinstance(value, dict):
+            return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+        if not isinstance(value, kind):
+            cls = kind.__name__
+            raise ConfigError(
+                f"{name} must be {cls}(...) or a mapping of its fields, not {short_repr(value)}."
+            )
+        return value
+
+    return declare(doc, check, kind())
+
+
+def _betas(doc: str) -> Any:
+    def check(name: str, value: Any, hint: Any) -> tuple[float, ...]:
+        is_pair = (
+            isinstance(value, (tuple, list))
+            and len(value) == 2
+            and all(is_real(beta) and 0 <= beta < 1 for beta in value)
+        )
+        if not is_pair:
+            raise ConfigError(
+                f"{name} must be two numbers, each at least 0 and below 1, such as 0.9, 0.95, not "
+                f"{short_repr(value)}."
+            )
+        return tuple(float(beta) for beta in value)
+
+    return declare(doc, check, (0.9, 0.999))
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """All settings of a run besides its model, preprocessing and data."""
+
+    # ---- length
+    epochs: int = integer("Passes over the training set", most=1_000_000, default=50)
+    batch: int = integer("Images per optimizer step, over all processes", default=64)
+    accumulate: int = integer("Micro-batches per step (gradient accumulation)", default=1)
+
+    # ---- optimizer
+    optimizer: Literal["adamw", "sgd"] = choice("AdamW, or SGD with momentum", default="adamw")
+    lr: float = number("Peak learning rate", "above 0 and at most 100", lambda x: 0 < x <= 100, 1e-3)
+    betas: tuple[float, ...] = _betas("Betas of AdamW")
+    momentum: float = probability("Momentum of SGD")
+    weight_decay: float = number(
+        "Weight decay of matrices and kernels; norms, biases, position embedding and prefix tokens have none",
+        "from 0 to 10",
+        lambda x: 0 <= x <= 10,
+        0.05,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = choice(
+        "Learning rate schedule after the warm-up", default="cosine"
+    )
+    warmup: float = number(
+        "Fraction of the steps with linear warm-up", "from 0 to 1", lambda x: 0 <= x <= 1, 0.1
+    )
+    last_lr: float = number(
+        "Final learning rate, as a fraction of the peak", "from 0 to 1", lambda x: 0 <= x <= 1, 0.0
+    )
+    clip: float = number(
+        "Largest gradient norm (gradient clipping); 0 for no limit", "at least 0", lambda x: x >= 0, 1.0
+    )
+    ema: float | None = number(
+        "Decay of the exponential moving average of the weights; None for no EMA",
+        "above 0 and below 1",
+        lambda x: 0 < x < 1,
+        None,
+    )
+
+    # ---- what is trained
+    tune: Literal["full", "llrd", "lora", "head", "bias"] = choice(
+        "Trained parameters: all; all with layer-wise learning rate decay; low-rank updates of q, k and v "
+        "and the head (LoRA); the head on a frozen encoder (linear probe); biases and the head",
+        default="full",
+    )
+    layer_decay: float = number(
+        "With llrd, the learning rate of each block as a fraction of the next block's",
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        0.75,
+    )
+    lora_rank: int = integer("With lora, the rank r of each update", default=8)
+    lora_alpha: float = number(
+        "With lora, each update is multiplied by alpha / r", "above 0", lambda x: x > 0, 16.0
+    )
+
+    # ---- loss
+    loss: Literal["cross-entropy", "bce"] = choice(
+        "Cross-entropy, or binary cross-entropy (for multi-label data)", default="cross-entropy"
+    )
+    smoothing: float = probability("Label smoothing")
+    class_weights: Literal["none", "balanced"] = choice(
+        "Weights of the classes in the loss: equal, or inversely proportional to frequency", default="none"
+    )
+    sampling: Literal["shuffle", "balanced"] = choice(
+        "Order of the images: shuffled, or with all classes equally often", default="shuffle"
+    )
+
+    # ---- distillation
+    distill: Literal["none", "hard", "soft"] = choice(
+        "Distillation from a teacher: none; hard, by its predicted class; soft, by its probabilities. With a "
+        "teacher the default is hard",
+        default="none",
+    )
+    distill_weight: float = number(
+        "Weight of the distillation loss; the labels have the rest",
+        "above 0 and at most 1",
+        lambda x: 0 < x <= 1,
+        0.5,
+    )
+    distill_temperature: float = number(
+        "With soft distillation, the temperature of both softmaxes", "above 0", lambda x: x > 0, 3.0
+    )
+
+    # ---- images
+    augment: Augment = _nested(Augment, "Data augmentation")  # noqa: RUF009
+    mixing: Mixing = _nested(Mixing, "Mixup and cutmix")  # noqa: RUF009
+    mixing_off: float = probability("Fraction of the steps, at the end, without mixup and cutmix")
+    corrupt: Literal["error", "skip", "warn"] = choice(
+        "What to do about a file that cannot be read: stop; skip it and report how many there are; or skip "
+        "it and name it",
+        default="error",
+    )
+
+    # ---- machine
+    seed: int = integer("Random seed", least=0, most=MAX_SEED, default=0)
+    workers: int = integer("Threads that decode files", least=0, most=_MAX_THREADS, default=2)
+    precision: Literal["auto", "fp32", "bf16"] = choice(
+        "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere", default="auto"
+    )
+    compile: bool = boolean("Whether to compile the model with torch.compile", default=False)
+
+    # ---- run directory
+    keep: int = integer("Checkpoints to keep", default=2)
+    save_every: int = integer("Epochs between checkpoints", default=1)
+    evaluate_every: int = integer("Epochs between evaluations", default=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch % (2 * self.accumulate) and (self.mixing.mixup or self.mixing.cutmix):
+            raise ConfigError(
+                f"batch / accumulate must be even with mixup or cutmix, which mix pairs of images; got "
+                f"batch={self.batch} and accumulate={self.accumulate}. Change one of them."
+            )
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"batch must be a multiple of accumulate; got batch={self.batch} and "
+                f"accumulate={self.accumulate}. Change one of them."
+            )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs besides its data."""
+
+    model: ViTConfig
+    preprocess: Preprocess
+    train: TrainConfig
+    lr_at_batch: tuple[float, int] | None = None
+    """(lr, batch): the learning rate is `lr` at this batch size and proportional to it, unless given."""
+    model_from_file: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `model` that also apply to the model of a weight file, such as the fine-tuning size."""
+    train_from_file: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `train` that differ when the run starts from a weight file."""
+    notes: tuple[str, ...] = ()
+    """Messages about automatic choices, one sentence each."""

@@ -1,0 +1,69 @@
+"""The JSON bodies of the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vitrail.fields import is_real
+from vitrail.serve.messages import HTTPError
+from vitrail.serve.settings import ServeConfig
+
+if TYPE_CHECKING:
+    from vitrail.predict import Prediction, Predictor
+
+MAX_LABELS = 1000  # listed in /v1/model
+
+
+def prediction_json(result: Prediction | HTTPError, name: str | None, top: int) -> dict[str, Any]:
+    """The prediction for one image, or the reason why there is none."""
+    error = str(result) if isinstance(result, HTTPError) else result.error
+    body: dict[str, Any] = dict(name=name, label=None, score=None, unsure=False, top=[], error=error)
+    if isinstance(result, HTTPError) or result.logits is None:  # an error, or a model without a head
+        return body
+    guesses = [{"label": label, "score": score} for label, score in result.top(top)]
+    return body | dict(label=result.label, score=result.score, unsure=result.unsure, top=guesses)
+
+
+def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: str | None) -> dict[str, Any]:
+    """The model, the limits of the server, and why explanations are unavailable, if they are."""
+    config, preprocess, card = predictor.config, predictor.preprocess, predictor.card
+    labels = list(predictor.scale.labels)
+    return {
+        "name": name,
+        "labels": {"count": len(labels), "first": labels[:MAX_LABELS]},
+        "size": list(preprocess.target),
+        "patch": list(config.patch_pixels),
+        "grid": list(config.grid),
+        "channels": config.channels,
+        "depth": config.depth,
+        "heads": config.heads,
+        "width": config.width,
+        "parameters": _count_parameters(predictor),
+        "preprocess": preprocess.describe(),
+        "card": {"license": card.license, "metrics": _real_numbers(card.metrics)},
+        "limits": {
+            "bytes": settings.body,
+            "pixels": settings.pixels,
+            "side": settings.side,
+            "decode_seconds": settings.decode_time,
+            "decode_bytes": settings.decoders * settings.decode_memory,
+            "files": settings.files,
+            "queue": settings.queue,
+            "batch": settings.batch,
+            "deadline": settings.deadline,
+        },
+        "explain": {"available": reason is None, "reason": reason},
+    }
+
+
+def _count_parameters(predictor: Predictor) -> int | None:
+    """The number of parameters; None for an ONNX file."""
+    if predictor.bundle is None:
+        return None
+    return sum(parameter.numel() for parameter in predictor.bundle.model.parameters())
+
+
+def _real_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers; a file may contain anything, and JSON has no NaN."""
+    return {name: float(value) for name, value in metrics.items() if is_real(value)}

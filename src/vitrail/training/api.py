@@ -1,0 +1,222 @@
+"""`vt.train`: train by a recipe, with changes to its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vitrail.config import ViTConfig
+from vitrail.data.classes import check_empty_classes
+from vitrail.data.sources import Dataset, open_dataset
+from vitrail.errors import ConfigError
+from vitrail.fields import as_integer, short_repr, unknown_field
+from vitrail.images.fit import fit_preprocess
+from vitrail.images.preprocess import Preprocess
+from vitrail.presets import preset
+from vitrail.recipes import recipe as recipe_for
+from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
+from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
+from vitrail.training.precision import choose_device
+from vitrail.training.report import write_report
+from vitrail.training.run import Run, run_training
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import load
+
+_DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
+_PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
+_DISTILL_FIELDS = ("distill", "distill_weight", "distill_temperature")
+
+
+def train(
+    data: str | Path | Dataset,
+    *,
+    out: str | Path,
+    recipe: str = "small",
+    from_: str | Path | None = None,
+    teacher: str | Path | Bundle | None = None,
+    size: int | tuple[int, int] | None = None,
+    resume: bool = False,
+    report: bool = True,
+    callback: Callback | None = None,
+    **changes: Any,
+) -> Run:
+    """Train a model on labelled images.
+
+    Args:
+        data: a folder of images, a table, an array file, "digits", or an open Dataset.
+        out: the run directory; it must be new or empty, unless `resume` is set.
+        recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
+            them.
+        from_: a weight file of any family to start from; its head is replaced if the classes differ. Some
+            recipes have other defaults then (`small`: tune="llrd", lr=1e-4, 10 to 40 epochs).
+        teacher: a model to distill from: what `vitrail.load` takes, or a Bundle. It must have the classes of
+            the data. The field `distill` selects hard (the default) or soft distillation.
+        size: the image size, one side or (H, W), of the model and its preprocessing. The position embedding
+            of a weight file is resampled.
+        resume: resume the run in `out` from its newest complete checkpoint.
+        report: at the end, evaluate the best weights and write `out`/report.html.
+        callback: receives messages, progress and metrics (`vitrail.training.callbacks.Callback`).
+        changes: fields of TrainConfig, such as epochs=10 or tune="lora"; and model=, augment= and mixing=
+            with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
+            name is called "name": dict(name="Ti/16", depth=6).
+    """
+    seed = as_integer("seed", changes.get("seed", 0), 0, MAX_SEED)
+    dataset = data if isinstance(data, Dataset) else open_dataset(data, seed=seed)
+    check_empty_classes(dataset)
+    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
+    resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
+    distiller = teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
+    run = run_training(
+        dataset, resolved, out, start=start, teacher=distiller, resume=resume, callback=callback
+    )
+    if report:
+        ranks = init_process_group()
+        device = choose_device(resolved.train.precision, ranks.local_rank).device
+        write_report(run.out, run.bundle, dataset, ranks, device, callback or NullCallback())
+    return run
+
+
+def resolve_recipe(
+    name: str,
+    data: Dataset,
+    from_: str | Path | None,
+    changes: Mapping[str, Any],
+    size: int | tuple[int, int] | None = None,
+) -> tuple[Recipe, Bundle | None]:
+    """The recipe of this name with the changes applied, and the weights to start from."""
+    recipe = recipe_for(name, data)
+    fields, model, nested = _split_changes(changes)
+    base, notes = recipe.train, recipe.notes
+    if from_ is not None and recipe.train_from_file:
+        base, notes = _fine_tuning_settings(recipe, fields)
+    inner = {part: replace(getattr(base, part), **values) for part, values in nested.items()}
+    settings = replace(base, **fields, **inner)
+    if recipe.lr_at_batch is not None and "lr" not in fields:
+        settings, notes = _scale_lr(settings, recipe.lr_at_batch, data, notes)
+    model = _with_size(model, size)
+    if from_ is None:
+        config, preprocess = _new_model(recipe, model)
+        start = None
+    else:
+        start, config = _load_start(from_, data, {**recipe.model_from_file, **model})
+        preprocess = start.preprocess or recipe.preprocess
+    if config.classes != len(data.classes) or data.channels not in (None, config.channels):
+        raise ConfigError(
+            f"the model has {config.classes} classes and {config.channels} channels, and the data "
+            f"{len(data.classes)} classes and {data.channels} channels; remove model.classes and "
+            "model.channels from the settings."
+        )
+    return Recipe(config, preprocess, settings, notes=notes), start
+
+
+def _split_changes(
+    changes: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Fields of TrainConfig, of the model, and of augment and mixing, checked for unknown names."""
+    fields = dict(changes)
+    model = fields.pop("model", {})
+    model = {"name": model} if isinstance(model, str) else model
+    nested: dict[str, Any] = {part: fields.pop(part) for part in ("augment", "mixing") if part in fields}
+    for part, values in [("model", model), *nested.items()]:
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{part} must be a mapping of its fields, such as dict(...), not {short_repr(values)}."
+            )
+    known = list(TrainConfig.__dataclass_fields__)
+    for name in fields:
+        if name not in known:
+            raise ConfigError(unknown_field("TrainConfig", name, known))
+    return fields, dict(model), nested
+
+
+def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The recipe's settings for a start from a weight file, and a note of those that `changes` do not set.
+
+    Its learning rate is for training all weights; where only few are trained, the one from scratch is kept.
+    """
+    few = changes.get("tune", "full") not in ("full", "llrd")
+    settings = {name: value for name, value in recipe.train_from_file.items() if not (few and name == "lr")}
+    text = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in changes)
+    notes = (*recipe.notes, f"The recipe's settings for a weight file: {text}.") if text else recipe.notes
+    return replace(recipe.train, **settings), notes
+
+
+def _scale_lr(
+    settings: TrainConfig, lr_at_batch: tuple[float, int], data: Dataset, notes: tuple[str, ...]
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The learning rate scaled linearly with the batch size, and a note of it."""
+    (lr, base), batch = lr_at_batch, global_batch_size(data, settings, ProcessGroup())
+    settings = replace(settings, lr=lr * batch / base)
+    note = f"lr {settings.lr:g} = {lr:g} x {batch} / {base}: it is proportional to the batch size."
+    return settings, (*notes, note)
+
+
+# ---- the model ------------------------------------------------------------------------------
+
+
+def _with_size(model: Mapping[str, Any], size: int | tuple[int, int] | None) -> dict[str, Any]:
+    """The model's fields with the size, which may be given in one place only."""
+    if size is None:
+        return dict(model)
+    if "size" in model or "@" in str(model.get("name", "")):
+        other = " and ".join(f"{k}={short_repr(v)}" for k, v in model.items())
+        raise ConfigError(
+            f"the image size is given twice: by size={short_repr(size)} and by the model's {other}; remove "
+            "one."
+        )
+    return {**model, "size": size}
+
+
+def _new_model(recipe: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Preprocess]:
+    """The recipe's model with the changes applied, and preprocessing that fits it.
+
+    A name gives width, depth, heads and patch, and the size if it has "@"; the recipe gives the rest.
+    """
+    fields = dict(model)
+    if (name := fields.pop("name", None)) is not None:
+        named = preset(name)
+        given = (*_PRESET_FIELDS, "size") if "@" in name else _PRESET_FIELDS
+        fields = {**{field: getattr(named, field) for field in given}, **fields}
+    if fields.get("position", recipe.model.position) != recipe.model.position:
+        fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
+    config, preprocess = replace(recipe.model, **fields), recipe.preprocess
+    if config.pixels != preprocess.target or config.channels != preprocess.channels:
+        preprocess = fit_preprocess(preprocess, config)
+    return config, preprocess
+
+
+def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> tuple[Bundle, ViTConfig]:
+    """The model of a weight file with a head for this data, and its config with the dropout fields."""
+    if "name" in model:
+        raise ConfigError(
+            f"--from {short_repr(str(from_))} and --model {short_repr(model['name'])} exclude each other; "
+            "remove --model to start from the file, or --from to train a new model."
+        )
+    dropout = {key: value for key, value in model.items() if key in _DROPOUT_FIELDS}
+    overrides = {key: value for key, value in model.items() if key not in _DROPOUT_FIELDS}
+    start = load(from_, **{"classes": len(data.classes), "channels": data.channels, **overrides})
+    return start, replace(start.model.config, **dropout)
+
+
+# ---- the teacher ----------------------------------------------------------------------------
+
+
+def _resolve_distillation(
+    settings: TrainConfig, changes: Mapping[str, Any], has_teacher: bool
+) -> TrainConfig:
+    """With a teacher, distillation is hard by default; without one, none of its fields may be set."""
+    if has_teacher and settings.distill == "none" and "distill" not in changes:
+        return replace(settings, distill="hard")
+    if has_teacher and settings.distill == "none":
+        raise ConfigError("distill='none' excludes a teacher; remove one of the two.")
+    set_alone = [name for name in _DISTILL_FIELDS if changes.get(name, "none") != "none"]
+    if not has_teacher and (set_alone or settings.distill != "none"):
+        name = [*set_alone, "distill"][0]
+        raise ConfigError(
+            f"{name}={short_repr(getattr(settings, name))} needs a teacher; add --teacher FILE (in Python "
+            f"teacher=), or remove {name}."
+        )
+    return settings

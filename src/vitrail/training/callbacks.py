@@ -1,0 +1,64 @@
+"""Callbacks: how a run reports its messages, plan, progress and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run at some step."""
+
+    step: int
+    steps: int
+    """The total number of steps."""
+    epoch: int
+    """From 0."""
+    loss: float
+    """The mean training loss of the epoch so far."""
+    accuracy: float
+    """The training accuracy of the epoch so far."""
+    lr: float
+    images_per_second: float
+
+
+class Callback(Protocol):
+    """Receives the events of a run. Exceptions raised here end the run."""
+
+    def on_message(self, text: str) -> None:
+        """A decision, a warning, or what happened: one sentence."""
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        """Data, parameters, steps, memory and time, before the first step."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """Every few steps."""
+
+    def on_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """The epoch's row of metrics.jsonl, after it has been evaluated."""
+
+
+class NullCallback:
+    """Ignores every event; a base class for callbacks that need only some of them."""
+
+    def on_message(self, text: str) -> None:
+        pass
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        pass
+
+    def on_progress(self, progress: Progress) -> None:
+        pass
+
+    def on_epoch(self, metrics: Mapping[str, Any]) -> None:
+        pass
+
+
+def epoch_line(metrics: Mapping[str, Any]) -> str:
+    """Format an epoch's metrics as one line of text."""
+    line = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2%}"
+    if "val_accuracy" in metrics:
+        line += f"   held out: loss {metrics['val_loss']:.3f}, accuracy {metrics['val_accuracy']:.2%}"
+    return line

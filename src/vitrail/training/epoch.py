@@ -1,0 +1,60 @@
+"""Evaluation after an epoch: loss and accuracy on the held-out images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vitrail.data.loader import CorruptFiles
+from vitrail.data.sources import Split
+from vitrail.evaluation.forward import run_model
+from vitrail.images.preprocess import Preprocess
+from vitrail.model import ViT
+from vitrail.training.parallel import ProcessGroup
+from vitrail.training.precision import ComputeDevice
+
+_ONE_PROCESS = ProcessGroup()
+
+
+def evaluate_epoch(
+    model: ViT,
+    split: Split,
+    preprocess: Preprocess,
+    compute: ComputeDevice,
+    *,
+    ranks: ProcessGroup = _ONE_PROCESS,
+    workers: int = 2,
+    corrupt: CorruptFiles | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
+) -> dict[str, Any]:
+    """Loss and accuracy on a split, equal to the last digit for any number of processes.
+
+    Args:
+        corrupt: what to do about unreadable files; their names are added to it, in all processes.
+        on_batch: called with the number of images done; it may raise to stop.
+    """
+    corrupt = CorruptFiles() if corrupt is None else corrupt
+    how: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.count, "workers": workers}
+    with compute.autocast():
+        logits, valid = run_model(model, split, preprocess, corrupt=corrupt, ahead=on_batch, **how)
+    corrupt.names = ranks.union(corrupt.names)
+    if logits.shape[1] != model.config.classes:  # there was no batch for this process
+        logits = torch.zeros(len(split), model.config.classes)
+    logits = ranks.sum(logits.to(compute.device)).cpu()
+    valid = ranks.sum(valid.to(compute.device)).cpu()
+    labels = torch.from_numpy(split.labels)
+    if labels.ndim == 2:
+        losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
+        correct = ((logits > 0) == labels.bool()).float().mean(1)
+    else:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        correct = (logits.argmax(1) == labels).float()
+    count = valid.sum().clamp(min=1)
+    return {
+        "val_loss": ((losses * valid).double().sum() / count).item(),
+        "val_accuracy": ((correct * valid).double().sum() / count).item(),
+        "val_images": int(valid.sum()),
+    }

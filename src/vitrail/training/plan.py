@@ -1,0 +1,72 @@
+"""The plan of a run: its size, and estimates of memory and time before the first step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from vitrail.training.trainer import Trainer
+
+
+def training_plan(trainer: Trainer) -> dict[str, Any]:
+    """What the run will do, by name, for people to read."""
+    s, parameters = trainer.settings, list(trainer.model.parameters())
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    data, epochs = trainer.data, f"{s.epochs} epoch{'s' * (s.epochs > 1)}"
+    plan = {
+        "data": f"{data.name}: {len(data.classes)} classes",
+        "images": f"{len(data.train):,} for training, {len(data.eval_split):,} held out",
+        "parameters": f"{count:,}" + (f", {trained:,} of them trained" if trained != count else ""),
+        "tokens": f"{trainer.model.config.tokens} per image",
+        "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
+        "memory": f"about {_estimate_memory(trainer, trained, count) / 2**20:,.0f} MB for weights and "
+        "activations",
+        "time": f"about {_format_time(_estimate_seconds(trainer))}, extrapolated from one step",
+    }
+    if trainer.teacher is not None:
+        size = sum(p.numel() for p in trainer.teacher.model.parameters())
+        plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"
+    return plan
+
+
+def _estimate_seconds(trainer: Trainer) -> float:
+    """The time of the remaining steps, from one forward and backward pass on random images."""
+    s, compute = trainer.settings, trainer.compute
+    count = trainer.batch // trainer.ranks.count // s.accumulate
+    images = torch.rand(count, *trainer.model.config.input_shape, device=compute.device)
+    seconds = 0.0
+    for _ in range(2):  # the first pass also allocates memory
+        start = time.perf_counter()
+        with compute.autocast():
+            loss = trainer.model(images).float().square().mean()
+        loss.backward()
+        if trainer.teacher is not None:
+            trainer.teacher(images)
+        if compute.device.type == "cuda":
+            torch.cuda.synchronize(compute.device)
+        seconds = time.perf_counter() - start
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return seconds * s.accumulate * (trainer.steps - trainer.step)
+
+
+def _format_time(seconds: float) -> str:
+    """40 seconds, 8 minutes, 3.5 hours."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} seconds"
+    return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
+
+
+def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
+    """Bytes of weights, gradients, the optimizer's two moments, and the activations kept for backward.
+
+    Activations of frozen blocks are not kept: there is one block's at a time.
+    """
+    c = trainer.model.config
+    depth = c.depth if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1
+    images = trainer.batch / trainer.ranks.count / trainer.settings.accumulate
+    itemsize = 2 if trainer.compute.dtype == torch.bfloat16 else 4
+    block = c.tokens * (10 * c.width + 3 * c.heads_width + 2 * c.F)
+    return 4 * (count + 3 * trained) + images * depth * block * itemsize

@@ -1,0 +1,66 @@
+"""report.html at the end of a run: evaluate the best weights and write the page."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vitrail.data.sources import Dataset
+from vitrail.errors import FileError, MissingExtra, VitrailError, printable
+from vitrail.evaluation.run import Evaluation, evaluate
+from vitrail.report.page import check_extras, write_page
+from vitrail.report.run import NAME, run_page
+from vitrail.training.callbacks import Callback
+from vitrail.training.parallel import ProcessGroup
+from vitrail.weights.bundle import Bundle
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_report(
+    out: Path,
+    bundle: Bundle,
+    dataset: Dataset,
+    ranks: ProcessGroup,
+    device: torch.device,
+    callback: Callback,
+) -> None:
+    """Evaluate the best weights and write report.html, unless it exists.
+
+    A finished run does not fail because of its report: an error becomes a message. Only a full disk is
+    raised, since more than the page may be missing then. All processes evaluate; the main one writes.
+    """
+    try:
+        missing = ranks.is_main and not (out / NAME).exists()
+        if missing:
+            check_extras()
+    except MissingExtra:
+        callback.on_message("No report: install vitrail[inspect].")
+        missing = False
+    if not ranks.any(missing, device):
+        return
+    try:
+        evaluation = _evaluate_best(bundle, dataset, device)
+        if ranks.is_main:
+            write_page(out / NAME, run_page(out, bundle, dataset, evaluation))
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise FileError(
+                f"the report {printable(out / NAME)} could not be written: {printable(error.strerror)}. The "
+                "run itself is complete and saved. Free some disk space, then write the report with --resume."
+            ) from error
+        where = f"{printable(error.filename)}: " if error.filename else ""
+        callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")
+    except Exception as error:  # whatever it is, the run is finished
+        reason = str(error) if isinstance(error, VitrailError) else f"{type(error).__name__}: {error}"
+        callback.on_message(f"No report: {printable(reason, 400)}")
+
+
+def _evaluate_best(bundle: Bundle, dataset: Dataset, device: torch.device) -> Evaluation:
+    """Evaluate the model on the held-out images, on the device it was trained on."""
+    on_device = replace(bundle, model=copy.deepcopy(bundle.model).to(device))
+    return evaluate(on_device, dataset, split="val" if dataset.val else "test")

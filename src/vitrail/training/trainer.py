@@ -1,0 +1,276 @@
+"""The training loop: model, optimizer and EMA, and the steps taken.
+
+A run is a function of its settings. Interrupted anywhere and resumed, it ends with the same bits (on one kind
+of machine), because no random number depends on a generator's history: the order of the images, their
+augmentation and dropout are functions of (seed, step, index).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.augment import augment_batch
+from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.data.mixing import mix_batch
+from vitrail.data.rng import random_integers
+from vitrail.data.sources import Dataset
+from vitrail.errors import InputError
+from vitrail.images.normalize import build_normalize
+from vitrail.images.preprocess import Preprocess
+from vitrail.model import ViT
+from vitrail.recipes.settings import TrainConfig
+from vitrail.training.callbacks import Progress
+from vitrail.training.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer
+from vitrail.training.lora import add_lora
+from vitrail.training.metrics import LOG_EVERY, EpochMetrics
+from vitrail.training.objective import build_targets, class_weights, distillation_loss, per_image_loss
+from vitrail.training.optim import build_optimizer, lr_at, set_lr, update_ema
+from vitrail.training.parallel import ProcessGroup, global_batch_size, wrap_model
+from vitrail.training.precision import ComputeDevice
+from vitrail.training.teacher import Student, Teacher
+
+
+class Interrupted(Exception):
+    """A run was stopped by a signal."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+@dataclass
+class Trainer:
+    """A model in training. It takes steps; evaluation, files and messages are its caller's.
+
+    Args:
+        model: moved to the device; with tune="lora" it gets its updates.
+        ranks: the processes that share each batch.
+        teacher: a model to distill from.
+    """
+
+    model: ViT
+    preprocess: Preprocess
+    data: Dataset
+    settings: TrainConfig
+    compute: ComputeDevice
+    ranks: ProcessGroup = field(default_factory=ProcessGroup)
+    teacher: Teacher | None = None
+    step: int = 0
+    """The number of steps taken."""
+    corrupt: CorruptFiles = field(default_factory=CorruptFiles)
+    """Training images that could not be read."""
+
+    def __post_init__(self) -> None:
+        s, device = self.settings, self.compute.device
+        self.batch = global_batch_size(self.data, s, self.ranks)
+        self.corrupt.policy = s.corrupt
+        if s.tune == "lora":
+            add_lora(self.model, s)
+        self.model.to(device)
+        self.optimizer = build_optimizer(self.model, s)
+        self.wrapped = wrap_model(Student(self.model) if self.teacher else self.model, self.ranks)
+        self.compiled: nn.Module = torch.compile(self.wrapped) if s.compile else self.wrapped  # type: ignore[assignment]
+        self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
+        classes = len(self.data.classes)
+        self.targets = build_targets(self.data.train, classes, s).to(device)
+        self.weights = class_weights(self.data.train, classes, s).to(device)
+        self.labels = torch.from_numpy(self.data.train.labels).to(device)
+        self.normalize = build_normalize(self.preprocess, device)
+        crop_in_decode = self.data.train.paths is not None
+        self.augment = replace(s.augment, crop=None) if crop_in_decode else s.augment
+        self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
+        self.steps = self.steps_per_epoch * s.epochs
+        self.metrics = EpochMetrics(device, self.ranks)
+        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def averaged_model(self) -> ViT:
+        """The model to evaluate: the EMA if there is one."""
+        return self.ema or self.model
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def run(
+        self,
+        on_epoch: Callable[[dict[str, Any]], None] = lambda metrics: None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        stop: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Take the remaining steps.
+
+        Args:
+            on_epoch: called with the training metrics of every epoch that ends.
+            on_progress: called every few steps.
+            stop: the number of the signal that asks this process to stop; then Interrupted is raised after
+                the current step, in all processes.
+        """
+        reader = Reader(
+            self.data.train,
+            self.preprocess,
+            augment=self.settings.augment,
+            seed=self.settings.seed,
+            workers=self.settings.workers,
+            corrupt=self.corrupt,
+            device=self.compute.device,
+        )
+        start, first = time.perf_counter(), self.step
+        try:
+            batches = reader.batches(self.micro_batch_indices())
+            while self.step < self.steps:
+                self.take_step(batches)
+                ended = self.step % self.steps_per_epoch == 0
+                if ended or self.step % LOG_EVERY == 0:
+                    on_progress(self._progress(time.perf_counter() - start, self.step - first))
+                if ended:
+                    on_epoch(self._end_epoch())
+                signal = stop()
+                if self.ranks.any(signal is not None, self.compute.device):
+                    raise Interrupted(signal or 15)
+        finally:
+            reader.close()
+
+    def micro_batch_indices(self) -> Iterator[tuple[int, Tensor]]:
+        """The epoch and the image indices of this process's micro-batches, from the next step to the last."""
+        s, epoch, order = self.settings, -1, torch.empty(0)
+        for step in range(self.step, self.steps):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                order = epoch_order(
+                    self.data.train, seed=s.seed, epoch=epoch, balanced=s.sampling == "balanced"
+                )
+            shard = self.ranks.shard(batch_indices(order, step % self.steps_per_epoch, self.batch))
+            for part in shard.chunk(s.accumulate):
+                yield epoch, part
+
+    def take_step(self, batches: Iterator[Batch]) -> None:
+        """One optimizer step over its micro-batches; skipped on the device if the gradient is not finite."""
+        s = self.settings
+        seed = random_integers([s.seed, self.step, self.ranks.rank, 2], 1)
+        torch.manual_seed(int(seed) & (2**63 - 1))  # dropout: a function of the step
+        self.model.train(s.tune != "head").head.train()  # no dropout in a frozen encoder
+        set_lr(self.optimizer, lr_at(self.step, self.steps, s))
+        self.optimizer.zero_grad(set_to_none=True)
+        indices = []
+        for number in range(s.accumulate):
+            batch = next(batches)
+            indices.append(batch.indices)
+            with self._gradient_sync(last=number == s.accumulate - 1):
+                (self._loss(batch) / s.accumulate).backward()
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
+        skipped = (~norm.isfinite()).float()
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.metrics.add_step(self.step, torch.cat(indices), skipped)
+        if self.ema is not None:
+            update_ema(self.ema, self.model, self.step, s.ema or 0.0)
+        self.step += 1
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged over processes with the last micro-batch only."""
+        return nullcontext() if last or self.ranks.count == 1 else self.wrapped.no_sync()  # type: ignore[operator]
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a micro-batch after augmentation and mixing."""
+        s, device = self.settings, self.compute.device
+        indices, valid = batch.indices.to(device), batch.kept.to(device)
+        images, targets = self._augment(batch.images.to(device), indices)
+        with self.compute.autocast():
+            output = self.compiled(self.normalize(images))
+        if self.teacher is None:
+            logits = output
+            losses = per_image_loss(logits, targets, self.weights, s)
+        else:
+            by_labels, by_teacher = output
+            logits = (by_labels + by_teacher) / 2  # the model's prediction at inference
+            distillation = distillation_loss(by_teacher, self.teacher(images), s)
+            w = s.distill_weight
+            losses = (1 - w) * per_image_loss(by_labels, targets, self.weights, s) + w * distillation
+        losses = losses * valid
+        self.metrics.add_images(losses, self._correct(logits, indices), valid)
+        return losses.mean()
+
+    def _augment(self, images: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Augmented and mixed images with pixel values from 0 to 1, and their targets."""
+        s, epoch = self.settings, self.step // self.steps_per_epoch
+        size = self.preprocess.target
+        images = augment_batch(images, indices, self.augment, seed=s.seed, epoch=epoch, size=size)
+        targets = self.targets[indices]
+        if self.step < (1 - s.mixing_off) * self.steps:
+            images, targets = mix_batch(images, targets, indices, s.mixing, seed=s.seed, epoch=epoch)
+        return images, targets
+
+    def _correct(self, logits: Tensor, indices: Tensor) -> Tensor:
+        """1 for each correct prediction; for multi-label images, the fraction of correct classes."""
+        labels = self.labels[indices]
+        if labels.ndim == 2:
+            return ((logits > 0) == labels.bool()).float().mean(dim=1)
+        return (logits.argmax(dim=1) == labels).float()
+
+    # ---- metrics ----------------------------------------------------------------------------
+
+    def _progress(self, seconds: float, steps: int) -> Progress:
+        """Read the metrics from the device; raise Diverged if training has diverged."""
+        loss, accuracy, _, _ = self.metrics.totals()
+        self.metrics.check_divergence(self.data.train.names)
+        return Progress(
+            step=self.step,
+            steps=self.steps,
+            epoch=(self.step - 1) // self.steps_per_epoch,
+            loss=loss,
+            accuracy=accuracy,
+            lr=lr_at(self.step - 1, self.steps, self.settings),
+            images_per_second=steps * self.batch / max(seconds, 1e-9),
+        )
+
+    def _end_epoch(self) -> dict[str, Any]:
+        """The training metrics of the epoch that has ended."""
+        self.corrupt.names = self.ranks.union(self.corrupt.names)
+        loss, accuracy, images, skipped = self.metrics.totals()
+        if not images and self.corrupt.names:
+            name, reason = next(iter(self.corrupt.names.items()))
+            raise InputError(
+                f"none of the training images could be read; {name}: {reason.rstrip('.')}. Check the files."
+            )
+        self.metrics.start_epoch()
+        return {
+            "step": self.step,
+            "epoch": self.step // self.steps_per_epoch,
+            "lr": lr_at(self.step - 1, self.steps, self.settings),
+            "loss": loss,
+            "accuracy": accuracy,
+            "skipped_steps": skipped,
+            "corrupt_files": len(self.corrupt.names),
+        }
+
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    def state(self) -> Checkpoint:
+        """Everything that later steps depend on. All processes must call it."""
+        tensors = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": optimizer_tensors(self.optimizer, self.names),
+            "sums": self.metrics.state(),
+        }
+        if self.ema is not None:
+            tensors["ema"] = dict(self.ema.state_dict())
+        return Checkpoint(self.step, tensors, {"corrupt": self.ranks.union(self.corrupt.names)})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Restore what `state` returned."""
+        self.step = checkpoint.step
+        self.model.load_state_dict(dict(checkpoint.tensors["model"]))
+        restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"], self.names)
+        if self.ema is not None:
+            self.ema.load_state_dict(dict(checkpoint.tensors["ema"]))
+        self.corrupt.names = dict(checkpoint.state["corrupt"])
+        self.metrics.restore(checkpoint.tensors["sums"])

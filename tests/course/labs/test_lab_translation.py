@@ -1,0 +1,134 @@
+"""Lab `translation`: equivariance in known cases, and the verdict for every outcome."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vitrail.course.labs import translation
+from vitrail.course.labs.datasets import load_dataset
+from vitrail.course.labs.equivariance import CNN, builders_for, feature_change, influenced_pixels, surround
+from vitrail.course.labs.lab import Verdict
+from vitrail.course.labs.translation import (
+    EQUIVARIANCE_CONDITION,
+    check_fading_gain,
+    check_statements,
+    decide_verdict,
+    load_inputs,
+)
+from vitrail.errors import VitrailError
+from vitrail.experiment.study import Difference
+from vitrail.experiment.trial import one_thread
+
+LARGE, MEDIUM, UNCLEAR, NEGATIVE = (Difference(x, (x - 0.1, x + 0.1), 4) for x in (0.5, 0.2, 0.05, -0.5))
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    out = tmp_path_factory.mktemp("translation")
+    with one_thread():
+        return out, translation.run(out, "small")
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_inputs(load_dataset(None, 64).train)
+
+
+def test_small_run_leaves_no_files(small):
+    out, result = small
+    assert list(out.iterdir()) == []
+    assert math.isfinite(result.number)
+    assert result.n == 2
+    assert result.verdict.word in ("holds", "partly", "does not hold")
+    assert "nan" not in result.sentence
+    assert len(result.figure.axes) == 3
+    counts = [result.numbers["parameters"][name] for name in translation.ARMS]
+    assert max(counts) < 1.2 * min(counts)
+
+
+def test_feature_changes_of_shifted_images(small):
+    """A CNN is equivariant to pixels, with pooling to strides; a ViT without positions to patches."""
+    changes = small[1].numbers["change when shifted"]
+    for word in ("random", "trained"):
+        assert max(changes[f"CNN without pooling, {word}"].values()) < 1e-4
+        assert changes[f"CNN, {word}"]["1 patch"] < 1e-4 < 0.05 < changes[f"CNN, {word}"]["1 pixel"]
+        without = changes[f"ViT without positions, {word}"]
+        assert without["1 patch"] < 1e-4 < 0.05 < without["1 pixel"]
+        assert min(changes[f"ViT, {word}"].values()) > 0.05
+
+
+def test_one_pixel_influences_a_neighborhood_in_a_cnn_and_all_of_a_vit(small, digits):
+    influenced = small[1].numbers["pixels influenced by one pixel"]
+    assert influenced["CNN without pooling"] == 7  # three convolutions of 3 x 3
+    assert influenced["ViT"] == digits[0].shape[3] == 16
+    assert influenced_pixels(CNN(1, 10, pooling=True).eval(), torch.rand(2, 1, 48, 48)) < 48
+
+
+def test_no_shift_changes_nothing(digits):
+    for build in builders_for(digits[0], 10).values():
+        assert feature_change(build().eval(), digits[0][:4], 0) < 1e-5
+
+
+def test_surrounded_images(digits):
+    images = digits[0][:12]
+    padded = surround(images)
+    assert padded.shape == (12, 1, 48, 48)
+    assert torch.equal(padded[:, :, 16:32, 16:32], images)
+    assert not torch.equal(padded[:, :, :16, :16], images)
+
+
+def test_tiny_images_are_upsampled_and_files_rejected():
+    split = load_dataset(None, 10).train
+    images, labels = load_inputs(split)
+    assert images.shape == (10, 1, 16, 16)
+    assert torch.equal(images[:, :, ::2, ::2], images[:, :, 1::2, 1::2])
+    assert images.min() >= -1
+    assert images.max() <= 1
+    assert len(labels) == 10
+    with pytest.raises(VitrailError, match="not image files"):
+        load_inputs(replace(split, images=None))
+
+
+# ---- verdicts -------------------------------------------------------------------------------
+
+
+def test_fading_gain():
+    assert check_fading_gain({1: LARGE, 2: UNCLEAR}, "first", "last") == (
+        True,
+        "holds (+50.0 points first, +5.0 last)",
+    )
+    assert check_fading_gain({1: LARGE, 2: LARGE, 3: MEDIUM}, "", "")[0]
+    assert check_fading_gain({1: LARGE, 2: NEGATIVE}, "", "")[0]
+    assert not check_fading_gain({1: MEDIUM, 2: LARGE}, "", "")[0]
+    assert not check_fading_gain({1: UNCLEAR, 2: NEGATIVE}, "", "")[0]
+    assert not check_fading_gain({1: NEGATIVE, 2: UNCLEAR}, "", "")[0]
+
+
+def test_verdict_for_every_outcome():
+    unchanged, changed = {"1 pixel": 0.0, "1 patch": 0.0}, {"1 pixel": 0.9, "1 patch": 0.5}
+    changes = {"CNN without pooling, trained": unchanged, "CNN, trained": unchanged, "ViT, trained": changed}
+    fades, never = {1: LARGE, 2: UNCLEAR}, {1: UNCLEAR, 2: UNCLEAR}
+    assert decide_verdict(check_statements(changes, fades, fades, fades)) == Verdict("holds")
+    with_pooling = {**changes, "CNN, trained": {"1 pixel": 0.8, "1 patch": 0.0}}
+    assert decide_verdict(check_statements(with_pooling, fades, fades, fades)) == Verdict(
+        "partly", f"only if {EQUIVARIANCE_CONDITION}"
+    )
+    partly = decide_verdict(check_statements(changes, never, fades, fades))
+    assert partly.word == "partly"
+    assert partly.condition.startswith(
+        "only equivariance and hybrids hold (equivariance: holds; small data: does not"
+    )
+    wrong = {**changes, "CNN without pooling, trained": changed}
+    assert decide_verdict(check_statements(wrong, never, never, never)).word == "does not hold"
+    assert (
+        decide_verdict(check_statements({**changes, "ViT, trained": unchanged}, never, never, never)).word
+        == "does not hold"
+    )

@@ -13,8 +13,8 @@ from vitrail.weights.families import (
     timm,
     torch_encoder,
     torchvision,
-    vitrail,
 )
+from vitrail.weights.families.vitrail import VITRAIL
 from vitrail.weights.family import Family
 
 # Other libraries' files.
@@ -33,4 +33,4 @@ LIBRARIES: tuple[Family, ...] = (
     *torch_encoder.FAMILIES,  # last: its names are PyTorch's own, and may be part of anything
 )
 
-FAMILIES: tuple[Family, ...] = (vitrail.VITRAIL, *LIBRARIES)
+FAMILIES: tuple[Family, ...] = (VITRAIL, *LIBRARIES)

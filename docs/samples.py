@@ -19,7 +19,7 @@ from torch import Tensor
 
 import vitrail as vt
 from bench.peers import make_torchvision_importable
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def torch_encoder(folder: Path, seed: int) -> Sample:
 
 
 def ours(folder: Path, seed: int) -> Sample:
-    model = shake(vt.ViT(vt.ViTConfig(width=32, depth=2, heads=2, patch=8, size=32, classes=5)))
+    model = add_noise(vt.ViT(vt.ViTConfig(width=32, depth=2, heads=2, patch=8, size=32, classes=5)))
     vt.Bundle(model=model).save(folder / "in.safetensors")
     return Sample(folder / "in.safetensors", {}, model, "vitrail", {})
 

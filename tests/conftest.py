@@ -8,7 +8,7 @@ import torch
 import vitrail as vt
 from bench.peers import make_torchvision_importable
 from tests.support.browser import CHROMIUM, SWITCHES
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 make_torchvision_importable()  # before anything imports timm or transformers
 
@@ -38,7 +38,7 @@ def fixed_seed():
 def tiny():
     """A small, oddly shaped model: three heads, two channels, a grid of 3 x 2 oblong patches."""
     config = vt.ViTConfig(width=12, depth=2, heads=3, patch=(4, 6), size=(12, 12), channels=2, classes=5)
-    return shake(vt.ViT(config))
+    return add_noise(vt.ViT(config))
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ class ViTConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("size", "patch"):
-            self.set(name, per_axis(name, getattr(self, name), AXES[self.input]))
+            self._set(name, per_axis(name, getattr(self, name), AXES[self.input]))
         self._check_heads()
         self._check_remainder()
         self._check_combinations()

@@ -77,9 +77,9 @@ class Config:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if value is not None or field.default is not None:  # None only where it is the default
-                self.set(field.name, field.metadata["check"](field.name, value, hints[field.name]))
+                self._set(field.name, field.metadata["check"](field.name, value, hints[field.name]))
 
-    def set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         """Set a field despite `frozen`; for __post_init__ only."""
         object.__setattr__(self, name, value)
 

@@ -99,7 +99,7 @@ def training_bytes(config: ViTConfig, images: int) -> int:
     return parameters + config.depth * forward_bytes(config, images)
 
 
-def check_fits(needed: int, config: ViTConfig, images: int, what: str, do: str) -> None:
+def check_fits(needed: int, config: ViTConfig, images: int, what: str, advice: str) -> None:
     """Refuse an operation on a batch of images that needs more than the available memory.
 
     Args:
@@ -111,7 +111,7 @@ def check_fits(needed: int, config: ViTConfig, images: int, what: str, do: str) 
         batch = f"{images:,} images" if images > 1 else "one image"
         raise InputError(
             f"{what} on {batch} of {format_sides(config.pixels)} ({config.tokens:,} tokens) needs at least "
-            f"{format_bytes(needed)} of memory, and {format_bytes(limit)} are available; {do}."
+            f"{format_bytes(needed)} of memory, and {format_bytes(limit)} are available; {advice}."
         )
 
 

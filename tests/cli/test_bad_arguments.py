@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 
 HUGE, DIGITS = "9" * 20, "9" * 5000
 LONG = "x" * 5000
@@ -46,7 +46,7 @@ OPTIONS = [  # command, option, values that must be refused
     (["evaluate", MODEL, DATA, "--set", "classes=2", "--probe", "knn"], "--layers", ["99", "-1", HUGE]),
     (["evaluate", MODEL, DATA, "--set", "classes=2"], "--batch", [*NOT_INTEGERS, "0"]),
     (["evaluate", MODEL, DATA, "--set", "classes=2"], "--workers", NOT_INTEGERS),
-    (["evaluate", MODEL, DATA, "--set", "classes=2"], "--precision", NOT_POSITIVE),
+    (["evaluate", MODEL, DATA, "--set", "classes=2"], "--target-accuracy", NOT_POSITIVE),
     (["evaluate", MODEL, DATA, "--set", "classes=2"], "--real", [*PATHS, "text.txt"]),
     (["evaluate", MODEL, DATA, "--set", "classes=2"], "--json", NEW),
     (["evaluate", MODEL, DATA, "--set", "classes=2"], "--html", NEW),
@@ -54,7 +54,7 @@ OPTIONS = [  # command, option, values that must be refused
     (["inspect", MODEL, IMAGES], "--layer", [*NOT_INTEGERS[:3], "2", "-3", "99", HUGE, DIGITS]),
     (["inspect", MODEL, IMAGES], "--head", [*NOT_INTEGERS[:3], "4", "-5", "-7", HUGE, "-" + HUGE]),
     (["inspect", MODEL, IMAGES], "--target", [*WORDS, "99", "-1", HUGE, DIGITS, "²"]),
-    (["inspect", MODEL, IMAGES], "--most", [*NOT_INTEGERS, "0", "65"]),
+    (["inspect", MODEL, IMAGES], "--max-images", [*NOT_INTEGERS, "0", "65"]),
     (["inspect", MODEL, IMAGES], "--only", [*WORDS, ","]),
     (["inspect", MODEL, IMAGES], "--out", [value for value in NEW if value != "nowhere/below"]),
     (["walk", MODEL, "images/0.png"], "--block", [*NOT_INTEGERS, "99"]),
@@ -117,7 +117,7 @@ COMMANDS = [  # "@" stands for the path
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad")
-    shutil.copy(FILE, folder / MODEL)
+    shutil.copy(SAMPLE_FILE, folder / MODEL)
     (folder / "text.txt").write_text("hello")
     (folder / "empty").mkdir()
     rng = np.random.default_rng(0)

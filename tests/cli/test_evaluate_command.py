@@ -53,8 +53,8 @@ def test_digits(file, bundle, digits, tmp_path):
     assert done.exit_code == 0
     assert max(len(line) for line in output.splitlines() if str(new) not in line) <= 80
     result = evaluate(bundle, digits, probe=["knn", "fewshot"], layers=[0, 1])
-    correct = round(360 * result.scores.top1)
-    assert f"{100 * result.scores.top1:.2f} %, {correct} of 360 correct" in output
+    correct = round(360 * result.metrics.top1)
+    assert f"{100 * result.metrics.top1:.2f} %, {correct} of 360 correct" in output
     for text in (
         "digits, val split: 360 images",
         "Classes",
@@ -72,7 +72,7 @@ def test_digits(file, bundle, digits, tmp_path):
     assert equal_results(written, json.loads(json.dumps(result.as_dict())))
     metrics = vt.load(new).card.metrics
     assert metrics["temperature"] == pytest.approx(result.calibration.temperature)
-    assert metrics["threshold"] == pytest.approx(result.calibration.threshold.score)
+    assert metrics["threshold"] == pytest.approx(result.calibration.threshold.confidence)
     again = run(new, "digits").stdout
     assert re.search(r"stored +ECE ", again)
     assert "Probes" not in again

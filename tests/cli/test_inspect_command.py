@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 
 
 def inspect(*arguments, cwd):
@@ -29,7 +29,17 @@ def digits(tmp_path):
 
 def test_some_figures(tmp_path, digits):
     done = inspect(
-        FILE, digits, "--only", "filters, attention", "--layer", 0, "--head", 3, "--target", 7, cwd=tmp_path
+        SAMPLE_FILE,
+        digits,
+        "--only",
+        "filters, attention",
+        "--layer",
+        0,
+        "--head",
+        3,
+        "--target",
+        7,
+        cwd=tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Saved inspection/index.html")
@@ -41,7 +51,7 @@ def test_some_figures(tmp_path, digits):
 
 def test_an_unreadable_image_is_listed_with_exit_code_1(tmp_path, digits):
     (digits / "2.png").write_bytes(b"not an image")
-    done = inspect(FILE, digits, "--only", "distance", "--out", "out", cwd=tmp_path)
+    done = inspect(SAMPLE_FILE, digits, "--only", "distance", "--out", "out", cwd=tmp_path)
     assert done.returncode == 1
     assert "2.png could not be read" in done.stdout
     assert (tmp_path / "out" / "index.html").exists()
@@ -50,16 +60,16 @@ def test_an_unreadable_image_is_listed_with_exit_code_1(tmp_path, digits):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([FILE, "nowhere.png"], "nowhere.png does not exist"),
+        ([SAMPLE_FILE, "nowhere.png"], "nowhere.png does not exist"),
         (["nowhere.safetensors"], "nowhere.safetensors"),
-        ([FILE, "empty"], "empty has no images"),
-        ([FILE, "digits", "--only", "atention"], "Did you mean 'attention'?"),
-        ([FILE, "digits", "--only", "attention", "--layer", 2], "from 0 to 1"),
-        ([FILE, "digits", "--only", "attention", "--head", 4], "from 0 to 3"),
-        ([FILE, "digits", "--target", "cat"], "no class 'cat' for --target"),
-        ([FILE, "--only", "rollout"], "rollout"),
-        ([FILE, "--out", "digits"], "--out must name a new or empty folder"),
-        ([FILE, "digits/0.png", "--only", "attention", "--size", "30"], ""),
+        ([SAMPLE_FILE, "empty"], "empty has no images"),
+        ([SAMPLE_FILE, "digits", "--only", "atention"], "Did you mean 'attention'?"),
+        ([SAMPLE_FILE, "digits", "--only", "attention", "--layer", 2], "from 0 to 1"),
+        ([SAMPLE_FILE, "digits", "--only", "attention", "--head", 4], "from 0 to 3"),
+        ([SAMPLE_FILE, "digits", "--target", "cat"], "no class 'cat' for --target"),
+        ([SAMPLE_FILE, "--only", "rollout"], "rollout"),
+        ([SAMPLE_FILE, "--out", "digits"], "--out must name a new or empty folder"),
+        ([SAMPLE_FILE, "digits/0.png", "--only", "attention", "--size", "30"], ""),
     ],
 )
 def test_wrong_use_is_one_message(tmp_path, digits, arguments, message):

@@ -11,7 +11,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.tiny_runs import train, without_dropout, write_arrays
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.memory import failed_allocation, is_out_of_memory
 from vitrail.predict.sources import describe_error
 from vitrail.training import plan
@@ -67,13 +67,13 @@ def image(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", FILE, "new", "--classes", "1000000000"], "256 GB"),
-        (["convert", FILE, "new", "--size", "100000"], "position table"),
-        (["predict", FILE, "0.png", "--size", "40000"], "position table"),
-        (["predict", FILE, "0.png", "--size", "7200"], "3,240,001 tokens"),
+        (["convert", SAMPLE_FILE, "new", "--classes", "1000000000"], "256 GB"),
+        (["convert", SAMPLE_FILE, "new", "--size", "100000"], "position table"),
+        (["predict", SAMPLE_FILE, "0.png", "--size", "40000"], "position table"),
+        (["predict", SAMPLE_FILE, "0.png", "--size", "7200"], "3,240,001 tokens"),
         (["walk", "mu/4", "0.png", "--set", "classes=1000000000"], "the head"),
         (["train", "digits", "--recipe", "digits", "--size", "8000"], "A training step"),
-        (["inspect", FILE, "0.png", "--only", "attention", "--size", "800"], "40,001 tokens"),
+        (["inspect", SAMPLE_FILE, "0.png", "--only", "attention", "--size", "800"], "40,001 tokens"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_allocation(tmp_path, image, arguments, message):
@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_is_refused_before_allocation(tmp_path, image,
 
 def test_running_out_of_memory_is_one_message(tmp_path):
     """The parameters alone would fit."""
-    done = limited("convert", FILE, "new", "--classes", 15_000_000, cwd=tmp_path, gigabytes=4)
+    done = limited("convert", SAMPLE_FILE, "new", "--classes", 15_000_000, cwd=tmp_path, gigabytes=4)
     assert done.returncode == 2
     assert "out of memory" in done.stderr
     assert "(4.0 GB in total)" in done.stderr

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.cli import app
 from vitrail.errors import InputError
 from vitrail.predict import Predictor
@@ -26,7 +26,9 @@ LABELS = ["ant", "=bee", "cat"]
 @pytest.fixture(scope="module")
 def bundle():
     torch.manual_seed(0)
-    model = shake(vt.ViT(vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=8, channels=3, classes=3)))
+    model = add_noise(
+        vt.ViT(vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=8, channels=3, classes=3))
+    )
     return vt.Bundle(model=model, labels=LABELS)
 
 
@@ -217,7 +219,7 @@ def test_embeddings_are_complete_or_missing(tmp_path):
 
 def test_a_model_without_a_head(good):
     model = vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=0))
-    vt.Bundle(model=shake(model)).save("model.safetensors")
+    vt.Bundle(model=add_noise(model)).save("model.safetensors")
     with pytest.raises(InputError, match="--top needs a model with classes"):
         run("photos", "--top", 5, "--embeddings", "e.npy")
     with pytest.raises(InputError, match="gives only embeddings"):

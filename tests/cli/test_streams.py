@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from tests.support.tiny_runs import write_arrays
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 
 PROGRAM = f"'{sys.executable}' -m vitrail"
-INFO, PREDICT = f"{PROGRAM} info '{FILE}'", f"{PROGRAM} predict '{FILE}'"
+INFO, PREDICT = f"{PROGRAM} info '{SAMPLE_FILE}'", f"{PROGRAM} predict '{SAMPLE_FILE}'"
 
 
 def shell(script, cwd):

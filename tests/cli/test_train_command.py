@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail as vt
-from tests.support.tiny_runs import everything, rows, write_arrays, write_folder
+from tests.support.tiny_runs import file_hashes, rows, write_arrays, write_folder
 from vitrail.cli import app
 from vitrail.recipes import recipes
 
@@ -62,12 +62,12 @@ def test_digits(tmp_path, monkeypatch):
     assert (rows(out)[0]["step"], rows(out)[0]["val_images"]) == (22, 360)
     bundle = vt.load(out / "best.safetensors")
     assert (bundle.model.config.classes, bundle.labels) == (10, list("0123456789"))
-    before = everything(tmp_path)
+    before = file_hashes(tmp_path)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["train", *options, "--resume"])
     assert done.exit_code == 0, done.output
     assert "on 360 held-out images." in done.output
-    assert everything(tmp_path) == before
+    assert file_hashes(tmp_path) == before
 
 
 def test_a_folder_of_images_then_fine_tuning(tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ for options in json.load(sys.stdin):
         print(stop.code, flush=True)
         print(file=sys.stderr, flush=True)
 """
-    before = everything(folder)
+    before = file_hashes(folder)
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(
@@ -223,7 +223,7 @@ for options in json.load(sys.stdin):
         assert re.search(pattern, message), (options, message)
         assert "\n" not in message.strip()
         assert message.startswith("vitrail: ")
-    assert everything(folder) == before
+    assert file_hashes(folder) == before
     assert not (folder / "new").exists()
 
 

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from tests.support.models import shake
-from tests.support.read_pages import Read, check_safe
+from tests.support.models import add_noise
+from tests.support.read_pages import ParsedPage, check_safe
 from vitrail.cli.walk import as_json, read_image
 from vitrail.course.walk import Stage, walk
 
@@ -107,7 +107,7 @@ def test_nan_and_infinity_are_null_in_json():
 
 def test_the_page_is_saved(walked):
     folder, _ = walked
-    read = Read((folder / "w.html").read_text())
+    read = ParsedPage((folder / "w.html").read_text())
     check_safe(read)
     assert f"{NAME} through mu/8" in read.text
     assert "Random weights" in read.text
@@ -255,7 +255,7 @@ def test_wrong_use_is_exit_code_2_and_one_line(bad, arguments, message):
 def test_a_weight_file_uses_its_own_preprocessing(tmp_path):
     painted().save(tmp_path / "a.png")
     spec = vt.Preprocess(size=32, resize="shortest", resize_to=40, mean=(0.1,) * 3, std=(0.2,) * 3)
-    bundle = vt.Bundle(model=shake(vt.create("mu/8", classes=4)), preprocess=spec)
+    bundle = vt.Bundle(model=add_noise(vt.create("mu/8", classes=4)), preprocess=spec)
     bundle.save(tmp_path / "m.safetensors")
     done = vitrail_command("walk", "m.safetensors", "a.png", "--json", "w.json", cwd=tmp_path)
     assert "The weights of m.safetensors." in done.stdout, done.stderr

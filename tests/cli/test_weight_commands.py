@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
 from tests.support.hostile import hostile_files
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     """A timm file, and the same model as a vitrail file."""
     folder = tmp_path_factory.mktemp("files")
     safetensors.torch.save_file(
-        shake(VisionTransformer(**SMALL, reg_tokens=1)).state_dict(), folder / "timm.safetensors"
+        add_noise(VisionTransformer(**SMALL, reg_tokens=1)).state_dict(), folder / "timm.safetensors"
     )
     bundle = vt.load(folder / "timm.safetensors", heads=2)
     bundle.labels, bundle.card = ["ant", "bee", "cat", "dog", "eel"], vt.Card(license="MIT")

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from typer.testing import CliRunner
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.cli import app, main
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.families.timm import TIMM
@@ -26,7 +26,9 @@ STD = "preprocess.std=0.229,0.224,0.225"
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    safetensors.torch.save_file(shake(VisionTransformer(**SMALL)).state_dict(), tmp_path / "timm.safetensors")
+    safetensors.torch.save_file(
+        add_noise(VisionTransformer(**SMALL)).state_dict(), tmp_path / "timm.safetensors"
+    )
     return tmp_path / "timm.safetensors"
 
 

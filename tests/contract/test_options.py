@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.fields import literal_values
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
@@ -120,7 +120,7 @@ def test_every_value_of_every_field_is_in_a_case():
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_a_model_with_these_options(case, tmp_path):
     config = config_of(case)
-    model = shake(vt.ViT(config)).double()  # without norms float32 can be inaccurate
+    model = add_noise(vt.ViT(config)).double()  # without norms float32 can be inaccurate
     images = torch.randn(2, 3, *config.pixels, dtype=torch.float64)
 
     # Forward: shapes, and the same logits alone and in a batch.
@@ -167,7 +167,7 @@ def test_a_model_with_these_options(case, tmp_path):
     "case", CASES[:: max(1, len(CASES) // 12)], ids=range(len(CASES[:: max(1, len(CASES) // 12)]))
 )
 def test_export_with_a_dynamic_batch(case):
-    model = shake(vt.ViT(config_of(case))).double()
+    model = add_noise(vt.ViT(config_of(case))).double()
     shape = (3, *model.config.pixels)
     dynamic = ({0: torch.export.Dim("batch", min=1, max=64)},)
     program = torch.export.export(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.presets import SIZES
 
 # At 224 pixels unless the name says otherwise: without a head, and with 1000 classes. Equal to the counts of
@@ -114,7 +114,7 @@ def test_create_with_a_dtype():
 
 
 def test_from_pretrained_returns_the_model_of_load(tmp_path):
-    model = shake(vt.create("mu/4", classes=5))
+    model = add_noise(vt.create("mu/4", classes=5))
     vt.Bundle(model=model).save(tmp_path / "toy.safetensors")
     images = torch.randn(2, 3, 32, 32)
     loaded = vt.ViT.from_pretrained(tmp_path / "toy.safetensors")

@@ -23,7 +23,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support import no_network
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail import telemetry
 from vitrail.cli import app
 from vitrail.errors import MissingExtra
@@ -111,7 +111,7 @@ def guard(tmp_path):
 
 def toy(folder):
     """Write a model of two classes and images of them to a folder."""
-    bundle = vt.Bundle(model=shake(vt.create("mu/4", classes=2)), labels=["cat", "dog"])
+    bundle = vt.Bundle(model=add_noise(vt.create("mu/4", classes=2)), labels=["cat", "dog"])
     bundle.save(folder / "toy.safetensors")
     rng = np.random.default_rng(0)
     for split, count in (("train", 4), ("test", 2)):

@@ -41,9 +41,9 @@ def test_predictions_are_the_models_logits_and_rollout(digits):
         probabilities = model(images).softmax(1)
     predictions = demo.predict_digits(bundle, few)
     assert (predictions.predicted == probabilities.argmax(1).numpy()).all()
-    assert np.abs(predictions.score - probabilities.amax(1).numpy()).max() < 1e-6
+    assert np.abs(predictions.confidence - probabilities.amax(1).numpy()).max() < 1e-6
     assert np.abs(predictions.attention - rollout.compute(model, images).maps[0]).max() < 1e-6
-    assert predictions.ink.max() == 1
+    assert predictions.pixels.max() == 1
     assert (predictions.labels == few.labels).all()
 
 
@@ -75,8 +75,8 @@ def test_the_demo_reaches_98_percent(digits, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run = demo.train_demo(digits, tmp_path / "run", epochs=50, seed=0, listener=NullCallback())
-        assert demo.predict_digits(run.bundle, digits.eval_split).right.mean() >= 0.98
+        run = demo.train_demo(digits, tmp_path / "run", epochs=50, seed=0, callback=NullCallback())
+        assert demo.predict_digits(run.bundle, digits.eval_split).correct.mean() >= 0.98
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "run" / "report.html").exists()

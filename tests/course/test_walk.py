@@ -11,7 +11,7 @@ import torch
 
 import vitrail as vt
 from tests.support.equations import check
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.course.walk import Stage, token_name, walk
 
 # T = 6 + prefix, D = 12 and the head width all differ: a product that fits in two ways would hide a mistake.
@@ -68,7 +68,7 @@ OTHER_INPUTS = {
 
 def build(fields):
     config = vt.ViTConfig(**{**BASE, **fields})
-    model = shake(vt.ViT(config)).double()
+    model = add_noise(vt.ViT(config)).double()
     if config.input == "text":
         return model, torch.randint(config.vocabulary, config.input_shape)
     return model, torch.randn(config.input_shape, dtype=torch.float64)

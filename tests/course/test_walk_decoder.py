@@ -5,7 +5,7 @@ import torch
 
 import vitrail as vt
 from tests.support.equations import check
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.course.walk import token_name, walk
 
 # T = 5, S = 7, D = 12, d = 4 and V = 11 all differ: a product that fits in two ways would hide a mistake.
@@ -31,7 +31,7 @@ CONFIGS = {
 
 
 def build(fields, length=5, context_length=7):
-    decoder = shake(vt.Decoder(vt.DecoderConfig(**{**BASE, **fields}))).double()
+    decoder = add_noise(vt.Decoder(vt.DecoderConfig(**{**BASE, **fields}))).double()
     width = decoder.config.context_width
     context = None if width is None else torch.randn(context_length, width, dtype=torch.float64)
     return decoder, torch.randint(decoder.config.vocabulary, (length,)), context

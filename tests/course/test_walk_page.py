@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.read_pages import EVIL, Read, check_safe
+from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail.course.walk import token_name, walk
 from vitrail.course.walk.format import finite_or_none, format_number, summarize
 from vitrail.course.walk.page import walk_page
@@ -23,7 +23,7 @@ def build(image="cat.png", **fields):
 @pytest.mark.parametrize("fields", [{}, dict(channels=1), dict(embedding="conv", depth=3)])
 def test_every_stage_is_on_the_page(fields):
     stages, text = build(**fields)
-    read = Read(text)
+    read = ParsedPage(text)
     check_safe(read)
     assert len(read.all("section")) == len(stages)
     images = [one for one in read.all("img") if one["src"].startswith("data:image/png;base64,iVBOR")]
@@ -37,10 +37,10 @@ def test_every_stage_is_on_the_page(fields):
     assert "width=device-width" in text
 
 
-@pytest.mark.parametrize("name", EVIL)
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
 def test_the_name_of_the_image_is_text(name):
     _, text = build(name)
-    check_safe(Read(text))
+    check_safe(ParsedPage(text))
     assert "<b>" not in text
     assert "onerror" not in text.replace("onerror=alert(1)&gt;", "")
 

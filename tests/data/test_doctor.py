@@ -41,10 +41,10 @@ def fingerprint(folder):
 
 def test_a_data_set_without_faults(folder):
     found = check_images(open_dataset(folder))
-    assert not found.ill
+    assert not found.has_faults
     assert found.images == {"train": 24, "val": 6}
     assert found.modes == {"RGB": 30}
-    assert [found.twice, found.few, found.small] == [[], {}, []]
+    assert [found.duplicates, found.small_classes, found.small_images] == [[], {}, []]
 
 
 def test_all_faults_are_found(folder):
@@ -62,13 +62,13 @@ def test_all_faults_are_found(folder):
     before = fingerprint(folder)
     found = check_images(open_dataset(folder), workers=3)
     assert fingerprint(folder) == before
-    assert found.ill
+    assert found.has_faults
     assert sorted(found.corrupt) == ["train/ant/broken.jpg", "train/bee/cut.png"]
     assert found.leaked == [["train: train/ant/1.png", "val: val/ant/same.bmp"]]
-    assert found.disputed == [["train: train/ant/2.png (ant)", "train: train/bee/other.png (bee)"]]
-    assert found.twice == [["train: train/bee/3.png", "train: train/bee/again.tiff"]]
-    assert found.few == {"cow": 1}
-    assert found.small == ["train/ant/small.png"]
+    assert found.conflicting_labels == [["train: train/ant/2.png (ant)", "train: train/bee/other.png (bee)"]]
+    assert found.duplicates == [["train: train/bee/3.png", "train: train/bee/again.tiff"]]
+    assert found.small_classes == {"cow": 1}
+    assert found.small_images == ["train/ant/small.png"]
     assert found.modes["L"] == 1
 
 
@@ -172,7 +172,7 @@ def test_lists_are_short_and_80_columns_wide(folder):
     found = json.loads(run_doctor(folder, "--json")[1])
     assert len(found["corrupt"]) == 41
     assert [len(names) for names in found["skipped"].values()] == [40]
-    assert [len(names) for names in found["twice"]] == [10] * 4
+    assert [len(names) for names in found["duplicates"]] == [10] * 4
 
 
 @pytest.mark.parametrize("name", ["Train", "TRAIN"])
@@ -259,7 +259,7 @@ def test_order_and_progress_do_not_depend_on_the_threads(folder):
     (folder / "train" / "ant" / "y.png").write_bytes(b"no")
     done: list[int] = []
     one, many = (
-        check_images(open_dataset(folder), workers=1, ahead=done.append),
+        check_images(open_dataset(folder), workers=1, progress=done.append),
         check_images(open_dataset(folder), workers=7),
     )
     assert one == many

@@ -12,10 +12,10 @@ from PIL import Image
 
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
-    everything,
+    RecordingCallback,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
     rows,
     train,
     write_arrays,
@@ -135,7 +135,7 @@ def test_arrays_are_returned_unchanged(tmp_path):
     batch = all_of(Reader(split, SPEC, workers=2), [torch.tensor([5, 3, 5])])[0]
     assert (batch.images[1, 0].numpy() == split.images[3, ..., 0]).all()
     assert torch.equal(batch.images[0], batch.images[2])
-    assert batch.kept.tolist() == [1, 1, 1]
+    assert batch.valid.tolist() == [1, 1, 1]
 
 
 # ---- files that cannot be read -----------------------------------------------------------------
@@ -172,22 +172,24 @@ def test_unreadable_files_do_not_change_the_others(folder, workers, policy):
     before = all_of(Reader(split, SPEC, workers=workers), order * 2)
     broken = [name for name in break_some(folder) if name in split.names]
     assert len(broken) >= 2
-    files = everything(folder)
+    files = file_hashes(folder)
     corrupt = CorruptFiles(policy)
     after = all_of(Reader(split, SPEC, workers=workers, corrupt=corrupt), order * 2)
-    assert set(corrupt.names) == set(broken)
+    assert set(corrupt.reasons) == set(broken)
     where = {name: torch.cat(order).tolist().index(split.names.index(name)) for name in broken}
-    assert list(corrupt.names) == sorted(broken, key=where.get)  # in the order of the run, not of the threads
+    assert list(corrupt.reasons) == sorted(
+        broken, key=where.get
+    )  # in the order of the run, not of the threads
     for one, two in zip(before, after, strict=True):
         assert torch.equal(one.indices, two.indices)
         for i, index in enumerate(one.indices.tolist()):
             if split.names[index] in broken:
-                assert two.kept[i] == 0
+                assert two.valid[i] == 0
                 assert (two.images[i] == 128).all()
             elif split.names[index] != "cat/05.png":
-                assert two.kept[i] == 1
+                assert two.valid[i] == 1
                 assert torch.equal(one.images[i], two.images[i])
-    assert everything(folder) == files
+    assert file_hashes(folder) == files
 
 
 def test_training_with_broken_files(folder, tmp_path):
@@ -199,7 +201,7 @@ def test_training_with_broken_files(folder, tmp_path):
     settings = {**SETTINGS, "corrupt": "warn", "epochs": 6}
     with pytest.raises(InputError, match="To skip unreadable files"):
         train(folder, out=tmp_path / "stops", **{**settings, "corrupt": "error"})
-    listener = Notes()
+    listener = RecordingCallback()
     train(folder, out=tmp_path / "run", workers=2, callback=listener, **settings)
     named = [note.split(" could not be read: ")[0] for note in listener.notes if "could not be read" in note]
     assert sorted(named) == sorted(broken)
@@ -210,7 +212,7 @@ def test_training_with_broken_files(folder, tmp_path):
     assert {row["val_images"] for row in found} == {len(data.val) - (len(broken) - train_broken)}
     assert all(np.isfinite(row["loss"]) for row in found)
     stopped_and_resumed(folder, tmp_path / "other", 7, workers=0, **settings)
-    assert prints(tmp_path / "other") == prints(tmp_path / "run")
+    assert fingerprints(tmp_path / "other") == fingerprints(tmp_path / "run")
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")} == files
 
 
@@ -252,8 +254,8 @@ def test_names_that_no_file_can_have(folder, tmp_path):
     )
     corrupt = CorruptFiles("skip")
     (batch,) = all_of(Reader(split, SPEC, corrupt=corrupt), [torch.arange(len(split))])
-    assert batch.kept.sum() == sum(name.startswith("images") for name in split.names)
-    assert len(corrupt.names) == len(split) - batch.kept.sum() >= 3
+    assert batch.valid.sum() == sum(name.startswith("images") for name in split.names)
+    assert len(corrupt.reasons) == len(split) - batch.valid.sum() >= 3
     train(folder.parent / "t.jsonl", out=tmp_path / "run", **{**SETTINGS, "batch": 4, "corrupt": "skip"})
 
 
@@ -270,7 +272,7 @@ def test_pillows_warnings_are_not_errors(tmp_path):
         with pytest.raises(UserWarning):
             SPEC.pixels(Image.open(split.paths[0]))
         (batch,) = all_of(Reader(split, SPEC, workers=2), [torch.arange(len(split))])
-    assert batch.kept.all()
+    assert batch.valid.all()
 
 
 def test_closing_a_reader_does_not_wait(folder):

@@ -42,8 +42,8 @@ def test_ece_by_hand():
     bins = reliability_bins(confidence, correct)
     assert ece(bins) == pytest.approx(by_hand, abs=1e-15)
     assert [one.count for one in bins] == [0, 0, 0, 0, 2, *[0] * 8, 1, 2]
-    assert (bins[4].low, bins[4].high, bins[4].right) == (4 / 15, 5 / 15, 0.5)
-    assert bins[4].score == pytest.approx(0.31)
+    assert (bins[4].low, bins[4].high, bins[4].accuracy) == (4 / 15, 5 / 15, 0.5)
+    assert bins[4].confidence == pytest.approx(0.31)
 
 
 def test_a_confidence_on_an_edge_belongs_to_the_lower_bin():
@@ -85,16 +85,16 @@ def test_without_a_minimum_the_temperature_stays_1():
     for all_or_none in (logits.argmax(axis=1), logits.argmin(axis=1)):
         result = calibrate(logits, all_or_none, 0.9)
         assert (result.temperature, result.fitted) == (1.0, False)
-        assert result.before == result.after
+        assert result.ece == result.ece_scaled
 
 
 def test_temperature_scaling_reduces_ece_and_keeps_predictions():
     logits, labels = calibrated()
     result = calibrate(3 * logits, labels, 0.9)
     assert result.fitted
-    assert result.before > 0.15
-    assert result.after < 0.03
-    assert result.before == ece(result.bins)
+    assert result.ece > 0.15
+    assert result.ece_scaled < 0.03
+    assert result.ece == ece(result.bins)
     predicted, confidence = predict_top1(3 * logits, result.temperature)
     assert (predict_top1(3 * logits)[0] == predicted).all()
     assert result.threshold == find_threshold(confidence, logits.argmax(1) == labels, 0.9)
@@ -111,10 +111,10 @@ def test_the_threshold_is_the_lowest_that_reaches_the_accuracy(target, seed):
     if not reaching:
         assert threshold is None
         return
-    assert threshold.score == min(reaching)
-    assert threshold.answered == (confidence >= threshold.score).sum()
-    assert threshold.precision == pytest.approx(correct[confidence >= threshold.score].mean())
-    assert threshold.precision >= target
+    assert threshold.confidence == min(reaching)
+    assert threshold.accepted == (confidence >= threshold.confidence).sum()
+    assert threshold.accuracy == pytest.approx(correct[confidence >= threshold.confidence].mean())
+    assert threshold.accuracy >= target
 
 
 def test_an_accuracy_that_cannot_be_reached():
@@ -137,12 +137,12 @@ def test_calibration_is_stored_in_the_file_and_evaluated_again(tiny, tmp_path):
     assert card.metrics == {
         "top1": 0.5,
         "temperature": result.temperature,
-        "threshold": result.threshold.score,
+        "threshold": result.threshold.confidence,
     }
     stored = calibrate(2.5 * logits, labels, 0.9, dict(card.metrics)).stored
     assert (stored.temperature, stored.ece, stored.threshold) == (
         result.temperature,
-        result.after,
+        result.ece_scaled,
         result.threshold,
     )
 

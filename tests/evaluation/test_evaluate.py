@@ -35,15 +35,15 @@ def test_metrics_match_the_models_own_logits(bundle, digits):
     with torch.no_grad():
         logits = bundle.model(torch.stack([bundle.preprocess(image) for image in digits.val.images]))
     correct = (logits.argmax(1).numpy() == digits.val.labels).sum()
-    assert result.scores.top1 == correct / 360
-    assert 0.3 < result.scores.top1 < 1
-    assert (result.split, result.images, result.scores.count, result.classes) == ("val", 360, 360, DIGITS)
+    assert result.metrics.top1 == correct / 360
+    assert 0.3 < result.metrics.top1 < 1
+    assert (result.split, result.images, result.metrics.count, result.classes) == ("val", 360, 360, DIGITS)
     loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(digits.val.labels)).item()
-    assert result.scores.loss == pytest.approx(loss, rel=1e-5)
+    assert result.metrics.loss == pytest.approx(loss, rel=1e-5)
     assert (result.probes, result.real, result.corrupt, result.notes) == ([], None, {}, [])
     assert result.seconds > 0
     labels = dict(zip(digits.val.names, digits.val.labels, strict=True))
-    assert all(labels[one.name] == int(one.was) for one in result.scores.mistakes)
+    assert all(labels[one.name] == int(one.label) for one in result.metrics.mistakes)
 
 
 def test_results_do_not_depend_on_the_batch_size(bundle, digits):
@@ -96,7 +96,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     assert equal_results(first, second)
     assert equal_results(first, alone)
     assert list(alone[0]["corrupt"]) == ["val/light/1.png"]
-    assert (alone[0]["images"], alone[0]["scores"]["count"]) == (6, 5)
+    assert (alone[0]["images"], alone[0]["metrics"]["count"]) == (6, 5)
 
 
 # ---- labels and classes ---------------------------------------------------------------------
@@ -112,18 +112,18 @@ def test_classes_in_another_order_are_matched_by_name(bundle, digits):
     result = evaluate(bundle, permuted)
     assert len(result.notes) == 1
     assert "matched by name" in result.notes[0]
-    assert result.scores.top1 == expected.scores.top1
-    assert equal_results(result.as_dict()["scores"]["mistakes"], expected.as_dict()["scores"]["mistakes"])
-    assert {row.name: row for row in result.scores.per_class} == {
-        row.name: row for row in expected.scores.per_class
+    assert result.metrics.top1 == expected.metrics.top1
+    assert equal_results(result.as_dict()["metrics"]["mistakes"], expected.as_dict()["metrics"]["mistakes"])
+    assert {row.name: row for row in result.metrics.per_class} == {
+        row.name: row for row in expected.metrics.per_class
     }
 
 
 def test_classes_without_names_are_matched_by_index(bundle, digits):
-    expected = evaluate(bundle, digits).scores.top1
+    expected = evaluate(bundle, digits).metrics.top1
     named = dataclasses.replace(bundle, labels=[f"digit {name}" for name in DIGITS])
     result = evaluate(named, digits)
-    assert result.scores.top1 == expected
+    assert result.metrics.top1 == expected
     assert len(result.notes) == 1
     assert "matched by index: 0 is digit 0" in result.notes[0]
     wordnet = dataclasses.replace(digits, classes=[f"n0000000{digit}" for digit in range(10)])
@@ -162,8 +162,8 @@ def test_multi_label_data(bundle, digits):
 
     data = Dataset("many", DIGITS, multi_label(digits.train), val=multi_label(digits.val))
     result = evaluate(bundle, data)
-    assert result.scores.mean_ap > 0.4
-    assert result.calibration is result.scores.top1 is None
+    assert result.metrics.mean_ap > 0.4
+    assert result.calibration is result.metrics.top1 is None
     with pytest.raises(InputError, match=r"one class per image, and many is multi-label; .* without probes"):
         evaluate(bundle, data, probe=["knn"])
 
@@ -184,7 +184,7 @@ def test_a_model_without_a_head_can_be_probed(bundle, digits, tmp_path):
     bundle.save(tmp_path / "digits.safetensors")
     headless = vt.load(tmp_path / "digits.safetensors", classes=0)
     result = evaluate(headless, digits, probe="knn", layers="all")
-    assert result.scores is None
+    assert result.metrics is None
     assert {row.layer for row in result.probes} == {0, 1}
     assert max(row.top1 for row in result.probes) > 0.5
     (note,) = evaluate(headless, digits, probe=["knn"], split="train").notes
@@ -199,7 +199,7 @@ def test_wrong_arguments_are_refused(bundle, digits, tiny):
     with pytest.raises(InputError, match="batch must be an integer from 1 to 1,000,000, not 0"):
         evaluate(bundle, digits, batch=0)
     with pytest.raises(InputError, match="above 0 and at most 1, not 0"):
-        evaluate(bundle, digits, precision=0)
+        evaluate(bundle, digits, target_accuracy=0)
     text = vt.ViTConfig(width=8, depth=1, heads=2, classes=10, input="text", vocabulary=9, patch=1, size=4)
     with pytest.raises(InputError, match=r"Only models for images .* takes text"):
         evaluate(vt.Bundle(model=vt.ViT(text)), digits)

@@ -85,14 +85,14 @@ def test_mistakes_are_sorted_by_confidence():
     result = compute_metrics(logits, labels, NAMES, names=names, worst=1000).mistakes
     predicted, confidence = logits.argmax(axis=1), softmax(logits).max(axis=1)
     assert len(result) == (predicted != labels).sum()
-    assert [one.score for one in result] == sorted((one.score for one in result), reverse=True)
+    assert [one.confidence for one in result] == sorted((one.confidence for one in result), reverse=True)
     for one in result:
         i = names.index(one.name)
-        assert (one.said, one.was) == (NAMES[predicted[i]], NAMES[labels[i]])
-        assert one.said != one.was
-        assert one.score == pytest.approx(confidence[i])
+        assert (one.predicted, one.label) == (NAMES[predicted[i]], NAMES[labels[i]])
+        assert one.predicted != one.label
+        assert one.confidence == pytest.approx(confidence[i])
     assert compute_metrics(logits, labels, NAMES, worst=3).mistakes == [
-        type(one)(one.name.split()[1], one.said, one.was, one.score) for one in result[:3]
+        type(one)(one.name.split()[1], one.predicted, one.label, one.confidence) for one in result[:3]
     ]
 
 
@@ -119,7 +119,7 @@ def test_a_large_confusion_matrix_is_not_computed():
 def test_large_logits_do_not_overflow():
     result = compute_metrics(np.array([[1e4, 0.0], [0.0, 1e4]]), np.array([0, 0]), ["a", "b"])
     assert result.loss == 5000
-    assert result.mistakes[0].score == 1
+    assert result.mistakes[0].confidence == 1
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -151,9 +151,9 @@ def test_multi_label_metrics_match_scikit_learn(ties):
     worst = result.mistakes[0]
     row = int(worst.name)
     assert labels[row, logits[row].argmax()] == 0
-    assert worst.said == NAMES[logits[row].argmax()]
-    assert worst.was == (", ".join(NAMES[k] for k in np.flatnonzero(labels[row])) or "none")
-    assert worst.score == pytest.approx(probabilities[row].max())
+    assert worst.predicted == NAMES[logits[row].argmax()]
+    assert worst.label == (", ".join(NAMES[k] for k in np.flatnonzero(labels[row])) or "none")
+    assert worst.confidence == pytest.approx(probabilities[row].max())
 
 
 @pytest.mark.parametrize(

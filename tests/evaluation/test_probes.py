@@ -6,7 +6,7 @@ import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.data.rng import random_permutation
 from vitrail.errors import InputError
 from vitrail.evaluation import probes
@@ -116,7 +116,7 @@ def test_few_shot_draws_are_nested_and_differ():
         for w in (probes.draw_shots(y, 5, draw) for draw in range(5))
     ]
     assert rows[1].top1 == pytest.approx(np.mean(accuracies))
-    assert rows[1].spread == pytest.approx(np.std(accuracies, ddof=1))
+    assert rows[1].std == pytest.approx(np.std(accuracies, ddof=1))
 
 
 # ---- features -------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_features_without_a_class_token_or_a_head(images):
         pool="mean",
         registers=2,
     )
-    model = shake(vt.ViT(config))
+    model = add_noise(vt.ViT(config))
     with torch.no_grad():
         logits, features = split_columns(build_collector(model, [0])(images), config, [0])
         assert torch.equal(features[:, 0, 0], model.encode(images).patches.flatten(1, 2).mean(1))

@@ -30,7 +30,7 @@ TINY = dict(
 ARMS = {"plain": {}, "mean of all": {"model": {"pool": "mean-all"}}}
 
 # Run as a script, this file is a study that a test kills.
-STUDY = dict(arms=ARMS, seeds=2, rates=[1e-3, 1e-2], **TINY)
+STUDY = dict(arms=ARMS, seeds=2, lrs=[1e-3, 1e-2], **TINY)
 
 
 def few():
@@ -42,7 +42,7 @@ def few():
 def numbers(found: Study):
     """All results but the times."""
     return [
-        (arm.name, arm.rate, arm.scores, [(t.rate, t.seed, t.score, t.loss) for t in arm.sweep])
+        (arm.name, arm.lr, arm.scores, [(t.lr, t.seed, t.score, t.loss) for t in arm.sweep])
         for arm in found.arms.values()
     ]
 
@@ -61,8 +61,8 @@ def test_means_intervals_and_the_difference(complete):
             stats.t.interval(0.95, 1, np.mean(arm.scores), stats.sem(arm.scores))
         )
         assert 0.2 < arm.mean < 1
-        assert {(t.rate, t.seed) for t in arm.sweep} == {(1e-3, 0), (1e-2, 0)}
-        assert arm.rate == best_lr(arm.sweep)
+        assert {(t.lr, t.seed) for t in arm.sweep} == {(1e-3, 0), (1e-2, 0)}
+        assert arm.lr == best_lr(arm.sweep)
     first, second = complete.arms.values()
     found = complete.compare("plain", "mean of all")
     each = np.subtract(first.scores, second.scores)
@@ -129,10 +129,10 @@ def test_the_sweep_gives_each_arm_its_own_learning_rate(tmp_path):
     """AdamW's best learning rate is far too low for SGD: with it SGD loses, with its own it does not."""
     arms = {"adamw": {}, "sgd": {"optimizer": "sgd"}}
     how = dict(arms=arms, out=tmp_path / "out", seeds=1, processes=1, **TINY)
-    one = study(few(), rates=[1e-2], **how)
+    one = study(few(), lrs=[1e-2], **how)
     assert one.compare("sgd", "adamw").mean < -0.2
-    swept = study(few(), rates=[1e-2, 0.3], **how)  # reuses the runs of the first
-    assert (swept.arms["adamw"].rate, swept.arms["sgd"].rate) == (1e-2, 0.3)
+    swept = study(few(), lrs=[1e-2, 0.3], **how)  # reuses the runs of the first
+    assert (swept.arms["adamw"].lr, swept.arms["sgd"].lr) == (1e-2, 0.3)
     assert swept.arms["adamw"].scores == one.arms["adamw"].scores
     assert swept.compare("sgd", "adamw").mean > -0.1
     assert "learning rate of sgd, 0.3, is the highest tried" in swept.notes[1]
@@ -149,13 +149,11 @@ def test_best_rate_by_score_then_loss_then_the_lower_rate():
 
 
 def test_a_run_that_diverges_scores_zero_and_is_not_run_again(tmp_path, monkeypatch):
-    how = dict(
-        arms={"plain": {}}, seeds=1, rates=[1e-2, 100.0], processes=1, clip=0.0, optimizer="sgd", **TINY
-    )
+    how = dict(arms={"plain": {}}, seeds=1, lrs=[1e-2, 100.0], processes=1, clip=0.0, optimizer="sgd", **TINY)
     how["epochs"] = 4
     found = study(few(), out=tmp_path / "out", **how)
-    assert found.arms["plain"].rate == 1e-2
-    assert next(t for t in found.arms["plain"].sweep if t.rate == 100).score < 0.2
+    assert found.arms["plain"].lr == 1e-2
+    assert next(t for t in found.arms["plain"].sweep if t.lr == 100).score < 0.2
     monkeypatch.setattr("vitrail.experiment.trial.run_training", None)
     assert numbers(study(few(), out=tmp_path / "out", **how)) == numbers(found)
 
@@ -165,7 +163,7 @@ def test_a_script_without_a_main_guard_is_an_error_and_does_not_hang(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from vitrail.experiment.study import study\n"
-        f"study('digits', arms={{'a': {{}}}}, out={str(tmp_path / 'out')!r}, seeds=2, rates=[0.1, 0.2], epochs=1)\n"
+        f"study('digits', arms={{'a': {{}}}}, out={str(tmp_path / 'out')!r}, seeds=2, lrs=[0.1, 0.2], epochs=1)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
@@ -187,10 +185,10 @@ def test_the_interval_is_students_t():
 
 def test_a_difference_is_paired_by_seed():
     found = Difference.of([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
-    assert (found.mean, found.n, found.clear) == (pytest.approx(0.1), 3, True)
+    assert (found.mean, found.n, found.significant) == (pytest.approx(0.1), 3, True)
     assert found.interval == pytest.approx((0.1, 0.1)), "variation common to both cancels"
     assert Difference.of([0.4, 0.6], [0.5, 0.2]).mean == pytest.approx(0.15)
-    assert not Difference.of([0.4, 0.6], [0.5, 0.2]).clear
+    assert not Difference.of([0.4, 0.6], [0.5, 0.2]).significant
     assert Difference.of([0.5], [0.4]).interval is None
     with pytest.raises(ValueError, match="shorter"):
         Difference.of([0.5, 0.7], [0.4])
@@ -202,16 +200,16 @@ def test_a_difference_is_paired_by_seed():
         (dict(arms={}), "arms must be a mapping of names to changes"),
         (dict(arms={"a/b": {}}), "arm name 'a/b' cannot be a folder name"),
         (dict(arms={"a": {"epochs": 3}}), "pass epochs to the study, for all arms"),
-        (dict(arms={"a": {"lr": 1.0}}), "use rates= for all arms"),
+        (dict(arms={"a": {"lr": 1.0}}), "use lrs= for all arms"),
         (dict(arms={"a": {"model": {"depht": 3}}}), "depht"),
         (dict(arms={"a": {"nothing": 3}}), "TrainConfig has no field 'nothing'"),
         (dict(arms={"a": {}, "A": {}}), "more than case"),
         (dict(seeds=0), "seeds must be a count"),
         (dict(seeds=[1, 1]), "seeds must be a count"),
-        (dict(choosing=3), "choosing is 3, but there are only 2 seeds"),
-        (dict(rates=[]), "rates must be learning rates above 0"),
-        (dict(rates=[0.1, -1]), "rates must be learning rates"),
-        (dict(lr=0.1), "use rates= and seeds= instead of lr and seed"),
+        (dict(selection_seeds=3), "selection_seeds is 3, but there are only 2 seeds"),
+        (dict(lrs=[]), "lrs must be learning rates above 0"),
+        (dict(lrs=[0.1, -1]), "lrs must be learning rates"),
+        (dict(lr=0.1), "use lrs= and seeds= instead of lr and seed"),
         (dict(processes=0), "processes must be an integer from 1"),
     ],
 )

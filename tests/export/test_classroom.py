@@ -7,7 +7,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.browser import needs_chromium
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.export.html import write_classroom
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
@@ -137,7 +137,7 @@ def check_numbers(page, bundle, pixels):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_numbers_are_those_of_pytorch(name, opened):
     config = vt.ViTConfig(**{**SMALL, **CONFIGS[name]})
-    bundle = Bundle(model=shake(vt.ViT(config)))
+    bundle = Bundle(model=add_noise(vt.ViT(config)))
     pixels = np.random.default_rng(0).integers(0, 256, (*config.pixels, config.channels), dtype=np.uint8)
     check_numbers(opened(bundle), bundle, pixels)
 
@@ -320,7 +320,9 @@ def test_labels_and_names_are_shown_as_text(opened):
         "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "{{ weights }}", "a\u202eb",
         "&lt;",
     ]  # fmt: skip
-    bundle = Bundle(model=shake(vt.ViT(vt.ViTConfig(**SMALL))), labels=labels, card=Card(name="</title><b>x"))
+    bundle = Bundle(
+        model=add_noise(vt.ViT(vt.ViTConfig(**SMALL))), labels=labels, card=Card(name="</title><b>x")
+    )
     page = opened(bundle)
     assert page.locator("#bars .label").all_inner_texts() == [*labels[:3], r"a\u202eb", labels[4]]
     assert page.inner_text("#name") == "</title><b>x"
@@ -329,7 +331,7 @@ def test_labels_and_names_are_shown_as_text(opened):
 
 
 def test_of_many_classes_the_ten_most_likely_are_listed(opened):
-    bundle = Bundle(model=shake(vt.ViT(vt.ViTConfig(**{**SMALL, "classes": 30}))))
+    bundle = Bundle(model=add_noise(vt.ViT(vt.ViTConfig(**{**SMALL, "classes": 30}))))
     page = opened(bundle)
     shown = [int(label) for label in page.locator("#bars .label").all_inner_texts()]
     logits = page.evaluate("Array.from(vitrail.state.result.logits)")
@@ -360,7 +362,7 @@ def test_the_policy_forbids_the_network(browser, sample_file):
 @pytest.fixture
 def color(opened):
     config = vt.ViTConfig(**{**SMALL, "channels": 3, "size": (12, 16)})
-    return opened(Bundle(model=shake(vt.ViT(config))))
+    return opened(Bundle(model=add_noise(vt.ViT(config))))
 
 
 def test_an_image_file_is_drawn_on_the_canvas(color, tmp_path):
@@ -401,7 +403,7 @@ def test_images_keep_their_aspect_ratio_if_the_preprocessing_does(opened):
 
     config = vt.ViTConfig(**{**SMALL, "channels": 3})
     spec = Preprocess(size=12, resize="shortest", resize_to=16)
-    page = opened(Bundle(model=shake(vt.ViT(config)), preprocess=spec))
+    page = opened(Bundle(model=add_noise(vt.ViT(config)), preprocess=spec))
     page.evaluate(
         """async () => {
             const canvas = new OffscreenCanvas(64, 32), pen = canvas.getContext("2d");

@@ -12,7 +12,7 @@ import vitrail as vt
 from vitrail.cli import main
 from vitrail.errors import InputError
 from vitrail.export import html
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.weights.bundle import Bundle
 
 SMALL = dict(width=8, depth=1, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -38,7 +38,11 @@ def embedded_model(text):
 
 
 def test_the_command_writes_one_self_contained_file(export, tmp_path):
-    assert export(FILE, "--to", "html") == (0, "Saved classroom.html (0.6 MB); open it in a browser.\n", "")
+    assert export(SAMPLE_FILE, "--to", "html") == (
+        0,
+        "Saved classroom.html (0.6 MB); open it in a browser.\n",
+        "",
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["classroom.html"]
     text = (tmp_path / "classroom.html").read_text()
     assert embedded_model(text)["parameters"] == 105_098
@@ -47,7 +51,7 @@ def test_the_command_writes_one_self_contained_file(export, tmp_path):
 
 def test_an_existing_file_is_not_overwritten(export, tmp_path):
     (tmp_path / "mine.html").write_text("mine")
-    code, out, err = export(FILE, "--to", "html", "--out", "mine.html")
+    code, out, err = export(SAMPLE_FILE, "--to", "html", "--out", "mine.html")
     assert (code, out) == (2, "")
     assert re.match(r"vitrail: mine\.html .*already", err)
     assert "overwrite" in err
@@ -62,7 +66,7 @@ def test_an_existing_file_is_not_overwritten(export, tmp_path):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, export, tmp_path):
-    code, out, err = export(FILE, *arguments)
+    code, out, err = export(SAMPLE_FILE, *arguments)
     assert (code, out) == (2, "")
     assert re.search(message, err)
     assert not [*tmp_path.iterdir()]
@@ -146,7 +150,7 @@ def test_a_large_page_is_written_with_a_remark_on_its_size(tmp_path):
 
 def test_without_scikit_learn_the_page_has_no_examples(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    remarks = html.write_classroom(vt.load(FILE), tmp_path / "page.html")
+    remarks = html.write_classroom(vt.load(SAMPLE_FILE), tmp_path / "page.html")
     assert len(remarks) == 1
     assert re.match("The page has no example images.*sklearn", remarks[0])
     assert embedded_model((tmp_path / "page.html").read_text())["examples"] == []

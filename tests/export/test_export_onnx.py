@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.cli import main
 from vitrail.errors import FileError, InputError
 from vitrail.export import proof as proofs
@@ -20,7 +20,7 @@ from vitrail.export.graph import Graph, Plan, plan_for
 from vitrail.export.onnx import check_weight_bytes, write_onnx
 from vitrail.export.resize import ResizeToInput
 from vitrail.export.writing import write_checked
-from vitrail.inspect.sample import FILE
+from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.model import surgery
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Source
@@ -60,7 +60,7 @@ def bundle_of(**fields):
     torch.manual_seed(0)
     config = vt.ViTConfig(**{**BASE, **fields})
     labels = [f"class {number}" for number in range(config.classes)] if config.classes else None
-    return vt.Bundle(model=shake(vt.ViT(config)), labels=labels)
+    return vt.Bundle(model=add_noise(vt.ViT(config)), labels=labels)
 
 
 def session(path):
@@ -346,7 +346,7 @@ def export(tmp_path, monkeypatch, capfd):
 
 
 def test_the_command_prints_the_proof_and_nothing_else(export, tmp_path):
-    code, out, err = export(FILE, "--to", "onnx", "--dynamic", "batch, size")
+    code, out, err = export(SAMPLE_FILE, "--to", "onnx", "--dynamic", "batch, size")
     assert (code, err) == (0, "")
     words = ["outputs", "difference", "same class", "one image", "versions", "sha256", "Saved"]
     assert [line[: len(word)] for line, word in zip(out.splitlines(), words, strict=True)] == words
@@ -372,7 +372,7 @@ def test_the_command_prints_the_proof_and_nothing_else(export, tmp_path):
     ],
 )
 def test_wrong_arguments_are_refused_before_any_work(arguments, message, export, tmp_path):
-    code, out, err = export(FILE, *arguments)
+    code, out, err = export(SAMPLE_FILE, *arguments)
     assert (code, out) == (2, "")
     assert re.search(message, err)
     assert not [*tmp_path.iterdir()]
@@ -381,7 +381,7 @@ def test_wrong_arguments_are_refused_before_any_work(arguments, message, export,
 @pytest.mark.parametrize("mine", ["model.onnx", "model.onnx.proof.json"])
 def test_existing_files_are_not_overwritten(mine, export, tmp_path):
     (tmp_path / mine).write_text("mine")
-    code, out, err = export(FILE, "--to", "onnx")
+    code, out, err = export(SAMPLE_FILE, "--to", "onnx")
     assert (code, out) == (2, "")
     assert re.search(rf"{re.escape(mine)} .*already", err)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(mine, "mine")]

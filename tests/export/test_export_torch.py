@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.export.graph import quiet
 from vitrail.export.torch_export import write_torch
 
@@ -15,7 +15,7 @@ from vitrail.export.torch_export import write_torch
 def bundle():
     config = vt.ViTConfig(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=3, registers=2)
     card = vt.Card(metrics={"temperature": 2.0})
-    return vt.Bundle(model=shake(vt.ViT(config)), labels=["ant", "bee", "cat"], card=card)
+    return vt.Bundle(model=add_noise(vt.ViT(config)), labels=["ant", "bee", "cat"], card=card)
 
 
 def test_a_program_with_dynamic_batch_and_size(bundle, tmp_path):

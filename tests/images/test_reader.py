@@ -40,8 +40,8 @@ def test_images_without_labels_are_read_in_order(files, workers):
     (batch,) = reader.batches([(order, None)])
     reader.close()
     assert batch.images[:, 0, 0, 0].tolist() == [4, 128, 0, 4]
-    assert batch.kept.tolist() == [1, 0, 1, 1]
-    assert list(corrupt.names) == ["3.png"]
+    assert batch.valid.tolist() == [1, 0, 1, 1]
+    assert list(corrupt.reasons) == ["3.png"]
 
 
 def test_pixels_of_a_path_an_image_and_an_array_are_the_same(files):

@@ -28,7 +28,7 @@ def test_components_equal_singular_vectors(width, patch):
     count = min(28, width - 1, 3 * patch * patch)
     assert found.components.shape == (count, 3, patch, patch)
     np.testing.assert_allclose(found.components.reshape(count, -1), directions[:count], atol=1e-5)
-    np.testing.assert_allclose(found.share, explained[:count], rtol=1e-6)
+    np.testing.assert_allclose(found.explained_variance, explained[:count], rtol=1e-6)
     assert found.needed == next(n for n in range(1, 99) if explained[:n].sum() >= 0.9)
 
 
@@ -40,7 +40,7 @@ def test_filters_of_two_patterns_have_two_components():
         patterns = torch.stack([ramp, ramp.T])
         model.tokens.proj.weight.copy_(torch.einsum("dn,nhw->dhw", amounts, patterns)[:, None] + 5)
     found = filters.compute(model)
-    assert len(found.share) == 2
+    assert len(found.explained_variance) == 2
     assert found.needed < found.needed_by_noise
     leading = found.components[0, 0]
     assert abs((leading * ramp.numpy()).sum()) / np.linalg.norm(ramp) > 0.98
@@ -93,12 +93,12 @@ def test_every_layout_is_drawn(layout):
     found = filters.compute(model)
     assert model.training
     texts = check_figure(filters.draw(found))
-    assert filters._percent(found.share[0]) in texts
+    assert filters._percent(found.explained_variance[0]) in texts
     assert (model.config.channels == 3) == any("mid gray is 0" in text for text in texts)
     bar = {1: "weight", 3: None}.get(model.config.channels, "weight, mean of 5 channels")
     assert bar is None or bar in texts
     header, rows = filters.table(found)
-    assert len(rows) == len(found.share)
+    assert len(rows) == len(found.explained_variance)
     assert {len(row) for row in rows} == {len(header)}
     assert f"takes {found.needed} components, and {found.needed_by_noise} for random" in filters.caption(
         found

@@ -280,4 +280,4 @@ def test_pooled_weights_sum_to_one():
     for layout in LAYOUTS:
         config = build(layout).config
         expected = 0 if config.pool == "attention" else 1
-        assert float(rollout.pooled(config)[0].sum()) == pytest.approx(expected)
+        assert float(rollout.pooled_tokens(config)[0].sum()) == pytest.approx(expected)

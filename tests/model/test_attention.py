@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.model import attend, attend_explicitly
 
 
@@ -81,7 +81,7 @@ def test_a_masked_token_has_no_influence():
 
 def test_cross_attention_takes_keys_and_values_from_the_context():
     attention = (
-        shake(vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, classes=0)))
+        add_noise(vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, classes=0)))
         .blocks[0]
         .attention
     )
@@ -96,7 +96,7 @@ def test_cross_attention_takes_keys_and_values_from_the_context():
 
 def test_keys_without_a_bias():
     config = dict(width=12, depth=1, heads=3, patch=4, size=8, classes=0)
-    model = shake(vt.ViT(vt.ViTConfig(**config, qkv_bias="no-k")))
+    model = add_noise(vt.ViT(vt.ViTConfig(**config, qkv_bias="no-k")))
     plain = vt.ViT(vt.ViTConfig(**config)).eval()
     state = model.state_dict()
     state["blocks.0.attention.qkv.bias"][12:24] = 0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.shared_data import shared
 from vitrail.fields import type_hints
 from vitrail.model import attend, attend_explicitly
@@ -30,7 +30,7 @@ V, T = 11, 7
 
 
 def build(**fields):
-    return shake(Decoder(DecoderConfig(**{**GOOD, **fields})))
+    return add_noise(Decoder(DecoderConfig(**{**GOOD, **fields})))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_every_token_attends_to_the_whole_context(tokens, context):
 
 
 def test_a_cross_block_requires_a_context():
-    block = CrossBlock(DecoderConfig(**GOOD).encoder_like)
+    block = CrossBlock(DecoderConfig(**GOOD).as_vit_config)
     with pytest.raises(TypeError, match="context"):
         block(torch.zeros(1, 3, 12), causal_mask(3))
 
@@ -111,7 +111,7 @@ def copy_attention(ours, theirs):
 
 def reference_layer(kind, block, config):
     """torch's own layer with the weights of one of our blocks."""
-    c = config.encoder_like
+    c = config.as_vit_config
     layer = kind(
         c.width, c.heads, c.F, dropout=0.0, activation=config.activation, layer_norm_eps=c.eps,
         batch_first=True, norm_first=config.block == "pre-norm",

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 SHAPE = dict(width=32, depth=2, heads=2, patch=4, size=16, channels=1, classes=0)
 
 
 def model_with(**fields):
-    return shake(vt.ViT(vt.ViTConfig(**SHAPE, **fields)))
+    return add_noise(vt.ViT(vt.ViTConfig(**SHAPE, **fields)))
 
 
 def zeros(tensor):

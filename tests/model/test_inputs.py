@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.shared_data import shared
 
 SMALL = dict(width=32, depth=2, heads=2, classes=5)
@@ -35,7 +35,7 @@ def batch(config, count=2):
 
 @pytest.fixture(params=KINDS)
 def model(request):
-    return shake(vt.ViT(vt.ViTConfig(**KINDS[request.param])))
+    return add_noise(vt.ViT(vt.ViTConfig(**KINDS[request.param])))
 
 
 def test_grids_of_one_two_and_three_axes(model):
@@ -93,14 +93,14 @@ def test_a_spectrogram_has_rows_and_columns(position):
 
 
 def test_tubelets_are_a_convolution_in_three_dimensions():
-    tokens = shake(vt.ViT(vt.ViTConfig(**VIDEO))).tokens
+    tokens = add_noise(vt.ViT(vt.ViTConfig(**VIDEO))).tokens
     videos = torch.randn(2, 3, 4, 16, 24)
     maps = F.conv3d(videos, tokens.proj.weight, tokens.proj.bias, stride=(2, 8, 8))  # (B, D, 2, 2, 3)
     assert (tokens(videos) - maps.flatten(2).transpose(1, 2)).abs().max() < 1e-5
 
 
 def test_a_video_of_one_frame_is_an_image():
-    video = shake(vt.ViT(vt.ViTConfig(**{**VIDEO, "size": (1, 16, 24), "patch": (1, 8, 8)})))
+    video = add_noise(vt.ViT(vt.ViTConfig(**{**VIDEO, "size": (1, 16, 24), "patch": (1, 8, 8)})))
     image = vt.ViT(vt.ViTConfig(**SMALL, size=(16, 24), patch=8)).eval()
     state = video.state_dict()
     state["tokens.proj.weight"] = state["tokens.proj.weight"][:, :, 0]
@@ -110,7 +110,7 @@ def test_a_video_of_one_frame_is_an_image():
 
 
 def test_text_tokens_are_one_hot_vectors_times_E():
-    tokens = shake(vt.ViT(vt.ViTConfig(**TEXT))).tokens
+    tokens = add_noise(vt.ViT(vt.ViTConfig(**TEXT))).tokens
     ids = torch.randint(50, (2, 12))
     product = F.one_hot(ids, 50).float() @ tokens.proj.weight
     assert torch.equal(tokens(ids), product)

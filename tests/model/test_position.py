@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.config import POSITIONS as CONFIG_POSITIONS
 from vitrail.model.position import POSITIONS
 
@@ -16,7 +16,7 @@ BASE = dict(width=16, depth=3, heads=2, patch=4, size=(8, 12), channels=1, class
 
 
 def build(**fields):
-    return shake(vt.ViT(vt.ViTConfig(**{**BASE, **fields})))
+    return add_noise(vt.ViT(vt.ViTConfig(**{**BASE, **fields})))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.model.stem import ConvStem, ResNetStem, initialize_stem
 
 # Our names for timm's modules; {i} is the stage, {j} the unit.
@@ -69,7 +69,7 @@ def close(actual, expected, tolerance=1e-5):
 def pair():
     """timm's backbone and ours with the same weights; one unit without a projection, two channels."""
     torch.manual_seed(0)
-    theirs = shake(timm_backbone((1, 2, 1), in_chans=2))
+    theirs = add_noise(timm_backbone((1, 2, 1), in_chans=2))
     return theirs, copied(theirs, ResNetStem(2, (1, 2, 1)))
 
 
@@ -111,14 +111,14 @@ def test_a_wider_resnet_stem_equals_timm():
     theirs = ResNetV2(
         [1], num_classes=0, global_pool="", width_factor=2, stem_type="same", preact=False, conv_layer=conv
     )
-    ours = copied(shake(theirs), ResNetStem(layers=(1,), width_factor=2))
+    ours = copied(add_noise(theirs), ResNetStem(layers=(1,), width_factor=2))
     images = torch.randn(1, 3, 16, 24)
     assert (ours.stride, ours.out_channels) == (4, 512)
     assert close(ours(images), theirs(images))
 
 
 def test_the_root_equals_timm():
-    theirs = shake(timm_backbone((), in_chans=3))
+    theirs = add_noise(timm_backbone((), in_chans=3))
     ours = ResNetStem(layers=()).eval()
     ours.root.load_state_dict(theirs.state_dict())
     images = torch.randn(1, 3, 21, 24)
@@ -142,7 +142,7 @@ def test_the_key_table_has_the_names_of_google(tmp_path):
     from timm.models.vision_transformer import VisionTransformer
     from timm.models.vision_transformer_hybrid import HybridEmbed
 
-    ours, google = shake(ResNetStem(layers=(1, 2))), {}
+    ours, google = add_noise(ResNetStem(layers=(1, 2))), {}
     for key, tensor in ours.state_dict().items():
         name, kind = renamed(key, dict(table(ResNetStem.__doc__)))
         if tensor.ndim == 4:
@@ -239,7 +239,7 @@ def test_parameters_are_initialized_as_in_the_table(stem):
     rows = dict(table(initialize_stem.__doc__))
     assert rows.keys() == {"weight of a convolution", "weight of a norm", "bias of a norm"}
     assert "variance 1/(C k k), truncated at 2 sigma" in rows["weight of a convolution"]
-    shake(stem)
+    add_noise(stem)
     initialize_stem(stem)
     unchecked = set(stem.parameters())
     for layer in stem.modules():

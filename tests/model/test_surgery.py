@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.model import surgery
 from vitrail.model.resample import resize_grid
 
@@ -13,7 +13,7 @@ ADDED = ["learned", "learned2d", "sincos1d", "sincos2d"]
 
 
 def build(**fields):
-    return shake(vt.ViT(vt.ViTConfig(**{**BASE, **fields})))
+    return add_noise(vt.ViT(vt.ViTConfig(**{**BASE, **fields})))
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 import vitrail as vt
 from tests.support import oracle
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 BASE = dict(width=12, depth=1, heads=3, patch=4, size=8, channels=2, classes=0)
 
@@ -36,7 +36,7 @@ def test_number_of_patches():
 
 def test_scale_by_the_model_width():
     """Slide "Breaking the equations down - 2" divides by sqrt(d_model), not sqrt(d) as the paper does."""
-    model = shake(vt.ViT(vt.ViTConfig(**BASE, scale="width"))).double()
+    model = add_noise(vt.ViT(vt.ViTConfig(**BASE, scale="width"))).double()
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     z = torch.randn(1, 5, 12, dtype=torch.float64)
     # sqrt(D) instead of sqrt(d): the oracle's head with q scaled by sqrt(d / D).
@@ -49,7 +49,7 @@ def test_scale_by_the_model_width():
     expected = oracle.msa(z[0].numpy(), scaled, "blocks.0", heads=3)
     with torch.no_grad():
         ours = model.blocks[0].attention(z)[0].numpy()
-        paper = shake(vt.ViT(vt.ViTConfig(**BASE))).double()
+        paper = add_noise(vt.ViT(vt.ViTConfig(**BASE))).double()
         paper.load_state_dict(model.state_dict())
         others = paper.blocks[0].attention(z)[0].numpy()
     assert np.abs(ours - expected).max() < 1e-10
@@ -58,7 +58,7 @@ def test_scale_by_the_model_width():
 
 def test_the_attention_matrix_is_tokens_by_tokens():
     """The same slide: "The dimension results into (T, T)"."""
-    model = shake(vt.ViT(vt.ViTConfig(**BASE)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**BASE)))
     with vt.record(model, "blocks.0.attention.weights") as tape:
         model(torch.randn(2, 2, 8, 8))
     assert tape["blocks.0.attention.weights"].shape == (2, 3, 5, 5)
@@ -66,7 +66,7 @@ def test_the_attention_matrix_is_tokens_by_tokens():
 
 def test_several_hidden_layers():
     """Slide "Breaking the equations down - 3&4": "We could have multiple hidden layer"."""
-    model = shake(vt.ViT(vt.ViTConfig(**BASE, mlp_hidden=3))).double()
+    model = add_noise(vt.ViT(vt.ViTConfig(**BASE, mlp_hidden=3))).double()
     w = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     z = torch.randn(1, 5, 12, dtype=torch.float64)
     hidden = z[0].numpy()

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 
 @pytest.fixture(scope="module")
 def article():
     torch.manual_seed(0)
-    model = shake(vt.create("B/16", depth=2, classes=10, eps=1e-12)).double()
+    model = add_noise(vt.create("B/16", depth=2, classes=10, eps=1e-12)).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.3)  # so that the softmax is not one-hot

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.model import surgery
 
 
@@ -21,7 +21,9 @@ class PatchEmbedding(nn.Module):
 
 
 def test_the_patch_embedding_of_the_note():
-    model = shake(vt.ViT(vt.ViTConfig(width=64, depth=1, heads=4, patch=4, size=28, channels=1, classes=10)))
+    model = add_noise(
+        vt.ViT(vt.ViTConfig(width=64, depth=1, heads=4, patch=4, size=28, channels=1, classes=10))
+    )
     theirs = PatchEmbedding(64, (4, 4), 1)
     theirs.project.load_state_dict(model.tokens.proj.state_dict())
     images = torch.randn(3, 1, 28, 28)
@@ -38,7 +40,7 @@ def test_the_matrix_e():
 
 def test_fine_tuning_replaces_the_head_and_resamples_positions():
     """ "Finetuning": a new D x K head, interpolated position embeddings, and nothing else changes."""
-    model = shake(
+    model = add_noise(
         vt.ViT(vt.ViTConfig(width=16, depth=2, heads=2, patch=4, size=16, classes=100, head="tanh"))
     )
     tuned = surgery.resize(surgery.reclass(model, 7), 32)

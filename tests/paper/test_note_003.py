@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.slide_003 import WHEN, XB, YB
 from vitrail.model import attend, attend_explicitly
 from vitrail.model.decoder import Decoder, DecoderConfig, causal_mask
@@ -88,7 +88,7 @@ def test_the_mask_table():
 def test_the_weights_of_a_decoder_with_equal_scores_are_the_table():
     """The same table, recorded from a model whose queries are zero."""
     config = DecoderConfig(vocabulary=9, width=8, depth=1, heads=2, length=8)
-    model = shake(Decoder(config))
+    model = add_noise(Decoder(config))
     with torch.no_grad():
         model.blocks[0].attention.qkv.weight[:8] = 0
         model.blocks[0].attention.qkv.bias[:8] = 0
@@ -118,7 +118,7 @@ def test_feed_forward_is_our_mlp_with_relu():
     config = DecoderConfig(vocabulary=9, width=12, depth=1, heads=2, length=8)
     ours, theirs = MLP(config.encoder_like), FeedForward(12)
     assert config.activation == "relu"
-    shake(theirs)
+    add_noise(theirs)
     ours.fc1.load_state_dict(theirs.net[0].state_dict())
     ours.fc2.load_state_dict(theirs.net[2].state_dict())
     x = torch.randn(2, 5, 12)
@@ -137,7 +137,7 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 def test_one_forward_pass_predicts_every_line_of_the_table():
     """Logits at position t equal those of the input cut off after t: eight examples in one sequence."""
-    model = shake(Decoder(DecoderConfig(vocabulary=65, width=16, depth=2, heads=4, length=8))).double()
+    model = add_noise(Decoder(DecoderConfig(vocabulary=65, width=16, depth=2, heads=4, length=8))).double()
     with torch.no_grad():
         together = model(XB)
         for tokens, target in re.findall(r"input is \[(.*)\] the target: (\d+)", WHEN):
@@ -166,7 +166,7 @@ def test_the_parts_of_the_language_model():
 def test_layer_norm_gives_mean_0_and_variance_1():
     """Before the learned scale, and up to eps."""
     model = Decoder(DecoderConfig(vocabulary=65, width=32, depth=1, heads=4, length=8))
-    shake(model.tokens)
+    add_noise(model.tokens)
     with vt.record(model, "blocks.0.norm1") as tape:
         model(XB)
     normed = tape["blocks.0.norm1"]

@@ -6,13 +6,13 @@ import torch
 
 import vitrail as vt
 from tests.support import oracle
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 BASE = dict(width=12, depth=1, heads=3, patch=4, size=8, channels=2, classes=5)
 
 
 def build(**fields):
-    model = shake(vt.ViT(vt.ViTConfig(**{**BASE, **fields}))).double()
+    model = add_noise(vt.ViT(vt.ViTConfig(**{**BASE, **fields}))).double()
     return model, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 

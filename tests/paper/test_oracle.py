@@ -8,7 +8,7 @@ import torch
 
 import vitrail as vt
 from tests.support import oracle
-from tests.support.models import oracle_logits, shake
+from tests.support.models import add_noise, oracle_logits
 
 CONFIGS = {
     "paper-like": dict(width=24, depth=3, heads=4, patch=4, size=16, channels=3, classes=7),
@@ -24,7 +24,7 @@ CONFIGS = {
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_logits_equal_the_oracle(fields, dtype, tolerance):
-    model = shake(vt.ViT(vt.ViTConfig(**fields))).to(dtype)
+    model = add_noise(vt.ViT(vt.ViTConfig(**fields))).to(dtype)
     images = torch.randn(3, model.config.channels, *model.config.pixels, dtype=dtype)
     expected = oracle_logits(model, images)
     assert np.abs(expected).max() > 0.1  # not trivially equal

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vitrail as vt
-from tests.support.models import oracle_logits, shake
+from tests.support.models import add_noise, oracle_logits
 
 few = st.integers(1, 4)
 
@@ -22,7 +22,7 @@ def test_any_shape_agrees_with_the_oracle(h, w, high, wide, channels, heads, d, 
         channels=channels, classes=classes,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = shake(vt.ViT(config)).double()
+    model = add_noise(vt.ViT(config)).double()
     images = torch.randn(2, channels, *config.pixels, dtype=torch.float64)
     with torch.no_grad():
         ours = model(images).numpy()

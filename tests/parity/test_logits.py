@@ -10,7 +10,7 @@ import torch
 
 import vitrail as vt
 from bench.peers import PEERS
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.peer_keys import TIMM, TORCHVISION, TRANSFORMERS, load_peer_weights
 
 # name -> table, LayerNorm eps, whether it takes oblong images and other channels
@@ -31,7 +31,7 @@ def test_logits_agree(library, oblong):
     elif oblong:
         fields |= dict(patch=4, size=20)  # torchvision: square only, so another square
     config = vt.ViTConfig(**fields)
-    theirs = shake(PEERS[library](config))
+    theirs = add_noise(PEERS[library](config))
     ours = load_peer_weights(table, theirs.state_dict(), vt.ViT(config))
     images = torch.randn(5, config.channels, *config.pixels)
     with torch.no_grad():

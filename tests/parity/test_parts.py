@@ -5,7 +5,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.peer_keys import TIMM, load_peer_weights
 
 OURS = dict(width=48, depth=2, heads=4, mlp_width=96, patch=8, size=32, classes=7)
@@ -67,7 +67,7 @@ def timm_state(model):
 
 @pytest.mark.parametrize(("ours", "theirs"), CASES.values(), ids=CASES.keys())
 def test_logits_agree_with_timm(ours, theirs):
-    reference = shake(VisionTransformer(**{**THEIRS, **theirs}))
+    reference = add_noise(VisionTransformer(**{**THEIRS, **theirs}))
     config = vt.ViTConfig(**{**OURS, **ours}, eps=1e-6)
     table = {**TIMM, **EXTRA, "pool.probe": "attn_pool.latent", "pool.attention.qkv": "attn_pool.qkv"}
     model = load_peer_weights(table, timm_state(reference), vt.ViT(config))
@@ -98,7 +98,7 @@ def test_gated_mlp_is_the_swiglu_of_dinov2():
     from transformers import Dinov2Config
     from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
 
-    theirs = shake(Dinov2SwiGLUFFN(Dinov2Config(hidden_size=48, mlp_ratio=4)))
+    theirs = add_noise(Dinov2SwiGLUFFN(Dinov2Config(hidden_size=48, mlp_ratio=4)))
     hidden = theirs.down_proj.in_features
     config = vt.ViTConfig(**{**OURS, "mlp_width": hidden}, mlp="gated", activation="silu")
     ours = vt.ViT(config).blocks[0].mlp

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.data.folders import list_images
 from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Split
@@ -32,7 +32,9 @@ def photo(seed, size=(14, 11)):
 @pytest.fixture(scope="module")
 def bundle():
     torch.manual_seed(0)
-    model = shake(vt.ViT(vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=8, channels=3, classes=3)))
+    model = add_noise(
+        vt.ViT(vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=8, channels=3, classes=3))
+    )
     return vt.Bundle(model=model, labels=LABELS)
 
 
@@ -100,7 +102,7 @@ def test_a_batch_array_and_a_generator(bundle):
 
 def test_a_model_in_training_mode_predicts_in_eval_mode_and_stays_in_training_mode(photos):
     config = vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=3, dropout=0.5)
-    predict = Predictor(vt.Bundle(model=shake(vt.ViT(config))), batch=2)
+    predict = Predictor(vt.Bundle(model=add_noise(vt.ViT(config))), batch=2)
     before = predict(photos)
     predict.bundle.model.train()
     stream = predict.stream([photos])
@@ -160,7 +162,9 @@ def test_without_labels_classes_are_numbers(bundle, photos):
 
 
 def test_a_model_without_a_head_has_only_embeddings(photos):
-    model = shake(vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=0)))
+    model = add_noise(
+        vt.ViT(vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=8, channels=3, classes=0))
+    )
     found = Predictor(vt.Bundle(model=model))(photos / "0.png")
     assert found.embedding.shape == (12,)
     assert (found.label, found.score, found.logits, found.unsure) == (None, None, None, False)
@@ -324,7 +328,9 @@ print(count, grown / 1e6)
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_thousands_of_files_in_constant_memory(bundle, tmp_path):
     """Each image has 28 kB of pixels and as much in logits: if they were kept, memory would grow."""
-    wide = shake(vt.ViT(vt.ViTConfig(width=8, depth=1, heads=2, patch=32, size=96, channels=3, classes=7000)))
+    wide = add_noise(
+        vt.ViT(vt.ViTConfig(width=8, depth=1, heads=2, patch=32, size=96, channels=3, classes=7000))
+    )
     vt.Bundle(model=wide).save(tmp_path / "wide.safetensors")
     photo(0).save(tmp_path / "one.png")
     for number in range(3000):

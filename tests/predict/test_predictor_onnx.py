@@ -14,7 +14,7 @@ from PIL import Image
 import vitrail as vt
 from vitrail.errors import FileError, InputError
 from vitrail.export.onnx import write_onnx
-from vitrail.inspect.sample import FILE, sample_images
+from vitrail.inspect.sample import SAMPLE_FILE, sample_images
 from vitrail.predict import Predictor
 from vitrail.predict.onnx_file import EXPORT_KEY, MODEL_KEY
 
@@ -23,7 +23,7 @@ from vitrail.predict.onnx_file import EXPORT_KEY, MODEL_KEY
 def folder(tmp_path_factory):
     """A trained, calibrated model as .safetensors and .onnx, and handwritten digits."""
     folder = tmp_path_factory.mktemp("exported")
-    bundle = vt.load(FILE)
+    bundle = vt.load(SAMPLE_FILE)
     bundle.card = dataclasses.replace(bundle.card, metrics={"temperature": 2.5, "threshold": 0.8})
     bundle.labels = [f"digit {number}" for number in range(10)]
     bundle.save(folder / "model.safetensors")

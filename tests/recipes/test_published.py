@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.tiny_runs import Notes, rows, train, write_folder
+from tests.support.tiny_runs import RecordingCallback, rows, train, write_folder
 from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.data.sources import Dataset, Split
@@ -164,7 +164,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_recipe_trains(name, folder, tmp_path):
     """Two steps on image files, and the weight file loads."""
-    notes, model = Notes(), TINY if name != "paper-finetune" else {**TINY, "size": 24}
+    notes, model = RecordingCallback(), TINY if name != "paper-finetune" else {**TINY, "size": 24}
     torch.manual_seed(0)
     train(
         folder, out=tmp_path / "run", recipe=name, callback=notes, epochs=2, batch=8, model=model, workers=0

@@ -16,8 +16,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import vitrail as vt
-from tests.support.models import shake
-from tests.support.read_pages import EVIL, Read, check_safe
+from tests.support.models import add_noise
+from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail.cli import app
 from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError, MissingExtra
@@ -37,7 +37,7 @@ from vitrail.report.page import render
 def model_of(classes, **fields):
     torch.manual_seed(0)
     base = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=classes)
-    return shake(vt.ViT(vt.ViTConfig(**{**base, **fields})))
+    return add_noise(vt.ViT(vt.ViTConfig(**{**base, **fields})))
 
 
 def data_of(bundle, names, count=60, multi_label=False):
@@ -59,7 +59,7 @@ def page_of(names, multi_label=False, **fields):
     data = data_of(bundle, names, multi_label=multi_label)
     found = evaluate(bundle, data, probe=[] if multi_label else ["knn"])
     page = evaluation_page(found, bundle, data.val, model="tiny", command="vitrail evaluate x")
-    return found, page, Read(render(page)), bundle, data.val
+    return found, page, ParsedPage(render(page)), bundle, data.val
 
 
 def rows(page, title):
@@ -73,14 +73,14 @@ def rows(page, title):
 def test_numbers_are_those_of_the_evaluation():
     found, page, read, bundle, _ = page_of(tuple("abcdefg"))
     check_safe(read)
-    c, scores = found.calibration, found.scores
+    c, scores = found.calibration, found.metrics
     low, high = wilson(round(60 * scores.top1), 60)
     for words in (
         f"predicts {round(60 * scores.top1)} of 60 images of noise",
         f"top-1 accuracy on 60 images; 95 % confidence interval {100 * low:.1f} to {100 * high:.1f} %",
         f"{percent(scores.top5)} top-5 accuracy",
-        f"{percent(c.before)}, expected calibration error",
-        f"{c.temperature:.3f}, fitted on these images; ECE {percent(c.after)}",
+        f"{percent(c.ece)}, expected calibration error",
+        f"{c.temperature:.3f}, fitted on these images; ECE {percent(c.ece_scaled)}",
         f"{scores.loss:.3f} cross-entropy loss",
         f"Always predicting “{max(scores.per_class, key=lambda one: one.count).name}”",
         "; ".join(bundle.preprocess.describe()),
@@ -112,18 +112,18 @@ def test_mistakes_are_shown_with_image_and_rollout():
     found, page, _, _, split = page_of(tuple("abc"))
     tiles = page.sections[0].images
     assert len(tiles) == 12
-    for tile, mistake in zip(tiles, found.scores.mistakes, strict=False):
-        assert tile.title == f"Predicted: {mistake.said}"
+    for tile, mistake in zip(tiles, found.metrics.mistakes, strict=False):
+        assert tile.title == f"Predicted: {mistake.predicted}"
         assert tile.lines == [
-            f"True class: {mistake.was}",
-            f"Confidence: {percent(mistake.score)}",
+            f"True class: {mistake.label}",
+            f"Confidence: {percent(mistake.confidence)}",
             mistake.name,
         ]
         (image, alt), (over, where) = tile.views
         pixels = np.asarray(Image.open(io.BytesIO(image)))
         assert np.array_equal(pixels, split.images[int(mistake.name.split()[1])][..., 0])
         assert np.asarray(Image.open(io.BytesIO(over))).shape == (8, 8, 3)  # in color
-        assert alt == f"Image of class {mistake.was}, after preprocessing"
+        assert alt == f"Image of class {mistake.label}, after preprocessing"
         assert re.fullmatch(r"Attention rollout, highest at row [12] of 2, column [12] of 2", where)
 
 
@@ -141,10 +141,10 @@ def test_examples_are_evenly_spaced_and_show_the_prediction():
 
 
 def test_hostile_names_are_escaped_in_page_and_charts():
-    names = [*EVIL[:9], "$\\frac{1$"]
+    names = [*HOSTILE_NAMES[:9], "$\\frac{1$"]
     _, page, read, _, _ = page_of(tuple(names))
     check_safe(read)
-    for name in EVIL[:7]:
+    for name in HOSTILE_NAMES[:7]:
         assert name in read.text, name
     drawn = [figure.image for section in page.sections for figure in section.figures]
     assert len(drawn) == 3
@@ -181,8 +181,8 @@ def test_images_of_any_model(fields):
 
 def test_multi_label_report():
     found, page, read, _, _ = page_of(tuple("abc"), multi_label=True)
-    assert f"{percent(found.scores.mean_ap)} mean average precision" in read.text
-    assert f"{percent(found.scores.exact)} of 60 images with all labels correct" in read.text
+    assert f"{percent(found.metrics.mean_ap)} mean average precision" in read.text
+    assert f"{percent(found.metrics.exact)} of 60 images with all labels correct" in read.text
     assert "Calibration" not in read.text
     assert rows(page, "Classes")[0][4].endswith(" %")
 
@@ -192,8 +192,8 @@ def test_many_classes_have_tables_instead_of_charts():
     found, page, *_ = page_of(tuple(names))
     assert [len(section.figures) for section in page.sections[2:4]] == [0, 0]
     assert len(rows(page, "Classes")) == 31
-    many = dataclasses.replace(found.scores, confusion=np.ones((31, 31), int).tolist())
-    [section] = confusion_section(dataclasses.replace(found, scores=many))
+    many = dataclasses.replace(found.metrics, confusion=np.ones((31, 31), int).tolist())
+    [section] = confusion_section(dataclasses.replace(found, metrics=many))
     assert len(section.tables[0].rows) == 20
     _, page, *_ = page_of(tuple(f"class {i}" for i in range(201)))
     assert "Confusion" not in [section.title for section in page.sections]
@@ -204,7 +204,7 @@ def test_a_model_without_a_head():
     bundle = vt.Bundle(model=model_of(0))
     data = data_of(bundle, "ab")
     found = evaluate(bundle, data, probe=["knn"])
-    read = Read(render(evaluation_page(found, bundle, data.val)))
+    read = ParsedPage(render(evaluation_page(found, bundle, data.val)))
     assert f"{percent(max(row.top1 for row in found.probes))} accuracy of the best probe" in read.text
     assert "Examples" not in read.text
 
@@ -213,11 +213,13 @@ def test_real_labels_corrupt_files_and_notes():
     bundle = vt.Bundle(model=model_of(2), labels=["a", "b"])
     data = data_of(bundle, "ab")
     found = evaluate(bundle, data, real=[[0, 1]] * 50 + [[]] * 10)
-    found = dataclasses.replace(found, corrupt={EVIL[0]: "which is broken"}, notes=["one", "one", "two"])
+    found = dataclasses.replace(
+        found, corrupt={HOSTILE_NAMES[0]: "which is broken"}, notes=["one", "one", "two"]
+    )
     [better] = real_labels_section(found)
     assert better.tables[0].rows[1] == ["ReaL", "100.0 %", "50"]
     broken, listed = notes_sections(found)
-    assert broken.tables[0].rows == [(EVIL[0], "which is broken")]
+    assert broken.tables[0].rows == [(HOSTILE_NAMES[0], "which is broken")]
     assert listed.points == ["one", "two"]
 
 
@@ -228,7 +230,7 @@ def test_model_without_mistakes():
     split = dataclasses.replace(data.val, labels=said)
     right = dataclasses.replace(data, val=split)
     found = evaluate(bundle, right)
-    read = Read(render(evaluation_page(found, bundle, split)))
+    read = ParsedPage(render(evaluation_page(found, bundle, split)))
     assert "There are no mistakes" in read.text
     assert "No class was mistaken for another." in read.text
     assert "no temperature could be fitted" in read.text
@@ -305,24 +307,26 @@ def test_number_formats():
 
 def test_confused_pairs():
     found, *_ = page_of(tuple("abc"))
-    table = np.array(found.scores.confusion)
-    for true, predicted, count, fraction in confused_pairs(found.scores, 99):
+    table = np.array(found.metrics.confusion)
+    for true, predicted, count, fraction in confused_pairs(found.metrics, 99):
         row = "abc".index(true)
         assert table[row, "abc".index(predicted)] == count
         assert fraction == count / table[row].sum()
-    assert len(confused_pairs(found.scores, 99)) == (table * (1 - np.eye(3)) > 0).sum()
+    assert len(confused_pairs(found.metrics, 99)) == (table * (1 - np.eye(3)) > 0).sum()
 
 
 def test_reliability_diagram_shows_both_curves():
     found, _, _, bundle, split = page_of(tuple("abc"))
     c = found.calibration
     logits = run_model(bundle.model, split, bundle.preprocess)[0].numpy()
-    said, scores = predict_top1(logits, c.temperature)
-    wanted = reliability_bins(scores, said == split.labels)
-    assert [one.count for one in c.cooled] == [one.count for one in wanted]
+    predicted, scores = predict_top1(logits, c.temperature)
+    wanted = reliability_bins(scores, predicted == split.labels)
+    assert [one.count for one in c.scaled_bins] == [one.count for one in wanted]
     text = charts.reliability_diagram(c)
     assert "with temperature scaling" in text
-    assert "with temperature scaling" not in charts.reliability_diagram(dataclasses.replace(c, cooled=[]))
+    assert "with temperature scaling" not in charts.reliability_diagram(
+        dataclasses.replace(c, scaled_bins=[])
+    )
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 300])
@@ -349,7 +353,7 @@ def test_the_command_writes_a_new_page(tmp_path, monkeypatch):
     vt.Bundle(model=model_of(10), labels=[str(i) for i in range(10)]).save(file)
     done = evaluated(file, "digits", "--html", page)
     assert f"Saved {page}" in "".join(done.stdout.split("\n"))
-    read = Read(page.read_text())
+    read = ParsedPage(page.read_text())
     check_safe(read)
     assert "tiny.safetensors on digits" in read.text
     assert len(read.all("img")) == 2 * (12 + 8) + 3

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import vitrail as vt
-from tests.support.read_pages import EVIL, Read, check_safe
+from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail.errors import InputError
 from vitrail.inspect import figures
 from vitrail.inspect.figure import InspectionRequest
@@ -36,11 +36,11 @@ def photos(tmp_path):
 
 def test_all_figures_of_a_model_and_images(tmp_path, photos):
     calls = []
-    request = InspectionRequest(bundle_of(), photos, most=2, progress=lambda *args: calls.append(args))
+    request = InspectionRequest(bundle_of(), photos, max_images=2, progress=lambda *args: calls.append(args))
     assert write_inspection(request, tmp_path / "out", command="vitrail inspect x y") == {}
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"index.html", *(f"{n}.{kind}" for n in FIGURES for kind in ("png", "svg", "csv"))}
-    read = Read((tmp_path / "out" / "index.html").read_text())
+    read = ParsedPage((tmp_path / "out" / "index.html").read_text())
     check_safe(read)
     assert len(read.all("img")) == len(FIGURES)
     for title in (spec.title for spec in FIGURES.values()):
@@ -65,7 +65,8 @@ def test_skipped_figures_are_listed_unless_they_were_requested(tmp_path):
     missing = write_inspection(request, tmp_path / "out")
     assert list(missing) == ["positions"]
     assert (
-        "Figures that do not apply to this model" in Read((tmp_path / "out" / "index.html").read_text()).text
+        "Figures that do not apply to this model"
+        in ParsedPage((tmp_path / "out" / "index.html").read_text()).text
     )
     with pytest.raises(InputError):
         write_inspection(request, tmp_path / "other", only=["positions"])
@@ -90,14 +91,14 @@ def test_figures_of_other_layouts(tmp_path, photos, change):
 
 
 def test_hostile_names_are_escaped(tmp_path, photos):
-    for n, name in enumerate(EVIL):
+    for n, name in enumerate(HOSTILE_NAMES):
         path = photos[0].with_name(name.replace("/", "_").replace("\x00", "")[:60] + f"{n}.png")
         path.write_bytes(photos[0].read_bytes())
     labels = ["<script>alert(1)</script>", "\"'>", "$x_1$"]
     request = InspectionRequest(bundle_of(labels), sorted(photos[0].parent.iterdir()))
     request.bundle.card = vt.Card(name="<b>bold</b>")
     write_inspection(request, tmp_path / "out", only=["attribution", "lens", "features"])
-    read = Read((tmp_path / "out" / "index.html").read_text())
+    read = ParsedPage((tmp_path / "out" / "index.html").read_text())
     check_safe(read)
     assert "<b>bold</b>" in read.text
 
@@ -106,9 +107,9 @@ def test_a_broken_image_is_named_and_skipped(tmp_path, photos):
     photos[1].write_bytes(b"no image")
     request = InspectionRequest(bundle_of(), photos)
     write_inspection(request, tmp_path / "out", only=["rollout", "distance"])
-    [(name, _)] = request.corrupt.names.items()
+    [(name, _)] = request.corrupt.reasons.items()
     assert name.endswith("1.png")
-    assert "1.png" in Read((tmp_path / "out" / "index.html").read_text()).text
+    assert "1.png" in ParsedPage((tmp_path / "out" / "index.html").read_text()).text
     for path in photos:
         path.write_bytes(b"no image")
     with pytest.raises(InputError, match=r"None of the 3 images could be read"):

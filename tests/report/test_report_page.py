@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support.read_pages import EVIL, Read, check_safe
+from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail import __version__
 from vitrail.errors import InputError, MissingExtra
 from vitrail.report.page import Figure, ImageTile, Page, Section, Table, check_extras, render, write_page
@@ -42,12 +42,12 @@ def page_of(words):
 
 
 def test_all_text_is_escaped():
-    text = render(page_of(EVIL))
-    read = Read(text)
+    text = render(page_of(HOSTILE_NAMES))
+    read = ParsedPage(text)
     check_safe(read)
-    assert len(read.all("section")) == len(EVIL)
-    assert len(read.all("details")) == len(EVIL) // 2
-    shown = [word for word in EVIL if word.isprintable()]
+    assert len(read.all("section")) == len(HOSTILE_NAMES)
+    assert len(read.all("details")) == len(HOSTILE_NAMES) // 2
+    shown = [word for word in HOSTILE_NAMES if word.isprintable()]
     for word in shown:
         assert read.text.count(word) >= 14, word
         assert sum(one.get("alt") == word for one in read.all("img")) == 2
@@ -58,7 +58,7 @@ def test_all_text_is_escaped():
 
 
 def test_the_parts_of_a_page():
-    read = Read(render(page_of(["one", "two", "three", "four"])))
+    read = ParsedPage(render(page_of(["one", "two", "three", "four"])))
     assert read.tags[0][0] == "html"
     assert read.tags[0][1]["lang"] == "en"
     assert [len(read.all(tag)) for tag in ("h1", "h2", "caption", "main", "nav")] == [1, 4, 4, 1, 1]
@@ -80,14 +80,14 @@ def test_the_parts_of_a_page():
 
 
 def test_images_are_embedded():
-    read = Read(render(page_of(["one"])))
+    read = ParsedPage(render(page_of(["one"])))
     svg, png = (one["src"] for one in read.all("img"))
     assert base64.b64decode(svg.removeprefix("data:image/svg+xml;base64,")).startswith(b"<svg")
     assert base64.b64decode(png.removeprefix("data:image/png;base64,")) == PNG
 
 
 def test_empty_page():
-    read = Read(render(Page("nothing")))
+    read = ParsedPage(render(Page("nothing")))
     assert "nothing" in read.text
     assert not read.all("nav")
 
@@ -103,7 +103,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
     ):
         write_page(path, page_of(["two"]))
     assert path.read_bytes() == before
-    write_page(path, page_of(["two"]), replace=True)
+    write_page(path, page_of(["two"]), overwrite=True)
     assert path.read_bytes() != before
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
@@ -117,7 +117,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         code = 1
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            write_page(path, page_of(["one"]), replace=True)
+            write_page(path, page_of(["one"]), overwrite=True)
         except OSError as error:
             code = 0 if error.errno == errno.EFBIG else 2
         finally:

@@ -9,8 +9,15 @@ import sys
 import pytest
 
 import vitrail as vt
-from tests.support.read_pages import Read, check_safe
-from tests.support.tiny_runs import Notes, everything, left_over, one_thread, write_arrays, write_folder
+from tests.support.read_pages import ParsedPage, check_safe
+from tests.support.tiny_runs import (
+    RecordingCallback,
+    file_hashes,
+    one_thread,
+    partial_files,
+    write_arrays,
+    write_folder,
+)
 from vitrail.data.sources import open_dataset
 from vitrail.errors import FileError
 from vitrail.evaluation.run import evaluate
@@ -36,13 +43,13 @@ def copy(run, to):
 
 
 def test_a_run_writes_a_report(run):
-    read = Read((run.out / "report.html").read_text())
+    read = ParsedPage((run.out / "report.html").read_text())
     check_safe(read)
     found = evaluate(run.bundle, open_dataset("digits"), split="val")
     last = run.metrics[-1]
-    assert found.scores.top1 == last["val_accuracy"]
+    assert found.metrics.top1 == last["val_accuracy"]
     for words in (
-        f"{percent(found.scores.top1)} top-1 accuracy on 360 images",
+        f"{percent(found.metrics.top1)} top-1 accuracy on 360 images",
         "Training on digits",
         "The validation set was evaluated once",
         f"from {last['loss']:.3f} to {last['loss']:.3f} in 1 epoch",
@@ -55,24 +62,24 @@ def test_a_run_writes_a_report(run):
         assert words in read.text, words
     assert len(read.all("details")) == 1
     assert len(read.all("img")) == 3 + 2 * (12 + 8) + 3
-    assert not left_over(run.out)
+    assert not partial_files(run.out)
 
 
 def test_resuming_a_finished_run_writes_only_a_missing_report(run, tmp_path):
     out = copy(run, tmp_path / "out")
-    before, notes = everything(out), Notes()
+    before, notes = file_hashes(out), RecordingCallback()
     vt.train("digits", out=out, resume=True, callback=notes, **HOW)
-    assert (everything(out), notes.notes) == (before, [])
+    assert (file_hashes(out), notes.notes) == (before, [])
     (out / "report.html").unlink()
     vt.train("digits", out=out, resume=True, report=False, **HOW)
     assert not (out / "report.html").exists()
     vt.train("digits", out=out, resume=True, **HOW)
-    assert everything(out, but=["report.html"]) == {n: v for n, v in before.items() if n != "report.html"}
+    assert file_hashes(out, but=["report.html"]) == {n: v for n, v in before.items() if n != "report.html"}
     assert "Training on digits" in (out / "report.html").read_text()
 
 
 def test_without_matplotlib_a_note_is_printed(run, tmp_path, monkeypatch):
-    out, notes = copy(run, tmp_path / "out"), Notes()
+    out, notes = copy(run, tmp_path / "out"), RecordingCallback()
     (out / "report.html").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     vt.train("digits", out=out, resume=True, callback=notes, **HOW)
@@ -87,18 +94,18 @@ def test_a_failed_report_does_not_fail_the_run(run, tmp_path):
     for text, words in ((None, "environment.json: No such file or directory."), ("[", "JSONDecodeError: ")):
         if text:
             (out / "environment.json").write_text(text)
-        notes = Notes()
+        notes = RecordingCallback()
         assert vt.train("digits", out=out, resume=True, callback=notes, **HOW).metrics == run.metrics
         assert [note for note in notes.notes if note.startswith("No report: ") and words in note]
         assert not (out / "report.html").exists()
-        assert not left_over(out)
+        assert not partial_files(out)
 
 
 def test_a_full_disk_is_an_error(run, tmp_path):
     """In a child process, files are limited to 20 kB."""
     out = copy(run, tmp_path / "out")
     (out / "report.html").unlink()
-    before = everything(out)
+    before = file_hashes(out)
     child = os.fork()
     if not child:
         code = 1
@@ -111,7 +118,7 @@ def test_a_full_disk_is_an_error(run, tmp_path):
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert everything(out) == before
+    assert file_hashes(out) == before
 
 
 def test_unreadable_files_and_skipped_steps_are_noted(run, tmp_path):
@@ -120,7 +127,7 @@ def test_unreadable_files_and_skipped_steps_are_noted(run, tmp_path):
         (tmp_path / "pets" / "bee" / f"{split}.png").write_bytes(b"broken")
     how = dict(epochs=2, batch=8, model=dict(width=16, depth=1, heads=2, size=16, patch=4), corrupt="skip")
     done = vt.train(tmp_path / "pets", out=tmp_path / "out", **how)
-    text = Read((done.out / "report.html").read_text()).text
+    text = ParsedPage((done.out / "report.html").read_text()).text
     broken = [
         n for n in open_dataset(tmp_path / "pets").eval_split.names if n.endswith(("one.png", "two.png"))
     ]
@@ -166,6 +173,6 @@ def test_two_processes_write_one_report(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Saved out/report.html") == 1
-    text = Read((tmp_path / "out" / "report.html").read_text()).text
+    text = ParsedPage((tmp_path / "out" / "report.html").read_text()).text
     assert "of 30 images" in text.lower()
-    assert not left_over(tmp_path)
+    assert not partial_files(tmp_path)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import InputError
 from vitrail.inspect import filters, lens, positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
@@ -36,7 +36,7 @@ CONFIGS = {
 
 def predictor_of(**options):
     config = vt.ViTConfig(**{**SMALL, **options})
-    return vt.Predictor(Bundle(model=shake(vt.ViT(config)), card=Card(name="small")))
+    return vt.Predictor(Bundle(model=add_noise(vt.ViT(config)), card=Card(name="small")))
 
 
 def some_levels(predictor, seed=0):
@@ -209,7 +209,7 @@ def test_filters_are_those_of_the_figure(options):
         np.testing.assert_allclose(shown, filters.as_colors(wanted), atol=1 / 255)
     else:
         np.testing.assert_allclose(shown[..., 0], wanted.components.mean(axis=1), atol=(most - least) / 255)
-    assert found["variance"] == pytest.approx(list(wanted.share))
+    assert found["variance"] == pytest.approx(list(wanted.explained_variance))
     assert found["patch"] == [4, 4]
     assert found["caption"] == filters.caption(wanted)
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.browser import needs_chromium
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.serve.app import App
@@ -120,7 +120,9 @@ def opened(browser):
 
 def predictor_of(labels=None, card=None, **options):
     config = vt.ViTConfig(**{**SMALL, **options})
-    return vt.Predictor(Bundle(model=shake(vt.ViT(config)), labels=labels, card=card or Card(name="small")))
+    return vt.Predictor(
+        Bundle(model=add_noise(vt.ViT(config)), labels=labels, card=card or Card(name="small"))
+    )
 
 
 def wait_until(page, expression):

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.support.serving import Gated, child, make_image, read_all, request, serving, statuses, toy, until
-from vitrail.cli.serve import name_of, serve
+from vitrail.cli.serve import model_name, serve
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serve.settings import ServeConfig
 
@@ -297,7 +297,7 @@ def test_a_model_has_a_name(predictor, tmp_path, monkeypatch):
     (tmp_path / "pets").mkdir()
     monkeypatch.chdir(tmp_path / "pets")
     for model, name in {".": "pets", "best.safetensors": "best", "hf:owner/cats": "cats"}.items():
-        assert name_of(predictor, model) == name
+        assert model_name(predictor, model) == name
 
 
 def refused(monkeypatch, *words, **environment):

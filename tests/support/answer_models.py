@@ -5,7 +5,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=24, channels=3, classes=5)
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 def build(name="class token", **fields):
     torch.manual_seed(0)
-    return shake(vt.ViT(vt.ViTConfig(**BASE | LAYOUTS[name] | fields)))
+    return add_noise(vt.ViT(vt.ViTConfig(**BASE | LAYOUTS[name] | fields)))
 
 
 def images_for(model, count=2):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 SMALL = dict(width=32, depth=3, heads=4, patch=8, size=24, channels=1, classes=5)
 LAYOUTS = {
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def build(layout="class token", **changes):
-    return shake(vt.ViT(vt.ViTConfig(**{**SMALL, **LAYOUTS[layout], **changes})))
+    return add_noise(vt.ViT(vt.ViTConfig(**{**SMALL, **LAYOUTS[layout], **changes})))
 
 
 def random_images(model, count=2):

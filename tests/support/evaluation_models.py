@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -36,7 +36,7 @@ def write_two_classes(folder):
                 image = Image.new("RGB", (9, 8), (value + number,) * 3)
                 image.save(folder / "data" / split / name / f"{number}.png")
     (folder / "data" / "val" / "light" / "1.png").write_bytes(b"not an image")
-    model = shake(vt.ViT(vt.ViTConfig(width=8, depth=1, heads=2, patch=4, size=8, channels=3, classes=2)))
+    model = add_noise(vt.ViT(vt.ViTConfig(width=8, depth=1, heads=2, patch=4, size=8, channels=3, classes=2)))
     vt.Bundle(model=model, labels=["dark", "light"]).save(folder / "two.safetensors")
     return folder
 

@@ -6,7 +6,7 @@ import torch
 from tests.support import oracle
 
 
-def shake(model):
+def add_noise(model):
     """Add noise to every parameter, so that a test notices if one is not used; evaluation mode.
 
     A new model has a zero head, zero biases and a zero class token: without noise, two models would agree

@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 
 VOID = {"meta", "img", "br", "link", "input"}
-EVIL = [
+HOSTILE_NAMES = [
     "<script>alert(1)</script>",
     "\"><img src=x onerror=alert(1)>'",
     "</style></title><b>",
@@ -17,7 +17,7 @@ EVIL = [
 ]
 
 
-class Read(HTMLParser):
+class ParsedPage(HTMLParser):
     """Tags in the order they open, attributes, and text; every tag must be closed in order."""
 
     def __init__(self, text):

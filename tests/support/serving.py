@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.serve.app import App
 from vitrail.serve.server import Server, bind, page_files
 from vitrail.serve.settings import ServeConfig
@@ -51,7 +51,7 @@ run(predictor, settings, name="toy", started=lambda address: print(address, flus
 
 def toy(**fields):
     """The toy preset with five classes and parameters that all matter."""
-    return vt.Bundle(model=shake(vt.create("mu/4", classes=5, **fields)), labels=LABELS)
+    return vt.Bundle(model=add_noise(vt.create("mu/4", classes=5, **fields)), labels=LABELS)
 
 
 def make_image(seed=0, kind="PNG", size=(40, 50)):

@@ -90,7 +90,7 @@ def write_folder(folder, each=22):
     return folder
 
 
-def prints(out):
+def fingerprints(out):
     """Hashes of what must be bit-equal: metrics, weights, and everything in the last checkpoint."""
     last = checkpoint.list_checkpoints(out / "checkpoints")[0]
     files = [out / name for name in ("metrics.jsonl", "last.safetensors", "best.safetensors")]
@@ -102,7 +102,7 @@ def rows(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def everything(folder, but=()):
+def file_hashes(folder, but=()):
     """The hash of every file below a folder, except for some names."""
     return {
         str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
@@ -111,12 +111,12 @@ def everything(folder, but=()):
     }
 
 
-def left_over(folder):
+def partial_files(folder):
     """Temporary files below a folder."""
     return [p.name for p in folder.rglob("*") if ".part" in p.name or "tmp" in p.name]
 
 
-class Notes(NullCallback):
+class RecordingCallback(NullCallback):
     """A callback that records messages and metrics."""
 
     def __init__(self):
@@ -222,7 +222,7 @@ def kill_again_and_again(folder, kills, seed):
     start = time.perf_counter()
     assert os.waitpid(forked(lambda: work(folder / "whole")), 0)[1] == 0
     longest = time.perf_counter() - start
-    expected, killed, number = prints(folder / "whole"), 0, 0
+    expected, killed, number = fingerprints(folder / "whole"), 0, 0
     while killed < kills:
         number, out = number + 1, folder / f"run{number}"
         (folder / "announced").write_text("")
@@ -239,8 +239,8 @@ def kill_again_and_again(folder, kills, seed):
             newest, _ = checkpoint.load_newest(out / "checkpoints")
             assert not announced or newest is not None
             assert not announced or newest.step >= int(announced[-1][5:13])
-        assert prints(out) == expected, out
-        assert not left_over(out), left_over(out)
+        assert fingerprints(out) == expected, out
+        assert not partial_files(out), partial_files(out)
     print(f"killed {killed} times, {number} runs, {longest:.2f} s each")
 
 

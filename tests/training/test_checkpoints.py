@@ -16,12 +16,12 @@ import torch
 
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
     Signals,
-    everything,
-    left_over,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
+    partial_files,
     train,
     write_arrays,
 )
@@ -99,25 +99,25 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("damage", "why"), DAMAGE)
 def test_a_damaged_checkpoint_is_ignored(damage, why, data, halfway, complete, tmp_path):
-    out, callback = shutil.copytree(halfway, tmp_path / "run"), Notes()
+    out, callback = shutil.copytree(halfway, tmp_path / "run"), RecordingCallback()
     damage(out / "checkpoints" / "step-00000012")
     train(data, out=out, resume=True, callback=callback, **SETTINGS)
     warnings = [note for note in callback.notes if "step-0" in note]
     assert len(warnings) == 1
     assert f"step-00000012 is damaged ({why})" in warnings[0]
     assert "Resuming at step 10 of 15." in callback.notes
-    assert prints(out) == prints(complete)
+    assert fingerprints(out) == fingerprints(complete)
     assert names(out) == ["step-00000015", "step-00000010"]  # the damaged one is gone
 
 
 def test_with_all_checkpoints_damaged_training_starts_at_zero(data, halfway, complete, tmp_path):
-    out, callback = shutil.copytree(halfway, tmp_path / "run"), Notes()
+    out, callback = shutil.copytree(halfway, tmp_path / "run"), RecordingCallback()
     for path in files.list_checkpoints(out / "checkpoints"):
         truncate_model(path)
     train(data, out=out, resume=True, callback=callback, **SETTINGS)
     assert sum("is damaged" in note for note in callback.notes) == 2
     assert any("no complete checkpoint" in note and "step 0" in note for note in callback.notes)
-    assert prints(out) == prints(complete)
+    assert fingerprints(out) == fingerprints(complete)
 
 
 def test_partial_files_of_a_killed_run_are_removed_on_resume(data, halfway, complete, tmp_path):
@@ -127,9 +127,9 @@ def test_partial_files_of_a_killed_run_are_removed_on_resume(data, halfway, comp
     (out / ".00112233445566aa.part").write_text("{")
     with Signals(13), pytest.raises(Interrupted):
         train(data, out=out, resume=True, **SETTINGS)
-    assert not left_over(out)
+    assert not partial_files(out)
     train(data, out=out, resume=True, **SETTINGS)
-    assert prints(out) == prints(complete)
+    assert fingerprints(out) == fingerprints(complete)
 
 
 def test_partial_folders_are_not_checkpoints(tmp_path):
@@ -155,11 +155,11 @@ def test_foreign_files_are_kept(tmp_path):
     for path in kept:
         path.mkdir() if path.suffix != ".txt" else path.write_text("mine")
     (tmp_path / "best" / "model.part").write_text("mine")
-    before = everything(tmp_path)
+    before = file_hashes(tmp_path)
     for step in range(1, 5):
         files.save_checkpoint(tmp_path, checkpoint(step), keep=1)
     assert all(path.exists() for path in kept)
-    assert before.items() <= everything(tmp_path).items()
+    assert before.items() <= file_hashes(tmp_path).items()
 
 
 def test_the_one_just_written_is_never_removed(tmp_path):
@@ -175,11 +175,11 @@ def test_the_one_just_written_is_never_removed(tmp_path):
 def test_saving_a_step_again_does_not_touch_the_first(tmp_path):
     """Interrupted during evaluation, and saved again after it: a complete checkpoint exists at any time."""
     for number in range(12):
-        before = everything(tmp_path)
+        before = file_hashes(tmp_path)
         files.save_checkpoint(tmp_path, checkpoint(7, float(number)), keep=2)
         assert files.load_newest(tmp_path)[0].state["history"] == [float(number)]
-        kept = {name: data for name, data in before.items() if name in everything(tmp_path)}
-        assert kept.items() <= everything(tmp_path).items()
+        kept = {name: data for name, data in before.items() if name in file_hashes(tmp_path)}
+        assert kept.items() <= file_hashes(tmp_path).items()
         assert len(kept) == (3 if number else 0)  # the one before still has its three files
     assert len(files.list_checkpoints(tmp_path)) == 2
 
@@ -260,7 +260,7 @@ def resume_command(data, out, **how):
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(data, halfway, complete, tmp_path):
     out = shutil.copytree(halfway, tmp_path / "run")
-    before = {name: everything(out / "checkpoints" / name) for name in names(out)}
+    before = {name: file_hashes(out / "checkpoints" / name) for name in names(out)}
     most = (out / "checkpoints" / "step-00000012" / "model.safetensors").stat().st_size
     done = resume_command(data, out, preexec_fn=limited(most + 2000))  # the optimizer is twice as large
     assert done.returncode == 2, done.stdout + done.stderr
@@ -268,10 +268,10 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(data, halfway, co
     assert "could not be written" in done.stderr
     assert "File too large" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {name: everything(out / "checkpoints" / name) for name in names(out)} == before
-    assert not left_over(out)
+    assert {name: file_hashes(out / "checkpoints" / name) for name in names(out)} == before
+    assert not partial_files(out)
     train(data, out=out, resume=True, **SETTINGS)  # with space again
-    assert prints(out) == prints(complete)
+    assert fingerprints(out) == fingerprints(complete)
 
 
 @contextmanager
@@ -296,11 +296,11 @@ def test_a_read_only_run_directory(data, halfway, complete):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         out, file = shutil.copytree(halfway, Path(folder) / "run"), shutil.copy(data, folder)
-        before = everything(out)
+        before = file_hashes(out)
         message = r"log\.txt could not be written: Permission denied"
         with read_only(out), pytest.raises(FileError, match=message):
             train(file, out=out, resume=True, **SETTINGS)
-        assert everything(out) == before
+        assert file_hashes(out) == before
         (out / "log.txt").chmod(0o666)
         with read_only(out):
             with (
@@ -312,16 +312,16 @@ def test_a_read_only_run_directory(data, halfway, complete):
                 train(file, out=out, resume=True, **SETTINGS)
             with pytest.raises(PermissionError):
                 train(file, out=out / "new", **SETTINGS)
-        assert everything(out, but=["log.txt"]) == {n: v for n, v in before.items() if n != "log.txt"}
+        assert file_hashes(out, but=["log.txt"]) == {n: v for n, v in before.items() if n != "log.txt"}
         train(file, out=out, resume=True, **SETTINGS)
-        assert prints(out) == prints(complete)
+        assert fingerprints(out) == fingerprints(complete)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json"])
 def test_an_error_at_any_file_of_a_checkpoint_leaves_the_one_before(file, tmp_path, monkeypatch):
     """As on a disk that becomes full or read-only halfway."""
     files.save_checkpoint(tmp_path, checkpoint(1), keep=1)
-    before = everything(tmp_path)
+    before = file_hashes(tmp_path)
     real_text, real_tensors = files.write_text, files.write_safetensors
 
     def refuse(real):
@@ -336,8 +336,8 @@ def test_an_error_at_any_file_of_a_checkpoint_leaves_the_one_before(file, tmp_pa
     monkeypatch.setattr(files, "write_safetensors", refuse(real_tensors))
     with pytest.raises(FileError, match=r"step-00000002 could not be written: Read-only file system"):
         files.save_checkpoint(tmp_path, checkpoint(2), keep=1)
-    assert everything(tmp_path) == before
-    assert not left_over(tmp_path)
+    assert file_hashes(tmp_path) == before
+    assert not partial_files(tmp_path)
 
 
 def test_the_manifest_lists_every_file(halfway):

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
+    fingerprints,
     one_thread,
-    prints,
     stopped_and_resumed,
     train,
     write_arrays,
@@ -47,7 +47,9 @@ def data(tmp_path_factory):
 def build_teacher(seed=5, labels=("0", "1", "2"), preprocess=OTHER, **config):
     torch.manual_seed(seed)
     config = {**TINY, "size": preprocess.target, "depth": 2, "classes": len(labels), **config}
-    return vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**config))), preprocess=preprocess, labels=list(labels))
+    return vt.Bundle(
+        model=add_noise(vt.ViT(vt.ViTConfig(**config))), preprocess=preprocess, labels=list(labels)
+    )
 
 
 # ---- the formulas -------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def test_a_step_equals_one_by_hand(head, kind, data):
     """Class logits against the labels, distillation logits against the teacher; a single output against both."""
     dataset, bundle = open_dataset(data), build_teacher()
     torch.manual_seed(0)
-    model = shake(vt.ViT(vt.ViTConfig(**TINY, **head)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**TINY, **head)))
     other = vt.ViT(model.config)
     other.load_state_dict(model.state_dict())
     how = TrainConfig(batch=16, epochs=1, smoothing=0.1, distill=kind, distill_weight=0.3)
@@ -98,7 +100,7 @@ def test_a_step_equals_one_by_hand(head, kind, data):
     x = torch.from_numpy(dataset.train.images[indices.numpy()]).permute(0, 3, 1, 2).float() / 255
     labels = torch.from_numpy(dataset.train.labels)[indices]
     pooled = other.encode((x - 0.5) / 0.5).pooled
-    ours, taught = other.head.both(pooled) if head else (other.head(pooled),) * 2
+    ours, taught = other.head.separate_logits(pooled) if head else (other.head(pooled),) * 2
     larger = F.interpolate(x, (12, 12), mode="bilinear", antialias=True)
     theirs = bundle.model((larger * (255 / 128) - 0.2) / 0.7)
     of_labels = F.cross_entropy(ours, labels, label_smoothing=0.1)
@@ -158,7 +160,7 @@ def test_classes_in_another_order_are_matched_by_name(data, tmp_path):
         head.bias.copy_(plain.model.head.bias[order])
     x = torch.rand(4, 1, 8, 8)
     torch.testing.assert_close(Teacher(permuted, dataset, 1, CPU)(x), Teacher(plain, dataset, 1, CPU)(x))
-    callback = Notes()
+    callback = RecordingCallback()
     train(data, out=tmp_path / "run", teacher=permuted, epochs=1, batch=16, model=TINY, callback=callback)
     assert any(n.startswith("The teacher: ") and "another order" in n for n in callback.notes)
 
@@ -234,7 +236,7 @@ def test_distillation_resumes_exactly_and_refuses_another_teacher(head, data, tm
     how["model"] = {**SETTINGS["model"], **head}
     train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", 7, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
     config = saved_config(tmp_path / "run")
     assert (config["train"]["distill"], len(config["start"]["teacher"])) == ("hard", 64)
     train(data, out=tmp_path / "run", resume=True, **{**how, "teacher": build_teacher()})  # the same weights

@@ -7,11 +7,11 @@ import pytest
 
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
     Signals,
-    everything,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
     rows,
     train,
     write_arrays,
@@ -45,7 +45,7 @@ def lines(out):
 
 
 def test_the_log_has_every_message_of_every_start(data, tmp_path):
-    first, second = Notes(), Notes()
+    first, second = RecordingCallback(), RecordingCallback()
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=tmp_path, callback=first, **HOW)
     before = (tmp_path / "log.txt").read_text()
@@ -70,7 +70,7 @@ def test_files_that_cannot_be_read_are_named_or_counted(policy, tmp_path):
     write_folder(tmp_path / "images", each=8)
     for name in ("bee/03.png", "cat/00.jpg"):
         (tmp_path / "images" / name).write_bytes(b"no image")
-    callback, out = Notes(), tmp_path / "run"
+    callback, out = RecordingCallback(), tmp_path / "run"
     train(tmp_path / "images", out=out, corrupt=policy, callback=callback, **{**SETTINGS, "batch": 8})
     reported = [note for note in callback.notes if "could not be read" in note]
     if policy == "warn":
@@ -100,7 +100,7 @@ def test_messages_before_the_folder_exists_are_written_first(tmp_path):
 
 
 def test_only_the_main_process_writes(tmp_path):
-    notes = Notes()
+    notes = RecordingCallback()
     log = LogFile(notes, tmp_path / "log.txt", enabled=False)
     log.open()
     log.on_message("heard")
@@ -117,16 +117,16 @@ def test_a_truncated_last_line_is_ended(tmp_path):
 
 def test_a_full_disk_is_an_error(data, tmp_path):
     """Every write to /dev/full fails. The run directory stays as it was, and the run can be resumed later."""
-    out, notes = tmp_path / "run", Notes()
+    out, notes = tmp_path / "run", RecordingCallback()
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=out, **HOW)
     shutil.move(out / "log.txt", tmp_path / "log.txt")
-    before = everything(out)
+    before = file_hashes(out)
     (out / "log.txt").symlink_to("/dev/full")
     with pytest.raises(FileError, match=r"log\.txt could not be written: No space left on device.* --resume"):
         train(data, out=out, resume=True, callback=notes, **HOW)
     (out / "log.txt").unlink()
-    assert everything(out) == before
+    assert file_hashes(out) == before
     train(data, out=out, resume=True, **HOW)
     train(data, out=tmp_path / "uninterrupted", **HOW)
-    assert prints(out) == prints(tmp_path / "uninterrupted")
+    assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")

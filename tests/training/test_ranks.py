@@ -12,10 +12,10 @@ import pytest
 from tests.support.tiny_runs import (
     SETTINGS,
     STOPS,
-    left_over,
+    fingerprints,
     one_thread,
     partial_and_distilled,
-    prints,
+    partial_files,
     rows,
     train,
     without_dropout,
@@ -57,14 +57,14 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["arrays", "folder"])
 def test_the_number_of_workers_changes_nothing(runs, kind):
-    assert prints(runs / f"{kind}-0") == prints(runs / f"{kind}-2")
+    assert fingerprints(runs / f"{kind}-0") == fingerprints(runs / f"{kind}-2")
 
 
 @pytest.mark.parametrize(("kind", "at"), STOPS)
 def test_two_interrupted_processes_end_with_the_same_bits(runs, kind, at):
     """At step 7 the signal reaches only the second process. The running sums of both are restored."""
-    assert prints(runs / f"{kind}-at-{at}") == prints(runs / f"{kind}-2")
-    assert not left_over(runs)
+    assert fingerprints(runs / f"{kind}-at-{at}") == fingerprints(runs / f"{kind}-2")
+    assert not partial_files(runs)
 
 
 def assert_close(one, other):
@@ -91,7 +91,7 @@ def test_two_processes_have_the_loss_of_one(runs, tmp_path):
 def test_two_processes_fine_tune_and_distill_as_one(runs, name, tmp_path):
     train(runs / "data.npz", out=tmp_path / name, **partial_and_distilled(runs)[name])
     assert_close(rows(runs / name), rows(tmp_path / name))
-    assert prints(runs / f"{name}-stopped") == prints(runs / name)
+    assert fingerprints(runs / f"{name}-stopped") == fingerprints(runs / name)
 
 
 def test_only_one_process_writes_the_log(runs):
@@ -127,7 +127,7 @@ def test_stopped_by_the_terminal_and_resumed(runs, tmp_path):
     step = stop[0].split()[3]
     assert (out / "checkpoints" / f"step-{int(step.replace(',', '')):08d}").is_dir()
     assert took < 20
-    assert not left_over(out)
+    assert not partial_files(out)
     (out / "metrics.jsonl").unlink()  # the checkpoint has its rows, too
     output, _ = stopped([*start, "--batch=16", "--resume"], out / "metrics.jsonl")
     assert f"Resuming at step {step} of 10,000." in output

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
     Signals,
-    everything,
-    left_over,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
+    partial_files,
     rows,
     stopped_and_resumed,
     train,
@@ -55,8 +55,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(kind, workers, at, data, uni
     """At the first step, within an epoch, at its end, during its evaluation, and before it is saved."""
     at = {"arrays": 10, "folder": 6}[kind] if at == "end" else at  # epochs of 5 steps, and of 3
     stopped_and_resumed(data[kind], tmp_path / "run", at, workers=workers, **SETTINGS)
-    assert prints(tmp_path / "run") == prints(uninterrupted(kind))
-    assert not left_over(tmp_path)
+    assert fingerprints(tmp_path / "run") == fingerprints(uninterrupted(kind))
+    assert not partial_files(tmp_path)
 
 
 def test_interrupted_after_every_step(data, uninterrupted, tmp_path):
@@ -67,22 +67,22 @@ def test_interrupted_after_every_step(data, uninterrupted, tmp_path):
         steps += 1
     train(data["arrays"], out=tmp_path / "run", resume=True, **SETTINGS)
     assert rows(tmp_path / "run")[-1]["step"] == steps == 15
-    assert prints(tmp_path / "run") == prints(uninterrupted("arrays"))
+    assert fingerprints(tmp_path / "run") == fingerprints(uninterrupted("arrays"))
 
 
 def test_the_number_of_workers_changes_nothing_and_may_change_on_resume(data, uninterrupted, tmp_path):
     train(data["folder"], out=tmp_path / "none", workers=0, **SETTINGS)
-    assert prints(tmp_path / "none") == prints(uninterrupted("folder"))
+    assert fingerprints(tmp_path / "none") == fingerprints(uninterrupted("folder"))
     stopped_and_resumed(
         data["folder"], tmp_path / "run", 4, workers=0, resumes=dict(workers=2, keep=5), **SETTINGS
     )
-    assert prints(tmp_path / "run") == prints(uninterrupted("folder"))
+    assert fingerprints(tmp_path / "run") == fingerprints(uninterrupted("folder"))
 
 
 def test_another_seed_gives_another_run(data, uninterrupted, tmp_path):
     """Otherwise all of the above would hold for a run that does not train at all."""
     train(data["arrays"], out=tmp_path / "run", seed=1, **SETTINGS)
-    one, other = prints(tmp_path / "run"), prints(uninterrupted("arrays"))
+    one, other = fingerprints(tmp_path / "run"), fingerprints(uninterrupted("arrays"))
     assert [name for name in one if one[name] == other[name]] == ["sums.safetensors"]  # zero after an epoch
     first, *_, last = rows(tmp_path / "run")
     assert last["loss"] < first["loss"]
@@ -92,8 +92,8 @@ def test_sgd_with_a_linear_schedule_and_no_ema_resumes_exactly(data, tmp_path):
     settings = {**SETTINGS, "optimizer": "sgd", "momentum": 0.9, "ema": None, "schedule": "linear"}
     train(data["arrays"], out=tmp_path / "uninterrupted", **settings)
     stopped_and_resumed(data["arrays"], tmp_path / "run", 7, **settings)
-    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
-    assert "ema.safetensors" not in prints(tmp_path / "run")
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
+    assert "ema.safetensors" not in fingerprints(tmp_path / "run")
 
 
 def test_with_fewer_checkpoints_than_epochs_the_newest_is_resumed(data, tmp_path):
@@ -101,7 +101,7 @@ def test_with_fewer_checkpoints_than_epochs_the_newest_is_resumed(data, tmp_path
     train(data["arrays"], out=tmp_path / "uninterrupted", **settings)
     out = tmp_path / "run"
     stopped_and_resumed(data["arrays"], out, 12, **settings)
-    assert prints(out) == prints(tmp_path / "uninterrupted")
+    assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")
     assert ["val_loss" in row for row in rows(out)] == [False, True, True]
 
 
@@ -132,17 +132,17 @@ def test_killed_at_two_hundred_random_moments(tmp_path):
 
 
 def test_resuming_a_finished_run_changes_nothing(data, uninterrupted, tmp_path):
-    before = everything(uninterrupted("arrays"))
-    callback = Notes()
+    before = file_hashes(uninterrupted("arrays"))
+    callback = RecordingCallback()
     done = train(data["arrays"], out=uninterrupted("arrays"), resume=True, callback=callback, **SETTINGS)
-    assert everything(uninterrupted("arrays")) == before
+    assert file_hashes(uninterrupted("arrays")) == before
     assert done.metrics == rows(uninterrupted("arrays"))
     assert callback.rows == []
 
 
 def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    before = everything(tmp_path)
+    before = file_hashes(tmp_path)
     with pytest.raises(FileError, match=r"--out must be a new or empty folder.* --resume"):
         train(data["arrays"], out=tmp_path, **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
@@ -151,7 +151,7 @@ def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
         train(data["arrays"], out=tmp_path / "thesis.tex", **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
         train(data["arrays"], out=uninterrupted("arrays"), **SETTINGS)
-    assert everything(tmp_path) == before
+    assert file_hashes(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
     ],
 )
 def test_resuming_with_other_settings_is_refused(change, message, data, uninterrupted):
-    before = everything(uninterrupted("arrays"))
+    before = file_hashes(uninterrupted("arrays"))
     with pytest.raises(ConfigError, match=message):
         train(data["arrays"], out=uninterrupted("arrays"), resume=True, **{**SETTINGS, **change})
-    assert everything(uninterrupted("arrays")) == before
+    assert file_hashes(uninterrupted("arrays")) == before
 
 
 def test_resuming_with_other_data_is_refused(data, uninterrupted, tmp_path):
@@ -182,25 +182,25 @@ def test_resuming_with_other_data_is_refused(data, uninterrupted, tmp_path):
 
 
 def test_resume_without_a_run_or_a_checkpoint_starts_at_zero_with_a_message(data, uninterrupted, tmp_path):
-    callback = Notes()
+    callback = RecordingCallback()
     train(data["arrays"], out=tmp_path / "new", resume=True, callback=callback, **SETTINGS)
     assert any("no run to resume" in note and "step 0" in note for note in callback.notes)
-    assert prints(tmp_path / "new") == prints(uninterrupted("arrays"))
+    assert fingerprints(tmp_path / "new") == fingerprints(uninterrupted("arrays"))
 
-    out, callback = tmp_path / "started", Notes()
+    out, callback = tmp_path / "started", RecordingCallback()
     out.mkdir()
     shutil.copy(uninterrupted("arrays") / "config.json", out)
     train(data["arrays"], out=out, resume=True, callback=callback, **SETTINGS)
     assert any("no complete checkpoint" in note and "step 0" in note for note in callback.notes)
-    assert prints(out) == prints(uninterrupted("arrays"))
+    assert fingerprints(out) == fingerprints(uninterrupted("arrays"))
 
 
 def test_a_run_killed_while_its_folder_was_created_can_be_resumed(data, uninterrupted, tmp_path):
     for name in ("environment.json", ".0123456789abcdef.part"):
         (tmp_path / name).write_text("{")
     train(data["arrays"], out=tmp_path, resume=True, **SETTINGS)
-    assert prints(tmp_path) == prints(uninterrupted("arrays"))
-    assert not left_over(tmp_path)
+    assert fingerprints(tmp_path) == fingerprints(uninterrupted("arrays"))
+    assert not partial_files(tmp_path)
 
 
 def test_an_invalid_config_is_an_error(data, tmp_path):
@@ -218,14 +218,14 @@ def test_a_run_directory_of_version_0_1_is_refused_with_advice(data, uninterrupt
     config["train"]["calm"] = config["train"].pop("mixing_off")
     config["data"] = {"images": 80, "held_out": 30, "classes": ["0", "1", "2"], "names": "0" * 16}
     (out / "config.json").write_text(json.dumps(config, indent=2))
-    before = everything(out)
+    before = file_hashes(out)
     with pytest.raises(
         FileError, match=r"0\.1.* cannot resume.* weights still load.*--from \S*last\.safetensors"
     ):
         train(data["arrays"], out=out, resume=True, **SETTINGS)
     with pytest.raises(FileError, match="--out must be a new or empty folder"):
         train(data["arrays"], out=out, **SETTINGS)
-    assert everything(out) == before
+    assert file_hashes(out) == before
     run = train(data["arrays"], out=tmp_path / "new", from_=out / "last.safetensors", epochs=1, batch=16)
     assert run.metrics[-1]["val_images"] == 30
 

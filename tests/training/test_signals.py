@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
     Signals,
-    everything,
-    left_over,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
+    partial_files,
     rows,
     train,
     write_arrays,
@@ -68,7 +68,7 @@ def test_the_command_saves_and_exits_with_the_signals_code(number, code, data, t
     assert "--resume" in stop
     found, warnings = files.load_newest(out / "checkpoints")
     assert (f"{found.step:,}", warnings) == (stop.split()[3], {})
-    assert not left_over(out)
+    assert not partial_files(out)
     assert not (out / "last.safetensors").exists()
 
 
@@ -85,7 +85,7 @@ def test_a_command_stopped_and_resumed_ends_as_an_uninterrupted_one(tmp_path):
     assert child.returncode == 143
     assert len(rows(out)) < 12
     train(data, out=out, resume=True, **how)
-    assert prints(out) == prints(tmp_path / "uninterrupted")
+    assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -110,13 +110,13 @@ def test_a_second_signal_while_saving_leaves_the_old_checkpoint_complete(data, t
     monkeypatch.setattr(files, "write_text", interrupted)
     with Signals(7), pytest.raises(SystemExit):
         train(data, out=out, **SETTINGS)
-    assert not left_over(out)
+    assert not partial_files(out)
     assert files.load_newest(out / "checkpoints")[0].step == 5
     monkeypatch.undo()
     train(data, out=out, resume=True, **SETTINGS)
     train(data, out=tmp_path / "uninterrupted", **SETTINGS)
-    assert prints(out) == prints(tmp_path / "uninterrupted")
-    assert not left_over(out)
+    assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")
+    assert not partial_files(out)
 
 
 def test_interrupted_during_evaluation_the_epoch_is_evaluated_on_resume(data, tmp_path):
@@ -125,7 +125,7 @@ def test_interrupted_during_evaluation_the_epoch_is_evaluated_on_resume(data, tm
         train(data, out=tmp_path, **SETTINGS)
     assert not (tmp_path / "metrics.jsonl").exists()
     assert files.load_newest(tmp_path / "checkpoints")[0].state["pending"] is True
-    callback = Notes()
+    callback = RecordingCallback()
     with Signals(6), pytest.raises(Interrupted):
         train(data, out=tmp_path, resume=True, callback=callback, **SETTINGS)
     assert [row["epoch"] for row in callback.rows] == [1]
@@ -137,7 +137,7 @@ def test_interrupted_again_and_again_during_evaluation(data, tmp_path):
     for number in range(3):
         with Signals("evaluate"), pytest.raises(Interrupted):
             train(data, out=tmp_path, resume=number > 0, **SETTINGS)
-        found = everything(tmp_path / "checkpoints")
+        found = file_hashes(tmp_path / "checkpoints")
         assert before in (None, found)  # it is already saved
         before = found
     train(data, out=tmp_path, resume=True, **SETTINGS)

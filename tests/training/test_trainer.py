@@ -11,11 +11,11 @@ import torch.nn.functional as F
 import vitrail as vt
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
     Signals,
-    everything,
+    file_hashes,
+    fingerprints,
     one_thread,
-    prints,
     rows,
     stopped_and_resumed,
     train,
@@ -128,10 +128,10 @@ def test_skipped_steps_are_counted_across_a_restart(data, tmp_path, monkeypatch)
     broken_at(monkeypatch, {5, 6, 7})
     with Signals(7), pytest.raises(loop.Interrupted):
         train(data, out=tmp_path, **SETTINGS)
-    before = everything(tmp_path, but=["log.txt"])
+    before = file_hashes(tmp_path, but=["log.txt"])
     with pytest.raises(Diverged, match="at steps 7"):
         train(data, out=tmp_path, resume=True, **SETTINGS)
-    assert everything(tmp_path, but=["log.txt"]) == before
+    assert file_hashes(tmp_path, but=["log.txt"]) == before
 
 
 # ---- micro-batches -----------------------------------------------------------------------------
@@ -467,11 +467,11 @@ def weights(tmp_path_factory):
     import safetensors.torch
     from timm.models.vision_transformer import VisionTransformer
 
-    from tests.support.models import shake
+    from tests.support.models import add_noise
 
     folder = tmp_path_factory.mktemp("weights")
     small = dict(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=5, in_chans=1)
-    theirs = shake(VisionTransformer(**small))
+    theirs = add_noise(VisionTransformer(**small))
     safetensors.torch.save_file(theirs.state_dict(), folder / "timm.safetensors")
     bundle = vt.load(folder / "timm.safetensors", heads=2)
     bundle.save(folder / "ours.safetensors")
@@ -486,7 +486,7 @@ def test_from_a_weight_file_with_other_classes(file, overrides, weights, data, t
     monkeypatch.setattr(
         Trainer, "run", lambda self, *args: first.append(copies(self.model)) or real(self, *args)
     )
-    callback = Notes()
+    callback = RecordingCallback()
     settings = dict(epochs=1, batch=16, lr=0.01, callback=callback, model=dict(drop_path=0.2, **overrides))
     run = train(data, out=tmp_path / "run", from_=folder / f"{file}.safetensors", **settings)
     before = copies(model)
@@ -526,7 +526,7 @@ def test_a_run_from_a_weight_file_resumes_exactly(weights, data, tmp_path):
     how = dict(epochs=2, batch=16, from_=folder / "ours.safetensors", tune="llrd")
     train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", 3, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
 
 
 # ---- evaluation --------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ import safetensors.torch
 import torch
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.tiny_runs import (
     SETTINGS,
-    Notes,
+    RecordingCallback,
+    fingerprints,
     one_thread,
-    prints,
     rows,
     stopped_and_resumed,
     train,
@@ -44,7 +44,7 @@ def start(tmp_path_factory):
     """A weight file in which no parameter is zero."""
     torch.manual_seed(3)
     file = tmp_path_factory.mktemp("start") / "start.safetensors"
-    vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**TINY))), labels=["0", "1", "2"]).save(file)
+    vt.Bundle(model=add_noise(vt.ViT(vt.ViTConfig(**TINY))), labels=["0", "1", "2"]).save(file)
     return file
 
 
@@ -53,7 +53,7 @@ def build_trainer(data, **settings):
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
     drops = settings.pop("drops", {})
     how = TrainConfig(**{"batch": 16, "epochs": 2, "lr": 0.01, **settings})
-    model = shake(vt.ViT(vt.ViTConfig(**TINY, **drops)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**TINY, **drops)))
     return Trainer(model, spec, open_dataset(data), how, choose_device("fp32"))
 
 
@@ -62,7 +62,7 @@ def build_trainer(data, **settings):
 
 def model_with_lora(**config):
     """A model with LoRA, a copy of it without, and an input."""
-    model = shake(vt.ViT(vt.ViTConfig(**{**TINY, **config})))
+    model = add_noise(vt.ViT(vt.ViTConfig(**{**TINY, **config})))
     base = vt.ViT(model.config).eval()
     base.load_state_dict(model.state_dict())
     add_lora(model, LORA)
@@ -81,7 +81,7 @@ def test_lora_starts_as_the_original_model():
 
 def test_the_update_is_alpha_over_r_times_B_A_for_each_of_q_k_v():
     model, base, _ = model_with_lora()
-    shake(model)
+    add_noise(model)
     for block, old in zip(model.blocks, base.blocks, strict=True):
         update = block.attention.qkv.parametrizations.weight[0]
         assert (update.A.shape, update.B.shape) == ((3, 3, 16), (3, 16, 3))
@@ -117,7 +117,7 @@ def test_the_initial_values_depend_on_the_seed_alone():
 )
 def test_the_merged_model_is_plain_and_has_the_same_logits(config):
     model, base, x = model_with_lora(**config)
-    shake(model)
+    add_noise(model)
     plain = merge_lora(model)
     assert list(plain.state_dict()) == list(base.state_dict())
     assert type(plain.blocks[0].attention.qkv) is QKV
@@ -156,7 +156,7 @@ def test_the_updates_have_weight_decay(data):
     assert {name.rpartition(".")[2] for name in decays} == {"A", "B", "weight"}
 
 
-class PlanCallback(Notes):
+class PlanCallback(RecordingCallback):
     def on_plan(self, plan):
         self.plan = plan
 
@@ -186,7 +186,7 @@ def test_weight_files_of_a_run_are_plain(data, start, tmp_path):
         moved = {name for name in state if not torch.equal(state[name], old[name])}
         assert moved == {n for n in ordinary if n.endswith("qkv.weight") or n.startswith("head.")}
     assert rows(out)[-1]["loss"] < rows(out)[0]["loss"]
-    assert vt.evaluate(out / "last.safetensors", data).scores.count == 30
+    assert vt.evaluate(out / "last.safetensors", data).metrics.count == 30
 
 
 @pytest.mark.parametrize("at", [7, "evaluate"])
@@ -195,7 +195,7 @@ def test_lora_resumes_exactly(at, data, tmp_path):
     how = {**SETTINGS, "tune": "lora", "lora_rank": 2, "epochs": 2}
     train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", at, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_a_linear_probe_resumes_exactly(data, start, tmp_path):
     how = without_dropout(from_=start, tune="head", epochs=2, model=dict(drop_path=0.4))
     train(data, out=tmp_path / "uninterrupted", **how)
     stopped_and_resumed(data, tmp_path / "run", 7, **how)
-    assert prints(tmp_path / "run") == prints(tmp_path / "uninterrupted")
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.weights.verify import verify
 
 SMALL = dict(width=32, depth=2, heads=2, patch=8, size=32, classes=3)
@@ -24,7 +24,7 @@ def bundle():
     torch.manual_seed(0)
     preprocess = vt.Preprocess(size=32, resize="shortest", resize_to=36, interpolation="bicubic")
     card = vt.Card(name="pets", source="a test", license="MIT", metrics={"accuracy": 0.97})
-    model = shake(vt.ViT(vt.ViTConfig(**SMALL)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**SMALL)))
     extras = {"mask_token": torch.randn(1, 32)}
     return vt.Bundle(
         model=model, preprocess=preprocess, labels=["cat", "dog", "eel"], card=card, extras=extras
@@ -121,7 +121,7 @@ def test_a_float16_model_is_saved_in_float16(bundle, tmp_path):
 )
 def test_every_kind_of_model_verifies(fields, tmp_path):
     """Buffers that are computed and not stored (sines, angles, windows) exist after loading too."""
-    model = shake(vt.ViT(vt.ViTConfig(**SMALL | fields)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**SMALL | fields)))
     vt.Bundle(model=model).save(tmp_path / "m.safetensors")
     result = verify(tmp_path / "m.safetensors")
     assert (result.holds, result.difference, result.inputs) == (True, 0.0, 4)
@@ -306,7 +306,7 @@ def test_resizing_follows_the_family(tmp_path):
     from timm.models.vision_transformer import VisionTransformer
 
     small = dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=0)
-    state = shake(VisionTransformer(**small, init_values=1e-5)).state_dict()
+    state = add_noise(VisionTransformer(**small, init_values=1e-5)).state_dict()
     safetensors.torch.save_file(state, tmp_path / "timm.safetensors")
     safetensors.torch.save_file({**state, "mask_token": torch.zeros(1, 32)}, tmp_path / "dino.safetensors")
     table = state["pos_embed"][0, 1:]

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.bits import same_file
 from tests.support.model_files import save_state
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
 from vitrail.weights.load import load
@@ -214,7 +214,7 @@ def test_a_convolutional_tower_is_refused(tmp_path):
 
 def timm_tower():
     """timm's model, a projection after it, and the tensors that OpenCLIP saves of both."""
-    trunk = shake(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=0))
+    trunk = add_noise(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=0))
     proj = torch.randn(6, 32)
     state = {f"visual.trunk.{name}": tensor for name, tensor in trunk.state_dict().items()}
     state |= {"visual.head.proj.weight": proj, "logit_bias": torch.randn(1)}

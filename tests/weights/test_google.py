@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 import vitrail as vt
 from tests.support.flax_checks import agree, make_images, run_torch, save_npz
 from tests.support.flax_files import Flax, bfloat16, drawn, exact_gelu, same_file, stem_shapes, widened
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import ConversionError
 from vitrail.weights.describe import describe
@@ -237,7 +237,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize(("fields", "flax"), WRITTEN.values(), ids=WRITTEN)
 def test_a_new_model_is_written(fields, flax, tmp_path):
-    model = shake(vt.ViT(vt.ViTConfig(**SMALL | fields)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**SMALL | fields)))
     vt.Bundle(model=model).save(tmp_path / "ours.safetensors")
     report = vt.convert(tmp_path / "ours.safetensors", tmp_path / "out.npz", to="google")
     assert (report.target, report.difference) == ("google", None)
@@ -259,7 +259,7 @@ def test_a_new_model_is_written(fields, flax, tmp_path):
 
 def test_a_timm_file_is_written_with_tanh_gelu(tmp_path):
     flax = Flax()
-    theirs = shake(timm_model(flax))
+    theirs = add_noise(timm_model(flax))
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "timm.safetensors")
     with pytest.raises(
         ConversionError, match="activation is 'gelu' here; it can be written with activation="

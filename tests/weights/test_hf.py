@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.hf_models import agree, change_config, from_pretrained, save_pretrained
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import ConversionError
 
@@ -96,7 +96,7 @@ MODELS = {
 
 def build(name):
     kind, config, read, *_ = MODELS[name]
-    model = shake(kind(copy.deepcopy(config)))
+    model = add_noise(kind(copy.deepcopy(config)))
     encoder = model if read else model.vit  # the pretraining head is not part of our model
     return model, lambda images: (read or class_token)(encoder(images))
 
@@ -190,7 +190,7 @@ def test_any_vit(tmp_path_factory, widths, depth, sides, channels, bias, eps, ac
         patch_size=sides[0], image_size=sides[1], num_channels=channels, qkv_bias=bias, layer_norm_eps=eps,
         hidden_act=act, num_labels=4,
     )  # fmt: skip
-    model = shake(kind(config))
+    model = add_noise(kind(config))
     file = save_pretrained(model, folder / "in")
     bundle = vt.load(folder / "in")
     agree(lambda images: model(images).logits, bundle)
@@ -223,7 +223,7 @@ def test_any_dinov2(tmp_path_factory, widths, depth, sides, ratio, gated, bias, 
         use_swiglu_ffn=gated, patch_size=sides[0], image_size=sides[1], qkv_bias=bias, num_labels=classes,
         **more,
     )  # fmt: skip
-    model = shake(kind(config))
+    model = add_noise(kind(config))
     file = save_pretrained(model, folder / "in")
     bundle = vt.load(folder / "in")
     read = logits if classes else class_token
@@ -264,7 +264,7 @@ def test_the_settings_determine_the_grid_of_the_positions(tmp_path):
 
 def test_missing_config_keys_have_transformers_defaults(tmp_path):
     config = hf.ViTConfig(**SMALL | dict(hidden_size=24, num_attention_heads=12, num_hidden_layers=12))
-    model = shake(hf.ViTForImageClassification(config))
+    model = add_noise(hf.ViTForImageClassification(config))
     save_pretrained(model, tmp_path)
     missing = ["num_attention_heads", "num_hidden_layers", "layer_norm_eps", "hidden_act", "image_size"]
     change_config(tmp_path, **dict.fromkeys(missing, ...))
@@ -342,7 +342,7 @@ def test_default_labels_are_not_labels(tmp_path):
 
 def test_msn_is_a_vit(tmp_path):
     config = hf.ViTMSNConfig(**SMALL, num_labels=5)
-    model = shake(hf.ViTMSNForImageClassification(config))
+    model = add_noise(hf.ViTMSNForImageClassification(config))
     config.save_pretrained(tmp_path)  # the model's save_pretrained omits "vit." in half of the names
     safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
     bundle = vt.load(change_config(tmp_path, layer_norm_eps=...))
@@ -455,7 +455,7 @@ WRITTEN = {
 
 
 def fresh(path, **fields):
-    vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**OURS | fields)))).save(path)
+    vt.Bundle(model=add_noise(vt.ViT(vt.ViTConfig(**OURS | fields)))).save(path)
     return path
 
 
@@ -479,7 +479,7 @@ def test_new_models_are_written(family, fields, tmp_path):
 def test_from_timm(distilled, tmp_path):
     name = "deit_tiny_distilled_patch16_224" if distilled else "vit_tiny_patch16_224"
     small = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    theirs = shake(timm.create_model(name, **small))
+    theirs = add_noise(timm.create_model(name, **small))
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "in.safetensors")
     report = vt.convert(tmp_path / "in.safetensors", tmp_path / "out", to="hf", heads=2)
     assert report.target == ("hf-deit" if distilled else "hf-vit")
@@ -496,7 +496,7 @@ def test_from_timm(distilled, tmp_path):
 def test_to_timm(tmp_path):
     """They differ only in eps, and in how remaining pixels are treated."""
     config = hf.ViTConfig(**SMALL, num_labels=5, layer_norm_eps=1e-6)
-    save_pretrained(shake(hf.ViTForImageClassification(config)), tmp_path / "in")
+    save_pretrained(add_noise(hf.ViTForImageClassification(config)), tmp_path / "in")
     report = vt.convert(tmp_path / "in", tmp_path / "out.safetensors", to="timm")
     assert report.difference < 1e-5
     change_config(tmp_path / "in", image_size=36)

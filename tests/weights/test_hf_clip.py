@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.hf_models import agree, change_config, from_pretrained, save_pretrained
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import ConversionError
 
@@ -84,7 +84,7 @@ MODELS = {
 
 def build(name):
     kind, config, read, *_ = MODELS[name]
-    model = shake(kind(copy.deepcopy(config)))
+    model = add_noise(kind(copy.deepcopy(config)))
     return model, lambda images: read(model, images)
 
 
@@ -177,7 +177,7 @@ def test_any_tower(tmp_path_factory, widths, depth, sides, channels, eps, act, k
         hidden_size=widths[0], num_attention_heads=widths[1], num_hidden_layers=depth, intermediate_size=40,
         patch_size=sides[0], image_size=sides[1], num_channels=channels, layer_norm_eps=eps, hidden_act=act,
     )  # fmt: skip
-    model = shake(kind(config))
+    model = add_noise(kind(config))
     file = save_pretrained(model, folder / "in")
     bundle = vt.load(folder / "in")
     vector = "image_embeds" if "Projection" in kind.__name__ else "pooler_output"
@@ -203,7 +203,7 @@ def test_positions_are_resized_as_in_transformers(name, size, tmp_path):
 def test_missing_config_keys_have_transformers_defaults(tmp_path):
     """The vision_config of SigLIP B/16 on the hub has only the model_type."""
     vision = dict(num_attention_heads=12, num_hidden_layers=12, hidden_size=24, image_size=224, patch_size=56)
-    model = shake(hf.SiglipVisionModel(hf.SiglipVisionConfig(**vision, intermediate_size=40)))
+    model = add_noise(hf.SiglipVisionModel(hf.SiglipVisionConfig(**vision, intermediate_size=40)))
     save_pretrained(model, tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "siglip", "vision_config": {"model_type": "siglip_vision_model"}})
@@ -285,7 +285,7 @@ WRITTEN = [
 
 
 def fresh(path, **fields):
-    vt.Bundle(model=shake(vt.ViT(vt.ViTConfig(**OURS | fields)))).save(path)
+    vt.Bundle(model=add_noise(vt.ViT(vt.ViTConfig(**OURS | fields)))).save(path)
     return path
 
 

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import FileError, MissingExtra
 from vitrail.weights.hub import fetch_model, license_of
 
@@ -207,7 +207,7 @@ def model():
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)
-    return shake(transformers.ViTForImageClassification(config))
+    return add_noise(transformers.ViTForImageClassification(config))
 
 
 @pytest.fixture(scope="module")

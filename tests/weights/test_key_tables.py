@@ -13,7 +13,7 @@ from vit_pytorch import ViT
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.model_files import same_logits
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.cli import app
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.keys import REQUIRED, read_table
@@ -54,7 +54,7 @@ def own_names(state):
 
 @pytest.fixture(scope="module")
 def theirs():
-    return shake(VisionTransformer(**SMALL))
+    return add_noise(VisionTransformer(**SMALL))
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def old(tmp_path):
     sizes = dict(
         image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=2, mlp_dim=48, dim_head=16
     )
-    state = shake(ViT(**sizes)).state_dict()
+    state = add_noise(ViT(**sizes)).state_dict()
     spell = {".1.net.0.": ".1.fn.norm.", ".1.net.1.": ".1.fn.fn.net.0.", ".1.net.4.": ".1.fn.fn.net.3."}
     spell |= {".0.norm.": ".0.fn.norm.", ".0.to_qkv.": ".0.fn.fn.to_qkv.", ".0.to_out.": ".0.fn.fn.to_out."}
     spell |= {

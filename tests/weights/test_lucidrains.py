@@ -13,7 +13,7 @@ from vit_pytorch import SimpleViT, ViT
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.model_files import mnist_test_set, same_logits, save_state
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.shared_data import shared
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.bundle import Bundle
@@ -24,7 +24,7 @@ SIZES = dict(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=
 
 
 def theirs(**options):
-    return shake(ViT(**SIZES | options))
+    return add_noise(ViT(**SIZES | options))
 
 
 class PreNorm(nn.Module):
@@ -70,7 +70,7 @@ def build_version(version, **options):
     if version < (0, 10):
         for pair in model.transformer.layers:
             pair[0], pair[1] = Wrapped(pair[0]), Wrapped(pair[1])
-    shake(model)
+    add_noise(model)
     return model if version >= (1, 16) else Old(model)
 
 
@@ -151,7 +151,7 @@ def ours(**options):
         width=32, depth=2, heads=2, head_width=24, patch=8, size=32, classes=5, mlp_width=40, eps=1e-5,
         embedding_norm="both", qkv_bias="none",
     )  # fmt: skip
-    return shake(vt.ViT(vt.ViTConfig(**fields | options)))
+    return add_noise(vt.ViT(vt.ViTConfig(**fields | options)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import transformers as hf
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import FileError
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32)
@@ -21,7 +21,7 @@ IMAGENET = dict(image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225
 def folder(tmp_path):
     """transformers' ViT, saved by transformers."""
     config = hf.ViTConfig(**SIZES, patch_size=8, num_labels=5)
-    shake(hf.ViTForImageClassification(config)).save_pretrained(tmp_path / "in")
+    add_noise(hf.ViTForImageClassification(config)).save_pretrained(tmp_path / "in")
     return tmp_path / "in"
 
 
@@ -29,7 +29,7 @@ def folder(tmp_path):
 def timm_folder(tmp_path):
     """A folder that we write for timm."""
     sizes = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
-    model = shake(VisionTransformer(**sizes))
+    model = add_noise(VisionTransformer(**sizes))
     safetensors.torch.save_file(model.state_dict(), tmp_path / "timm.safetensors")
     bundle = vt.load(tmp_path / "timm.safetensors", heads=2)
     bundle.labels = list(NAMES.values())
@@ -75,7 +75,7 @@ def test_the_vision_config_of_two_towers(tmp_path):
     tower = dict(SIZES, patch_size=8)
     text = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config = hf.CLIPConfig(vision_config=tower, text_config=text)
-    shake(hf.CLIPModel(config)).save_pretrained(tmp_path)
+    add_noise(hf.CLIPModel(config)).save_pretrained(tmp_path)
     vt.load(tmp_path)  # the sizes of the text tower do not matter
     config = json.loads((tmp_path / "config.json").read_text())
     config["vision_config"]["hidden_size"] = 33

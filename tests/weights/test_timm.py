@@ -15,7 +15,7 @@ from torch import nn
 
 import vitrail as vt
 from tests.support.bits import same_file
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.weights.convert import ConversionError
 from vitrail.weights.describe import describe
 from vitrail.weights.folder import open_model
@@ -68,7 +68,7 @@ def agree(theirs, bundle, tolerance=1e-5):
 
 @pytest.mark.parametrize(("arguments", "overrides"), MODELS.values(), ids=MODELS)
 def test_logits_and_round_trip(arguments, overrides, tmp_path):
-    theirs = shake(VisionTransformer(**SMALL | arguments))
+    theirs = add_noise(VisionTransformer(**SMALL | arguments))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path, heads=2, **overrides)
     agree(theirs, bundle)
@@ -102,7 +102,7 @@ def test_any_mixture(tmp_path_factory, widths, depth, sides, registers, scaled, 
         size, patch, embed_dim=widths[0], num_heads=widths[1], depth=depth, reg_tokens=registers,
         init_values=0.1 if scaled else None, qkv_bias=not bare, num_classes=3,
     )  # fmt: skip
-    theirs = shake(theirs).to(dtype)  # the values the file can hold
+    theirs = add_noise(theirs).to(dtype)  # the values the file can hold
     path = saved(theirs, folder / "in.safetensors", dtype)
     bundle = vt.load(path, heads=widths[1], size=size)
     assert bundle.model.config.pixels == (size if isinstance(size, tuple) else (size, size))
@@ -113,7 +113,7 @@ def test_any_mixture(tmp_path_factory, widths, depth, sides, registers, scaled, 
 
 
 def test_distilled(tmp_path):
-    theirs = shake(VisionTransformerDistilled(**SMALL))
+    theirs = add_noise(VisionTransformerDistilled(**SMALL))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path, heads=2)
     assert bundle.model.config.head == "distilled"
@@ -123,7 +123,7 @@ def test_distilled(tmp_path):
 
 
 def test_deit_as_published_is_a_wrapped_pickle(tmp_path):
-    theirs = shake(VisionTransformer(**SMALL))
+    theirs = add_noise(VisionTransformer(**SMALL))
     torch.save({"model": theirs.state_dict(), "epoch": 3}, tmp_path / "deit.pth")
     bundle = vt.load(tmp_path / "deit.pth", heads=2)
     assert bundle.source.family == "deit"
@@ -135,7 +135,7 @@ def test_deit_as_published_is_a_wrapped_pickle(tmp_path):
 
 def test_deit_three_as_published(tmp_path):
     """gamma_1 and gamma_2, and no position row for the class token."""
-    theirs = shake(VisionTransformer(**SMALL, init_values=1e-5, no_embed_class=True))
+    theirs = add_noise(VisionTransformer(**SMALL, init_values=1e-5, no_embed_class=True))
     state = {
         name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): tensor
         for name, tensor in theirs.state_dict().items()
@@ -150,7 +150,7 @@ def test_deit_three_as_published(tmp_path):
 
 
 def test_the_decoder_of_mae_is_kept(tmp_path):
-    theirs = shake(VisionTransformer(**SMALL | dict(num_classes=0)))
+    theirs = add_noise(VisionTransformer(**SMALL | dict(num_classes=0)))
     more = {"mask_token": torch.randn(1, 1, 16), "decoder_pred.weight": torch.randn(192, 16)}
     torch.save({"model": {**theirs.state_dict(), **more}}, tmp_path / "mae.pth")
     bundle = vt.load(tmp_path / "mae.pth", heads=2)
@@ -177,7 +177,7 @@ def dinov2(registers=0, chunked=False, gated=False):
     theirs = DINOv2(**SMALL | dict(depth=4, num_classes=0, init_values=1e-5), **mlp)
     theirs.rows = nn.Parameter(torch.randn(1, 17, 32))
     theirs.registers = nn.Parameter(torch.randn(1, registers, 32))
-    theirs = shake(theirs)
+    theirs = add_noise(theirs)
     state = theirs.state_dict()
     del state["pos_embed"]
     state["pos_embed"], state["register_tokens"] = state.pop("rows"), state.pop("registers")
@@ -211,7 +211,7 @@ def test_dinov2_as_published(registers, chunked, gated, tmp_path):
 
 @pytest.mark.parametrize("wrapper", ["module.", "model.backbone.", "visual.trunk."])
 def test_prefixed_names(wrapper, tmp_path):
-    theirs = shake(VisionTransformer(**SMALL))
+    theirs = add_noise(VisionTransformer(**SMALL))
     state = {wrapper + name: tensor for name, tensor in theirs.state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "in.safetensors")
     agree(theirs, vt.load(tmp_path / "in.safetensors", heads=2))
@@ -240,7 +240,7 @@ WRITTEN = [
 @pytest.mark.parametrize("fields", WRITTEN, ids=range(len(WRITTEN)))
 def test_timm_loads_our_files(fields, tmp_path):
     config = vt.ViTConfig(**OURS | fields)
-    vt.Bundle(model=shake(vt.ViT(config))).save(tmp_path / "ours.safetensors")
+    vt.Bundle(model=add_noise(vt.ViT(config))).save(tmp_path / "ours.safetensors")
     report = vt.convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", to="timm")
     assert report.difference < 1e-5  # timm's own model, strictly loaded
     assert report.checked_by == "timm itself, on the golden inputs"
@@ -248,7 +248,7 @@ def test_timm_loads_our_files(fields, tmp_path):
 
 @pytest.mark.parametrize("fields", [WRITTEN[0], WRITTEN[5], WRITTEN[8], WRITTEN[9]], ids=range(4))
 def test_timm_loads_our_folders(fields, tmp_path):
-    model = shake(vt.ViT(vt.ViTConfig(**OURS | fields)))
+    model = add_noise(vt.ViT(vt.ViTConfig(**OURS | fields)))
     labels = ["ant", "bee", "cat", "dog", "eel"]
     preprocess = vt.Preprocess(size=model.config.size, resize="shortest", resize_to=max(model.config.pixels))
     if model.config.channels == 3:
@@ -321,7 +321,7 @@ def test_wrong_files_and_fields_are_refused(tensors, overrides, message, tmp_pat
 
 def test_twenty_five_rows_on_four_by_six(tmp_path):
     """25 rows are 1 + 4 x 6 or 5 x 5: the size must be given."""
-    theirs = shake(VisionTransformer(**SMALL | dict(img_size=(32, 48))))
+    theirs = add_noise(VisionTransformer(**SMALL | dict(img_size=(32, 48))))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path, heads=2, size=(32, 48))
     assert bundle.model.config.grid == (4, 6)
@@ -330,7 +330,7 @@ def test_twenty_five_rows_on_four_by_six(tmp_path):
 
 
 def test_the_usual_head_width_is_assumed(tmp_path):
-    theirs = shake(VisionTransformer(**SMALL | dict(embed_dim=128, num_heads=2)))
+    theirs = add_noise(VisionTransformer(**SMALL | dict(embed_dim=128, num_heads=2)))
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path)
     assert bundle.notes[0].startswith("Assumed 2 heads of width 64")

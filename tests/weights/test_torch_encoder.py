@@ -12,7 +12,7 @@ from torchvision.models import VisionTransformer
 
 from tests.support.bits import same_file
 from tests.support.model_files import mnist_test_set, same_logits, save_state
-from tests.support.models import shake
+from tests.support.models import add_noise
 from tests.support.shared_data import shared
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.convert import convert
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 def net(**options):
-    return shake(Net(**options))
+    return add_noise(Net(**options))
 
 
 def overrides(norm_first=False, activation="relu", heads=2, channels=3, **_):

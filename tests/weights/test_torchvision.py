@@ -15,7 +15,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.model_files import save_state
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.errors import ConfigError, FileError
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.convert import ConversionError, convert
@@ -25,7 +25,7 @@ SIZES = dict(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=
 
 
 def theirs(**options):
-    return shake(VisionTransformer(**SIZES | options))
+    return add_noise(VisionTransformer(**SIZES | options))
 
 
 def first_version(state):
@@ -122,7 +122,7 @@ def test_new_models_are_written(tmp_path, head):
     config = vt.ViTConfig(
         **dict(width=32, depth=2, heads=4, patch=8, size=32, classes=5, mlp_width=40) | head
     )
-    model = shake(vt.ViT(config))
+    model = add_noise(vt.ViT(config))
     Bundle(model=model).save(tmp_path / "ours.safetensors")
     report = convert(tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors", to="torchvision")
     assert report.difference < 1e-5
@@ -135,7 +135,7 @@ def test_new_models_are_written(tmp_path, head):
 
 
 def test_from_timm(tmp_path):
-    timm = shake(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5))
+    timm = add_noise(Timm(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5))
     path = save_state(timm.state_dict(), tmp_path / "timm.safetensors")
     report = convert(path, tmp_path / "out.safetensors", to="torchvision", heads=2)
     assert report.difference < 1e-5

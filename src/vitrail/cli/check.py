@@ -50,8 +50,8 @@ def _show_marks(marks: list[ExerciseResult]) -> None:
     table.add_column("verdict", no_wrap=True)
     table.add_column("task, and what is wrong", overflow="fold")
     for mark in marks:
-        likely = f"\nLikely mistake: {mark.likely}" if mark.likely else ""
-        text = Text.assemble(mark.words, (likely, "bold"))
+        likely = f"\nLikely mistake: {mark.hint}" if mark.hint else ""
+        text = Text.assemble(mark.message, (likely, "bold"))
         table.add_row(Text(mark.name), Text(mark.verdict, style=_STYLES[mark.verdict]), text)
     console = Console(highlight=False)
     console.print(table)

@@ -50,13 +50,13 @@ def demo(
     print_rows({"device": "CPU, one thread, fp32"})
     with ConsoleCallback(brief=True) as callback:
         try:
-            run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, listener=callback)
+            run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, callback=callback)
         except Interrupted as stop:
             callback.close()
             _print_resume_command(folder, epochs, seed)
             raise typer.Exit(128 + stop.signal) from None
     predictions = steps.predict_digits(run.bundle, digits.eval_split)
-    correct, total = int(predictions.right.sum()), len(predictions.right)
+    correct, total = int(predictions.correct.sum()), len(predictions.correct)
     print_rows(
         {
             "training": f"{epochs} epoch{'s' * (epochs > 1)} in {callback.seconds:.0f} s, seed {seed}",
@@ -99,7 +99,7 @@ def _show_digits(predictions: DemoPredictions, console: Console) -> None:
         if not indices:
             console.print(f"\n[bold]{title.split(',')[0]}[/]: none")
             continue
-        pixels = [predictions.ink[index].tolist() for index in indices]
+        pixels = [predictions.pixels[index].tolist() for index in indices]
         attention = [steps.attention_brightness(predictions, index).tolist() for index in indices]
         console.print(f"\n[bold]{title}[/]: the digit, and the attention of the model\n")
         rows = [

@@ -51,7 +51,7 @@ def doctor(
         print(json.dumps(asdict(report), indent=2))
     else:
         _show_report(report)
-    if report.ill:
+    if report.has_faults:
         raise typer.Exit(1)
 
 
@@ -78,7 +78,7 @@ def _show_report(report: DatasetReport) -> None:
             print(f"{section.title} ({section.total:,}):")
             print("\n".join(section.lines))
     verdict = "Nothing must be repaired."
-    if report.ill:
+    if report.has_faults:
         verdict = f"{len(faults)} kind{'s' * (len(faults) > 1)} of problem must be repaired."
     print(f"\n{verdict}")
 
@@ -93,12 +93,12 @@ def _faults(report: DatasetReport) -> Iterator[_Section]:
     if report.corrupt:
         yield _Section("cannot be read", len(report.corrupt), _group_by_reason(report.corrupt))
     yield from _list_groups("the same image in two splits", report.leaked)
-    yield from _list_groups("the same image under two labels", report.disputed)
-    if names := report.absent.get("train"):
+    yield from _list_groups("the same image under two labels", report.conflicting_labels)
+    if names := report.empty_classes.get("train"):
         yield _list_names("classes without a training image", names)
-    if report.alike:
+    if report.similar_classes:
         title = "classes whose names differ only in case, blanks or separators"
-        yield _list_names(title, report.alike)
+        yield _list_names(title, report.similar_classes)
     for kind, title in FAULTS.items():
         if names := report.skipped.get(kind):
             yield _list_names(f"not read: {title}", names)
@@ -108,15 +108,15 @@ def _remarks(report: DatasetReport) -> Iterator[_Section]:
     """Findings that may be intended."""
     from vitrail.data.folders import HARMLESS
 
-    yield from _list_groups("the same image twice", report.twice)
-    for split, names in report.absent.items():
+    yield from _list_groups("the same image twice", report.duplicates)
+    for split, names in report.empty_classes.items():
         if split != "train":
             yield _list_names(f"classes without an image in {split}", names)
-    if report.few:
-        few = [f"{name}: {count}" for name, count in report.few.items()]
+    if report.small_classes:
+        few = [f"{name}: {count}" for name, count in report.small_classes.items()]
         yield _list_names("classes with few training images", few)
-    if report.small:
-        yield _list_names("very small images", report.small)
+    if report.small_images:
+        yield _list_names("very small images", report.small_images)
     for kind, title in HARMLESS.items():
         if kind in report.skipped:
             yield _list_names(f"not read: {title}", report.skipped[kind])

@@ -50,7 +50,7 @@ def evaluate(
             help="Save the model with its fitted temperature and threshold to this new .safetensors file."
         ),
     ] = None,
-    precision: Annotated[
+    target_accuracy: Annotated[
         float, typer.Option(help="Accuracy that predictions above the threshold must reach.")
     ] = 0.95,
     json_file: Annotated[
@@ -108,8 +108,8 @@ def evaluate(
             real=real,
             probe=probes,
             layers=blocks,
-            precision=precision,
-            ahead=bars,
+            target_accuracy=target_accuracy,
+            progress=bars,
         )
     show_evaluation(result, printable(model), Console(highlight=False))
     if json_file is not None:

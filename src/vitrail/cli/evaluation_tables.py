@@ -27,9 +27,9 @@ def show_evaluation(result: Evaluation, model: str, console: Console) -> None:
     for name, value in _summary(result, model):
         table.add_row(Text(name, style="bold"), Text(value))
     console.print(table)
-    if result.scores is not None:
-        _show_classes(result.scores, console)
-        _show_mistakes(result.scores, console)
+    if result.metrics is not None:
+        _show_classes(result.metrics, console)
+        _show_mistakes(result.metrics, console)
     _show_probes(result, console)
     for name, reason in list(result.corrupt.items())[:_MAX_MISTAKES]:
         console.print(Text(f"could not be read: {name}: {reason}"))
@@ -43,7 +43,7 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
     """Names and values of the metrics that were computed."""
     yield "model", model
     yield "data", f"{printable(result.data)}, {result.split} split: {result.images:,} images"
-    scores = result.scores
+    scores = result.metrics
     if scores is not None:
         if scores.count < result.images:
             yield "evaluated", f"{scores.count:,} images; {result.images - scores.count:,} could not be read"
@@ -64,12 +64,12 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
 
 
 def _calibration_summary(calibration: Calibration, split: str) -> Iterator[tuple[str, str]]:
-    yield "ECE", _percent(calibration.before)
+    yield "ECE", _percent(calibration.ece)
     if calibration.fitted:
         fitted = f"temperature {calibration.temperature:.3f}, fitted on {split}"
-        yield "", f"{_percent(calibration.after)} with {fitted}"
+        yield "", f"{_percent(calibration.ece_scaled)} with {fitted}"
     if calibration.threshold is None:
-        yield "threshold", f"none reaches an accuracy of {calibration.wanted:.4g}"
+        yield "threshold", f"none reaches an accuracy of {calibration.target_accuracy:.4g}"
     else:
         yield "threshold", _describe_threshold(calibration.threshold)
     if calibration.stored is not None:
@@ -80,8 +80,8 @@ def _calibration_summary(calibration: Calibration, split: str) -> Iterator[tuple
 
 
 def _describe_threshold(threshold: ConfidenceThreshold) -> str:
-    accuracy = _percent(threshold.precision)
-    return f"{threshold.score:.4f}: {threshold.answered:,} predictions above it, accuracy {accuracy}"
+    accuracy = _percent(threshold.accuracy)
+    return f"{threshold.confidence:.4f}: {threshold.accepted:,} predictions above it, accuracy {accuracy}"
 
 
 def _show_classes(scores: ClassificationMetrics, console: Console) -> None:
@@ -114,8 +114,8 @@ def _show_mistakes(scores: ClassificationMetrics, console: Console) -> None:
     if scores.mistakes:
         table = _create_table("Most confident mistakes", ["image", "predicted", "label"], ["confidence"])
         for mistake in scores.mistakes[:_MAX_MISTAKES]:
-            cells = [Text(_shorten(text)) for text in (mistake.name, mistake.said, mistake.was)]
-            table.add_row(*cells, f"{mistake.score:.3f}")
+            cells = [Text(_shorten(text)) for text in (mistake.name, mistake.predicted, mistake.label)]
+            table.add_row(*cells, f"{mistake.confidence:.3f}")
         console.print(table)
 
 
@@ -140,7 +140,7 @@ def _show_probes(result: Evaluation, console: Console) -> None:
     table = _create_table(title, ["probe", "setting"], ["layer", *features])
     rows: dict[tuple[str, str, int], dict[str, str]] = {}
     for probe in result.probes:
-        spread = "" if probe.spread is None else f" ± {100 * probe.spread:.1f}"
+        spread = "" if probe.std is None else f" ± {100 * probe.std:.1f}"
         cells = rows.setdefault((probe.probe, probe.setting, probe.layer), {})
         cells[probe.feature] = f"{100 * probe.top1:.2f}{spread}"
     for (name, setting, layer), cells in rows.items():

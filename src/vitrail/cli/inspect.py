@@ -43,7 +43,9 @@ def inspect(
             help="The class to explain, by name or number.", show_default="each image's predicted class"
         ),
     ] = None,
-    most: Annotated[int, typer.Option(min=1, max=64, help="Images to draw; statistics use all of them.")] = 8,
+    max_images: Annotated[
+        int, typer.Option(min=1, max=64, help="Images to draw; statistics use all of them.")
+    ] = 8,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -66,16 +68,16 @@ def inspect(
     class_index = None if target is None else _find_class(target, bundle)
     with ProgressBars() as bars:
         request = InspectionRequest(
-            bundle, paths, most=most, layer=layer, head=head, target=class_index, progress=bars
+            bundle, paths, max_images=max_images, layer=layer, head=head, target=class_index, progress=bars
         )
         command = shlex.join(["vitrail", *sys.argv[1:]])
         missing = write_inspection(request, out, only=figures, command=command)
     for name, reason in missing.items():
         print(f"No figure {name}: {reason}")
-    for file, reason in request.corrupt.names.items():
+    for file, reason in request.corrupt.reasons.items():
         print(f"{file} could not be read: {reason}")
     print(f"Saved {printable(out / 'index.html')}, and every figure as .png, .svg and .csv")
-    if request.corrupt.names:
+    if request.corrupt.reasons:
         raise typer.Exit(1)
 
 

@@ -86,15 +86,15 @@ def serve(
 
     from vitrail.predict import Predictor
     from vitrail.serve.examples import built_in, from_folder
-    from vitrail.serve.server import bind, run
+    from vitrail.serve.server import bind, run_server
 
     with bind(config) as listener:  # fails before the model is loaded if the port is taken
         chosen = None if examples is None else from_folder(examples)
         predictor = Predictor(model, **options.load_arguments(family, keys, settings, size, device=device))
-        name = name_of(predictor, model)
+        name = model_name(predictor, model)
         if chosen is None:
             chosen = built_in(predictor.config.channels, min(predictor.preprocess.target))
-        code = run(
+        code = run_server(
             predictor,
             config,
             listener=listener,
@@ -112,7 +112,7 @@ def _exit_now(code: int) -> None:
     os._exit(code)
 
 
-def name_of(predictor: Predictor, model: str) -> str:
+def model_name(predictor: Predictor, model: str) -> str:
     """The name on the model's card, or that of its file or folder, which may be "."."""
     return predictor.card.name or Path(os.path.abspath(model)).stem
 

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 class DemoPredictions:
     """Predictions for some digits, and their attention rollout (Fig. 6 of the paper)."""
 
-    ink: NDArray[np.float64]
+    pixels: NDArray[np.float64]
     """Pixel values (B, 8, 8), from 0 to 1."""
     labels: NDArray[np.int64]
     predicted: NDArray[np.int64]
-    score: NDArray[np.float64]
+    confidence: NDArray[np.float64]
     """Confidence (B,): the probability of the predicted class."""
     attention: NDArray[np.float64]
     """Attention rollout (B, h, w); each map sums to 1."""
 
     @property
-    def right(self) -> NDArray[np.bool_]:
+    def correct(self) -> NDArray[np.bool_]:
         """Which predictions are correct (B,)."""
         return self.predicted == self.labels
 
@@ -57,9 +57,9 @@ def load_digits() -> Dataset:
     return open_dataset("digits")
 
 
-def train_demo(digits: Dataset, out: Path, *, epochs: int, seed: int, listener: Callback) -> Run:
+def train_demo(digits: Dataset, out: Path, *, epochs: int, seed: int, callback: Callback) -> Run:
     """Train with the recipe `digits`."""
-    return run_training(digits, out=out, recipe="digits", epochs=epochs, seed=seed, callback=listener)
+    return run_training(digits, out=out, recipe="digits", epochs=epochs, seed=seed, callback=callback)
 
 
 def predict_digits(bundle: Bundle, digits: Split) -> DemoPredictions:
@@ -76,18 +76,18 @@ def predict_digits(bundle: Bundle, digits: Split) -> DemoPredictions:
 
 def select_examples(predictions: DemoPredictions, most: int = 12) -> tuple[list[int], list[int]]:
     """Indices of digits to show: correct ones of different classes, and wrong ones by confidence."""
-    wrong = np.flatnonzero(~predictions.right)
-    wrong = wrong[np.argsort(-predictions.score[wrong], kind="stable")][: most // 2]
+    wrong = np.flatnonzero(~predictions.correct)
+    wrong = wrong[np.argsort(-predictions.confidence[wrong], kind="stable")][: most // 2]
     correct: list[int] = []
     for label in range(10):
-        correct += np.flatnonzero(predictions.right & (predictions.labels == label))[:1].tolist()
+        correct += np.flatnonzero(predictions.correct & (predictions.labels == label))[:1].tolist()
     return correct[: most - len(wrong)], wrong.tolist()
 
 
 def attention_brightness(predictions: DemoPredictions, index: int) -> NDArray[np.float64]:
     """The attention to each pixel of a digit, relative to the largest: (8, 8)."""
     attention = predictions.attention[index] / predictions.attention[index].max()
-    (H, W), (h, w) = predictions.ink[index].shape, attention.shape
+    (H, W), (h, w) = predictions.pixels[index].shape, attention.shape
     return attention.repeat(H // h, axis=0).repeat(W // w, axis=1)
 
 
@@ -102,14 +102,14 @@ def save_figure(predictions: DemoPredictions, path: Path) -> None:
     correct, wrong = select_examples(predictions)
     columns = [*correct, None, *wrong] if correct and wrong else [*correct, *wrong]  # None: a gap
     figure = Figure(figsize=(len(columns), 2.6), dpi=120, facecolor="#17131f", layout=tight)
-    count, total = int(predictions.right.sum()), len(predictions.right)
+    count, total = int(predictions.correct.sum()), len(predictions.correct)
     title = f"{count} of {total} correct, {total - count} wrong. Top: the digit. Bottom: attention rollout"
     figure.suptitle(title, color="white", fontsize=11)
     for column, axes in zip(columns, figure.subplots(2, len(columns), squeeze=False).T, strict=True):
         for axis in axes:
             axis.axis("off")
         if column is not None:
-            pixels = predictions.ink[column]
+            pixels = predictions.pixels[column]
             shaded = (
                 heat(attention_brightness(predictions, column))[..., :3] * (0.3 + 0.7 * pixels)[..., None]
             )
@@ -124,5 +124,7 @@ def caption(predictions: DemoPredictions, index: int) -> str:
     """The prediction for one digit, with its confidence or, if it is wrong, the label."""
     predicted, label = int(predictions.predicted[index]), int(predictions.labels[index])
     return (
-        f"{predicted} ({predictions.score[index]:.0%})" if predicted == label else f"{predicted}, is {label}"
+        f"{predicted} ({predictions.confidence[index]:.0%})"
+        if predicted == label
+        else f"{predicted}, is {label}"
     )

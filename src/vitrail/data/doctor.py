@@ -37,32 +37,32 @@ class DatasetReport:
     """The reasons why training would refuse the data, a sentence each."""
     corrupt: dict[str, str] = field(default_factory=dict)
     """The reason for each image that cannot be read, by name."""
-    twice: list[list[str]] = field(default_factory=list)
+    duplicates: list[list[str]] = field(default_factory=list)
     """Groups of images with the same pixels in one split."""
     leaked: list[list[str]] = field(default_factory=list)
     """Groups of images with the same pixels in different splits: training images leak into the evaluation."""
-    disputed: list[list[str]] = field(default_factory=list)
+    conflicting_labels: list[list[str]] = field(default_factory=list)
     """Groups of images with the same pixels and different labels."""
-    absent: dict[str, list[str]] = field(default_factory=dict)
+    empty_classes: dict[str, list[str]] = field(default_factory=dict)
     """Classes without images, by split."""
-    alike: list[str] = field(default_factory=list)
+    similar_classes: list[str] = field(default_factory=list)
     """Groups of classes whose names differ only in case, whitespace, separators or Unicode form."""
     skipped: dict[str, list[str]] = field(default_factory=dict)
     """Files and folders that are not read, by kind: see `vitrail.data.folders`."""
-    few: dict[str, int] = field(default_factory=dict)
+    small_classes: dict[str, int] = field(default_factory=dict)
     """Classes with few training images, and how many."""
     modes: dict[str, int] = field(default_factory=dict)
     """The number of images in each Pillow mode."""
-    small: list[str] = field(default_factory=list)
+    small_images: list[str] = field(default_factory=list)
     """Images with a side of fewer than 32 pixels."""
     notes: list[str] = field(default_factory=list)
     """The notes of the data set."""
 
     @property
-    def ill(self) -> bool:
+    def has_faults(self) -> bool:
         """Whether something must be repaired: training would refuse or skip data, or use wrong labels."""
-        faults = (self.problems, self.corrupt, self.leaked, self.disputed, self.alike)
-        missing = "train" in self.absent or any(kind in self.skipped for kind in FAULTS)
+        faults = (self.problems, self.corrupt, self.leaked, self.conflicting_labels, self.similar_classes)
+        missing = "train" in self.empty_classes or any(kind in self.skipped for kind in FAULTS)
         return missing or any(map(bool, faults))
 
 
@@ -98,9 +98,9 @@ def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
 
 
 def check_images(
-    data: Dataset, workers: int = 2, ahead: Callable[[int], None] = lambda done: None
+    data: Dataset, workers: int = 2, progress: Callable[[int], None] = lambda done: None
 ) -> DatasetReport:
-    """Check every image of a data set. `ahead` is called with the number of images checked so far."""
+    """Check every image of a data set. `progress` is called with the number of images checked so far."""
     report = DatasetReport(classes=len(data.classes), notes=list(data.notes))
     by_digest: dict[bytes, list[_CheckedImage]] = defaultdict(list)
     splits = splits_of(data)
@@ -112,9 +112,9 @@ def check_images(
             by_digest[image.digest].append(image)
             report.modes[image.mode] = report.modes.get(image.mode, 0) + 1
             if image.side < _SMALL and data.train.paths is not None:
-                report.small.append(_name_of(splits, image))
+                report.small_images.append(_name_of(splits, image))
         if done % _CHUNK == 0:
-            ahead(done)
+            progress(done)
     for images in by_digest.values():
         if len(images) > 1:
             _report_duplicates(report, images, data)
@@ -125,11 +125,11 @@ def check_images(
 
 def _report_classes(report: DatasetReport, data: Dataset) -> None:
     for split, names in without_images(data).items():
-        report.absent[split] = [printable(name) for name in names]
-    report.alike = [quoted(names) for names in similar_names(data.classes)]
+        report.empty_classes[split] = [printable(name) for name in names]
+    report.similar_classes = [quoted(names) for names in similar_names(data.classes)]
     counts = class_counts(data.train, len(data.classes)).tolist()
     few = {name: count for name, count in zip(data.classes, counts, strict=True) if 0 < count < _FEW}
-    report.few = {printable(name): count for name, count in few.items()}
+    report.small_classes = {printable(name): count for name, count in few.items()}
 
 
 def splits_of(data: Dataset) -> dict[str, Split]:
@@ -151,9 +151,11 @@ def _report_duplicates(report: DatasetReport, images: list[_CheckedImage], data:
     if leaked:
         report.leaked.append(names)
     if disputed:
-        report.disputed.append([f"{name} ({label})" for name, label in zip(names, labels, strict=True)])
+        report.conflicting_labels.append(
+            [f"{name} ({label})" for name, label in zip(names, labels, strict=True)]
+        )
     if not leaked and not disputed:
-        report.twice.append(names)
+        report.duplicates.append(names)
 
 
 def _label_names(data: Dataset, split: Split, index: int) -> str:

@@ -34,9 +34,9 @@ class ReliabilityBin:
     low: float
     high: float
     count: int
-    score: float
+    confidence: float
     """Mean confidence, 0 in an empty bin."""
-    right: float
+    accuracy: float
     """Accuracy, 0 in an empty bin."""
 
 
@@ -44,11 +44,11 @@ class ReliabilityBin:
 class ConfidenceThreshold:
     """Predictions of at least this confidence are accepted, the others rejected."""
 
-    score: float
+    confidence: float
     """The confidence."""
-    answered: int
+    accepted: int
     """Number of accepted predictions."""
-    precision: float
+    accuracy: float
     """Accuracy of the accepted predictions (selective accuracy)."""
 
 
@@ -68,18 +68,18 @@ class Calibration:
     temperature: float
     fitted: bool
     """False if no temperature minimizes the loss; the temperature is then 1."""
-    before: float
+    ece: float
     """ECE at temperature 1."""
-    after: float
+    ece_scaled: float
     """ECE at the fitted temperature."""
     bins: list[ReliabilityBin]
     """Reliability diagram at temperature 1."""
-    wanted: float
+    target_accuracy: float
     """The selective accuracy that the threshold must reach."""
     threshold: ConfidenceThreshold | None
     """On confidences at the fitted temperature; None if no threshold reaches that accuracy."""
     stored: StoredCalibration | None = None
-    cooled: list[ReliabilityBin] = field(default_factory=list)
+    scaled_bins: list[ReliabilityBin] = field(default_factory=list)
     """Reliability diagram at the fitted temperature."""
 
 
@@ -104,13 +104,13 @@ def calibrate(
     return Calibration(
         temperature=temperature,
         fitted=fitted,
-        before=ece(bins),
-        after=ece(scaled_bins),
+        ece=ece(bins),
+        ece_scaled=ece(scaled_bins),
         bins=bins,
-        wanted=target_accuracy,
+        target_accuracy=target_accuracy,
         threshold=find_threshold(scaled, correct, target_accuracy),
         stored=_evaluate_stored(logits, correct, stored or {}),
-        cooled=scaled_bins,
+        scaled_bins=scaled_bins,
     )
 
 
@@ -151,7 +151,7 @@ def reliability_bins(
 def ece(bins: list[ReliabilityBin]) -> float:
     """Expected calibration error: mean distance of confidence and accuracy, weighted by the bins' counts."""
     count = sum(one.count for one in bins)
-    return sum(one.count * abs(one.score - one.right) for one in bins) / max(count, 1)
+    return sum(one.count * abs(one.confidence - one.accuracy) for one in bins) / max(count, 1)
 
 
 # ---- temperature ----------------------------------------------------------------------------
@@ -222,7 +222,9 @@ def find_threshold(
 
 def check_target_accuracy(target_accuracy: float) -> None:
     if not 0 < target_accuracy <= 1:
-        raise InputError(f"precision must be above 0 and at most 1, not {target_accuracy:g}; use 0.95, say.")
+        raise InputError(
+            f"target_accuracy must be above 0 and at most 1, not {target_accuracy:g}; use 0.95, say."
+        )
 
 
 # ---- calibration in a model's file ----------------------------------------------------------
@@ -249,5 +251,5 @@ def with_calibration(bundle: Bundle, calibration: Calibration) -> Bundle:
     metrics = {n: value for n, value in bundle.card.metrics.items() if n not in ("temperature", "threshold")}
     metrics["temperature"] = calibration.temperature
     if calibration.threshold is not None:
-        metrics["threshold"] = calibration.threshold.score
+        metrics["threshold"] = calibration.threshold.confidence
     return replace(bundle, card=replace(bundle.card, metrics=metrics))

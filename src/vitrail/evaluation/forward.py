@@ -29,7 +29,7 @@ def run_model(
     ranks: int = 1,
     workers: int = 2,
     corrupt: CorruptFiles | None = None,
-    ahead: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
     """The model's outputs (N, ...) on the CPU, and a mask (N,) that is 0 for unreadable images.
 
@@ -38,7 +38,7 @@ def run_model(
 
     Args:
         compute: maps a batch of images to outputs; the model itself by default.
-        ahead: called with the number of images done so far; it may raise to stop.
+        progress: called with the number of images done so far; it may raise to stop.
     """
     parameter = next(model.parameters())
     forward = compute or model
@@ -55,9 +55,9 @@ def run_model(
             for part in reader.batches(requests):
                 rows = forward(normalize_batch(part.images, preprocess, parameter)).float().cpu()
                 outputs = torch.zeros(len(split), *rows.shape[1:]) if outputs is None else outputs
-                outputs[part.indices], valid[part.indices] = rows, part.kept
+                outputs[part.indices], valid[part.indices] = rows, part.valid
                 done += len(part.indices)
-                ahead(done)
+                progress(done)
     finally:
         reader.close()
     return (torch.zeros(len(split), 1) if outputs is None else outputs), valid

@@ -41,11 +41,11 @@ class Mistake:
     """A misclassified image and the model's confidence."""
 
     name: str
-    said: str
+    predicted: str
     """The predicted class."""
-    was: str
+    label: str
     """The label."""
-    score: float
+    confidence: float
     """The confidence."""
 
 

@@ -50,9 +50,9 @@ class ProbeResult:
     feature: str
     """class, mean or both."""
     top1: float
-    spread: float | None = None
+    std: float | None = None
     """Standard deviation over the draws, for few-shot."""
-    penalty: float | None = None
+    l2: float | None = None
     """The selected L2 of the linear probe."""
 
 
@@ -194,7 +194,7 @@ def _linear_results(
 ) -> Iterator[ProbeResult]:
     l2 = select_l2(x, y, classes)
     (predicted,) = predict_logistic(x, y, x_test, classes, [l2])
-    yield ProbeResult("linear", "", layer, feature, _accuracy(predicted, y_test), penalty=l2)
+    yield ProbeResult("linear", "", layer, feature, _accuracy(predicted, y_test), l2=l2)
 
 
 def select_l2(x: Tensor, y: Tensor, classes: int) -> float:

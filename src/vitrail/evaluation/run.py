@@ -68,7 +68,7 @@ class Evaluation:
     images: int
     """Images in the split; `scores.count` of them could be read."""
     classes: list[str]
-    scores: ClassificationMetrics | None
+    metrics: ClassificationMetrics | None
     """Classification metrics; None for a model without a head."""
     calibration: Calibration | None = None
     """None for multi-label data."""
@@ -95,8 +95,8 @@ def evaluate(
     real: str | Path | Sequence[Sequence[int]] | None = None,
     probe: Sequence[str] = (),
     layers: Layers = None,
-    precision: float = 0.95,
-    ahead: Progress = lambda split, done, total: None,
+    target_accuracy: float = 0.95,
+    progress: Progress = lambda split, done, total: None,
 ) -> Evaluation:
     """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
 
@@ -110,12 +110,12 @@ def evaluate(
         real: ImageNet-ReaL labels, or a file with them.
         probe: any of knn, linear and fewshot; they are fitted on the training split.
         layers: blocks to probe, counted from 0, or "all". By default the last block.
-        precision: the accuracy that predictions above the confidence threshold must reach.
-        ahead: called as progress(split, images done, images in total).
+        target_accuracy: the accuracy that predictions above the confidence threshold must reach.
+        progress: called as progress(split, images done, images in total).
     """
     start = time.perf_counter()
     probes = check_probes([probe] if isinstance(probe, str) else probe)
-    check_target_accuracy(precision)
+    check_target_accuracy(target_accuracy)
     if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
@@ -128,11 +128,11 @@ def evaluate(
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
     blocks = check_layers(layers, config.depth) if probes else []
     corrupt = CorruptFiles("skip")
-    options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": ahead}
+    options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
 
     logits, features, valid = _run_split(bundle, images, blocks, name, **options)
     if not valid.any():
-        reason = next(iter(corrupt.names.values()), "check the data")
+        reason = next(iter(corrupt.reasons.values()), "check the data")
         raise InputError(
             f"None of the {len(valid):,} images in the {name} split of {printable(data.name)} could be read. "
             f"The first error: {reason}"
@@ -143,7 +143,7 @@ def evaluate(
         metrics = compute_metrics(matched, images.labels, data.classes, valid, images.names)
         if not data.multilabel:
             stored = dict(bundle.card.metrics)
-            calibration = calibrate(matched[valid], images.labels[valid], precision, stored)
+            calibration = calibrate(matched[valid], images.labels[valid], target_accuracy, stored)
             if not calibration.fitted:
                 notes.append("No temperature could be fitted to these images; it stays 1.")
     results = []
@@ -157,11 +157,11 @@ def evaluate(
         split=name,
         images=len(images),
         classes=list(data.classes),
-        scores=metrics,
+        metrics=metrics,
         calibration=calibration,
         real=RealAccuracy(*real_accuracy(logits.numpy(), real_labels, valid)) if real_labels else None,
         probes=results,
-        corrupt=corrupt.names,
+        corrupt=corrupt.reasons,
         notes=notes,
         seconds=time.perf_counter() - start,
     )
@@ -224,7 +224,7 @@ def _run_split(
         ranks=ranks,
         workers=workers,
         corrupt=corrupt,
-        ahead=lambda done: progress(name, min(done * ranks, len(images)), len(images)),
+        progress=lambda done: progress(name, min(done * ranks, len(images)), len(images)),
     )
     if ranks > 1:
         width = columns if layers else config.classes
@@ -245,9 +245,9 @@ def _all_reduce(
         dist.all_reduce(on_device)
         sums.append(on_device.cpu())
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, corrupt.names)
+    dist.all_gather_object(gathered, corrupt.reasons)
     for names in gathered:
-        corrupt.names |= names
+        corrupt.reasons |= names
     return sums[0], sums[1]
 
 

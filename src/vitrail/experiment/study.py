@@ -4,7 +4,7 @@
         "digits",
         out="study",
         arms={"class": {}, "mean": {"model": {"pool": "mean"}}},
-        rates=[3e-4, 1e-3, 3e-3],
+        lrs=[3e-4, 1e-3, 3e-3],
         seeds=3,
         recipe="digits",
         epochs=5,
@@ -55,7 +55,7 @@ class Arm:
 
     name: str
     changes: Mapping[str, Any]
-    rate: float
+    lr: float
     """The best learning rate of the sweep, at which all seeds were run."""
     scores: list[float]
     """The held-out accuracy after the last epoch, one per seed."""
@@ -97,7 +97,7 @@ class Difference:
         )
 
     @property
-    def clear(self) -> bool:
+    def significant(self) -> bool:
         """Whether the confidence interval excludes zero."""
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
@@ -111,7 +111,7 @@ class Study:
     recipe: str
     changes: Mapping[str, Any]
     seeds: list[int]
-    rates: list[float]
+    lrs: list[float]
     arms: dict[str, Arm]
     environment: Mapping[str, Any] = field(default_factory=environment)
 
@@ -127,10 +127,10 @@ class Study:
         """Reservations about the results, one sentence each."""
         notes = []
         for arm in self.arms.values():
-            if len(self.rates) > 1 and arm.rate in (min(self.rates), max(self.rates)):
-                which = "lowest" if arm.rate == min(self.rates) else "highest"
+            if len(self.lrs) > 1 and arm.lr in (min(self.lrs), max(self.lrs)):
+                which = "lowest" if arm.lr == min(self.lrs) else "highest"
                 notes.append(
-                    f"The best learning rate of {arm.name}, {arm.rate:g}, is the {which} tried; extend the "
+                    f"The best learning rate of {arm.name}, {arm.lr:g}, is the {which} tried; extend the "
                     "range."
                 )
         return notes
@@ -154,10 +154,8 @@ class Study:
         for n, arm in enumerate(self.arms.values()):
             color = LINES[n % len(LINES)]
             draw_arm(left, n, arm, color)
-            rates = sorted({trial.rate for trial in arm.sweep})
-            right.plot(
-                rates, [mean_score_at(arm.sweep, rate) for rate in rates], "o-", color=color, markersize=4
-            )
+            lrs = sorted({trial.lr for trial in arm.sweep})
+            right.plot(lrs, [mean_score_at(arm.sweep, lr) for lr in lrs], "o-", color=color, markersize=4)
         left.set(yticks=range(len(self.arms)), yticklabels=list(self.arms), xlabel="held-out accuracy")
         left.invert_yaxis()
         left.set_title(f"{len(self.seeds)} seeds, mean and 95 % interval")
@@ -180,8 +178,8 @@ def study(
     arms: Mapping[str, Mapping[str, Any]],
     out: str | Path,
     seeds: int | Sequence[int] = 3,
-    rates: Sequence[float] | None = None,
-    choosing: int = 1,
+    lrs: Sequence[float] | None = None,
+    selection_seeds: int = 1,
     recipe: str = "small",
     processes: int = 2,
     **changes: Any,
@@ -194,24 +192,24 @@ def study(
             recipe itself, `{"model": {"pool": "mean"}}` the recipe with mean pooling.
         out: a folder. Finished runs in it are not run again; unfinished ones are resumed.
         seeds: how many, from 0; or a list of seeds.
-        rates: learning rates to try for each arm; the recipe's own by default.
-        choosing: how many of the seeds select an arm's learning rate.
+        lrs: learning rates to try for each arm; the recipe's own by default.
+        selection_seeds: how many of the seeds select an arm's learning rate.
         recipe: the recipe of all other settings.
         processes: how many runs at a time, one thread each. The results do not depend on it.
         changes: changes to the recipe for all arms, such as epochs=5.
     """
     seed_list = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
-    _check_arguments(arms, seed_list, rates, as_integer("choosing", choosing, 1), changes)
+    _check_arguments(arms, seed_list, lrs, as_integer("selection_seeds", selection_seeds, 1), changes)
     folder, dataset = Path(out), data if isinstance(data, Dataset) else open_dataset(data)
     _check_folder(folder)
 
-    def task(name: str, rate: float | None, seed: int) -> TrialTask:
-        resolved = resolve_arm(recipe, dataset, arms[name], changes, rate, seed)
-        rate = resolved.train.lr
-        return TrialTask(name, rate, seed, resolved, folder / "runs" / name / f"rate {rate:g}, seed {seed}")
+    def task(name: str, lr: float | None, seed: int) -> TrialTask:
+        resolved = resolve_arm(recipe, dataset, arms[name], changes, lr, seed)
+        lr = resolved.train.lr
+        return TrialTask(name, lr, seed, resolved, folder / "runs" / name / f"lr {lr:g}, seed {seed}")
 
-    tried: Sequence[float | None] = rates or [None]
-    sweep = [task(name, rate, seed) for name in arms for rate in tried for seed in seed_list[:choosing]]
+    tried: Sequence[float | None] = lrs or [None]
+    sweep = [task(name, lr, seed) for name in arms for lr in tried for seed in seed_list[:selection_seeds]]
     _check_distinct(sweep)
     folder.mkdir(parents=True, exist_ok=True)
     with StudyPool(dataset, as_integer("processes", processes, 1)) as pool:
@@ -221,12 +219,12 @@ def study(
     results = {}
     for name in arms:
         own_sweep, own_final = ([trial for trial in some if trial.arm == name] for some in (swept, final))
-        seconds = {(trial.rate, trial.seed): trial.seconds for trial in (*own_sweep, *own_final)}
+        seconds = {(trial.lr, trial.seed): trial.seconds for trial in (*own_sweep, *own_final)}
         count = count_parameters(next(one.recipe for one in sweep if one.arm == name))
         scores, total = [trial.score for trial in own_final], round(sum(seconds.values()), 3)
         results[name] = Arm(name, arms[name], best[name], scores, own_sweep, count, total)
-    all_rates = sorted({trial.rate for trial in swept})
-    result = Study(folder, dataset.name, recipe, changes, seed_list, all_rates, results)
+    all_lrs = sorted({trial.lr for trial in swept})
+    result = Study(folder, dataset.name, recipe, changes, seed_list, all_lrs, results)
     write_text(folder / "study.json", json.dumps(result.as_json(), indent=2), overwrite=True)
     save_figure(result.figure(), folder / "study")
     return result
@@ -240,7 +238,7 @@ def resolve_arm(
     data: Dataset,
     arm: Mapping[str, Any],
     shared: Mapping[str, Any],
-    rate: float | None,
+    lr: float | None,
     seed: int,
 ) -> Recipe:
     """The recipe with the shared changes, then the arm's own; mappings such as model= are merged."""
@@ -249,24 +247,24 @@ def resolve_arm(
         if isinstance(shared[part], Mapping) and isinstance(arm[part], Mapping):
             both[part] = {**shared[part], **arm[part]}
     both["seed"] = seed
-    if rate is not None:
-        both["lr"] = rate
+    if lr is not None:
+        both["lr"] = lr
     return resolve_recipe(recipe, data, None, both)[0]
 
 
 def best_lr(trials: Sequence[Trial]) -> float:
     """The learning rate of the highest mean score; of equals the lower loss, then the lower rate."""
 
-    def order(rate: float) -> tuple[float, float, float]:
-        losses = [math.inf if trial.loss is None else trial.loss for trial in trials if trial.rate == rate]
-        return mean_score_at(trials, rate), -sum(losses), -rate
+    def order(lr: float) -> tuple[float, float, float]:
+        losses = [math.inf if trial.loss is None else trial.loss for trial in trials if trial.lr == lr]
+        return mean_score_at(trials, lr), -sum(losses), -lr
 
-    return max({trial.rate for trial in trials}, key=order)
+    return max({trial.lr for trial in trials}, key=order)
 
 
-def mean_score_at(trials: Sequence[Trial], rate: float) -> float:
+def mean_score_at(trials: Sequence[Trial], lr: float) -> float:
     """The mean score of the trials at a learning rate."""
-    scores = [trial.score for trial in trials if trial.rate == rate]
+    scores = [trial.score for trial in trials if trial.lr == lr]
     return math.fsum(scores) / len(scores)
 
 
@@ -282,30 +280,30 @@ def count_parameters(recipe: Recipe) -> int:
 def _check_arguments(
     arms: Mapping[str, Mapping[str, Any]],
     seeds: Sequence[int],
-    rates: Sequence[float] | None,
-    choosing: int,
+    lrs: Sequence[float] | None,
+    selection_seeds: int,
     changes: Mapping[str, Any],
 ) -> None:
     _check_arms(arms)
     if any(key in changes for key in ("lr", "seed")):
         raise ConfigError(
-            "a study tries several learning rates and seeds; use rates= and seeds= instead of lr and seed."
+            "a study tries several learning rates and seeds; use lrs= and seeds= instead of lr and seed."
         )
     if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
         raise InputError(
             f"seeds must be a count or a list of distinct integers, such as 3, not {short_repr(seeds)}."
         )
-    if choosing > len(seeds):
+    if selection_seeds > len(seeds):
         raise InputError(
-            f"choosing is {choosing}, but there are only {len(seeds)} seeds; select the learning rate with "
+            f"selection_seeds is {selection_seeds}, but there are only {len(seeds)} seeds; select the learning rate with "
             "fewer."
         )
-    valid = rates is None or (
-        not isinstance(rates, str) and len(rates) > 0 and all(is_real(rate) and rate > 0 for rate in rates)
+    valid = lrs is None or (
+        not isinstance(lrs, str) and len(lrs) > 0 and all(is_real(lr) and lr > 0 for lr in lrs)
     )
     if not valid:
         raise InputError(
-            f"rates must be learning rates above 0, such as [3e-4, 1e-3, 3e-3], not {short_repr(rates)}."
+            f"lrs must be learning rates above 0, such as [3e-4, 1e-3, 3e-3], not {short_repr(lrs)}."
         )
 
 
@@ -315,7 +313,7 @@ def _check_arms(arms: Mapping[str, Mapping[str, Any]]) -> None:
             f'arms must be a mapping of names to changes, such as {{"plain": {{}}, "wide": {{...}}}}, not '
             f"{short_repr(arms)}."
         )
-    advice = {"lr": "use rates= for all arms", "seed": "use seeds="}
+    advice = {"lr": "use lrs= for all arms", "seed": "use seeds="}
     for name, arm in arms.items():
         if not (isinstance(name, str) and _ARM_NAME.fullmatch(name)):
             raise InputError(
@@ -333,7 +331,7 @@ def _check_distinct(tasks: Sequence[TrialTask]) -> None:
     for n, path in enumerate(paths):
         if path in paths[:n]:
             raise InputError(
-                f"arms and learning rates must differ by more than case; {tasks[n].arm} at {tasks[n].rate:g} "
+                f"arms and learning rates must differ by more than case; {tasks[n].arm} at {tasks[n].lr:g} "
                 "appears twice. Remove or rename one."
             )
 

@@ -37,7 +37,7 @@ class TrialTask:
     """A trial to run."""
 
     arm: str
-    rate: float
+    lr: float
     seed: int
     recipe: Recipe
     out: Path
@@ -54,7 +54,7 @@ class Trial:
     """The result of one training run of a study."""
 
     arm: str
-    rate: float
+    lr: float
     """The learning rate."""
     seed: int
     score: float
@@ -87,7 +87,7 @@ class ProcessPool:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
-    def each(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """The function's results for all items, in their order."""
         if self.processes == 1 or (self.pool is None and len(items) < 2):
             with one_thread():
@@ -125,7 +125,7 @@ class StudyPool(ProcessPool):
         """The trials of all tasks, in their order; finished ones are read from their files."""
         trials = {task.out: _read_trial(task, self.data) for task in tasks}
         left = [task for task in tasks if trials[task.out] is None]
-        done = self.each(partial(_run_trial, data=self.data), left)
+        done = self.map(partial(_run_trial, data=self.data), left)
         trials |= {task.out: trial for task, trial in zip(left, done, strict=True)}
         return [trial for task in tasks if (trial := trials[task.out]) is not None]
 
@@ -135,7 +135,7 @@ def map_in_processes(
 ) -> list[Result]:
     """`Pool.each` in a pool for this call only."""
     with ProcessPool(processes) as pool:
-        return pool.each(function, items)
+        return pool.map(function, items)
 
 
 # ---- in a worker process --------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _run_trial(task: TrialTask, data: Dataset) -> Trial:
     except Diverged:
         pass
     seconds = time.perf_counter() - start
-    trial = Trial(task.arm, task.rate, task.seed, score, loss, round(seconds, 3))
+    trial = Trial(task.arm, task.lr, task.seed, score, loss, round(seconds, 3))
     write_text(task.record, json.dumps(asdict(trial), indent=2), overwrite=True)
     return trial
 

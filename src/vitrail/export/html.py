@@ -22,7 +22,7 @@ from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import InputError, MissingExtra, printable
 from vitrail.fields import short_repr
 from vitrail.inspect.attention import prefix_names
-from vitrail.inspect.rollout import pooled
+from vitrail.inspect.rollout import pooled_tokens
 from vitrail.inspect.sample import sample_images
 from vitrail.io.write import check_new, write_text
 from vitrail.model import ViT
@@ -163,7 +163,7 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
     assert spec is not None  # every model of images has one
     config = model.config
     labels = bundle.labels or [str(number) for number in range(config.classes)]
-    _, reads = pooled(config)
+    _, reads = pooled_tokens(config)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "channels": config.channels,
@@ -199,7 +199,7 @@ def _export_tensors(model: ViT) -> list[tuple[str, Tensor]]:
         "embed.bias": projection.bias,
         "prefix": model.prefix,
         "position": None if config.position == "none" else position.all_rows(config.grid),  # type: ignore[operator]
-        "pool": pooled(config)[0],  # the weight of each token in y
+        "pool": pooled_tokens(config)[0],  # the weight of each token in y
     }
     for number, part in enumerate(model.blocks):
         block: Any = part

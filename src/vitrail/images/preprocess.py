@@ -86,11 +86,11 @@ class Preprocess(Config):
         super().__post_init__()
         for name in ("size", "resize_to"):
             if value := getattr(self, name):
-                self.set(name, per_axis(name, value, ("height", "width")))
+                self._set(name, per_axis(name, value, ("height", "width")))
         if self.resize_to == self._default_resize_to:  # settings that do the same compare equal
-            self.set("resize_to", None)
+            self._set("resize_to", None)
         if not self.crops:
-            self.set("crop_rounding", "even")
+            self._set("crop_rounding", "even")
         (h, w), (min_h, min_w) = self.before_crop, self._default_resize_to
         unsupported = self.backend == "torch" and self.interpolation not in ("bilinear", "bicubic")
         rules = [
@@ -157,7 +157,7 @@ class Preprocess(Config):
 
         source = self._convert(image)
         height, width = source.size[::-1] if isinstance(source, Image.Image) else source.shape[:2]
-        (H, W), (h, w) = self.target, self._resized(height, width)
+        (H, W), (h, w) = self.target, self.resized_size(height, width)
         array = resize_array(source, h, w, self.interpolation, self.backend)
         down = self.crop_rounding == "down"
         top, left = (spare // 2 if down else round(spare / 2) for spare in (h - H, w - W))
@@ -193,9 +193,9 @@ class Preprocess(Config):
         from vitrail.images.convert import apply_orientation
 
         stays = self.backend == "pillow" and self.channels == 3 and isinstance(image, Image.Image)
-        return apply_orientation(image, 3) if stays and all(image.size) else self._array(image)
+        return apply_orientation(image, 3) if stays and all(image.size) else self.to_array(image)
 
-    def _array(self, image: Any) -> NDArray[np.uint8]:
+    def to_array(self, image: Any) -> NDArray[np.uint8]:
         import numpy as np
         from PIL import Image
 
@@ -235,7 +235,7 @@ class Preprocess(Config):
             h, w = (h if side == short else int(h * side / short) for side in (height, width))
         return h, w
 
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after resizing, if the image can be resized."""
         if self.resize == "none" and (height, width) != self.target:
             H, W = self.target

@@ -53,7 +53,7 @@ class Batch:
     """(b,) int64, their positions in the source."""
     images: Tensor
     """(b, C, H, W) uint8."""
-    kept: Tensor
+    valid: Tensor
     """(b,) 1 where the image could be read, 0 where it could not; such an image is gray."""
 
 
@@ -63,7 +63,7 @@ class CorruptFiles:
 
     policy: Policy = "error"
     """error: raise; skip and warn: go on without the image."""
-    names: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     """The reason for each file, by its name."""
 
 
@@ -141,7 +141,7 @@ class ImageReader:
         gray = np.full((H, W, self.preprocess.channels), MID_GRAY, dtype=np.uint8)
         for index, result in zip(indices.tolist(), results, strict=True):
             if isinstance(result, str):
-                self.corrupt.names.setdefault(printable(self.source.names[index]), result)
+                self.corrupt.reasons.setdefault(printable(self.source.names[index]), result)
         images = np.stack([gray if isinstance(result, str) else result for result in results])
         valid = torch.tensor([0.0 if isinstance(result, str) else 1.0 for result in results])
         return Batch(indices, torch.from_numpy(images).permute(0, 3, 1, 2), valid)

@@ -20,7 +20,7 @@ from vitrail.inspect.figure import FigureSpec, InspectionRequest
 from vitrail.inspect.images import (
     check_finite,
     check_images,
-    check_number,
+    check_index,
     check_pixels,
     check_weights_fit,
     device_of,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _HEADS_PER_ROW = 8  # further heads go to the next row; on a page they would be too small to read
-POOL = "pool.attention.weights"
+POOL_WEIGHTS = "pool.attention.weights"
 
 Query = str | tuple[int, int]
 
@@ -71,11 +71,11 @@ def compute(
     check_images(model, images)
     config = model.config
     query = _default_query(config) if query is None else query
-    layer = check_number("layer", layer, config.depth)
-    heads = range(config.heads) if head is None else [check_number("head", head, config.heads)]
+    layer = check_index("layer", layer, config.depth)
+    heads = range(config.heads) if head is None else [check_index("head", head, config.heads)]
     check_weights_fit(model, len(images))
     row = query_row(config, query).to(device_of(model))
-    name = POOL if query == "pool" else f"blocks.{layer}.attention.weights"
+    name = POOL_WEIGHTS if query == "pool" else f"blocks.{layer}.attention.weights"
     with eval_mode(model), record(model, name) as tape:
         model(images.to(row.device))
         weights = tape[name][:, list(heads)].float()  # (B, heads, T, T), or (B, heads, 1, N) in the pool
@@ -116,7 +116,7 @@ def query_row(config: ViTConfig, query: Query) -> Tensor:
     elif isinstance(query, str) and query in names:
         row[names.index(query)] = 1
     elif isinstance(query, (tuple, list)) and len(query) == 2:
-        down, across = map(check_number, ("row", "column"), query, config.grid)
+        down, across = map(check_index, ("row", "column"), query, config.grid)
         row[config.prefix + down * config.grid[1] + across] = 1
     elif not (query == "pool" and config.pool == "attention"):
         pool = ["pool"] if config.pool == "attention" else []
@@ -160,7 +160,7 @@ def draw(attention: AttentionMaps, pixels: NDArray[np.uint8]) -> Figure:
         show_image(axes[image * rows, 0], shown)
         for index, head in enumerate(attention.heads):
             axis = axes[image * rows + index // across, 1 + index % across]
-            drawn = overlay_map(axis, shown, attention.maps[image, index], most=limit)
+            drawn = overlay_map(axis, shown, attention.maps[image, index], vmax=limit)
             percentage = 100 * attention.maps[image, index].sum()
             note = f"\n{percentage:.0f}% on patches" if attention.prefix.any() else ""
             axis.set_title(f"head {head}{note}", fontsize=7.5)

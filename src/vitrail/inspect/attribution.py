@@ -243,7 +243,7 @@ def draw(attribution: Attribution, pixels: NDArray[np.uint8], classes: Sequence[
 
 
 def _overlay_unsigned(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating]) -> Any:
-    return overlay_map(axis, pixels, values, most=1.0)
+    return overlay_map(axis, pixels, values, vmax=1.0)
 
 
 def _overlay_signed(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating]) -> Any:

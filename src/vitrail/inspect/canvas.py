@@ -75,9 +75,9 @@ def show_image(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None:
         axis.set_title(title)
 
 
-def show_map(axis: Axes, values: NDArray[np.floating], *, most: float | None = None, title: str = "") -> Any:
+def show_map(axis: Axes, values: NDArray[np.floating], *, vmax: float | None = None, title: str = "") -> Any:
     """Draw a map of values from 0 to `most`; returns what a color bar needs."""
-    image = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=float(values.max()) if most is None else most)
+    image = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=float(values.max()) if vmax is None else vmax)
     axis.axis("off")
     if title:
         axis.set_title(title)
@@ -85,13 +85,13 @@ def show_map(axis: Axes, values: NDArray[np.floating], *, most: float | None = N
 
 
 def overlay_map(
-    axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating], *, most: float | None = None
+    axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating], *, vmax: float | None = None
 ) -> Any:
     """Draw a map (h, w) over its image, patch by patch, without smoothing."""
     gray = pixels[..., :3].mean(axis=2)
     box = (-0.5, pixels.shape[1] - 0.5, pixels.shape[0] - 0.5, -0.5)
     axis.imshow(gray, cmap="gray", vmin=0, vmax=255, extent=box)
-    limit = float(values.max()) if most is None else most
+    limit = float(values.max()) if vmax is None else vmax
     image = axis.imshow(values, cmap=OVERLAY, vmin=0, vmax=limit or 1.0, alpha=0.65, extent=box)
     axis.axis("off")
     return image

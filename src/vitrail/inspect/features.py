@@ -15,7 +15,7 @@ from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import DIVERGING, LINES, new_figure, show_image, show_map, styled
 from vitrail.inspect.components import principal
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
-from vitrail.inspect.images import ImageBatch, check_finite, check_images, check_number
+from vitrail.inspect.images import ImageBatch, check_finite, check_images, check_index
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.model import ViT, record
 from vitrail.model.modes import eval_mode
@@ -77,7 +77,7 @@ def compute(
     """
     check_images(model, images)
     config = model.config
-    block = config.depth - 1 if layer is None else check_number("layer", layer, config.depth)
+    block = config.depth - 1 if layer is None else check_index("layer", layer, config.depth)
     row, column = _check_patch(patch, config.grid)
     with eval_mode(model), record(model, "blocks.*.out") as tape:
         last = model.encode(images.to(model.tokens.proj.weight.device), layers=[block])
@@ -113,7 +113,7 @@ def _check_patch(patch: tuple[int, int] | None, grid: tuple[int, ...]) -> tuple[
         raise InputError(
             f"patch must be a row and a column of the {h} x {w} patch grid, not {printable(patch)}."
         )
-    return check_number("patch row", patch[0], h), check_number("patch column", patch[1], w)
+    return check_index("patch row", patch[0], h), check_index("patch column", patch[1], w)
 
 
 def _as_colors(values: Floats) -> NDArray[np.float32]:
@@ -212,7 +212,7 @@ def _draw_column(axes: Any, features: Features, images: ImageBatch, n: int) -> N
     show_image(axes[0], images.pixels[n], printable(images.names[n], 14))
     axes[1].imshow(features.colors[n])
     axes[2].imshow(np.where(features.foreground[n], 0.85, 0.15), cmap="gray", vmin=0, vmax=1)
-    show_map(axes[3], features.norms[features.block, n], most=largest)
+    show_map(axes[3], features.norms[features.block, n], vmax=largest)
     for row, column in np.argwhere(features.artifacts[features.block, n]):
         axes[3].plot(column, row, marker="x", color=LINES[1], markersize=5)
     axes[4].imshow(features.cosine[n], cmap=DIVERGING, vmin=-1, vmax=1)

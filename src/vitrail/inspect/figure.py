@@ -53,7 +53,7 @@ class InspectionRequest:
 
     bundle: Bundle
     paths: Sequence[Path] = ()
-    most: int = 8
+    max_images: int = 8
     """Number of images to draw."""
     layer: int | None = None
     head: int | None = None
@@ -82,7 +82,7 @@ class InspectionRequest:
         try:
             parts = torch.arange(len(names)).split(_BATCH)
             for number, batch in enumerate(reader.batches((0, part) for part in parts)):
-                valid = batch.kept > 0
+                valid = batch.valid > 0
                 if valid.any():
                     pixels = batch.images[valid].permute(0, 2, 3, 1).numpy()
                     yield [names[int(i)] for i in batch.indices[valid]], pixels
@@ -102,13 +102,13 @@ class InspectionRequest:
             pixels: list[NDArray[np.uint8]] = []
             for batch_names, batch in self.read("images"):
                 names, pixels = names + batch_names, [*pixels, *batch]
-                if len(names) >= self.most:
+                if len(names) >= self.max_images:
                     break
             if not names:
-                reason = next(iter(self.corrupt.names.values()), "there are no images.")
+                reason = next(iter(self.corrupt.reasons.values()), "there are no images.")
                 raise InputError(
                     f"None of the {len(self.paths):,} images could be read; error in the first: {reason}"
                 )
-            short_names = [Path(name).name for name in names[: self.most]]
-            self._drawn = from_pixels(np.stack(pixels[: self.most]), self.preprocess, short_names)
+            short_names = [Path(name).name for name in names[: self.max_images]]
+            self._drawn = from_pixels(np.stack(pixels[: self.max_images]), self.preprocess, short_names)
         return self._drawn

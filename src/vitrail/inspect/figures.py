@@ -24,7 +24,7 @@ from vitrail.inspect import (
 )
 from vitrail.inspect.canvas import save_figure
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
-from vitrail.inspect.images import check_images, check_number
+from vitrail.inspect.images import check_images, check_index
 
 FIGURES: dict[str, FigureSpec] = {
     module.FIGURE.name: module.FIGURE
@@ -74,7 +74,7 @@ def inspect_model(request: InspectionRequest, folder: Path, only: Sequence[str] 
     config = request.model.config
     for what, number, count in (("layer", request.layer, config.depth), ("head", request.head, config.heads)):
         if number is not None:
-            check_number(what, number, count)
+            check_index(what, number, count)
     names = _choose(only, has_images=bool(request.paths))
     figures, skipped = [], {}
     for number, name in enumerate(names):

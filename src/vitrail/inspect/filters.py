@@ -37,7 +37,7 @@ class Filters:
 
     components: NDArray[np.float32]
     """(n, C, P, P), each of norm 1, with the sign that makes the largest weight positive."""
-    share: NDArray[np.float64]
+    explained_variance: NDArray[np.float64]
     """(n,): fraction of the variance that each component explains."""
     smoothness: NDArray[np.float64]
     """(n,): correlation of neighboring pixels: 1 for a constant patch, about 0 for noise."""
@@ -67,7 +67,7 @@ def compute(model: ViT) -> Filters:
     tiles = components[:_MAX_COMPONENTS].reshape(-1, *weight.shape[1:])
     return Filters(
         components=tiles.astype(np.float32),
-        share=explained[:_MAX_COMPONENTS],
+        explained_variance=explained[:_MAX_COMPONENTS],
         smoothness=np.array([_smoothness(tile) for tile in tiles]),
         count=len(weight),
         needed=_components_needed(explained),
@@ -124,7 +124,7 @@ def draw(filters: Filters) -> Figure:
         axis.spines[:].set_visible(False)
     shown = as_colors(filters) if channels == 3 else filters.components.mean(axis=1)
     limit = float(np.abs(shown).max())
-    for axis, tile, fraction in zip(axes.flat, shown, filters.share, strict=False):
+    for axis, tile, fraction in zip(axes.flat, shown, filters.explained_variance, strict=False):
         image = axis.imshow(tile, cmap=DIVERGING, vmin=-limit, vmax=limit)
         axis.set_xlabel(_percent(fraction), fontsize=7.5, labelpad=2)
     if channels != 3:
@@ -146,10 +146,10 @@ def _percent(fraction: float) -> str:
 def _draw_cumulative(part: Any, filters: Filters) -> None:
     """Cumulative explained variance by the number of components."""
     axis = part.subplots()
-    counts = np.arange(1, len(filters.share) + 1)
-    axis.plot(counts, 100 * filters.share.cumsum(), color=LINES[0], marker=".", markersize=4)
+    counts = np.arange(1, len(filters.explained_variance) + 1)
+    axis.plot(counts, 100 * filters.explained_variance.cumsum(), color=LINES[0], marker=".", markersize=4)
     axis.set(xlabel="components", ylabel="explained variance, %", ylim=(0, 103))
-    axis.set_xlim(0, max(len(filters.share), 2) + 0.7)
+    axis.set_xlim(0, max(len(filters.explained_variance), 2) + 0.7)
     axis.locator_params(axis="x", integer=True, nbins=4)
 
 
@@ -165,7 +165,7 @@ def caption(filters: Filters) -> str:
         if low_rank
         else "the filters are not made of few patterns, unlike in the ViT paper"
     )
-    smooth = float((filters.smoothness * filters.share).sum() / filters.share.sum())
+    smooth = float((filters.smoothness * filters.explained_variance).sum() / filters.explained_variance.sum())
     text = (
         f"The first {count} principal components of the {filters.count} filters of {filters.source}, with "
         f"the fraction of the variance that each explains; {scale}. Explaining 90% of the variance takes "
@@ -183,7 +183,9 @@ def caption(filters: Filters) -> str:
 def table(filters: Filters) -> tuple[list[str], list[list[object]]]:
     """One row per component."""
     header = ["component", "explained_variance", "cumulative", "smoothness"]
-    columns = zip(filters.share, filters.share.cumsum(), filters.smoothness, strict=True)
+    columns = zip(
+        filters.explained_variance, filters.explained_variance.cumsum(), filters.smoothness, strict=True
+    )
     return header, [[number, *map(float, row)] for number, row in enumerate(columns, start=1)]
 
 

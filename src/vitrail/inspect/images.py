@@ -69,7 +69,7 @@ def check_weights_fit(model: ViT, images: int, blocks: int = 1) -> None:
         check_fits(needed, model.config, images, "Recording attention", advice)
 
 
-def check_number(what: str, number: int, count: int) -> int:
+def check_index(what: str, number: int, count: int) -> int:
     """Check an index such as a layer or head, counted from 0; a negative one counts from the end."""
     if not isinstance(number, int) or not -count <= number < count:
         raise InputError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import DIVERGING, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
-from vitrail.inspect.images import check_finite, check_images, check_number
+from vitrail.inspect.images import check_finite, check_images, check_index
 from vitrail.inspect.sample import sample_model, show_sample
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
@@ -103,7 +103,7 @@ def _choose_table(tables: Tensor, position: str, head: int | None, layer: int | 
             tables = tables.mean(dim=axis, keepdim=True)
             where.append(f"mean over {kind}s")
         else:
-            index = check_number(kind, index, tables.shape[axis])
+            index = check_index(kind, index, tables.shape[axis])
             tables = tables.narrow(axis, index, 1)
             where.append(f"{kind} {index}")
     return tables[0, 0], ", ".join(where)
@@ -143,9 +143,9 @@ def _mean(values: Floats) -> float:
 def draw(positions: Positions) -> Figure:
     """One tile per patch, at the location of the patch, with its similarity to all patches."""
     h, w = positions.grid
-    rows, columns = chosen(h, _MAX_TILES, _FEW_TILES), chosen(w, _MAX_TILES, _FEW_TILES)
+    rows, columns = tile_indices(h, _MAX_TILES, _FEW_TILES), tile_indices(w, _MAX_TILES, _FEW_TILES)
     figure = new_figure(*_figure_size(rows, columns, positions.grid), _title(positions))
-    colors = scale(positions)
+    colors = color_scale(positions)
     if positions.class_row is None:
         axes = [figure.subplots()]
     else:
@@ -153,7 +153,7 @@ def draw(positions: Positions) -> Figure:
         axes[1].imshow(positions.class_row.reshape(h, w), **colors)
         axes[1].set(xticks=[], yticks=[], title="class token")
         axes[1].spines[:].set_visible(True)
-    image = mosaic(axes[0], positions, rows, columns, colors)
+    image = draw_tiles(axes[0], positions, rows, columns, colors)
     add_colorbar(figure, image, axes, _label(positions))
     figure.draw_without_rendering()  # the color bar chooses its ticks once its height is known
     return figure
@@ -174,12 +174,12 @@ def _label(positions: Positions) -> str:
     return positions.measure if positions.is_bias else f"{positions.measure} (with itself: 1)"
 
 
-def chosen(count: int, most: int, few: int) -> list[int]:
+def tile_indices(count: int, most: int, few: int) -> list[int]:
     """All indices along a side, or `few` evenly spaced ones if there are more than `most`."""
     return list(range(count)) if count <= most else [round(x) for x in np.linspace(0, count - 1, few)]
 
 
-def scale(*positions: Positions) -> dict[str, Any]:
+def color_scale(*positions: Positions) -> dict[str, Any]:
     """Color map and limits for all pairs of different patches; diverging for values of both signs.
 
     The similarity of a patch with itself may lie outside the limits and is then clipped.
@@ -193,7 +193,7 @@ def scale(*positions: Positions) -> dict[str, Any]:
     return {"cmap": DIVERGING, "vmin": -limit, "vmax": limit}
 
 
-def mosaic(
+def draw_tiles(
     axis: Axes, positions: Positions, rows: list[int], columns: list[int], colors: dict[str, Any]
 ) -> Any:
     """Draw one tile for each chosen patch, arranged like the patches."""
@@ -220,17 +220,17 @@ def mosaic(
 def caption(positions: Positions) -> str:
     """How to read the tiles, and how similarity depends on distance, rows and columns."""
     h, w = positions.grid
-    rows, columns = chosen(h, _MAX_TILES, _FEW_TILES), chosen(w, _MAX_TILES, _FEW_TILES)
+    rows, columns = tile_indices(h, _MAX_TILES, _FEW_TILES), tile_indices(w, _MAX_TILES, _FEW_TILES)
     part = f" Only {len(rows)} of {h} rows and {len(columns)} of {w} columns of tiles are drawn."
     where = f" ({positions.where})" if positions.where else ""
     return (
         f"Each tile stands at the location of a patch and shows the {positions.measure} of that patch with "
         f"all {h} x {w} patches{where}.{part if len(rows) < h or len(columns) < w else ''} "
-        f"{verdict_on_distance(positions)} {verdict_on_lines(positions)}"
+        f"{describe_distance(positions)} {describe_lines(positions)}"
     )
 
 
-def verdict_on_distance(positions: Positions) -> str:
+def describe_distance(positions: Positions) -> str:
     """One sentence on the correlation of similarity and distance."""
     more = "a higher bias" if positions.is_bias else "more similar positions"
     r = positions.correlation
@@ -245,7 +245,7 @@ def verdict_on_distance(positions: Positions) -> str:
     return f"The correlation with the distance between patches is {r:.2f}: {finding}."
 
 
-def verdict_on_lines(positions: Positions) -> str:
+def describe_lines(positions: Positions) -> str:
     """One sentence on whether rows and columns stand out."""
     if np.isnan(positions.line_excess):
         return "The grid is too small to separate the effect of rows and columns from that of distance."
@@ -292,7 +292,10 @@ def compare(
 def draw_compared(positions: Mapping[str, Positions]) -> Figure:
     """A few tiles of each model, all on one color scale."""
     h, w = next(iter(positions.values())).grid
-    rows, columns = chosen(h, _COMPARED_TILES, _COMPARED_TILES), chosen(w, _COMPARED_TILES, _COMPARED_TILES)
+    rows, columns = (
+        tile_indices(h, _COMPARED_TILES, _COMPARED_TILES),
+        tile_indices(w, _COMPARED_TILES, _COMPARED_TILES),
+    )
     across = min(len(positions), 4)
     lines = -(-len(positions) // across)
     first = next(iter(positions.values()))
@@ -300,9 +303,9 @@ def draw_compared(positions: Mapping[str, Positions]) -> Figure:
     axes = figure.subplots(lines, across, squeeze=False)
     for axis in axes.flat[len(positions) :]:
         axis.axis("off")
-    colors = scale(*positions.values())
+    colors = color_scale(*positions.values())
     for axis, (name, one) in zip(axes.flat, positions.items(), strict=False):
-        image = mosaic(axis, one, rows, columns, colors)
+        image = draw_tiles(axis, one, rows, columns, colors)
         axis.set(title=f"{printable(name, 24)}\nr with distance {one.correlation:+.2f}", xlabel="", ylabel="")
     add_colorbar(figure, image, axes, _label(first))
     figure.draw_without_rendering()

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, printable, suggest
 from vitrail.inspect.attention import (
-    POOL,
+    POOL_WEIGHTS,
     Query,
     color_limit,
     describe_query,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 Method = Literal["rollout", "gradient", "both"]
 HeadFusion = Literal["mean", "max", "min"]
-BLOCKS = "blocks.*.attention.weights"
+BLOCK_WEIGHTS = "blocks.*.attention.weights"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def compute(
             f"discard is a fraction from 0 to below 1, not {printable(discard)}; use for example 0.9."
         )
     config, images = model.config, images.to(device_of(model))
-    row, description = pooled(config) if to == "auto" else (query_row(config, to), describe_query(to))
+    row, description = pooled_tokens(config) if to == "auto" else (query_row(config, to), describe_query(to))
     row = row.to(images.device)
     by_pool = to == "pool" or (to == "auto" and config.pool == "attention")
     methods = ("rollout", "gradient") if method == "both" else (method,)
@@ -121,8 +121,8 @@ def compute(
     patches = relevance[..., config.prefix :]
     return Rollout(
         methods=methods,
-        maps=attention_relevance(patches, patches).reshape(*relevance.shape[:2], *config.grid),
-        prefix=attention_relevance(relevance[..., : config.prefix], relevance),
+        maps=normalize_relevance(patches, patches).reshape(*relevance.shape[:2], *config.grid),
+        prefix=normalize_relevance(relevance[..., : config.prefix], relevance),
         names=prefix_names(config),
         targets=targets,
         to=description,
@@ -136,7 +136,7 @@ def _check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
         raise InputError(f"unknown {name} {printable(choice)!r}. {suggest(str(choice), choices)}")
 
 
-def attention_relevance(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.float32]:
+def normalize_relevance(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.float32]:
     """`part` divided by the sum of `whole`; zeros where that sum is zero."""
     total = whole.sum(axis=-1, keepdims=True)
     return np.divide(part, total, out=np.zeros_like(part), where=total > 0)
@@ -145,7 +145,7 @@ def attention_relevance(part: NDArray[np.float32], whole: NDArray[np.float32]) -
 # ---- the pooled tokens -----------------------------------------------------------------------------
 
 
-def pooled(config: ViTConfig) -> tuple[Tensor, str]:
+def pooled_tokens(config: ViTConfig) -> tuple[Tensor, str]:
     """The weight of each token in the pooled representation, (T,), and a description of the pooled tokens."""
     match config.pool:
         case "class" if config.head == "distilled":
@@ -173,19 +173,19 @@ def _rollout(model: ViT, images: Tensor, row: Tensor | None, heads: HeadFusion, 
 
     def multiply(weights: Tensor) -> Tensor:
         nonlocal flow
-        step = mixing(
+        step = mixing_matrix(
             _discard_smallest(fuse_heads(weights.float(), heads), model.config.prefix, discard),
-            residual_weights(model.config),
+            residual_weight(model.config),
         )
         flow = step if flow is None else step @ flow  # (B, T, T)
         return weights
 
-    names = [POOL] if row is None else []
-    with eval_mode(model), edit(model, {BLOCKS: multiply}), record(model, *names) as tape:
+    names = [POOL_WEIGHTS] if row is None else []
+    with eval_mode(model), edit(model, {BLOCK_WEIGHTS: multiply}), record(model, *names) as tape:
         model(images)
         assert flow is not None  # a model has at least one block
         if row is None:
-            pool_weights = fuse_heads(tape[POOL].float(), heads)  # (B, 1, N)
+            pool_weights = fuse_heads(tape[POOL_WEIGHTS].float(), heads)  # (B, 1, N)
             return (pad(pool_weights, (model.config.prefix, 0)) @ flow)[:, 0]
         return row @ flow
 
@@ -208,13 +208,13 @@ def _discard_smallest(fused: Tensor, prefix: int, discard: float) -> Tensor:
     return torch.cat([fused[..., :prefix], patches.scatter(-1, order, 0.0)], dim=-1)
 
 
-def mixing(fused: Tensor, keep: float) -> Tensor:
+def mixing_matrix(fused: Tensor, keep: float) -> Tensor:
     """Add `keep` times the identity (the residual connection) and normalize each row to sum to 1."""
     mixed = fused + keep * torch.eye(fused.shape[-1], device=fused.device)
     return mixed / mixed.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mixed.dtype).tiny)
 
 
-def residual_weights(config: ViTConfig) -> float:
+def residual_weight(config: ViTConfig) -> float:
     """The weight of the identity: 1, or 0 for blocks without residual connections."""
     return 0.0 if config.block == "no-residual" else 1.0
 
@@ -228,7 +228,7 @@ def _gradient_rollout(
     same for all patches under mean pooling.
     """
     config = model.config
-    names = [BLOCKS, *([POOL] if row is None else [])]
+    names = [BLOCK_WEIGHTS, *([POOL_WEIGHTS] if row is None else [])]
     images = images.detach().clone().requires_grad_()  # a graph even if all parameters are frozen
     with eval_mode(model), torch.enable_grad(), record(model, *names) as tape:
         logits = model(images)
@@ -242,10 +242,10 @@ def _gradient_rollout(
     ]
     flow = torch.eye(config.tokens, device=images.device).expand(len(images), -1, -1)
     for block in relevance[: config.depth]:
-        flow = residual_weights(config) * flow + block.detach() @ flow  # (B, T, T)
+        flow = residual_weight(config) * flow + block.detach() @ flow  # (B, T, T)
     if row is None:
         return (pad(relevance[-1].detach(), (config.prefix, 0)) @ flow)[:, 0], classes
-    return row @ flow - residual_weights(config) * row, classes
+    return row @ flow - residual_weight(config) * row, classes
 
 
 def _check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None) -> Tensor:
@@ -283,7 +283,7 @@ def draw(rollout: Rollout, pixels: NDArray[np.uint8]) -> Figure:
         show_image(axes[0, number], image)
         for index, method in enumerate(rollout.methods):
             axis = axes[1 + index, number]
-            drawn = overlay_map(axis, image, rollout.maps[index, number], most=limit)
+            drawn = overlay_map(axis, image, rollout.maps[index, number], vmax=limit)
             axis.set_title(method, fontsize=7.5)
             if method == "gradient" and rollout.targets is not None:
                 axis.set_title(f"gradient, class {rollout.targets[number]}", fontsize=7.5)

@@ -28,12 +28,12 @@ from vitrail.weights.load import load
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILE = Path(__file__).parent / "sample.safetensors"
+SAMPLE_FILE = Path(__file__).parent / "sample.safetensors"
 
 
 def sample_model() -> Bundle:
     """Load the sample model."""
-    return load(FILE)
+    return load(SAMPLE_FILE)
 
 
 def sample_images(count: int = 8) -> ImageBatch:

@@ -69,14 +69,14 @@ class DecoderConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.encoder_like  # runs the checks of a ViT of this size
+        _ = self.as_vit_config  # runs the checks of a ViT of this size
         if self.context_width is not None and self.block != "pre-norm":
             raise ConfigError(
                 f'context_width={self.context_width} needs block="pre-norm", but block={self.block!r}.'
             )
 
     @property
-    def encoder_like(self) -> ViTConfig:
+    def as_vit_config(self) -> ViTConfig:
         """The config of a ViT for texts with the same blocks."""
         return ViTConfig(
             **{name: getattr(self, name) for name in _SHARED_FIELDS},
@@ -133,7 +133,7 @@ class Decoder(TappedModule):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        like, context_width = config.encoder_like, config.context_width
+        like, context_width = config.as_vit_config, config.context_width
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.position = SequencePosition(like)
         self.drop = nn.Dropout(config.dropout)

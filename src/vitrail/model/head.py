@@ -30,13 +30,13 @@ class DistilledHead(nn.Module):
         self.classes = nn.Linear(config.width, config.classes)
         self.distillation = nn.Linear(config.width, config.classes)
 
-    def both(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    def separate_logits(self, pooled: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the two layers, for a loss on each: both (B, K)."""
         class_token, distillation_token = pooled.chunk(2, dim=1)
         return self.classes(class_token), self.distillation(distillation_token)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        class_logits, distillation_logits = self.both(pooled)
+        class_logits, distillation_logits = self.separate_logits(pooled)
         return (class_logits + distillation_logits) / 2  # (B, K)
 
 

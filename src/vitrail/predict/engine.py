@@ -140,8 +140,8 @@ class _FullSize(Preprocess):
     """For a graph that resizes by itself: `pixels` returns the full image, upright and 8-bit."""
 
     def pixels(self, image: Image.Image | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        pixels = self._array(image)
-        self._resized(*pixels.shape[:2])  # raises a clear error if the image cannot be resized
+        pixels = self.to_array(image)
+        self.resized_size(*pixels.shape[:2])  # raises a clear error if the image cannot be resized
         return pixels
 
 

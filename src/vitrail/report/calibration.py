@@ -25,7 +25,7 @@ def calibration_section(evaluation: Evaluation) -> list[Section]:
     c = evaluation.calibration
     if c is None:
         return []
-    alt = f"Reliability diagram: ECE {percent(c.before)}, or {percent(c.after)} with temperature scaling"
+    alt = f"Reliability diagram: ECE {percent(c.ece)}, or {percent(c.ece_scaled)} with temperature scaling"
     figures = [Figure(charts.reliability_diagram(c), alt, wide=True)]
     facts = list(_facts(c, evaluation))
     return [Section("Calibration", [_summary(c)], figures, facts=facts, how_to_read=_HOW_TO_READ)]
@@ -35,7 +35,7 @@ def _summary(c: Calibration) -> str:
     """Whether the model is overconfident or underconfident, over all images."""
     count = sum(one.count for one in c.bins)
     confidence, accuracy = (
-        sum(getattr(one, field) * one.count for one in c.bins) / count for field in ("score", "right")
+        sum(getattr(one, field) * one.count for one in c.bins) / count for field in ("confidence", "accuracy")
     )
     verdict = "well calibrated on average"
     if abs(confidence - accuracy) > _TOLERANCE:
@@ -47,14 +47,14 @@ def _summary(c: Calibration) -> str:
 
 
 def _facts(c: Calibration, evaluation: Evaluation) -> Iterator[tuple[str, object]]:
-    count = evaluation.scores.count if evaluation.scores else evaluation.images
-    yield "ECE", f"{percent(c.before)}, expected calibration error: the mean distance from the dashed line"
+    count = evaluation.metrics.count if evaluation.metrics else evaluation.images
+    yield "ECE", f"{percent(c.ece)}, expected calibration error: the mean distance from the dashed line"
     if c.fitted:
-        yield "temperature", f"{c.temperature:.3f}, fitted on these images; ECE {percent(c.after)}"
+        yield "temperature", f"{c.temperature:.3f}, fitted on these images; ECE {percent(c.ece_scaled)}"
     else:
         yield "temperature", "1; no temperature could be fitted on these images"
     if c.threshold is None:
-        yield "threshold", f"none reaches an accuracy of {percent(c.wanted)}"
+        yield "threshold", f"none reaches an accuracy of {percent(c.target_accuracy)}"
     else:
         yield "threshold", f"{_describe_threshold(c.threshold, count)}, with temperature scaling"
     if c.stored is not None:
@@ -65,6 +65,6 @@ def _facts(c: Calibration, evaluation: Evaluation) -> Iterator[tuple[str, object
 
 def _describe_threshold(threshold: ConfidenceThreshold, count: int) -> str:
     accepted = (
-        f"{threshold.answered:,} of {count:,} predictions, {percent(threshold.precision)} of them correct"
+        f"{threshold.accepted:,} of {count:,} predictions, {percent(threshold.accuracy)} of them correct"
     )
-    return f"a confidence of at least {percent(threshold.score)} accepts {accepted}"
+    return f"a confidence of at least {percent(threshold.confidence)} accepts {accepted}"

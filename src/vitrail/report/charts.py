@@ -149,11 +149,11 @@ def reliability_diagram(calibration: Calibration) -> str:
     top.plot([0, 100], [0, 100], color=FAINT, linestyle="--", linewidth=1, label="perfect calibration")
     kinds = [
         ("model", calibration.bins, LINES[0], "o"),
-        ("with temperature scaling", calibration.cooled, LINES[1], "s"),
+        ("with temperature scaling", calibration.scaled_bins, LINES[1], "s"),
     ]
     for number, (label, bins, color, marker) in enumerate(kind for kind in kinds if kind[1]):
         filled = [one for one in bins if one.count]
-        x, y = [100 * one.score for one in filled], [100 * one.right for one in filled]
+        x, y = [100 * one.confidence for one in filled], [100 * one.accuracy for one in filled]
         top.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
         _histogram(below, bins, number, color)
     top.set_ylabel("accuracy, %")

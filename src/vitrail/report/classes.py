@@ -26,7 +26,7 @@ _AVERAGE_PRECISION = " Average precision measures how well the images of a class
 
 def confusion_section(evaluation: Evaluation) -> list[Section]:
     """The confusion matrix, if there are few classes, and the most frequent confusions."""
-    scores = evaluation.scores
+    scores = evaluation.metrics
     if scores is None or scores.confusion is None:
         return []
     few = len(evaluation.classes) <= charts.MAX_CLASSES
@@ -57,9 +57,9 @@ def confused_pairs(scores: ClassificationMetrics, most: int) -> list[tuple[str, 
 
 def class_section(evaluation: Evaluation) -> list[Section]:
     """Precision and recall per class, the lowest recall first."""
-    if evaluation.scores is None:
+    if evaluation.metrics is None:
         return []
-    per_class, multi_label = evaluation.scores.per_class, evaluation.scores.mean_ap is not None
+    per_class, multi_label = evaluation.metrics.per_class, evaluation.metrics.mean_ap is not None
     figures = []
     if len(per_class) <= charts.MAX_CLASSES:
         alt = f"Precision and recall of {len(per_class)} classes as bars; the numbers are in the table below"

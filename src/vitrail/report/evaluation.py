@@ -67,7 +67,7 @@ def metric_sections(evaluation: Evaluation) -> list[Section]:
 
 def lead(evaluation: Evaluation) -> list[str]:
     """The result in a few sentences."""
-    scores = evaluation.scores
+    scores = evaluation.metrics
     if scores is None:
         return ["This model has no classification head. Its features are evaluated with probes below."]
     images = f"{scores.count:,} images of {printable(evaluation.data)} (split “{evaluation.split}”)"
@@ -84,7 +84,7 @@ def lead(evaluation: Evaluation) -> list[str]:
 
 def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     """The most important numbers, and what each is."""
-    scores = evaluation.scores
+    scores = evaluation.metrics
     if scores is None:
         best = max(evaluation.probes, key=lambda row: row.top1)
         probe = " ".join([best.probe, best.setting, f"on layer {best.layer}"])
@@ -101,7 +101,7 @@ def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
     if scores.exact is not None:
         yield percent(scores.exact), f"of {scores.count:,} images with all labels correct (exact match)"
     if evaluation.calibration is not None:
-        yield percent(evaluation.calibration.before), "expected calibration error (ECE)"
+        yield percent(evaluation.calibration.ece), "expected calibration error (ECE)"
     yield f"{scores.loss:.3f}", "cross-entropy loss"
 
 
@@ -110,10 +110,10 @@ def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
 
 def real_labels_section(evaluation: Evaluation) -> list[Section]:
     """Accuracy on the ImageNet-ReaL labels, if they were given."""
-    if evaluation.real is None or evaluation.scores is None or evaluation.scores.top1 is None:
+    if evaluation.real is None or evaluation.metrics is None or evaluation.metrics.top1 is None:
         return []
     rows = [
-        ["original", percent(evaluation.scores.top1), f"{evaluation.scores.count:,}"],
+        ["original", percent(evaluation.metrics.top1), f"{evaluation.metrics.count:,}"],
         ["ReaL", percent(evaluation.real.accuracy), f"{evaluation.real.count:,}"],
     ]
     how_to_read = (
@@ -135,7 +135,7 @@ def probe_section(evaluation: Evaluation) -> list[Section]:
             row.feature,
             row.layer,
             percent(row.top1),
-            "" if row.spread is None else percent(row.spread),
+            "" if row.std is None else percent(row.std),
         ]
         for row in evaluation.probes
     ]

@@ -29,7 +29,7 @@ _ROLLOUT_BELOW = " On the right, attention rollout, which is explained below und
 
 def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
     """The most confident mistakes, with their images."""
-    scores, title = evaluation.scores, "Most confident mistakes"
+    scores, title = evaluation.metrics, "Most confident mistakes"
     if scores is None:
         return []
     if not scores.mistakes:
@@ -43,9 +43,9 @@ def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
     tiles = []
     for mistake in worst:
         image = explained.get(index.get(mistake.name, -1))
-        views = image.views(f"Image of class {mistake.was}") if image else []
-        lines = [f"True class: {mistake.was}", f"Confidence: {percent(mistake.score)}", mistake.name]
-        tiles.append(ImageTile(views, f"Predicted: {mistake.said}", lines))
+        views = image.views(f"Image of class {mistake.label}") if image else []
+        lines = [f"True class: {mistake.label}", f"Confidence: {percent(mistake.confidence)}", mistake.name]
+        tiles.append(ImageTile(views, f"Predicted: {mistake.predicted}", lines))
     text = [f"The {len(worst)} mistakes with the highest confidence, highest first."]
     if scores.top1 is not None and (wrong := scores.count - round(scores.top1 * scores.count)) > len(worst):
         text = [f"The {len(worst)} of {wrong:,} mistakes with the highest confidence, highest first."]
@@ -55,7 +55,7 @@ def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
 
 def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> list[Section]:
     """Evenly spaced images of the split, with predictions and attention rollout."""
-    if evaluation.scores is None:
+    if evaluation.metrics is None:
         return []
     columns = match_classes(bundle, evaluation.classes, [])
     explained = explain_images(bundle, split, evenly_spaced(len(split), _EXAMPLES))

@@ -60,8 +60,8 @@ def _page(request: InspectionRequest, inspection: Inspection, command: str) -> P
     if inspection.skipped:
         points = [f"{figure}: {reason}" for figure, reason in inspection.skipped.items()]
         sections.append(Section("Figures that do not apply to this model", points=points))
-    if request.corrupt.names:
-        points = [f"{file}: {reason}" for file, reason in request.corrupt.names.items()]
+    if request.corrupt.reasons:
+        points = [f"{file}: {reason}" for file, reason in request.corrupt.reasons.items()]
         sections.append(Section("Images that could not be read", points=points))
     lead = [f"Figures of {name}, computed from its weights{images}."]
     return Page(f"Inspection of {printable(name)}", lead=lead, sections=sections, command=command)

@@ -146,13 +146,13 @@ def _data_uri(image: str | bytes) -> Any:
     return Markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
 
 
-def write_page(path: str | Path, page: Page, *, replace: bool = False) -> Path:
+def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path:
     """Write a page to a file, complete or not at all.
 
     Args:
         replace: whether an existing file may be overwritten.
     """
-    return write.write_text(path, render(page), overwrite=replace)
+    return write.write_text(path, render(page), overwrite=overwrite)
 
 
 def check_new(path: Path, advice: str = "") -> None:

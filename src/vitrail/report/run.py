@@ -18,7 +18,7 @@ from vitrail.report.numbers import format_bytes, percent
 from vitrail.report.page import Figure, Page, Section, Table
 from vitrail.weights.bundle import Bundle
 
-NAME = "report.html"
+REPORT_NAME = "report.html"
 
 _CURVES = (
     "An epoch is one pass over the training set. Training loss and accuracy are measured during the epoch, "

@@ -19,9 +19,16 @@ from vitrail.errors import InputError, VitrailError
 from vitrail.evaluation.forward import normalize_batch
 from vitrail.inspect import filters as filter_figure
 from vitrail.inspect import positions as position_figure
-from vitrail.inspect.attention import POOL, prefix_names
-from vitrail.inspect.images import check_finite, check_number
-from vitrail.inspect.rollout import BLOCKS, attention_relevance, fuse_heads, mixing, pooled, residual_weights
+from vitrail.inspect.attention import POOL_WEIGHTS, prefix_names
+from vitrail.inspect.images import check_finite, check_index
+from vitrail.inspect.rollout import (
+    BLOCK_WEIGHTS,
+    fuse_heads,
+    mixing_matrix,
+    normalize_relevance,
+    pooled_tokens,
+    residual_weight,
+)
 from vitrail.model import edit, record
 from vitrail.model.modes import eval_mode
 from vitrail.serve.responses import prediction_json
@@ -58,7 +65,7 @@ def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5)
     bundle, config = predictor.bundle, predictor.config
     if bundle is None:
         raise InputError(NO_WEIGHTS)
-    layer = check_number("layer", layer, config.depth)
+    layer = check_index("layer", layer, config.depth)
     (prediction,) = predictor.predict_batch([("image", pixels)])
     weights, maps, logits = trace(bundle.model, predictor.preprocess, pixels, layer)
     return {
@@ -86,13 +93,13 @@ def trace(
     """
     config, channels_first = model.config, torch.from_numpy(pixels).permute(2, 0, 1)
     images = normalize_batch(channels_first[None], preprocess, next(model.parameters()))
-    row = None if config.pool == "attention" else pooled(config)[0].to(images.device)
+    row = None if config.pool == "attention" else pooled_tokens(config)[0].to(images.device)
     relevance: list[Tensor] = []  # of each token for the pooled vector, each (T,)
     flow = torch.eye(config.tokens, device=images.device)[None]  # rollout so far, (1, T, T)
 
     def add_block(weights: Tensor) -> Tensor:
         nonlocal flow
-        flow = mixing(fuse_heads(weights.float(), "mean"), residual_weights(config)) @ flow
+        flow = mixing_matrix(fuse_heads(weights.float(), "mean"), residual_weight(config)) @ flow
         if row is not None:
             relevance.append(row @ flow[0])
         return weights
@@ -102,7 +109,7 @@ def trace(
         relevance.append(pool_row @ flow[0])
         return weights
 
-    edits = {BLOCKS: add_block} | ({POOL: add_pool} if row is None else {})
+    edits = {BLOCK_WEIGHTS: add_block} | ({POOL_WEIGHTS: add_pool} if row is None else {})
     name = f"blocks.{layer}.attention.weights"
     with eval_mode(model), edit(model, edits), record(model, name) as tape:
         layers = model.encode(images, layers=range(config.depth)).layers
@@ -113,7 +120,7 @@ def trace(
     attention, maps, outputs = (part.cpu().numpy() for part in (tape[name][0].float(), patches, logits))
     check_finite("Attention weights", attention)
     check_finite("Attention weights", maps)
-    return attention, attention_relevance(maps, maps).reshape(-1, *config.grid), outputs
+    return attention, normalize_relevance(maps, maps).reshape(-1, *config.grid), outputs
 
 
 # ---- as JSON -------------------------------------------------------------------
@@ -195,7 +202,7 @@ def filters(predictor: Predictor) -> dict[str, Any]:
         shown = figure.components.mean(axis=1)[..., None]
         limit = float(np.abs(shown).max())
         tiles = _quantize(shown, -limit, limit)
-    variance = [float(fraction) for fraction in figure.share]
+    variance = [float(fraction) for fraction in figure.explained_variance]
     patch = list(figure.components.shape[2:])
     return {"patch": patch, "tiles": tiles, "variance": variance, "caption": filter_figure.caption(figure)}
 
@@ -213,7 +220,7 @@ def positions(predictor: Predictor) -> dict[str, Any]:
         return {"reason": str(error)}
     limit = float(np.abs(figure.similarity).max()) if figure.is_bias else 1.0
     shape = config.patches, *config.grid
-    sentences = position_figure.verdict_on_distance(figure), position_figure.verdict_on_lines(figure)
+    sentences = position_figure.describe_distance(figure), position_figure.describe_lines(figure)
     return {
         "kind": figure.position,
         "measure": f"{figure.measure} ({figure.where})" if figure.where else figure.measure,

@@ -47,7 +47,7 @@ SO_ATTACH_FILTER = 26  # on Linux; Python has no name for it
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def run(
+def run_server(
     predictor: Predictor,
     settings: ServeConfig,
     *,

@@ -71,7 +71,7 @@ class ServeConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.set("files", min(self.files, self.queue))  # more could never be accepted
+        self._set("files", min(self.files, self.queue))  # more could never be accepted
         if self.port > 65535:
             raise ConfigError(f"port must be from 0 to 65535, not {short_repr(self.port)}.")
         if self.token is not None and len(self.token) < MIN_TOKEN:

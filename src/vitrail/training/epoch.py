@@ -39,8 +39,8 @@ def evaluate_epoch(
     corrupt = CorruptFiles() if corrupt is None else corrupt
     how: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.count, "workers": workers}
     with compute.autocast():
-        logits, valid = run_model(model, split, preprocess, corrupt=corrupt, ahead=on_batch, **how)
-    corrupt.names = ranks.union(corrupt.names)
+        logits, valid = run_model(model, split, preprocess, corrupt=corrupt, progress=on_batch, **how)
+    corrupt.reasons = ranks.union(corrupt.reasons)
     if logits.shape[1] != model.config.classes:  # there was no batch for this process
         logits = torch.zeros(len(split), model.config.classes)
     logits = ranks.sum(logits.to(compute.device)).cpu()

@@ -13,7 +13,7 @@ from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, MissingExtra, VitrailError, printable
 from vitrail.evaluation.run import Evaluation, evaluate
 from vitrail.report.page import check_extras, write_page
-from vitrail.report.run import NAME, run_page
+from vitrail.report.run import REPORT_NAME, run_page
 from vitrail.training.callbacks import Callback
 from vitrail.training.parallel import ProcessGroup
 from vitrail.weights.bundle import Bundle
@@ -35,7 +35,7 @@ def write_report(
     raised, since more than the page may be missing then. All processes evaluate; the main one writes.
     """
     try:
-        missing = ranks.is_main and not (out / NAME).exists()
+        missing = ranks.is_main and not (out / REPORT_NAME).exists()
         if missing:
             check_extras()
     except MissingExtra:
@@ -46,11 +46,11 @@ def write_report(
     try:
         evaluation = _evaluate_best(bundle, dataset, device)
         if ranks.is_main:
-            write_page(out / NAME, run_page(out, bundle, dataset, evaluation))
+            write_page(out / REPORT_NAME, run_page(out, bundle, dataset, evaluation))
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise FileError(
-                f"the report {printable(out / NAME)} could not be written: {printable(error.strerror)}. The "
+                f"the report {printable(out / REPORT_NAME)} could not be written: {printable(error.strerror)}. The "
                 "run itself is complete and saved. Free some disk space, then write the report with --resume."
             ) from error
         where = f"{printable(error.filename)}: " if error.filename else ""

@@ -162,7 +162,7 @@ class TrainingSession:
             if t.data.val and row.get("val_accuracy", -1.0) > self.best:
                 self.best = row["val_accuracy"]
                 self.checkpoints.save_best(self.bundle(t.averaged_model))
-        self.report_corrupt_files(t.corrupt.names | self.corrupt_eval)
+        self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
         self.pending = False
         if row["epoch"] % s.save_every == 0 or last:
@@ -185,7 +185,7 @@ class TrainingSession:
             corrupt=corrupt,
             on_batch=check_stop,
         )
-        self.corrupt_eval = corrupt.names
+        self.corrupt_eval = corrupt.reasons
         return metrics
 
     def report_corrupt_files(self, corrupt: dict[str, str]) -> None:
@@ -214,7 +214,7 @@ class TrainingSession:
             return
         self.trainer.restore(checkpoint)
         self.history, self.pending = list(checkpoint.state["history"]), bool(checkpoint.state["pending"])
-        self.reported = set(self.trainer.corrupt.names)
+        self.reported = set(self.trainer.corrupt.reasons)
         scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]
         self.best = max(scores, default=-1.0)
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")

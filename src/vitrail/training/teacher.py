@@ -62,7 +62,7 @@ class Student(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         pooled, head = self.model.encode(images).pooled, self.model.head
         if isinstance(head, DistilledHead):
-            return head.both(pooled)
+            return head.separate_logits(pooled)
         logits = head(pooled)
         return logits, logits
 

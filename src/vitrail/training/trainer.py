@@ -182,7 +182,7 @@ class Trainer:
     def _loss(self, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch after augmentation and mixing."""
         s, device = self.settings, self.compute.device
-        indices, valid = batch.indices.to(device), batch.kept.to(device)
+        indices, valid = batch.indices.to(device), batch.valid.to(device)
         images, targets = self._augment(batch.images.to(device), indices)
         with self.compute.autocast():
             output = self.compiled(self.normalize(images))
@@ -234,10 +234,10 @@ class Trainer:
 
     def _end_epoch(self) -> dict[str, Any]:
         """The training metrics of the epoch that has ended."""
-        self.corrupt.names = self.ranks.union(self.corrupt.names)
+        self.corrupt.reasons = self.ranks.union(self.corrupt.reasons)
         loss, accuracy, images, skipped = self.metrics.totals()
-        if not images and self.corrupt.names:
-            name, reason = next(iter(self.corrupt.names.items()))
+        if not images and self.corrupt.reasons:
+            name, reason = next(iter(self.corrupt.reasons.items()))
             raise InputError(
                 f"none of the training images could be read; {name}: {reason.rstrip('.')}. Check the files."
             )
@@ -249,7 +249,7 @@ class Trainer:
             "loss": loss,
             "accuracy": accuracy,
             "skipped_steps": skipped,
-            "corrupt_files": len(self.corrupt.names),
+            "corrupt_files": len(self.corrupt.reasons),
         }
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class Trainer:
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
-        return Checkpoint(self.step, tensors, {"corrupt": self.ranks.union(self.corrupt.names)})
+        return Checkpoint(self.step, tensors, {"corrupt": self.ranks.union(self.corrupt.reasons)})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore what `state` returned."""
@@ -272,5 +272,5 @@ class Trainer:
         restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"], self.names)
         if self.ema is not None:
             self.ema.load_state_dict(dict(checkpoint.tensors["ema"]))
-        self.corrupt.names = dict(checkpoint.state["corrupt"])
+        self.corrupt.reasons = dict(checkpoint.state["corrupt"])
         self.metrics.restore(checkpoint.tensors["sums"])

@@ -23,8 +23,8 @@ def test_a_difference_is_reported_with_its_index():
     assert mark.verdict == "error"  # the second case has no such index
     mark = check("patches", ("dim=1)", "dim=1) + 3 * (torch.arange(C * P * P) == 7)"), ("B, _, H", "B, C, H"))
     assert mark.verdict == "wrong"
-    assert mark.likely == ""
-    assert mark.words.startswith(f"{EXERCISE['patches'].task}\nThe largest difference is 3, at [")
+    assert mark.hint == ""
+    assert mark.message.startswith(f"{EXERCISE['patches'].task}\nThe largest difference is 3, at [")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_differences_are_describe_error(result, message):
 def test_the_first_wrong_tensor(name, changes, tensor):
     mark = check(name, *changes)
     assert mark.verdict == "wrong"
-    assert mark.words.partition("First wrong tensor: ")[2] == (tensor and f"{tensor}.")
+    assert mark.message.partition("First wrong tensor: ")[2] == (tensor and f"{tensor}.")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_the_first_wrong_tensor(name, changes, tensor):
 )
 def test_a_wrong_function_that_is_called_is_named(name, changes, words):
     mark = check(name, *changes)
-    assert (mark.verdict, mark.likely) == ("wrong", "")
-    assert mark.words.endswith(f"First wrong tensor: {words}")
+    assert (mark.verdict, mark.hint) == ("wrong", "")
+    assert mark.message.endswith(f"First wrong tensor: {words}")
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_a_wrong_function_that_is_called_is_named(name, changes, words):
 def test_steps_without_a_call_are_skipped(name, change, tensor):
     """A convolution in place of patches, torch's layer norm, one head at a time."""
     mark = check_exercise(EXERCISE[name], run_student(change, text=OTHER_SOLUTION))
-    assert mark.words.endswith(f"First wrong tensor: {tensor}.")
+    assert mark.message.endswith(f"First wrong tensor: {tensor}.")
 
 
 def test_a_mistake_is_found_behind_a_wrong_function():
     mark = check("block", ("F.gelu", "F.relu"), (SECOND, SECOND.replace("+ z1", "+ z")))
-    assert mark.likely == "The second residual adds z. Add z', the first sum."
+    assert mark.hint == "The second residual adds z. Add z', the first sum."
 
 
 def test_functions_with_other_arguments_can_be_checked():
@@ -185,17 +185,17 @@ def test_functions_with_other_arguments_can_be_checked():
     ]
     assert check("block", *changes).verdict == "correct"
     mark = check("block", *changes, (FIRST, FIRST.replace(" + z\n", "\n")))
-    assert mark.likely == "The first residual is missing: z' = MSA(LN(z)) + z."
-    assert "First wrong" not in mark.words
+    assert mark.hint == "The first residual is missing: z' = MSA(LN(z)) + z."
+    assert "First wrong" not in mark.message
     namespace = run_student()
     mark = check_exercise(EXERCISE["layer_norm"], {**namespace, "layer_norm": lambda x: x})
-    assert (mark.verdict, mark.words[:10]) == ("error", "TypeError:")
+    assert (mark.verdict, mark.message[:10]) == ("error", "TypeError:")
 
 
 def test_inputs_must_not_be_changed():
     mark = check("layer_norm", ("    return (x - mean)", "    x -= mean\n    return x"))
     assert mark.verdict == "wrong"
-    assert "changes one in place" in mark.words
+    assert "changes one in place" in mark.message
     mark = check("mlp", ("    hidden = F.gelu", '    weights["fc1.bias"].zero_()\n    hidden = F.gelu'))
     assert mark.verdict == "wrong"
 
@@ -211,12 +211,12 @@ def test_functions_that_are_not_written_yet():
     mark = check("attention", ("    d = q.shape[-1]\n", "    raise NotImplementedError\n"))
     assert mark[1:] == ("not yet", EXERCISE["attention"].task, "")
     mark = check("block", ("    d = q.shape[-1]\n", "    raise NotImplementedError\n"))
-    assert (mark.verdict, mark.likely) == ("not yet", "")
-    assert "calls attention, which is not written yet" in mark.words
+    assert (mark.verdict, mark.hint) == ("not yet", "")
+    assert "calls attention, which is not written yet" in mark.message
     namespace = run_student()
     del namespace["mlp"]
     mark = check_exercise(EXERCISE["mlp"], namespace)
-    assert (mark.verdict, mark.words) == ("not yet", "The file has no function mlp.")
+    assert (mark.verdict, mark.message) == ("not yet", "The file has no function mlp.")
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_an_error_is_reported_with_its_line(line, words):
     exec(compile(f"\n\ndef layer_norm(x, weight, bias, eps):\n{line}\n", STUDENT, "exec"), namespace)
     mark = check_exercise(EXERCISE["layer_norm"], namespace)
     assert mark.verdict == "error"
-    assert mark.words.startswith(f"Line 4, in layer_norm: {words}")
-    assert "\n" not in mark.words
+    assert mark.message.startswith(f"Line 4, in layer_norm: {words}")
+    assert "\n" not in mark.message
 
 
 def test_an_import_error_is_reported_with_its_line():

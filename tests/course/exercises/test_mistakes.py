@@ -24,8 +24,8 @@ def test_a_mistake_is_explained(name, changes, beginning):
     explanations = {one.explanation for one in exercise.mistakes if one.explanation.startswith(beginning)}
     assert len(explanations) == 1, explanations
     mark = check_exercise(exercise, run_student(*changes))
-    assert (mark.verdict, mark.likely) == ("wrong", explanations.pop()), mark
-    assert mark.words.startswith(exercise.task)
+    assert (mark.verdict, mark.hint) == ("wrong", explanations.pop()), mark
+    assert mark.message.startswith(exercise.task)
 
 
 def test_every_mistake_has_a_test():

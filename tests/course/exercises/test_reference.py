@@ -9,7 +9,7 @@ import torch
 
 import vitrail as vt
 from tests.support import oracle
-from tests.support.models import shake
+from tests.support.models import add_noise
 from vitrail.course.exercises import mistakes, mistakes_model, reference, template
 from vitrail.course.exercises.exercise import EXERCISES
 from vitrail.course.exercises.run import NAMES
@@ -19,7 +19,7 @@ from vitrail.model.position import sincos
 @pytest.fixture
 def model():
     config = vt.ViTConfig(width=12, depth=2, heads=3, patch=4, size=(8, 12), channels=2, classes=5)
-    return shake(vt.ViT(config)).double()
+    return add_noise(vt.ViT(config)).double()
 
 
 @pytest.fixture

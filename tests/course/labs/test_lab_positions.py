@@ -90,7 +90,7 @@ def test_custom_run_equals_the_run_of_a_study(data, tmp_path):
         data,
         arms={"plain": {}},
         out=tmp_path / "out",
-        rates=[1e-2],
+        lrs=[1e-2],
         seeds=[1],
         recipe=lab.RECIPE,
         processes=1,

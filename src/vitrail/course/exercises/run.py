@@ -28,9 +28,9 @@ class ExerciseResult(NamedTuple):
     name: str
     verdict: str
     """correct, wrong, not yet, or error."""
-    words: str = ""
+    message: str = ""
     """The task, and what is wrong."""
-    likely: str = ""
+    hint: str = ""
     """The likely mistake."""
 
 

@@ -47,7 +47,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         arms=arms,
         out=out / "runs",
         seeds=4 if full else 2,
-        rates=[1e-3, 3e-3, 1e-2, 3e-2] if full else [2e-3],
+        lrs=[1e-3, 3e-3, 1e-2, 3e-2] if full else [2e-3],
         processes=process_count(size),
         batch=_BATCH,
         **shared,
@@ -78,7 +78,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                 name: {
                     "mean": arm.mean,
                     "interval": arm.interval,
-                    "lr": arm.rate,
+                    "lr": arm.lr,
                     "scores": arm.scores,
                     "parameters": arm.parameters,
                 }
@@ -102,7 +102,7 @@ def decide_verdict(
     """
 
     def has_clear_gain(depth: int) -> bool:
-        return any(gain.clear and gain.mean > 0 for (_, fewer), gain in gains.items() if fewer == depth)
+        return any(gain.significant and gain.mean > 0 for (_, fewer), gain in gains.items() if fewer == depth)
 
     sufficient = next(depth for depth in depths if not has_clear_gain(depth))
     width_text = _better_widths(width)
@@ -123,7 +123,7 @@ def decide_verdict(
 
 
 def _clearly_worse(gain: Difference) -> bool:
-    return gain.clear and gain.mean < 0
+    return gain.significant and gain.mean < 0
 
 
 def _better_widths(width: Mapping[str, Difference]) -> str:

@@ -181,6 +181,6 @@ def draw(mean_kernel: _TrainedLayer, several_heads: _TrainedLayer, side: int) ->
         "edge, head 2": several_heads.weights[1, middle].view(side, side),
     }
     for axis, (title, values) in zip(axes, maps.items(), strict=True):
-        show_map(axis, values.double().numpy(), most=0.5 if "edge" in title else 0.12, title=title)
+        show_map(axis, values.double().numpy(), vmax=0.5 if "edge" in title else 0.12, title=title)
         axis.plot(side // 2, side // 2, "o", markersize=5, markerfacecolor="none", color=LINES[1])
     return figure

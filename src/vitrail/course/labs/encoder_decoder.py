@@ -188,7 +188,7 @@ def decide_verdict(scores: dict[str, list[float]]) -> Verdict:
     if fmean(scores["no source"]) > _MAX_WITHOUT_SOURCE:
         return Verdict("does not hold", "the source is not needed")
     difference = Difference.of(scores["encoder"], scores["prefix"])
-    if not difference.clear or difference.mean < 0:
+    if not difference.significant or difference.mean < 0:
         return Verdict(
             "partly",
             "no encoder is needed: a decoder alone with the source as a prefix is not clearly worse",

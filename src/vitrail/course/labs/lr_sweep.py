@@ -88,10 +88,10 @@ def sweep_learning_rates(
         plan: returns the run for an arm's name, a learning rate and a seed.
     """
     sweep = [(name, lr) for name in names for lr in lrs]
-    first = dict(zip(sweep, pool.each(train_classifier, [plan(*key, 0) for key in sweep]), strict=True))
+    first = dict(zip(sweep, pool.map(train_classifier, [plan(*key, 0) for key in sweep]), strict=True))
     best = {name: max((first[name, lr][0], -lr, lr) for lr in lrs)[-1] for name in names}
     others = [(name, seed) for name in names for seed in range(1, seeds)]
-    trained = pool.each(train_classifier, [plan(name, best[name], seed) for name, seed in others])
+    trained = pool.map(train_classifier, [plan(name, best[name], seed) for name, seed in others])
     other_scores = {key: score for key, (score, _) in zip(others, trained, strict=True)}
     results = {}
     for name in names:

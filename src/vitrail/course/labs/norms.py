@@ -87,11 +87,11 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         arms=arms,
         out=out / "runs",
         seeds=3 if full else 2,
-        rates=[1.25e-4, 5e-4, 2e-3, 8e-3] if full else [1e-3],
+        lrs=[1.25e-4, 5e-4, 2e-3, 8e-3] if full else [1e-3],
         processes=process_count(size),
         **shared,
     )
-    best_run = f"rate {result.arms['pre-norm'].rate:g}, seed 0"
+    best_run = f"lr {result.arms['pre-norm'].lr:g}, seed 0"
     model = load(result.out / "runs" / "pre-norm" / best_run / "last.safetensors").model
     before, after = norm_statistics(model, _first_batch(images, shared)[0])
     shutil.rmtree(result.out)
@@ -114,7 +114,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                 name: _geometric_mean_by_block(runs)[0] for name, runs in gradients.items()
             },
             "accuracy": {
-                name: {"mean": arm.mean, "interval": arm.interval, "lr": arm.rate, "scores": arm.scores}
+                name: {"mean": arm.mean, "interval": arm.interval, "lr": arm.lr, "scores": arm.scores}
                 for name, arm in result.arms.items()
             },
             "pre-norm minus": {name: vars(value) for name, value in compared.items()},
@@ -138,7 +138,7 @@ def decide_verdict(
     """
 
     def is_better(arm: str) -> bool:
-        return compared[arm].clear and compared[arm].mean > 0
+        return compared[arm].significant and compared[arm].mean > 0
 
     if not is_better("no residual"):
         return Verdict("does not hold", "residuals bring no clear gain here")
@@ -162,7 +162,7 @@ def decide_verdict(
     different = [
         f"{name} is {'worse' if compared[name].mean > 0 else 'better'}"
         for name in _NORM_POSITIONS
-        if compared[name].clear
+        if compared[name].significant
     ]
     if different:
         conditions.append(

@@ -45,7 +45,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             images,
             out=runs,
             arms=ARMS,
-            rates=lrs,
+            lrs=lrs,
             seeds=seeds,
             recipe=RECIPE,
             processes=processes,
@@ -67,8 +67,8 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                     "mean": arm.mean,
                     "interval": arm.interval,
                     "scores": arm.scores,
-                    "lr": arm.rate,
-                    "sweep": {f"{lr:g}": mean_score_at(arm.sweep, lr) for lr in result.rates},
+                    "lr": arm.lr,
+                    "sweep": {f"{lr:g}": mean_score_at(arm.sweep, lr) for lr in result.lrs},
                 }
                 for arm in result.arms.values()
             },
@@ -81,7 +81,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(difference: Difference, at_class_lr: Difference) -> Verdict:
     """No clear difference at their own learning rates; then, whether there is one at the same rate."""
-    if difference.clear:
+    if difference.significant:
         direction = "higher" if difference.mean > 0 else "lower"
         return Verdict(
             "does not hold",
@@ -89,7 +89,7 @@ def decide_verdict(difference: Difference, at_class_lr: Difference) -> Verdict:
         )
     if difference.interval is None:
         return Verdict("does not hold", "a single seed shows nothing")
-    if at_class_lr.clear and at_class_lr.mean < 0:
+    if at_class_lr.significant and at_class_lr.mean < 0:
         return Verdict("partly", "each needs its own learning rate")
     largest = 100 * max(map(abs, difference.interval))
     return Verdict(
@@ -103,9 +103,9 @@ def _difference_at_class_lr(
     """Mean pooling minus class token, both at the class token's learning rate."""
     class_arm = result.arms[CLASS]
     scores = result.arms[MEAN].scores
-    if result.arms[MEAN].rate != class_arm.rate:
+    if result.arms[MEAN].lr != class_arm.lr:
         custom_runs = [
-            CustomRun(resolve_arm(RECIPE, data, ARMS[MEAN], changes, class_arm.rate, seed))
+            CustomRun(resolve_arm(RECIPE, data, ARMS[MEAN], changes, class_arm.lr, seed))
             for seed in result.seeds
         ]
         scores = [
@@ -126,10 +126,10 @@ def summarize(
     text = (
         f"On {describe_dataset(data)} ({epochs} epochs, {difference.n} seeds, the model of the lecture "
         f"notes), accuracy is {class_arm.mean:.1%} with the class token at its best learning rate, "
-        f"{class_arm.rate:g}, and {mean_arm.mean:.1%} with mean pooling at {mean_arm.rate:g}: "
+        f"{class_arm.lr:g}, and {mean_arm.mean:.1%} with mean pooling at {mean_arm.lr:g}: "
         f"{100 * difference.mean:+.1f}{interval_text} points. "
     )
-    if mean_arm.rate == class_arm.rate:
+    if mean_arm.lr == class_arm.lr:
         return text + "The best learning rate is the same for both; in the paper it is not."
     return text + f"With both at the class token's learning rate it is {100 * at_class_lr.mean:+.1f} points."
 
@@ -141,8 +141,8 @@ def draw(result: Study) -> Figure:
     left, right = figure.subplots(1, 2)
     for n, arm in enumerate(result.arms.values()):
         draw_arm(left, n, arm, LINES[n])
-        values = [mean_score_at(arm.sweep, lr) for lr in result.rates]
-        right.plot(result.rates, values, "o-", color=LINES[n], markersize=4)
+        values = [mean_score_at(arm.sweep, lr) for lr in result.lrs]
+        right.plot(result.lrs, values, "o-", color=LINES[n], markersize=4)
     left.set(
         yticks=range(len(result.arms)), yticklabels=list(result.arms), ylim=(len(result.arms) - 0.5, -0.5)
     )
@@ -151,7 +151,7 @@ def draw(result: Study) -> Figure:
     low, high = left.get_xlim()
     left.set_xlim(max(0.0, low), min(1.0, high))
     right.set(xscale="log", xlabel="learning rate")
-    right.set_xticks(result.rates, [f"{lr:g}" for lr in result.rates])
+    right.set_xticks(result.lrs, [f"{lr:g}" for lr in result.lrs])
     right.minorticks_off()
     right.set_title("learning rate sweep, one seed", loc="left")
     return figure

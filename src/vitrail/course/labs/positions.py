@@ -66,7 +66,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             images,
             out=runs,
             arms=_ARMS,
-            rates=lrs,
+            lrs=lrs,
             seeds=seeds,
             recipe=RECIPE,
             processes=processes,
@@ -74,7 +74,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             **length,
         )
     result = _add_frozen_arm(result, images, {**shared, **length}, processes)
-    lr, changes = result.arms[LEARNED].rate, {**shared, "epochs": long_epochs}
+    lr, changes = result.arms[LEARNED].lr, {**shared, "epochs": long_epochs}
     similarity_maps = _train_learned_positions(images, changes, lr, min(seeds, 3), processes)
     learned_gain = result.compare(LEARNED, NONE)
     gains = {name: result.compare(name, NONE) for name in (RANDOM, SINUSOIDAL, LEARNED)}
@@ -92,7 +92,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         interval=learned_gain.interval and (100 * learned_gain.interval[0], 100 * learned_gain.interval[1]),
         numbers={
             "arms": {
-                arm.name: {"mean": arm.mean, "interval": arm.interval, "scores": arm.scores, "lr": arm.rate}
+                arm.name: {"mean": arm.mean, "interval": arm.interval, "scores": arm.scores, "lr": arm.lr}
                 for arm in result.arms.values()
             },
             "minus none": {name: (gain.mean, gain.interval) for name, gain in gains.items()},
@@ -111,7 +111,7 @@ def decide_verdict(
 ) -> Verdict:
     """Learned positions must help; then, whether fixed ones do as well, and what learned ones show."""
     learned_gain = gains[LEARNED]
-    if not learned_gain.clear or learned_gain.mean < 0:
+    if not learned_gain.significant or learned_gain.mean < 0:
         return Verdict(
             "does not hold", f"learned positions bring no clear gain ({_format_points(learned_gain.mean)})"
         )
@@ -119,7 +119,7 @@ def decide_verdict(
     as_good = [
         name
         for name, gain in learned_minus.items()
-        if gains[name].clear and not (gain.clear and gain.mean > 0)
+        if gains[name].significant and not (gain.significant and gain.mean > 0)
     ]
     if as_good:
         conditions.append(f"{' and '.join(as_good)} positions gain as much as learned ones")
@@ -189,10 +189,10 @@ def _add_frozen_arm(result: Study, data: Dataset, changes: dict[str, Any], proce
         return [Trial(RANDOM, *key, r.score, r.loss, r.seconds) for key, r in zip(keys, results, strict=True)]
 
     first, *others = result.seeds
-    sweep = trials(result.rates, [first])
+    sweep = trials(result.lrs, [first])
     lr = best_lr(sweep)
     more = trials([lr], others)
-    scores = [next(trial.score for trial in sweep if trial.rate == lr), *(trial.score for trial in more)]
+    scores = [next(trial.score for trial in sweep if trial.lr == lr), *(trial.score for trial in more)]
     seconds = round(sum(trial.seconds for trial in (*sweep, *more)), 3)
     frozen = Arm(
         RANDOM, {"positions": "frozen random"}, lr, scores, sweep, result.arms[NONE].parameters, seconds
@@ -238,13 +238,13 @@ def draw(result: Study, similarity_maps: _SimilarityMaps) -> Figure:
     low, high = axis.get_xlim()
     axis.set_xlim(max(0.0, low), min(1.0, high))
     shown = {epoch: maps[0] for epoch, maps in similarity_maps.items()}
-    colors = positions.scale(*shown.values())
+    colors = positions.color_scale(*shown.values())
     axes = lower.subplots(1, len(shown))
     image = None
     for axis, (epoch, similarity) in zip(axes, shown.items(), strict=True):
         h, w = similarity.grid
-        rows, columns = positions.chosen(h, 7, 7), positions.chosen(w, 7, 7)
-        image = positions.mosaic(axis, similarity, rows, columns, colors)
+        rows, columns = positions.tile_indices(h, 7, 7), positions.tile_indices(w, 7, 7)
+        image = positions.draw_tiles(axis, similarity, rows, columns, colors)
         axis.set(xlabel="", ylabel="")
         unit = "epoch" if epoch == 1 else "epochs"
         axis.set_title(f"learned, after {epoch} {unit}: r with distance {similarity.correlation:+.2f}")

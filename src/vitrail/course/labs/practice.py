@@ -115,13 +115,13 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(total: Difference, gains: Mapping[str, Difference], solved: float, images: int) -> Verdict:
     """All steps together must gain; then, which single steps do, and whether the accuracy is as claimed."""
-    if not total.clear or total.mean < 0:
+    if not total.significant or total.mean < 0:
         return Verdict(
             "does not hold", f"from start to solution accuracy changes by {100 * total.mean:+.1f} points"
         )
     step_gains = {step.name: gains[step.name] for step in STEPS}
-    better = [name for name, gain in step_gains.items() if gain.clear and gain.mean > 0]
-    worse = [name for name, gain in step_gains.items() if gain.clear and gain.mean < 0]
+    better = [name for name, gain in step_gains.items() if gain.significant and gain.mean > 0]
+    worse = [name for name, gain in step_gains.items() if gain.significant and gain.mean < 0]
     shortfall = ""
     if solved < _CLAIMED_ACCURACY:
         shortfall = (

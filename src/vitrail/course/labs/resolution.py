@@ -101,7 +101,7 @@ def decide_verdict(gains: Mapping[str, Mapping[str, Difference]]) -> Verdict:
     """Interpolated embeddings must be clearly better than the others, before and after fine-tuning."""
 
     def better(when: str) -> list[str]:
-        return [arm for arm, gain in gains[when].items() if gain.clear and gain.mean > 0]
+        return [arm for arm, gain in gains[when].items() if gain.significant and gain.mean > 0]
 
     before, after = better("before"), better("after")
     if len(before) == len(after) == len(gains["before"]):
@@ -175,7 +175,7 @@ def _fine_tune(
     sweep = trials([(arm, lr, 0) for arm in ARMS for lr in lrs])
     best = {arm: best_lr([trial for trial in sweep if trial.arm == arm]) for arm in ARMS}
     others = trials([(arm, best[arm], seed) for arm in ARMS for seed in seeds[1:]])
-    tuned = [trial for trial in (*sweep, *others) if trial.rate == best[trial.arm]]
+    tuned = [trial for trial in (*sweep, *others) if trial.lr == best[trial.arm]]
     tuned.sort(key=lambda trial: trial.seed)
     after = {arm: [trial.score for trial in tuned if trial.arm == arm] for arm in ARMS}
     return before, after, best

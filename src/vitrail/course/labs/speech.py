@@ -92,7 +92,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         interval=patches.interval,
         numbers={
             "tokens": {
-                name: {"mean": arm.mean, "interval": arm.interval, "scores": arm.scores, "lr": arm.rate}
+                name: {"mean": arm.mean, "interval": arm.interval, "scores": arm.scores, "lr": arm.lr}
                 for name, arm in results.arms.items()
             },
             "nearest neighbor": results.nearest_neighbor,
@@ -150,7 +150,7 @@ def _unseen_speaker_scores(
         dataset = build_dataset(f"without {speaker}", *split_by_speaker(recordings, speaker))
         changes = _study_settings(size, epochs, **augmentation)
         # At the learning rate that the study chose: held-out speakers select nothing.
-        recipe = resolve_arm("small", dataset, arm.changes, changes, arm.rate, 0)
+        recipe = resolve_arm("small", dataset, arm.changes, changes, arm.lr, 0)
         custom_runs.append((CustomRun(recipe), dataset))
     return dict(zip(speakers, map_in_processes(_run_score, custom_runs, process_count(size)), strict=True))
 
@@ -163,7 +163,7 @@ def _compare_tokens(
         arms={name: _patch_change(patch) for name, patch in tokens.items()},
         out=out,
         seeds=2 if size == "small" else 3,
-        rates=[3e-3] if size == "small" else [1e-3, 2e-3, 4e-3],
+        lrs=[3e-3] if size == "small" else [1e-3, 2e-3, 4e-3],
         processes=process_count(size),
         **_study_settings(size, epochs, **changes),
     )
@@ -239,7 +239,7 @@ def format_order(results: SpeechResults) -> str:
     clear = []
     for name, arm in results.arms.items():
         difference = Difference.of(arm.scores, patches.scores)
-        if difference.clear:
+        if difference.significant:
             direction = "better" if difference.mean > 0 else "worse"
             clear.append(f"{name} are {direction} than patches by {100 * abs(difference.mean):.1f} points ")
     sentence = "and ".join(clear) if clear else "no other kind is clearly better or worse than patches "

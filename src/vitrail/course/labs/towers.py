@@ -152,7 +152,7 @@ def decide_verdict(scores: dict[str, list[float]], sound_scores: Sequence[float]
     if seen < _MIN_RETRIEVED:
         return Verdict("does not hold", f"even of seen combinations, {seen:.0%} retrieve their caption")
     difference = Difference.of(scores["unseen"], scores["random letters"])
-    if not difference.clear or difference.mean < 0:
+    if not difference.significant or difference.mean < 0:
         reason = f"{unseen:.0%} of unseen combinations are retrieved, no more than with random letters"
         return Verdict("does not hold", reason)
     conditions = []

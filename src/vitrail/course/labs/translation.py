@@ -173,8 +173,8 @@ def check_statements(
 def check_fading_gain(gains: Mapping[Any, Difference], first: str, last: str) -> tuple[bool, str]:
     """Whether a gain is clear at first, and smaller or not clear at last."""
     first_gain, *_, last_gain = gains.values()
-    is_clear = first_gain.clear and first_gain.mean > 0
-    shrinks = not last_gain.clear or last_gain.mean < first_gain.mean
+    is_clear = first_gain.significant and first_gain.mean > 0
+    shrinks = not last_gain.significant or last_gain.mean < first_gain.mean
     verdict = "holds" if is_clear and shrinks else "does not hold"
     gains_text = f"{100 * first_gain.mean:+.1f} points {first}, {100 * last_gain.mean:+.1f} {last}"
     return is_clear and shrinks, f"{verdict} ({gains_text})"

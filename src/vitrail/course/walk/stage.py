@@ -67,7 +67,7 @@ INPUT_TERMS = {
 
 def encoder_config(config: ViTConfig | DecoderConfig) -> ViTConfig:
     """The config of the tokens and blocks; a decoder's are those of a ViT for text."""
-    return config.encoder_like if isinstance(config, DecoderConfig) else config
+    return config.as_vit_config if isinstance(config, DecoderConfig) else config
 
 
 def token_name(config: ViTConfig | DecoderConfig, token: int) -> str:

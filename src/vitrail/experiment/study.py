@@ -295,8 +295,8 @@ def _check_arguments(
         )
     if selection_seeds > len(seeds):
         raise InputError(
-            f"selection_seeds is {selection_seeds}, but there are only {len(seeds)} seeds; select the learning rate with "
-            "fewer."
+            f"selection_seeds is {selection_seeds}, but there are only {len(seeds)} seeds; use at most "
+            f"{len(seeds)}."
         )
     valid = lrs is None or (
         not isinstance(lrs, str) and len(lrs) > 0 and all(is_real(lr) and lr > 0 for lr in lrs)

@@ -49,9 +49,10 @@ def write_report(
             write_page(out / REPORT_NAME, run_page(out, bundle, dataset, evaluation))
     except OSError as error:
         if error.errno in _DISK_FULL:
+            name, reason = printable(out / REPORT_NAME), printable(error.strerror)
             raise FileError(
-                f"the report {printable(out / REPORT_NAME)} could not be written: {printable(error.strerror)}. "
-                "The run itself is complete and saved. Free some disk space, then write the report with --resume."
+                f"the report {name} could not be written: {reason}. The run itself is complete and saved. Free "
+                "some disk space, then write the report with --resume."
             ) from error
         where = f"{printable(error.filename)}: " if error.filename else ""
         callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")

@@ -51,8 +51,8 @@ def write_report(
         if error.errno in _DISK_FULL:
             name, reason = printable(out / REPORT_NAME), printable(error.strerror)
             raise FileError(
-                f"the report {name} could not be written: {reason}. The run itself is complete and saved. Free "
-                "some disk space, then write the report with --resume."
+                f"the report {name} could not be written: {reason}. The run itself is complete and saved. "
+                "Free some disk space, then write the report with --resume."
             ) from error
         where = f"{printable(error.filename)}: " if error.filename else ""
         callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")

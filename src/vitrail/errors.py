@@ -10,19 +10,11 @@ from contextlib import contextmanager
 class VitrailError(Exception):
     """Base class of errors meant for the user. The command line prints the message and exits with 2.
 
-    A message is one or two sentences that say what must hold, what came, and what to do. (Three arguments
-    are joined into such a message; new code passes one.)
+    A message is one or two sentences that say what must hold, what came, and what to do.
     """
 
-    def __init__(self, message: str, got: str | None = None, do: str | None = None) -> None:
-        # All arguments are passed on, so that the error can be pickled.
-        super().__init__(*(part for part in (message, got, do) if part is not None))
-
-    def __str__(self) -> str:
-        if len(self.args) == 3:
-            must, got, do = self.args
-            return f"{must} Got {got}. {do}"
-        return str(self.args[0])
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 class ConfigError(VitrailError, ValueError):

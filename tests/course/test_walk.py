@@ -243,8 +243,8 @@ def test_token_names():
     assert names == [
         "the class token",
         "the distillation token",
+        "register 0",
         "register 1",
-        "register 2",
         "patch 0 (row 0, column 0)",
         "patch 1 (row 0, column 1)",
     ]

@@ -33,7 +33,7 @@ def test_maps_are_the_rows_of_the_explicit_weights(layout):
     model = build(layout)
     config, images = model.config, random_images(model)
     n, (h, w) = config.prefix, config.grid
-    queries = {name: index for index, name in enumerate(attention.prefix_names(config))}
+    queries = {name: index for index, name in enumerate(config.prefix_names)}
     queries |= {(h - 1, 0): n + (h - 1) * w}
     for layer in {0, config.depth - 1}:
         weights = explicit_weights(model, images)[layer]
@@ -77,7 +77,7 @@ def test_default_query():
 
 def test_names_of_prefix_tokens():
     config = build("distilled", registers=2).config
-    assert attention.prefix_names(config) == ("class", "distillation", "register 1", "register 2")
+    assert config.prefix_names == ["class", "distillation", "register 0", "register 1"]
 
 
 def test_maps_show_attention_set_by_hand():
@@ -125,7 +125,7 @@ def test_single_head_leaves_modes_and_gradients_alone():
 def test_invalid_inputs_are_rejected():
     model = build("registers alone")
     images = random_images(model)
-    with pytest.raises(InputError, match=r"no query 'class'.*register 1, register 2, register 3, mean"):
+    with pytest.raises(InputError, match=r"no query 'class'.*register 0, register 1, register 2, mean"):
         attention.compute(model, images, query="class")
     with pytest.raises(InputError, match="a patch as"):
         attention.compute(model, images, query="pool")

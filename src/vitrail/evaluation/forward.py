@@ -13,8 +13,6 @@ from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.modes import eval_mode
 
-__all__ = ["normalize_batch", "resize_split", "run_model"]
-
 BATCH = 128
 
 

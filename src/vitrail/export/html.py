@@ -21,7 +21,6 @@ from vitrail import __version__
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import InputError, MissingExtra, printable
 from vitrail.fields import short_repr
-from vitrail.inspect.attention import prefix_names
 from vitrail.inspect.rollout import pooled_tokens
 from vitrail.inspect.sample import sample_images
 from vitrail.io.write import check_new, write_text
@@ -170,7 +169,7 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
         "size": config.pixels,
         "patch": config.patch_pixels,
         "grid": config.grid,
-        "prefix": prefix_names(config),
+        "prefix": config.prefix_names,
         "width": config.width,
         "depth": config.depth,
         "heads": config.heads,

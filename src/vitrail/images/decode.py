@@ -46,7 +46,6 @@ __all__ = [
     "NotAnImage",
     "decode_image",
     "open_image",
-    "open_regular",
     "suppress_warnings",
 ]
 

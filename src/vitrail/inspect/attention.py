@@ -88,7 +88,7 @@ def compute(
     return AttentionMaps(
         maps=values[..., config.prefix :].reshape(*values.shape[:2], *config.grid),
         prefix=values[..., : config.prefix],
-        names=prefix_names(config),
+        names=tuple(config.prefix_names),
         heads=tuple(heads),
         query=describe_query(query),
         location="the attention pool" if query == "pool" else f"layer {layer}",
@@ -98,19 +98,13 @@ def compute(
 # ---- tokens by name, also used by rollout.py -------------------------------------------------------
 
 
-def prefix_names(config: ViTConfig) -> tuple[str, ...]:
-    """The prefix tokens by name, in order; registers count from 1."""
-    registers = [f"register {number + 1}" for number in range(config.registers)]
-    return (*["class"] * config.class_token, *["distillation"] * config.distillation_token, *registers)
-
-
 def _default_query(config: ViTConfig) -> str:
     return "class" if config.class_token else "pool" if config.pool == "attention" else "mean"
 
 
 def query_row(config: ViTConfig, query: Query) -> Tensor:
     """The weight of each token in a query: (T,), summing to 1; all zeros for the learned query of a pool."""
-    row, names = torch.zeros(config.tokens), prefix_names(config)
+    row, names = torch.zeros(config.tokens), config.prefix_names
     if query == "mean":
         row[config.prefix :] = 1 / config.patches
     elif isinstance(query, str) and query in names:

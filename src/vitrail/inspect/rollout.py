@@ -32,7 +32,6 @@ from vitrail.inspect.attention import (
     Query,
     color_limit,
     describe_query,
-    prefix_names,
     query_row,
 )
 from vitrail.inspect.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
@@ -123,7 +122,7 @@ def compute(
         methods=methods,
         maps=normalize_relevance(patches, patches).reshape(*relevance.shape[:2], *config.grid),
         prefix=normalize_relevance(relevance[..., : config.prefix], relevance),
-        names=prefix_names(config),
+        names=tuple(config.prefix_names),
         targets=targets,
         to=description,
         heads=heads,

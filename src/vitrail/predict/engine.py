@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
-from vitrail.evaluation.forward import normalize_batch
+from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx

@@ -150,16 +150,6 @@ def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path
     """Write a page to a file, complete or not at all.
 
     Args:
-        replace: whether an existing file may be overwritten.
+        overwrite: whether an existing file may be overwritten.
     """
     return write.write_text(path, render(page), overwrite=overwrite)
-
-
-def check_new(path: Path, advice: str = "") -> None:
-    """`vitrail.io.write.check_new` under its former name."""
-    write.check_new(path, "a page")
-
-
-def write_whole(path: Path, text: str, *, replace: bool = False) -> Path:
-    """`vitrail.io.write.write_text` under its former name."""
-    return write.write_text(path, text, overwrite=replace)

@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import pad
 
 from vitrail.errors import InputError, VitrailError
-from vitrail.evaluation.forward import normalize_batch
+from vitrail.images.normalize import normalize_batch
 from vitrail.inspect import filters as filter_figure
 from vitrail.inspect import positions as position_figure
-from vitrail.inspect.attention import POOL_WEIGHTS, prefix_names
+from vitrail.inspect.attention import POOL_WEIGHTS
 from vitrail.inspect.images import check_finite, check_index
 from vitrail.inspect.rollout import (
     BLOCK_WEIGHTS,
@@ -73,7 +73,7 @@ def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5)
         "image": _as_image(pixels),
         "grid": list(config.grid),
         "patch": list(config.patch_pixels),
-        "prefix": list(prefix_names(config)),
+        "prefix": config.prefix_names,
         "layers": config.depth,
         "heads": config.heads,
         "layer": layer,

@@ -174,11 +174,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def replace_text(file: Path, text: str) -> None:
-    """The old name of `vitrail.io.write.write_text(file, text, overwrite=True)`."""
-    write_text(file, text, overwrite=True)
-
-
 # ---- optimizer state by parameter name ------------------------------------------------------
 
 

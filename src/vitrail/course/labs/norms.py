@@ -22,8 +22,9 @@ from vitrail.course.labs.datasets import arm_recipe, describe_dataset, load_data
 from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
 from vitrail.data.loader import Reader
 from vitrail.data.sources import Dataset
-from vitrail.evaluation.forward import normalize_batch, resize_split
+from vitrail.evaluation.forward import resize_split
 from vitrail.experiment.study import Difference, Study, draw_arm, study
+from vitrail.images.normalize import normalize_batch
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT
 from vitrail.weights.load import load

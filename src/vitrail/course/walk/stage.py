@@ -77,11 +77,10 @@ def token_name(config: ViTConfig | DecoderConfig, token: int) -> str:
     columns are times. A token of a text is just "token 5".
     """
     config = encoder_config(config)
-    prefix = ["the class token"] * config.class_token + ["the distillation token"] * config.distillation_token
-    prefix += [f"register {number}" for number in range(1, config.registers + 1)]
-    if token < len(prefix):
-        return prefix[token]
-    index, terms = token - len(prefix), INPUT_TERMS[config.input]
+    if token < config.prefix:
+        name = config.prefix_names[token]
+        return name if name.startswith("register") else f"the {name} token"
+    index, terms = token - config.prefix, INPUT_TERMS[config.input]
     coordinates: list[str] = []
     rest = index
     for axis, side in reversed([*zip(terms.axes, config.grid, strict=False)]):  # a text has no axes

@@ -43,7 +43,7 @@ def guarded(bundle):
 # ---- answers ------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_the_predictors_to_the_last_bit(server, bundle):
+def test_predictions_are_bit_equal_to_the_predictor(server, bundle):
     data = make_image(3, size=(70, 33))
     expected = vt.Predictor(bundle)(Image.open(io.BytesIO(data)))
     status, said = server.predict(data, "?top=3")
@@ -57,7 +57,7 @@ def test_an_answer_is_the_predictors_to_the_last_bit(server, bundle):
     assert 0 <= said["seconds"]["decode"] <= said["seconds"]["total"]
 
 
-def test_unsure_is_an_answer(bundle):
+def test_unsure_field(bundle):
     card = vt.Card(metrics={"temperature": 1.0, "threshold": 0.999})
     with serving(vt.Predictor(vt.Bundle(model=bundle.model, labels=LABELS, card=card))) as running:
         (found,) = running.predict()[1]["predictions"]
@@ -67,18 +67,18 @@ def test_unsure_is_an_answer(bundle):
         assert running.get("/v1/model")[1]["card"]["metrics"]["threshold"] == 0.999
 
 
-def test_a_model_without_a_head():
+def test_model_without_a_head():
     with serving(vt.Predictor(vt.Bundle(model=vt.create("mu/4", classes=0)))) as running:
         assert running.predict()[1]["predictions"][0]["top"] == []
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_every_format_by_its_content(server, kind):
+def test_formats_are_recognized_by_content(server, kind):
     assert server.predict(make_image(kind=kind), kind="image/jpeg")[0] == 200
     assert server.predict(make_image(kind=kind), kind="application/octet-stream")[0] == 200
 
 
-def test_several_images_one_of_them_bad(server):
+def test_several_images_with_one_bad(server):
     body, kind = form(make_image(1), b"no image", make_image(2), top=2)
     status, said = server.predict(body, kind=kind)
     assert status == 200
@@ -87,7 +87,7 @@ def test_several_images_one_of_them_bad(server):
     assert said["predictions"][1]["error"].startswith("The file is not an image")
 
 
-def test_names_are_given_back_cut(server):
+def test_names_are_shortened(server):
     head = '--e\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\n\r\n'
     for name, expected in [('a\\"b<ü>.png', 'a"b<ü>.png'), ("x" * 1000, "x" * 200), ("", None)]:
         body = (head % name).encode() + make_image() + b"\r\n--e--"
@@ -111,14 +111,14 @@ def test_explain(server, bundle):
     assert server.get("/v1/explain", body=b"x")[0] == 415
 
 
-def test_figures_of_the_weights_are_computed_once(server):
+def test_weight_figures_are_computed_once(server):
     for name in ("filters", "positions"):
         first, second = (server.get(f"/v1/{name}") for _ in range(2))
         assert first == second
         assert first[0] == 200
 
 
-def test_the_model_says_what_it_is(server, bundle):
+def test_model_description(server, bundle):
     status, said = server.get("/v1/model")
     assert status == 200
     assert (said["name"], said["size"], said["grid"], said["depth"]) == ("toy", [32, 32], [8, 8], 1)
@@ -164,7 +164,7 @@ def test_hostile_images(server, name):
     assert server.predict()[0] == 200
 
 
-def test_a_strip_is_not_blown_up(bundle):
+def test_extreme_aspect_ratio(bundle):
     """Resized by its short side, a strip of 20,000 x 1 would become 640,000 x 32."""
     squashed, kept = (
         vt.Predictor(vt.Bundle(model=bundle.model, preprocess=vt.Preprocess(size=32, resize=how)))
@@ -253,12 +253,12 @@ def test_hostile_addresses(server, query):
         "/V1/predict",
     ],
 )
-def test_nothing_else_is_served(server, path):
+def test_unknown_routes(server, path):
     said = server.talk(request(path, method="GET", Connection="close"))
     assert statuses(said) == [404]
 
 
-def test_the_page_is_served(server):
+def test_page(server):
     status, headers, body = server.ask("/")
     assert status == 200
     assert headers["Content-Type"] == "text/html; charset=utf-8"
@@ -278,7 +278,7 @@ def test_the_page_is_served(server):
         ("/v1/predict", "OPTIONS", "POST"),
     ],
 )
-def test_another_method(server, path, method, allow):
+def test_wrong_method(server, path, method, allow):
     status, headers, _ = server.ask(path, method=method)
     assert (status, headers["Allow"]) == (405, allow)
 
@@ -286,7 +286,7 @@ def test_another_method(server, path, method, allow):
 # ---- who may ask --------------------------------------------------------------------------------
 
 
-def test_without_the_token_only_what_is_open(guarded):
+def test_routes_without_a_token(guarded):
     for path in ("/v1/model", "/v1/filters", "/v1/positions", "/v1/examples", "/v1/examples/0", "/metrics"):
         status, headers, _ = guarded.ask(path)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -308,19 +308,19 @@ def test_without_the_token_only_what_is_open(guarded):
         "Bearer \xfc" * 3,
     ],
 )
-def test_other_tokens(guarded, given):
+def test_wrong_tokens(guarded, given):
     status, said = guarded.predict(headers={"Authorization": given})
     assert status == 401
     assert TOKEN not in str(said)
 
 
-def test_the_token(guarded):
+def test_token(guarded):
     assert guarded.predict(headers=WITH)[0] == 200
     assert guarded.predict(headers={"Authorization": f"bearer {TOKEN}"})[0] == 200
     assert guarded.get("/v1/model", headers=WITH)[0] == 200
 
 
-def test_two_tokens_are_none(guarded):
+def test_two_tokens_are_refused(guarded):
     """One proxy may check the first of them and the next the second."""
     for pair in [(TOKEN, "other"), ("other", TOKEN), (TOKEN, TOKEN)]:
         rows = "".join(f"Authorization: Bearer {one}\r\n" for one in pair)
@@ -328,14 +328,14 @@ def test_two_tokens_are_none(guarded):
         assert statuses(said) == [400]
 
 
-def test_the_token_is_compared_in_constant_time(guarded, monkeypatch):
+def test_token_comparison_is_constant_time(guarded, monkeypatch):
     asked = []
     monkeypatch.setattr("vitrail.serve.app.hmac.compare_digest", lambda *pair: asked.append(pair) or False)
     assert guarded.predict(headers=WITH)[0] == 401
     assert asked == [(f"Bearer {TOKEN}".encode(),) * 2]
 
 
-def test_the_token_is_in_no_answer_and_no_log(guarded):
+def test_token_is_never_shown_or_logged(guarded):
     cases = [("/v1/predict?top=" + TOKEN, "POST"), ("/" + TOKEN, "GET"), ("/v1/model", TOKEN)]
     for path, method in cases:
         assert TOKEN.encode() not in guarded.talk(
@@ -345,7 +345,7 @@ def test_the_token_is_in_no_answer_and_no_log(guarded):
     assert TOKEN.encode() not in guarded.ask("/metrics", headers=WITH)[2]
 
 
-def test_pages_of_other_servers_may_not_ask(server):
+def test_cross_origin_requests_are_refused(server):
     own = f"127.0.0.1:{server.port}"
     for origin, expected in [
         (f"http://{own}", 200),
@@ -357,7 +357,7 @@ def test_pages_of_other_servers_may_not_ask(server):
         assert server.predict(headers={"Origin": origin})[0] == expected
 
 
-def test_a_name_that_somebody_else_lets_lead_here_is_refused(server):
+def test_dns_rebinding_is_refused(server):
     """DNS rebinding: to the browser, the page of evil.example and this server are then one and the same."""
     for host, expected in [
         ("localhost:8000", 200),
@@ -378,7 +378,7 @@ def test_a_name_that_somebody_else_lets_lead_here_is_refused(server):
     assert server.ask("/healthz", headers={"Host": "evil.example"})[0] == 200
 
 
-def test_a_token_or_public_makes_any_name_good(guarded, bundle):
+def test_token_or_public_allows_any_host(guarded, bundle):
     assert guarded.ask("/metrics", headers={**WITH, "Host": "pets.example"})[0] == 200
     with serving(vt.Predictor(bundle), public=True) as running:
         assert running.predict(headers={"Host": "pets.example"})[0] == 200
@@ -387,7 +387,7 @@ def test_a_token_or_public_makes_any_name_good(guarded, bundle):
 # ---- what is counted and written ----------------------------------------------------------------
 
 
-def test_metrics_are_what_prometheus_reads(server):
+def test_metrics_parse_as_prometheus(server):
     before = {name: server.count(name) for name in ("vitrail_bad_images_total", "vitrail_images_total")}
     body, kind = form(make_image(), b"bad")
     server.predict(body, kind=kind)
@@ -407,7 +407,7 @@ def test_metrics_are_what_prometheus_reads(server):
     assert all(family.documentation for family in families.values())
 
 
-def test_the_log_has_a_line_for_each_request_and_no_words_of_clients(server):
+def test_log_has_one_line_per_request_and_no_client_text(server):
     until(lambda: not server.app.connections)  # a line is written when its answer has been sent
     del server.log[:]
     head = '--e\r\nContent-Disposition: form-data; name="file"; filename="secret.png"\r\n\r\n'
@@ -429,7 +429,7 @@ def test_the_log_has_a_line_for_each_request_and_no_words_of_clients(server):
     assert server.log[0].endswith("1 images")
 
 
-def test_no_answer_has_a_path_or_a_repr(server):
+def test_responses_contain_no_paths_or_reprs(server):
     found = [server.predict(data)[1] for data, _ in HOSTILE.values()]
     found += [server.predict(body, kind=kind)[1] for body, kind, _ in FORMS.values()]
     for said in found:
@@ -482,7 +482,7 @@ def is_valid(value, schema):
     return True
 
 
-def test_openapi_has_every_route_and_no_other(server):
+def test_openapi_routes(server):
     paths = server.get("/openapi.json")[1]["paths"]
     routes = {path for path in server.app.routes if path not in server.app.page or path == "/"}
     assert set(paths) == routes
@@ -490,7 +490,7 @@ def test_openapi_has_every_route_and_no_other(server):
         assert list(methods) == [server.app.routes[path].method.lower()]
 
 
-def test_every_answer_is_as_openapi_says(server):
+def test_responses_match_openapi(server):
     document = server.get("/openapi.json")[1]
     two, kind = form(make_image(), b"bad")
     asked = [
@@ -522,14 +522,14 @@ def test_every_answer_is_as_openapi_says(server):
     assert met >= {200, 400, 403, 404, 405, 413, 415, 422}
 
 
-def test_openapi_has_what_any_request_may_meet(server):
+def test_openapi_common_errors(server):
     for methods in server.get("/openapi.json")[1]["paths"].values():
         assert {"400", "405", "408", "431", "500", "501", "503"} <= set(
             *(m["responses"] for m in methods.values())
         )
 
 
-def test_openapi_knows_of_the_token(guarded, server):
+def test_openapi_token(guarded, server):
     for running, expected in ((guarded, True), (server, False)):
         document = running.get("/openapi.json")[1]
         assert ("securitySchemes" in document["components"]) == expected
@@ -537,13 +537,13 @@ def test_openapi_knows_of_the_token(guarded, server):
         assert "security" not in document["paths"]["/healthz"]["get"]
 
 
-def test_there_is_no_way_to_manage_models_or_to_name_addresses(server):
+def test_no_model_management_and_no_urls(server):
     for path in ("/v1/models", "/models", "/admin", "/v1/load", "/debug", "/docs"):
         assert server.ask(path)[0] == 404
     assert server.predict(b"http://127.0.0.1/cat.png", kind="text/uri-list")[0] == 415
 
 
-def test_it_says_nothing_of_the_machine(server):
+def test_no_information_about_the_machine(server):
     texts = [
         server.ask(path)[2].decode()
         for path in ("/v1/model", "/openapi.json", "/metrics", "/healthz", "/readyz")

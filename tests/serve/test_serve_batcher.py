@@ -37,7 +37,7 @@ def soon(seconds=PATIENCE):
     return time.monotonic() + seconds
 
 
-def test_whatever_waits_goes_together_and_nobody_waits_for_company():
+def test_waiting_images_are_batched_without_delay():
     predictor = Gated(toy())
 
     async def story(batcher):
@@ -59,7 +59,7 @@ def test_whatever_waits_goes_together_and_nobody_waits_for_company():
         assert one.label == other.label
 
 
-def test_images_of_their_own_sizes_go_alone():
+def test_images_of_different_sizes_are_not_batched():
     """As those do that an ONNX file resizes: together they would only wait for each other."""
     predictor = Gated(toy())
     predictor.engine.one_by_one = True
@@ -71,7 +71,7 @@ def test_images_of_their_own_sizes_go_alone():
         assert (limits["batch"], limits["queue"], limits["files"]) == (1, 8, 8)  # whole images wait: fewer
 
 
-def test_a_call_has_the_model_to_itself_and_keeps_its_turn():
+def test_exclusive_call_in_order():
     predictor = Gated(toy())
 
     async def story(batcher):
@@ -89,7 +89,7 @@ def test_a_call_has_the_model_to_itself_and_keeps_its_turn():
     run(story, predictor)
 
 
-def test_what_is_late_or_cancelled_is_never_run():
+def test_late_and_cancelled_requests_are_not_run():
     predictor = Gated(toy())
 
     async def story(batcher):
@@ -123,7 +123,7 @@ class Poisoned(Gated):
             yield Prediction("", error="The model's answer is not a number.") if found.min() == 255 else good
 
 
-def test_a_bad_image_fails_alone():
+def test_bad_image_fails_alone():
     predictor = Poisoned(toy())
     some = [
         levels(1),
@@ -152,7 +152,7 @@ def blank(level):
     return file.getvalue()
 
 
-def test_a_bad_image_fails_alone_over_http():
+def test_bad_image_fails_alone_over_http():
     predictor = Poisoned(toy())
     predictor.armed = False  # the warm-up's image is black
     with serving(predictor) as running:
@@ -170,7 +170,7 @@ def test_a_bad_image_fails_alone_over_http():
         assert running.predict()[0] == 200
 
 
-def test_places_are_counted_from_decoding_to_answer():
+def test_slots_are_held_from_decoding_to_response():
     async def story(batcher):
         with batcher.reserve(3):
             with pytest.raises(HTTPError) as caught:
@@ -183,7 +183,7 @@ def test_places_are_counted_from_decoding_to_answer():
     run(story, capacity=4)
 
 
-def test_the_end_of_the_models_thread_is_told_and_nobody_waits_for_ever():
+def test_death_of_the_model_thread_is_reported():
     died = []
 
     async def story(batcher):
@@ -195,7 +195,7 @@ def test_the_end_of_the_models_thread_is_told_and_nobody_waits_for_ever():
     assert [type(error) for error in died] == [SystemExit]
 
 
-def test_no_answer_goes_to_somebody_else():
+def test_responses_are_never_swapped():
     """Hundreds of different images at once, alone and in forms: each client gets the answer for its own."""
     bundle = toy()
     predictor = vt.Predictor(bundle)
@@ -226,7 +226,7 @@ def leave(*given):
     raise SystemExit
 
 
-def test_a_model_that_dies_takes_the_server_with_it():
+def test_server_exits_when_the_model_dies():
     predictor = Gated(toy())
     with serving(predictor) as running:
         predictor.predict_batch = leave

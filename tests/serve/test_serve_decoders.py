@@ -173,7 +173,7 @@ def attack(server, files, rounds=2):
 
 
 @pytest.mark.parametrize("kind", ["scans", "strips"])
-def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
+def test_costly_images_hardly_delay_others(model, kind):
     """The limits of the header are set out of the way: what ends a decode must hold without them."""
     files = [many_scans()] * 2 if kind == "scans" else [strip()] * 12
     with child(model, side=10**9, decode_time=1.5) as server:
@@ -194,7 +194,7 @@ def test_images_that_are_costly_to_decode_cost_the_others_little(model, kind):
         assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
-def test_with_usual_settings_such_images_are_refused(model):
+def test_default_limits_refuse_costly_images(model):
     with child(model, deadline=60.0) as server:
         assert server.predict(strip())[1]["error"]["code"] == "too_long_side"
         status, said = server.predict(many_scans())
@@ -204,7 +204,7 @@ def test_with_usual_settings_such_images_are_refused(model):
 # ---- one decode ---------------------------------------------------------------------------------
 
 
-def test_a_decode_beyond_its_time_is_ended(obedient):
+def test_decode_timeout(obedient):
     with serving(vt.Predictor(toy()), decode_time=0.3) as running:
         start = time.monotonic()
         status, said = running.predict(hostile_images.image_that("spin"))
@@ -215,14 +215,14 @@ def test_a_decode_beyond_its_time_is_ended(obedient):
         assert running.predict()[0] == 200
 
 
-def test_a_large_good_image_beyond_its_time_is_ended_too():
+def test_decode_timeout_of_a_large_valid_image():
     """With the decoder as it is."""
     with serving(vt.Predictor(toy()), decode_time=0.05) as running:
         assert running.predict(make_image(size=(2000, 2000)))[1]["error"]["code"] == "slow_image"
         assert running.predict()[0] == 200
 
 
-def test_a_decode_ends_with_its_deadline(obedient):
+def test_decode_stops_at_the_request_deadline(obedient):
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=0.5) as running:
         assert running.predict(hostile_images.image_that("spin"))[0] == 504
         until(lambda: at_rest(running), 5)
@@ -230,7 +230,7 @@ def test_a_decode_ends_with_its_deadline(obedient):
 
 
 @pytest.mark.parametrize("before", [b"", bytes(100_000), bytes(190_000)])
-def test_a_decode_ends_when_its_client_leaves(obedient, before):
+def test_decode_stops_when_the_client_disconnects(obedient, before):
     """After a large body too, of which the end had come before anybody wanted it."""
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=60.0) as running:
         with running.dial() as client:
@@ -241,7 +241,7 @@ def test_a_decode_ends_when_its_client_leaves(obedient, before):
         assert running.predict()[0] == 200
 
 
-def test_an_image_has_so_much_memory_and_no_more(obedient):
+def test_decode_memory_limit(obedient):
     with serving(vt.Predictor(toy()), decode_memory=100 * MiB) as running:
         most, asked = (
             0,
@@ -259,7 +259,7 @@ def test_an_image_has_so_much_memory_and_no_more(obedient):
         assert running.predict()[0] == 200
 
 
-def test_what_kills_a_decoder_fails_alone(obedient):
+def test_image_that_kills_a_decoder_fails_alone(obedient):
     with serving(vt.Predictor(toy())) as running:
         body, kind = form(make_image(1), hostile_images.image_that("die"), make_image(2))
         status, said = running.predict(body, kind=kind)
@@ -270,7 +270,7 @@ def test_what_kills_a_decoder_fails_alone(obedient):
         assert not [line for line in running.log if line.startswith("internal error")]
 
 
-def test_decoders_that_somebody_kills_are_replaced():
+def test_killed_decoders_are_replaced():
     with serving(vt.Predictor(toy())) as running:
         for some in (slice(1), slice(1, 2), slice(1, 3), slice(3)):
             until(lambda: at_rest(running))
@@ -281,7 +281,7 @@ def test_decoders_that_somebody_kills_are_replaced():
         until(lambda: at_rest(running))
 
 
-def test_an_empty_file_and_a_large_one(obedient):
+def test_empty_and_large_files(obedient):
     with serving(vt.Predictor(toy())) as running:
         body, kind = form(b"", make_image(size=(1500, 2000)))
         (empty, large) = running.predict(body, kind=kind)[1]["predictions"]
@@ -290,7 +290,7 @@ def test_an_empty_file_and_a_large_one(obedient):
         assert running.count("vitrail_killed_decodes_total") == 0
 
 
-def test_decoders_know_neither_torch_nor_the_token(model, monkeypatch):
+def test_decoders_import_no_torch_and_see_no_token(model, monkeypatch):
     monkeypatch.setenv("VITRAIL_TOKEN", "correct-horse-battery-staple")
     with child(model) as server:
         found = below(server.process.pid)
@@ -302,7 +302,7 @@ def test_decoders_know_neither_torch_nor_the_token(model, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_where_torch_resizes_or_the_model_does_the_answer_is_the_same(whole):
+def test_same_prediction_for_any_resize_backend(whole):
     bundle = toy()
     spec = vt.Preprocess(size=32, resize="shortest", resize_to=40, interpolation="bicubic", backend="torch")
     bundle = vt.Bundle(model=bundle.model, labels=bundle.labels, preprocess=spec)
@@ -329,7 +329,7 @@ def flood(running, word, files):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
 
-def test_slow_images_never_hold_all_decoders(obedient):
+def test_slow_images_never_occupy_all_decoders(obedient):
     """One request of 32 images without end, and another client: it waits once, for as long as is quick."""
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=60.0) as running, flood(running, "spin", 32):
         with Honest(running.port, clients=1) as honest:
@@ -341,7 +341,7 @@ def test_slow_images_never_hold_all_decoders(obedient):
         assert running.app.decoders.queue.jobs
 
 
-def test_alone_a_client_may_use_all_decoders(obedient):
+def test_single_client_may_use_all_decoders(obedient):
     with serving(vt.Predictor(toy()), deadline=60.0) as running:
         body, kind = form(*[hostile_images.image_that("nap")] * 2)
         start = time.monotonic()
@@ -354,7 +354,7 @@ def jobs_of(*clients):
     return [DecodeJob(memoryview(b""), client, None) for client in clients]
 
 
-def test_whoever_is_known_to_be_quick_goes_before_newcomers():
+def test_fast_clients_go_before_new_ones():
     """But not for ever."""
     queue, known = DecodeQueue(2), Client("10.0.0.1", slow=False)
     jobs = jobs_of(Client("10.0.0.1"), known, Client("10.0.0.1"), known)
@@ -372,7 +372,7 @@ def order(queue):
     return found
 
 
-def test_turns_go_round_the_connections():
+def test_round_robin_over_connections():
     many, few, late = (Client("10.0.0.1", slow=False) for _ in range(3))
     queue, jobs = DecodeQueue(2), jobs_of(many, many, many, many, few, few, late)
     for job in jobs:
@@ -380,7 +380,7 @@ def test_turns_go_round_the_connections():
     assert [job.client for job in order(queue)] == [many, few, late, many, few, many, many]
 
 
-def test_and_round_the_addresses():
+def test_round_robin_over_addresses():
     crowd, one = [Client("10.0.0.1") for _ in range(20)], Client("10.0.0.2")
     queue = DecodeQueue(2)
     for job in jobs_of(*crowd, one, one, one):
@@ -390,7 +390,7 @@ def test_and_round_the_addresses():
     assert found[:10].count("2") == 3
 
 
-def test_whoever_waits_is_not_overtaken_for_ever():
+def test_no_starvation():
     """Newcomers have used nothing; they come before it only for as long as it has used."""
     queue, waiting = DecodeQueue(2), Client("10.0.0.1")
     (first,) = jobs_of(waiting)
@@ -402,7 +402,7 @@ def test_whoever_waits_is_not_overtaken_for_ever():
     assert queue.take([]) is first
 
 
-def test_what_was_used_is_forgotten():
+def test_usage_decays():
     usage = decode_queue.RecentUsage()
     usage.add("a", 2.0, now=100)
     usage.add("b", 0.1, now=100)
@@ -412,7 +412,7 @@ def test_what_was_used_is_forgotten():
     assert list(usage.until) == ["c"]
 
 
-def test_of_slow_images_one_fewer_than_there_are_decoders():
+def test_slow_images_leave_one_decoder_free():
     slow, quick = Client("10.0.0.1", slow=True), Client("10.0.0.1")
     queue = DecodeQueue(2)
     first, second, other = jobs_of(slow, slow, quick)
@@ -446,7 +446,7 @@ OBEY = f"from vitrail.serve import decode_process; decode_process.COMMAND = {hos
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_decoders_end_with_the_server(model, number):
+def test_decoders_exit_with_the_server(model, number):
     with spinning(model, OBEY, drain=0.5) as (server, found, _):
         assert len(found) == 3
         server.signal(number)
@@ -454,7 +454,7 @@ def test_decoders_end_with_the_server(model, number):
         until(lambda: not any(map(alive, found)), 3)
 
 
-def test_a_second_signal_leaves_none_behind(model):
+def test_second_signal_leaves_no_decoder(model):
     with spinning(model, OBEY) as (server, found, _):
         server.signal()
         time.sleep(0.3)
@@ -463,7 +463,7 @@ def test_a_second_signal_leaves_none_behind(model):
         until(lambda: not any(map(alive, found)), 3)
 
 
-def test_signals_to_all_processes_lose_no_image(model):
+def test_signals_to_the_process_group_lose_no_image(model):
     """As Ctrl-C in a terminal sends them, and a service manager."""
     with child(model, before=OBEY) as server, server.dial() as client:
         client.sendall(request(body=hostile_images.image_that("nap")))
@@ -476,7 +476,7 @@ def test_signals_to_all_processes_lose_no_image(model):
         assert server.wait(10) == 0
 
 
-def test_without_decoders_there_is_no_server(monkeypatch):
+def test_server_does_not_start_without_decoders(monkeypatch):
     monkeypatch.setattr(decode_process, "COMMAND", ["/bin/false"])
     with serving(vt.Predictor(toy())) as running:
         running.thread.join(10)

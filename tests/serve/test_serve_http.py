@@ -43,14 +43,14 @@ def still_there(server):
 # ---- well ---------------------------------------------------------------------------------------
 
 
-def test_one_connection_for_many_requests(server):
+def test_keep_alive(server):
     with server.dial() as client:
         for _ in range(3):
             client.sendall(request(body=make_image()))
             assert statuses(client.recv(65536)) == [200]
 
 
-def test_requests_sent_before_answers_are_read_are_answered_in_their_order(server):
+def test_pipelined_requests_are_answered_in_order(server):
     said = server.talk(GET, request(body=make_image()), request("/nowhere", method="GET"), GET + LAST)
     assert statuses(said) == [200, 200, 404, 200, 200]
 
@@ -61,22 +61,22 @@ def test_http_1_0(server):
     assert b"connection: close" in said.lower()
 
 
-def test_head_is_get_without_its_body(server):
+def test_head_is_get_without_body(server):
     said = server.talk(request("/openapi.json", method="HEAD", Connection="close"))
     assert statuses(said) == [200]
     assert said.endswith(b"\r\n\r\n")
     assert int(said.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) > 1000
 
 
-def test_an_address_as_proxies_write_it(server):
+def test_absolute_form_request_target(server):
     assert statuses(server.talk(request("http://a.b/healthz", method="GET", Connection="close"))) == [200]
 
 
-def test_an_address_within_an_address_is_no_proxys(server):
+def test_nested_url_is_not_absolute_form(server):
     assert server.ask("/healthz?from=http://x/nowhere")[0] == 200
 
 
-def test_a_body_in_chunks(server):
+def test_chunked_body(server):
     data = make_image()
     chunks = [
         f"{len(data[i : i + 1000]):x}\r\n".encode() + data[i : i + 1000] + b"\r\n"
@@ -86,7 +86,7 @@ def test_a_body_in_chunks(server):
     assert statuses(server.talk(head, *chunks, b"0\r\n\r\n")) == [200]
 
 
-def test_a_client_that_asks_before_it_sends_its_body(server):
+def test_expect_100_continue(server):
     data = make_image()
     with server.dial() as client:
         client.sendall(request(Content_Length=len(data), Expect="100-continue"))
@@ -97,7 +97,7 @@ def test_a_client_that_asks_before_it_sends_its_body(server):
         assert statuses(read_all(client)) == [413]
 
 
-def test_every_answer_has_the_security_headers(server):
+def test_security_headers_on_every_response(server):
     cases = [
         ("/", "GET"),
         ("/healthz", "GET"),
@@ -119,11 +119,11 @@ def test_every_answer_has_the_security_headers(server):
 # ---- leaving ------------------------------------------------------------------------------------
 
 
-def test_a_client_that_closes_its_side_gets_its_answer(server):
+def test_half_closed_client_gets_its_response(server):
     assert statuses(server.talk(request(body=make_image()), half=True))[-1] == 200
 
 
-def test_also_when_the_answer_takes_long(server, predictor):
+def test_half_closed_client_gets_a_slow_response(server, predictor):
     """It is asked whether it is still there, with an answer that means nothing."""
     predictor.gate.clear()
     with server.dial() as client:
@@ -136,7 +136,7 @@ def test_also_when_the_answer_takes_long(server, predictor):
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
-def test_what_a_client_has_left_behind_is_never_run(server, predictor, how):
+def test_requests_of_disconnected_clients_are_not_run(server, predictor, how):
     """While others wait in the model, clients come, ask and go."""
     before = server.count("vitrail_abandoned_total")
     predictor.gate.clear()
@@ -161,7 +161,7 @@ def test_what_a_client_has_left_behind_is_never_run(server, predictor, how):
     assert server.count("vitrail_queue_depth") == 0
 
 
-def test_clients_that_leave_in_the_middle_of_a_request(server):
+def test_disconnect_during_a_request(server):
     whole = request(body=make_image())
     for cut in [1, 20, 60, len(whole) - 100, len(whole) - 1]:
         with server.dial() as client:
@@ -190,7 +190,7 @@ def drip(client, data):
     return said
 
 
-def test_a_head_that_comes_too_slowly(hasty):
+def test_header_timeout(hasty):
     with hasty.dial() as client:
         start = time.monotonic()
         assert statuses(drip(client, request(body=b"", Long="x" * 500))) == [408]
@@ -198,7 +198,7 @@ def test_a_head_that_comes_too_slowly(hasty):
         assert read_all(client) == b""
 
 
-def test_a_body_that_comes_too_slowly_however_steadily(hasty):
+def test_body_timeout(hasty):
     with hasty.dial() as client:
         client.sendall(request(Content_Length=10_000))
         start = time.monotonic()
@@ -208,14 +208,14 @@ def test_a_body_that_comes_too_slowly_however_steadily(hasty):
         assert time.monotonic() - start < 5
 
 
-def test_who_says_nothing_is_sent_away_without_a_word(hasty):
+def test_idle_connection_is_closed_without_response(hasty):
     with hasty.dial() as fresh, hasty.dial() as known:
         known.sendall(GET)
         assert statuses(known.recv(65536)) == [200]
         assert fresh.recv(1000) == known.recv(1000) == b""
 
 
-def test_who_does_not_take_answers_is_let_go(hasty):
+def test_client_that_does_not_read_is_disconnected(hasty):
     with hasty.dial() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(1)
@@ -227,7 +227,7 @@ def test_who_does_not_take_answers_is_let_go(hasty):
         until(lambda: len(hasty.app.connections) == 0)
 
 
-def test_slow_clients_are_in_nobodys_way(hasty):
+def test_slow_clients_do_not_block_others(hasty):
     slow = [hasty.dial() for _ in range(7)]
     for client in slow:
         client.sendall(b"POST /v1/pre")
@@ -237,7 +237,7 @@ def test_slow_clients_are_in_nobodys_way(hasty):
         client.close()
 
 
-def test_more_clients_than_allowed_are_told_so_at_once(hasty):
+def test_connection_limit(hasty):
     until(lambda: len(hasty.app.connections) == 0)
     inside = [hasty.dial() for _ in range(8)]
     until(lambda: len(hasty.app.connections) == 8)
@@ -255,7 +255,7 @@ def test_more_clients_than_allowed_are_told_so_at_once(hasty):
 # ---- too much -----------------------------------------------------------------------------------
 
 
-def test_a_length_beyond_the_limit_is_refused_before_the_body_comes(server):
+def test_content_length_above_limit_is_refused_before_the_body(server):
     with server.dial() as client:
         client.sendall(request(Content_Length=200_001))
         said = client.recv(65536)
@@ -264,13 +264,13 @@ def test_a_length_beyond_the_limit_is_refused_before_the_body_comes(server):
     assert statuses(server.talk(request(Content_Length=10**18))) == [413]
 
 
-def test_who_sends_all_of_it_anyway_can_read_why(server):
+def test_refused_client_that_sends_everything_can_read_the_reason(server):
     said = server.talk(request(body=bytes(200_001)))
     assert statuses(said) == [413]
     assert statuses(server.talk(request(body=bytes(200_000), Connection="close"))) == [415]
 
 
-def test_chunks_are_counted_as_they_come(server):
+def test_chunked_body_limit(server):
     head = request(Content_Length=None, Transfer_Encoding="chunked")
     with server.dial() as client:
         client.sendall(head + b"40000\r\n" + bytes(0x40000))
@@ -279,7 +279,7 @@ def test_chunks_are_counted_as_they_come(server):
     assert b"too_many_chunks" in said
 
 
-def test_all_bodies_together_have_a_limit(predictor):
+def test_limit_of_all_bodies_together(predictor):
     with serving(predictor, body=100_000, bodies=150_000) as running:
         with running.dial() as client:
             client.sendall(request(Content_Length=100_000) + bytes(90_000))
@@ -291,7 +291,7 @@ def test_all_bodies_together_have_a_limit(predictor):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_head_that_is_too_long(server, at_once):
+def test_header_size_limit(server, at_once):
     head = request(Long="x" * 20_000, Connection="close")
     said = server.talk(head) if at_once else server.talk(head[:17_000])
     assert statuses(said) == [431]
@@ -334,7 +334,7 @@ MALFORMED = {
 }
 
 
-def test_what_is_wrong_is_said(server):
+def test_bad_request_messages(server):
     for name, words in {
         "nonsense": b"not a valid HTTP",
         "an unknown encoding": b"Unknown Transfer-Encoding",
@@ -351,7 +351,7 @@ def test_malformed_requests(server, name):
     assert b'File "' not in said
 
 
-def test_a_length_and_chunks_together_are_refused(server):
+def test_content_length_with_chunked_is_refused(server):
     """Where a proxy before us counts by one and we by the other, requests can be smuggled past it."""
     both = request(Transfer_Encoding="chunked", body=b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n")
     assert statuses(server.talk(both, half=True)) == [400]

@@ -51,7 +51,7 @@ def unpacked(found):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_explanation_is_what_the_figures_say(name):
+def test_explanation_equals_the_figures(name):
     predictor = predictor_of(**CONFIGS[name])
     levels, model, config = some_levels(predictor), predictor.bundle.model, predictor.config
     images = predictor.preprocess.normalize(levels)[None]
@@ -78,7 +78,7 @@ def test_an_explanation_is_what_the_figures_say(name):
 
 
 @pytest.mark.parametrize("name", ["class token", "attention pool", "registers", "mean"])
-def test_rollout_after_a_layer_is_that_of_a_model_that_ends_there(name):
+def test_rollout_after_a_layer_equals_a_truncated_model(name):
     predictor = predictor_of(**CONFIGS[name])
     levels, model = some_levels(predictor), predictor.bundle.model
     found = unpacked(insight.explain(predictor, levels)["rollout"])
@@ -90,7 +90,7 @@ def test_rollout_after_a_layer_is_that_of_a_model_that_ends_there(name):
         np.testing.assert_allclose(found[depth - 1], wanted.maps[0, 0], atol=1e-6)
 
 
-def test_the_answer_is_the_predictors(tmp_path):
+def test_prediction_equals_the_predictor(tmp_path):
     bundle = sample_model()
     metrics = {"temperature": 2.0, "threshold": 0.95}
     predictor = vt.Predictor(
@@ -107,7 +107,7 @@ def test_the_answer_is_the_predictors(tmp_path):
         assert found["lens"][-1]["score"] == pytest.approx(wanted.score, abs=1e-5)
 
 
-def test_the_image_is_what_the_model_saw():
+def test_returned_image_is_the_model_input():
     for channels in (1, 3, 4):
         predictor = predictor_of(channels=channels, size=(8, 16))
         levels = some_levels(predictor)
@@ -119,14 +119,14 @@ def test_the_image_is_what_the_model_saw():
     assert insight.explain(predictor, some_levels(predictor))["image"]["width"] == 12
 
 
-def test_a_layer_that_is_not_there():
+def test_unknown_layer():
     predictor = predictor_of()
     with pytest.raises(InputError, match="layer must be an integer from 0 to 2"):
         insight.explain(predictor, some_levels(predictor), 3)
     assert insight.explain(predictor, some_levels(predictor))["layer"] == 2
 
 
-def test_hooks_are_gone_afterwards():
+def test_no_hooks_remain():
     predictor = predictor_of(pool="attention")
     insight.explain(predictor, some_levels(predictor))
     model = predictor.bundle.model
@@ -138,7 +138,7 @@ def test_hooks_are_gone_afterwards():
 # ---- what a model does not have ------------------------------------------------------------------------
 
 
-def test_a_model_without_classes_has_no_answer_after_layers():
+def test_no_lens_without_classes():
     predictor = predictor_of(classes=0)
     found = insight.explain(predictor, some_levels(predictor))
     assert "no head" in found["lens"]["reason"]
@@ -147,7 +147,7 @@ def test_a_model_without_classes_has_no_answer_after_layers():
     }  # fmt: skip
 
 
-def test_a_broken_model_is_an_error_and_no_image():
+def test_broken_model_is_an_error():
     predictor = predictor_of()
     with torch.no_grad():
         predictor.bundle.model.blocks[0].attention.qkv.weight[:] = float("nan")
@@ -155,7 +155,7 @@ def test_a_broken_model_is_an_error_and_no_image():
         insight.explain(predictor, some_levels(predictor))
 
 
-def test_without_weights_there_are_reasons():
+def test_reason_when_there_are_no_attention_weights():
     onnx = SimpleNamespace(bundle=None, config=vt.ViTConfig(**SMALL))
     assert "ONNX" in insight.unavailable_reason(onnx)
     assert "ONNX" in insight.filters(onnx)["reason"]
@@ -165,7 +165,7 @@ def test_without_weights_there_are_reasons():
     assert insight.unavailable_reason(predictor_of()) is None
 
 
-def test_too_much_attention_is_averaged_or_refused(monkeypatch):
+def test_large_attention_is_averaged_or_refused(monkeypatch):
     predictor = predictor_of()  # 3 heads, 10 tokens
     levels = some_levels(predictor)
     whole = insight.trace(predictor.bundle.model, predictor.preprocess, levels, 1)[0]
@@ -184,7 +184,7 @@ def test_too_much_attention_is_averaged_or_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["class token", "oblong", "mean", "registers", "bias"])
-def test_positions_are_those_of_the_figure(name):
+def test_positions_equal_the_figure(name):
     predictor = predictor_of(**CONFIGS[name])
     found, wanted = insight.positions(predictor), positions.compute(predictor.bundle.model)
     least, most = found["similarity"]["min"], found["similarity"]["max"]
@@ -200,7 +200,7 @@ def test_positions_are_those_of_the_figure(name):
 @pytest.mark.parametrize(
     "options", [dict(channels=1), dict(channels=3), dict(channels=4), dict(embedding="mlp")]
 )
-def test_filters_are_those_of_the_figure(options):
+def test_filters_equal_the_figure(options):
     predictor = predictor_of(**options)
     found, wanted = insight.filters(predictor), filters.compute(predictor.bundle.model)
     tiles, (least, most) = unpacked(found["tiles"]), (found["tiles"]["min"], found["tiles"]["max"])
@@ -214,7 +214,7 @@ def test_filters_are_those_of_the_figure(options):
     assert found["caption"] == filters.caption(wanted)
 
 
-def test_no_positions_and_no_filters_have_reasons():
+def test_reasons_for_missing_positions_and_filters():
     predictor = predictor_of(position="none")
     assert "no position" in insight.positions(predictor)["reason"]
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_no_positions_and_no_filters_have_reasons():
     assert "filters are equal" in insight.filters(predictor)["reason"]
 
 
-def test_figures_need_no_matplotlib():
+def test_insight_needs_no_matplotlib():
     import subprocess
     import sys
 
@@ -253,7 +253,7 @@ def test_examples_for_one_channel_are_digits():
     assert sum(answer == str(n) for n, answer in enumerate(answers)) >= 7
 
 
-def test_digits_are_drawn_where_there_is_no_scikit_learn(monkeypatch):
+def test_digits_are_drawn_without_scikit_learn(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
@@ -265,7 +265,7 @@ def test_digits_are_drawn_where_there_is_no_scikit_learn(monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [3, 4])
-def test_examples_in_color_are_drawn_and_always_the_same(channels):
+def test_color_examples_are_deterministic(channels):
     found = built_in(channels)
     assert 4 <= len(found) <= MAX_EXAMPLES
     assert len({one.name for one in found}) == len({one.data for one in found}) == len(found)
@@ -281,11 +281,11 @@ def test_examples_in_color_are_drawn_and_always_the_same(channels):
         assert len(image.getcolors(1 << 20)) > 20
 
 
-def test_no_examples_for_channels_that_no_file_has():
+def test_no_examples_for_unusual_channels():
     assert built_in(2) == []
 
 
-def test_examples_from_a_folder_are_spread_over_it_and_stay_as_they_are(tmp_path):
+def test_examples_from_a_folder(tmp_path):
     for number in range(30):
         kind = tmp_path / f"class {number // 10}"
         kind.mkdir(exist_ok=True)
@@ -297,7 +297,7 @@ def test_examples_from_a_folder_are_spread_over_it_and_stay_as_they_are(tmp_path
     assert found[0].data == (tmp_path / "class 0" / "00.png").read_bytes()
 
 
-def test_what_browsers_do_not_show_becomes_png(tmp_path):
+def test_formats_unknown_to_browsers_become_png(tmp_path):
     image = Image.effect_noise((20, 10), 50)
     for name in ("a.jpg", "b.tiff", "c.png", "d.bmp"):
         image.save(tmp_path / name)
@@ -308,7 +308,7 @@ def test_what_browsers_do_not_show_becomes_png(tmp_path):
     assert np.array_equal(np.asarray(opened(found[1])), np.asarray(image))
 
 
-def test_a_folder_without_images_and_a_image_that_is_none(tmp_path):
+def test_example_folder_without_valid_images(tmp_path):
     with pytest.raises(InputError, match="contains no images"):
         from_folder(tmp_path)
     with pytest.raises(InputError, match="not a folder"):
@@ -318,7 +318,7 @@ def test_a_folder_without_images_and_a_image_that_is_none(tmp_path):
         from_folder(tmp_path)
 
 
-def test_a_small_model_gets_digits_without_a_margin():
+def test_small_model_gets_digits_without_margin():
     """As the demo's model learned them: with one, half of its 8 x 8 pixels would be empty."""
     inked, framed = (np.asarray(Image.open(io.BytesIO(built_in(1, side)[1].data))) for side in (8, 28))
     assert (inked.shape, framed.shape) == ((20, 20), (28, 28))

@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 # ---- a full queue, and late answers -------------------------------------------------------------
 
 
-def test_who_finds_no_place_is_told_at_once_and_the_others_are_served():
+def test_full_queue_is_429_and_others_are_served():
     predictor = Gated(toy())
     with serving(predictor, queue=6, batch=4) as running, ThreadPoolExecutor(6) as pool:
         predictor.gate.clear()
@@ -62,7 +62,7 @@ def test_who_finds_no_place_is_told_at_once_and_the_others_are_served():
         assert sum(predictor.batches) == 7
 
 
-def test_a_request_takes_a_place_for_each_image():
+def test_request_takes_a_slot_per_image():
     predictor = Gated(toy())
     with serving(predictor, queue=6) as running, ThreadPoolExecutor(1) as pool:
         predictor.gate.clear()
@@ -80,7 +80,7 @@ def ask(running, count):
     return running.predict(body, kind=kind)
 
 
-def test_an_answer_that_would_be_late_is_504_in_time_and_never_computed():
+def test_deadline_gives_504_without_computing():
     predictor = Gated(toy())
     with serving(predictor, deadline=1.0, queue=8) as running, ThreadPoolExecutor(4) as pool:
         predictor.gate.clear()
@@ -95,7 +95,7 @@ def test_an_answer_that_would_be_late_is_504_in_time_and_never_computed():
         assert running.count("vitrail_expired_total") == 4
 
 
-def test_also_when_the_whole_server_has_stood_still():
+def test_deadline_after_a_stall():
     """As after SIGSTOP: the model's thread finds the time gone before the event loop does."""
     predictor = Gated(toy())
     with serving(predictor, deadline=0.5) as running, ThreadPoolExecutor(4) as pool:
@@ -125,7 +125,7 @@ def server(model):
         yield running
 
 
-def test_what_is_too_large_costs_no_memory(server):
+def test_oversized_bodies_use_no_memory(server):
     before = server.memory()
     for _ in range(5):
         with server.dial() as client:
@@ -147,7 +147,7 @@ def test_what_is_too_large_costs_no_memory(server):
     assert server.memory() - before < 40 * MiB  # one body as large as allowed may be among it
 
 
-def test_bombs_cost_no_memory(server):
+def test_decompression_bombs_use_no_memory(server):
     before = server.memory()
     for _ in range(20):
         assert server.predict(png(12_000, 12_000))[0] == 413
@@ -155,7 +155,7 @@ def test_bombs_cost_no_memory(server):
     assert server.memory() - before < 10 * MiB
 
 
-def test_bytes_that_nobody_wants_yet_stay_outside():
+def test_backpressure():
     """While its answer is computed, a client sends on and on: they wait in the system, not in our memory."""
     predictor = Gated(toy())
     with serving(predictor) as running, running.dial() as client:
@@ -196,7 +196,7 @@ def churn(server, number):
                 pass
 
 
-def test_descriptors_threads_and_places_are_given_back(server):
+def test_no_leak_of_descriptors_threads_or_slots(server):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: churn(server, number), range(300)))
         until(lambda: server.count("vitrail_connections") == 1)
@@ -211,7 +211,7 @@ def test_descriptors_threads_and_places_are_given_back(server):
     assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
-def test_slow_clients_by_the_hundred(server):
+def test_hundreds_of_slow_clients(server):
     """All of them are sent away; meanwhile the others are served."""
     slow = [server.dial() for _ in range(200)]
     for number, client in enumerate(slow):
@@ -225,7 +225,7 @@ def test_slow_clients_by_the_hundred(server):
     assert time.monotonic() - start < 15
 
 
-def test_without_descriptors_it_waits_and_recovers(server):
+def test_recovery_after_running_out_of_descriptors(server):
     until(lambda: server.count("vitrail_connections") == 1)
     pid, inside = server.process.pid, server.descriptors()
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)

@@ -181,7 +181,7 @@ def hand_over(page, kind, name, data=b"", media="image/png"):
     page.evaluate(HAND_OVER, [kind, name, media, base64.b64encode(data).decode()])
 
 
-def test_a_file_is_chosen(sample, tmp_path, digits_served):
+def test_choose_a_file(sample, tmp_path, digits_served):
     (tmp_path / "four.png").write_bytes(png(digit(4)[..., 0]))
     sample.set_input_files("#pick", tmp_path / "four.png")
     wait_for_answer(sample, "four.png")
@@ -192,21 +192,21 @@ def test_a_file_is_chosen(sample, tmp_path, digits_served):
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_a_image_is_dropped_or_pasted(kind, sample, digits_served):
+def test_drop_and_paste(kind, sample, digits_served):
     hand_over(sample, kind, "six.png", png(digit(6)[..., 0]))
     wait_for_answer(sample, "six.png")
     check_answer(sample, digits_served.predictor, digit(6))
 
 
 @pytest.mark.parametrize("kind", ["drop", "paste"])
-def test_an_address_is_no_image(kind, sample):
+def test_dropped_url_is_refused(kind, sample):
     hand_over(sample, kind, None)
     wait_until(sample, "!document.getElementById('trouble').hidden")
     assert "image" in sample.inner_text("#trouble-words")
     assert not sample.is_visible("#again")
 
 
-def test_examples_are_one_click_away(sample, digits_served):
+def test_examples_by_click(sample, digits_served):
     assert sample.locator("#examples button").count() == 10
     for number in (3, 7):
         sample.locator("#examples button").nth(number).click()
@@ -216,14 +216,14 @@ def test_examples_are_one_click_away(sample, digits_served):
         assert np.array_equal(seen[..., :1], digit(number))  # what the model saw, level by level
 
 
-def test_the_last_image_wins(sample, digits_served):
+def test_last_image_wins(sample, digits_served):
     for number in (1, 2, 3, 4, 5, 6):
         sample.locator("#examples button").nth(number).click()
     wait_for_answer(sample, "digit 6")
     check_answer(sample, digits_served.predictor, digit(6))
 
 
-def test_the_last_image_wins_also_before_the_model_is_known(opened):
+def test_last_image_wins_before_the_model_is_loaded(opened):
     predictor = predictor_of()
     predictor.bundle = None  # as that of an ONNX file
     page, _ = opened(predictor)
@@ -288,7 +288,7 @@ def pixels_of(page, canvas):
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
 
 
-def test_pointing_at_a_patch_shows_where_it_looks(three):
+def test_hover_over_a_patch_shows_its_attention(three):
     check_row(three, 1, None, 0)
     assert "the class token attends most" in three.inner_text("#attention-words")
     before = painted(three, "attention")
@@ -307,7 +307,7 @@ def test_pointing_at_a_patch_shows_where_it_looks(three):
     check_row(three, 1, 3, 0)
 
 
-def test_the_colors_are_the_numbers(three):
+def test_colors_match_the_numbers(three):
     """Patch for patch, the map's brightness follows the row of attention."""
     row = rows_of(3)[1, :, 0].mean(axis=0)[1:]
     shown = pixels_of(three, "document.querySelector('#attention-map canvas')")
@@ -321,7 +321,7 @@ def test_the_colors_are_the_numbers(three):
     np.testing.assert_allclose(seen, 0.78 * hue + 0.22 * image, atol=8)
 
 
-def test_the_slider_looks_in_after_another_layer(three):
+def test_slider_selects_a_layer(three):
     before = painted(three, "attention"), painted(three, "rollout")
     asked = []
     three.on("request", lambda request: asked.append(request.url))
@@ -348,7 +348,7 @@ def test_the_slider_looks_in_after_another_layer(three):
     wait_until(three, "vitrail.inside.result.layer === 0")
 
 
-def test_the_slider_moves_while_a_image_is_on_its_way(three):
+def test_slider_works_while_an_image_is_sent(three):
     held = []
     three.route("**/v1/explain?layer=1*", lambda route: held.append(route))
     three.locator("#examples button").nth(7).click()
@@ -365,7 +365,7 @@ def test_the_slider_moves_while_a_image_is_on_its_way(three):
     assert three.inner_text("#attention-words").startswith("In layer 1,")
 
 
-def test_rollout_is_that_of_the_figure(three):
+def test_rollout_equals_the_figure(three):
     shares = np.array(three.evaluate("Array.from(vitrail.inside.relevance)")).reshape(2, 7, 7)
     wanted = rollout.compute(sample_model().model, sample_images(4).images[3:]).maps[0, 0]
     np.testing.assert_allclose(shares[1], wanted, atol=1e-6)
@@ -396,7 +396,7 @@ def test_positions_filters_and_card(sample):
     assert sample.title() == "mnist: vitrail"
 
 
-def test_pointing_at_positions_moves_the_other_maps(three):
+def test_hover_over_positions_updates_the_maps(three):
     three.locator("#positions-map canvas.patches").hover(position={"x": 3, "y": 3})
     assert three.evaluate("vitrail.inside.token") == 1
     check_row(three, 1, None, 1)
@@ -405,7 +405,7 @@ def test_pointing_at_positions_moves_the_other_maps(three):
 # ---- without a mouse, without motion, on a phone ---------------------------------------------------------
 
 
-def test_the_keyboard_is_enough(sample):
+def test_keyboard_only(sample):
     names = []
     for _ in range(12):
         sample.keyboard.press("Tab")
@@ -427,7 +427,7 @@ def test_the_keyboard_is_enough(sample):
     assert sample.evaluate(outline) == "solid"
 
 
-def test_everything_has_a_name_and_the_answer_is_announced(three):
+def test_accessible_names_and_live_region(three):
     nameless = three.evaluate(
         "() => [...document.querySelectorAll('button, input, canvas, img')].filter(one => one.checkVisibility())"
         ".filter(one => !(one.labels?.length || one.ariaLabel || one.textContent.trim() || one.alt"
@@ -442,7 +442,7 @@ def test_everything_has_a_name_and_the_answer_is_announced(three):
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_the_image_comes_apart_unless_motion_is_unwanted(motion, browser, digits_served):
+def test_patch_animation_respects_reduced_motion(motion, browser, digits_served):
     watched = Watched(browser, digits_served, reduced_motion=motion)
     page = watched.page
     wait_until(page, "vitrail.inside !== null")
@@ -482,7 +482,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_and_can_be_read(scheme, browser, digits_served):
+def test_phone_layout_and_contrast(scheme, browser, digits_served):
     narrow = dict(viewport={"width": 360, "height": 700}, has_touch=True, color_scheme=scheme)
     watched = Watched(browser, digits_served, **narrow)
     page = watched.page
@@ -513,7 +513,7 @@ def trouble(page):
     return page.inner_text("#trouble-words")
 
 
-def test_files_that_are_refused(opened):
+def test_refused_files(opened):
     page, served = opened(predictor_of(), body=4000, pixels=5000)
     wait_until(page, "vitrail.inside !== null")
     noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
@@ -538,7 +538,7 @@ def test_files_that_are_refused(opened):
     wait_until(page, "document.getElementById('trouble-words').textContent.includes('5,000')")
 
 
-def test_a_busy_server_is_asked_again(opened):
+def test_retry_when_the_server_is_busy(opened):
     page, served = opened(predictor_of(), queue=4)
     wait_until(page, "vitrail.inside !== null")
     served.take_places(4)
@@ -556,7 +556,7 @@ def test_a_busy_server_is_asked_again(opened):
     assert not page.is_visible("#trouble")
 
 
-def test_a_server_that_is_gone_and_comes_back(opened):
+def test_server_disconnect_and_return(opened):
     predictor = predictor_of()
     page, served = opened(predictor)
     wait_until(page, "vitrail.inside !== null")
@@ -569,7 +569,7 @@ def test_a_server_that_is_gone_and_comes_back(opened):
     again.stop()
 
 
-def test_a_token_is_asked_for_and_kept_for_the_tab(opened):
+def test_token_is_requested_and_stored_for_the_tab(opened):
     secret = "a-long-enough-secret"
     page, _ = opened(predictor_of(), token=secret)
     for given, shown in (("not the right one at all", True), ("“in clever quotes”", True), (secret, False)):
@@ -596,7 +596,7 @@ HOSTILE = [
 ]
 
 
-def test_what_others_wrote_is_text(opened):
+def test_labels_and_names_are_escaped(opened):
     card = Card(name="</title><b>x", license="<script>alert(4)</script>", metrics={"<i>accuracy": 0.5})
     predictor = predictor_of(HOSTILE, card, classes=8)
     page, _ = opened(predictor, context={"viewport": {"width": 360, "height": 700}})
@@ -623,7 +623,7 @@ def test_what_others_wrote_is_text(opened):
     assert page.evaluate("[...document.querySelectorAll('[style*=url], [onerror]')].length") == 0
 
 
-def test_a_model_that_does_not_know(opened):
+def test_unsure_prediction(opened):
     metrics = {"temperature": 1.0, "threshold": 0.999}
     page, served = opened(predictor_of(card=Card(metrics=metrics)))
     page.locator("#examples button").first.click()
@@ -635,7 +635,7 @@ def test_a_model_that_does_not_know(opened):
     assert page.locator("#bars .label").all_inner_texts() == [label for label, _ in wanted.top(5)]
 
 
-def test_a_model_without_classes_or_prefix_or_positions(opened):
+def test_model_without_classes_prefix_or_positions(opened):
     page, _ = opened(predictor_of(classes=0, class_token=False, pool="mean", position="none", depth=1))
     page.locator("#examples button").first.click()
     wait_for_answer(page, "rose window")
@@ -646,7 +646,7 @@ def test_a_model_without_classes_or_prefix_or_positions(opened):
     assert not page.locator("#attention-map .chips").is_visible()
 
 
-def test_oblong_images_with_registers(opened):
+def test_non_square_images_with_registers(opened):
     page, _ = opened(predictor_of(size=(16, 36), patch=(8, 12), registers=2, pool="attention"))
     page.locator("#examples button").first.click()
     wait_for_answer(page, "rose window")
@@ -658,7 +658,7 @@ def test_oblong_images_with_registers(opened):
     assert "row 2, column 3 attends most" in page.inner_text("#attention-words")
 
 
-def test_a_model_that_cannot_be_looked_into(opened):
+def test_model_without_attention_weights(opened):
     predictor = predictor_of()
     predictor.bundle = None  # as that of an ONNX file
     page, _ = opened(predictor)
@@ -671,7 +671,7 @@ def test_a_model_that_cannot_be_looked_into(opened):
     assert not page.is_visible(".figures")
 
 
-def test_the_policy_forbids_the_rest(browser, digits_served):
+def test_content_security_policy(browser, digits_served):
     watched = Watched(browser, digits_served)
     stopped = watched.page.evaluate(
         """async () => {

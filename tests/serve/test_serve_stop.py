@@ -75,7 +75,7 @@ class Load:
 
 
 @pytest.mark.parametrize("delay", [0.3, 0.5, 0.75])
-def test_told_to_stop_under_load_it_loses_nobody(model, delay):
+def test_sigterm_under_load_loses_no_request(model, delay):
     with child(model, batch=2) as server:
         load = Load(server)
         until(lambda: load.answered > 20)
@@ -88,7 +88,7 @@ def test_told_to_stop_under_load_it_loses_nobody(model, delay):
         assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
-def test_readiness_ends_at_once_and_idle_clients_are_let_go(predictor):
+def test_drain_ends_readiness_and_closes_idle_connections(predictor):
     """Somebody is inside, whose body is still coming: it is answered; nobody else keeps the server."""
     body = make_image()
     with (
@@ -119,7 +119,7 @@ def test_readiness_ends_at_once_and_idle_clients_are_let_go(predictor):
         assert server.code == 0
 
 
-def test_who_is_at_the_door_is_let_in(predictor):
+def test_backlog_is_served_during_drain(predictor):
     """The system has taken a client in, with its request, before we could."""
     with serving(predictor) as server:
         busy = threading.Event()
@@ -130,7 +130,7 @@ def test_who_is_at_the_door_is_let_in(predictor):
             assert statuses(read_all(client)) == [200]
 
 
-def test_who_was_slow_to_take_an_answer_is_not_waited_for_afterwards(predictor):
+def test_drain_does_not_wait_for_slow_readers(predictor):
     """Its answer was under way, with a promise of more, when the server was told to stop."""
     with serving(predictor, drain=20.0) as server, server.dial() as slow:
         server.app.page["/"] = ("text/html", bytes(64 * 2**20))  # more than any system takes at once
@@ -145,7 +145,7 @@ def test_who_was_slow_to_take_an_answer_is_not_waited_for_afterwards(predictor):
         assert server.code == 0
 
 
-def test_who_never_ends_is_cut_off(predictor):
+def test_drain_timeout(predictor):
     with serving(predictor, drain=1.0) as server, server.dial() as endless:
         endless.sendall(request(Content_Length=1000))
         until(lambda: len(server.app.connections) == 1)
@@ -158,7 +158,7 @@ def test_who_never_ends_is_cut_off(predictor):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_the_second_signal_means_it(model, number, code):
+def test_second_signal_stops_at_once(model, number, code):
     with child(model) as server, server.dial() as endless:
         endless.sendall(request(Content_Length=1000))
         until(lambda: server.count("vitrail_connections") == 2)
@@ -183,7 +183,7 @@ def reachable(server):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_also_while_the_model_is_busy(model, number, code):
+def test_second_signal_while_the_model_is_busy(model, number, code):
     with child(model, slow=True) as server, ThreadPoolExecutor(1) as pool:
         busy(server, pool)
         server.signal(number)
@@ -193,14 +193,14 @@ def test_also_while_the_model_is_busy(model, number, code):
         assert server.wait(3) == code
 
 
-def test_a_busy_model_does_not_hold_up_the_end(model):
+def test_busy_model_does_not_delay_shutdown(model):
     with child(model, slow=True, drain=1.0) as server, ThreadPoolExecutor(1) as pool:
         busy(server, pool)
         server.signal()
         assert server.wait(5) == 1
 
 
-def test_other_signals_are_none_of_its_business(model):
+def test_other_signals_are_ignored(model):
     with child(model) as server:
         for _ in range(2):
             server.signal(signal.SIGUSR1)
@@ -224,12 +224,12 @@ run(
 """
 
 
-def test_a_signal_as_soon_as_the_address_is_known_is_heard(model):
+def test_signal_right_after_start(model):
     found = subprocess.run([sys.executable, "-c", EARLY, str(model)], timeout=60, check=False)
     assert found.returncode == 0
 
 
-def test_nobody_is_welcome_before_the_model_is_warm():
+def test_not_ready_before_the_model_is_warm():
     predictor = Gated(toy())
     predictor.gate.clear()
     threading.Timer(0.5, predictor.gate.set).start()
@@ -248,7 +248,7 @@ def test_nobody_is_welcome_before_the_model_is_warm():
         assert running.get("/readyz") == (200, {"ready": True})
 
 
-def test_a_model_that_cannot_answer_is_not_served(predictor, monkeypatch):
+def test_model_that_fails_its_first_prediction_is_not_served(predictor, monkeypatch):
     monkeypatch.setattr(predictor, "predict_batch", lambda some: 1 / 0)
     with serving(predictor) as server:
         server.thread.join(10)
@@ -262,7 +262,7 @@ def test_a_model_that_cannot_answer_is_not_served(predictor, monkeypatch):
 SECRET = "a-secret-of-some-length"
 
 
-def test_it_says_what_is_served_and_where(model, tmp_path):
+def test_startup_message(model, tmp_path):
     (tmp_path / "token").write_text(SECRET + "\n")
     (tmp_path / "a.png").write_bytes(make_image())
     words = [model, "--port", 0, "--token-file", tmp_path / "token", "--examples", tmp_path, "--batch", 4]
@@ -284,7 +284,7 @@ def test_it_says_what_is_served_and_where(model, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
-def test_it_leaves_in_peace_where_it_cannot_say_its_address(model):
+def test_startup_without_stdout(model):
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
         found = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -293,7 +293,7 @@ def test_it_leaves_in_peace_where_it_cannot_say_its_address(model):
     assert "terminate" not in found.stderr
 
 
-def test_a_model_has_a_name(predictor, tmp_path, monkeypatch):
+def test_model_name(predictor, tmp_path, monkeypatch):
     (tmp_path / "pets").mkdir()
     monkeypatch.chdir(tmp_path / "pets")
     for model, name in {".": "pets", "best.safetensors": "best", "hf:owner/cats": "cats"}.items():
@@ -312,7 +312,7 @@ def refused(monkeypatch, *words, **environment):
     return str(found.exception)
 
 
-def test_other_machines_need_a_token(model, monkeypatch):
+def test_public_host_needs_a_token(model, monkeypatch):
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         assert "token" in refused(monkeypatch, model, "--host", host)
     # with one, and with --public, it goes on to take the address
@@ -323,7 +323,7 @@ def test_other_machines_need_a_token(model, monkeypatch):
         monkeypatch.delenv("VITRAIL_TOKEN", raising=False)
 
 
-def test_what_it_refuses(model, tmp_path, monkeypatch):
+def test_invalid_settings(model, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "short").write_text("not-long-enough")
     (tmp_path / "long").write_bytes(b"x" * 2**20)

@@ -257,6 +257,7 @@ def test_arrays_of_every_layout_and_bit_depth(tmp_path):
         (dict(x=random_pixels(4, 0, 8), y=np.arange(4)), r"the shape \(4, 0, 8, 1\)"),
         (dict(x=random_pixels(4, 8, 8), y=np.arange(3)), r"t.npz, x has 4 images and 3 labels"),
         (dict(x=random_pixels(4, 8, 8), y=np.arange(4.0)), r"must be integers.* float64"),
+        (dict(x=random_pixels(4, 8, 8), y=np.arange(4) / 2), r"decimal fractions .* regression"),
         (dict(x=random_pixels(4, 8, 8), y=np.array(3)), r"must be integers, one for each"),
         (dict(x=random_pixels(4, 8, 8), y=np.arange(4) - 1), r"must count from 0; .* from -1 to 2"),
         (dict(x=random_pixels(4, 8, 8), y=np.full((4, 3), 2)), r"must be 0 or 1; .* from 2 to 2"),

@@ -203,6 +203,38 @@ def test_strings_and_integers_are_labels(tmp_path):
     assert open_dataset(write(tmp_path, "t.jsonl", text)).classes == ["7", "-1", "cat"]
 
 
+def table_of(labels):
+    return HEAD + "".join(f"{i}.png,{label}\n" for i, label in enumerate(labels))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [f"{i * 0.37:.2f}" for i in range(120)],  # measurements
+        [f"{i % 30 / 7:.3f}" for i in range(900)],  # rounded ones
+        ["0.1", "0.25", "-3e-2", "1"],  # a few images
+    ],
+)
+def test_measurements_are_refused_as_regression(tmp_path, labels):
+    count = len(set(labels))
+    with pytest.raises(InputError, match=rf"{count} different numbers .*regression, .*few classes, such as"):
+        open_dataset(write(tmp_path, "t.csv", table_of(labels)))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [i % 400 for i in range(1200)],  # class numbers
+        [f"{i % 30}.0" for i in range(90)],  # class numbers as pandas writes them
+        [f"{1 + i % 3 / 10}" for i in range(9)],  # versions
+        [f"{i / 10}" for i in range(10)] + ["unknown"],  # names
+    ],
+)
+def test_numbers_that_are_classes_are_not_refused(tmp_path, labels):
+    rows = [label for label in labels for _ in range(2)]
+    assert len(open_dataset(write(tmp_path, "t.csv", table_of(rows))).classes) == len(set(labels))
+
+
 def test_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "t.csv")
     start = time.perf_counter()

@@ -172,6 +172,11 @@ def _build_split(images: NDArray[Any], labels: NDArray[Any], name: str, split: s
     """A split of arrays, whose labels are class numbers or rows of 0 and 1."""
     pixels = _to_pixels(images, name)
     numbers = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if numbers.dtype.kind == "f" and (numbers % 1).any():
+        raise InputError(
+            f"The labels of {name} are decimal fractions ({labels.dtype}): that is regression, and Vitrail "
+            "trains classifiers. Replace them by class numbers from 0, such as numpy.digitize(labels, edges)."
+        )
     if numbers.dtype.kind not in "iub" or numbers.ndim not in (1, 2):
         raise InputError(
             f"The labels of {name} must be integers, one for each image, or a row of 0 and 1 for each; "

@@ -15,6 +15,7 @@ from vitrail.errors import InputError, printable
 
 _PATH_COLUMNS = ("path", "image", "file", "filename", "filepath")
 _LABEL_COLUMNS = ("label", "labels", "class", "target")
+_MAX_FRACTIONS = 20  # different labels that are decimal fractions; more are measurements
 _MAX_LABELS = 2**31  # rows x classes of a multi-label table: 16 GiB
 
 
@@ -73,6 +74,7 @@ def _encode_labels(
 ) -> tuple[list[str], np.ndarray[Any, np.dtype[np.int64]]]:
     """The sorted classes, and the labels as class numbers (N,), or as rows (N, K) of 0 and 1."""
     classes = sorted({label for row in labels for label in row}, key=_numeric_order)
+    _check_not_regression(file, classes, len(labels))
     if len(classes) > MAX_CLASSES:
         raise too_many_classes(len(classes), printable(file))
     index = {label: number for number, label in enumerate(classes)}
@@ -87,6 +89,30 @@ def _encode_labels(
     for i, row in enumerate(labels):
         numbers[i, [index[label] for label in row]] = 1
     return classes, numbers
+
+
+def _check_not_regression(file: Path, classes: list[str], rows: int) -> None:
+    """Refuse labels that are measurements: decimal fractions, too many of them to be names of classes.
+
+    Integers are class numbers however many they are, and so are 1.0 and 2.0; a few fractions, such as
+    versions or grades, are names.
+    """
+    if len(classes) <= _MAX_FRACTIONS and 2 * len(classes) <= rows:
+        return
+    try:
+        values = [float(label) for label in classes]
+    except ValueError:
+        return
+    fractions = [
+        label for label, value in zip(classes, values, strict=True) if math.isfinite(value) and value % 1
+    ]
+    if 2 * len(fractions) > len(classes):
+        shown = ", ".join(printable(label, 20) for label in fractions[:3])
+        raise InputError(
+            f"{printable(file)} has {len(classes):,} different numbers as labels ({shown}, ...): that is "
+            "regression, and Vitrail trains classifiers. Replace them by a few classes, such as low, medium "
+            "and high."
+        )
 
 
 # ---- values ---------------------------------------------------------------------------------
@@ -109,9 +135,10 @@ def _parse_labels(value: Any, name: str) -> list[str]:
         if one is None or (isinstance(one, str) and not one.strip()):
             raise _BadValue(f"a {name} is missing or empty; fill it in, or remove the row")
         if isinstance(one, bool) or not isinstance(one, str | int):
+            hint = "; Vitrail trains classifiers, not regression" if isinstance(one, float) else ""
             raise _BadValue(
                 f"a {name} must be a string or an integer, or a list of these for a multi-label "
-                f"image, not {_json_type(one)}"
+                f"image, not {_json_type(one)}{hint}"
             )
         labels.append(_check_text(str(one).strip(), name))
     return labels

@@ -215,6 +215,11 @@ def as_integer(name: str, value: Any, least: int, most: int = _MAX_NUMBER) -> in
     return number
 
 
+def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config from JSON, which has lists where configs have tuples."""
+    return {str(name): tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
 def is_real(value: Any) -> bool:
     """Whether a value is a finite real number of reasonable size; False for True, NaN and infinity."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(abs(value) < _MAX_NUMBER)  # type: ignore[operator]

@@ -158,7 +158,7 @@ def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
     ("change", "message"),
     [
         (dict(lr=1e-3), r"train\.lr is 0\.001, but 0\.003 in the run"),
-        (dict(epochs=4), r"train\.epochs is 4, but 3 in the run"),
+        (dict(epochs=2), r"train\.epochs is 2, but 3 in the run.* only be added"),
         (dict(seed=3), r"train\.seed is 3, but 0 in the run"),
         (dict(model=dict(SETTINGS["model"], depth=1)), r"model\.depth is 1, but 2 in the run"),
         (dict(mixing=dict(mixup=0.0)), r"train\.mixing is "),

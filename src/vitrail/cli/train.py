@@ -31,15 +31,20 @@ def _list_recipes(requested: bool) -> None:
 
 def train(
     data: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits".'
+            help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits"; '
+            "not needed with --resume.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option(help="The run directory, new or empty.")] = Path("runs/new"),
     recipe: Annotated[
-        str, typer.Option(metavar="NAME", help="The recipe with the default settings; see --recipes.")
-    ] = "small",
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The recipe with the default settings; see --recipes.", show_default="small"
+        ),
+    ] = None,
     recipes: Annotated[
         bool,
         typer.Option("--recipes", is_eager=True, callback=_list_recipes, help="List the recipes and exit."),
@@ -92,7 +97,11 @@ def train(
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed.", show_default="0")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out from its newest checkpoint.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Resume the run in --out from its newest checkpoint; more --epochs extend it.",
+        ),
     ] = False,
     settings: Annotated[
         list[str] | None,
@@ -106,8 +115,9 @@ def train(
     """Train or fine-tune a model on labeled images.
 
     The run directory gets best.safetensors, last.safetensors, report.html, config.json, metrics.jsonl,
-    log.txt and checkpoints/. Ctrl-C and SIGTERM save a checkpoint before the command stops; --resume
-    continues exactly where it was. Training goes on if the terminal or the pipe it prints to is closed.
+    log.txt and checkpoints/. Ctrl-C and SIGTERM save a checkpoint before the command stops;
+    `vitrail train --out RUN --resume` continues exactly where it was. Training goes on if the terminal or the
+    pipe it prints to is closed.
     """
     options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
@@ -122,7 +132,7 @@ def train(
         _run_training(data, out, changes)
 
 
-def _run_training(data: str, out: Path, changes: dict[str, Any]) -> None:
+def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
     """Train; only the main process prints."""
     from vitrail.training.api import train as run_training
     from vitrail.training.callbacks import NullCallback

@@ -12,6 +12,7 @@ from vitrail.data.mixing import Mixing
 from vitrail.errors import ConfigError
 from vitrail.fields import (
     Config,
+    as_tuples,
     boolean,
     choice,
     declare,
@@ -33,7 +34,7 @@ def _nested(kind: type[Any], doc: str) -> Any:
 
     def check(name: str, value: Any, hint: Any) -> Any:
         if isinstance(value, dict):
-            return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in value.items()})
+            return kind(**as_tuples(value))
         if not isinstance(value, kind):
             cls = kind.__name__
             raise ConfigError(

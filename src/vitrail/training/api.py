@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vitrail.config import ViTConfig
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.sources import Dataset, open_dataset
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, InputError, printable
 from vitrail.fields import as_integer, short_repr, unknown_field
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
@@ -22,19 +22,33 @@ from vitrail.training.parallel import ProcessGroup, global_batch_size, init_proc
 from vitrail.training.precision import choose_device
 from vitrail.training.report import write_report
 from vitrail.training.run import Run, run_training
+from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
+_DEFAULT_RECIPE = "small"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
 _PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
 _DISTILL_FIELDS = ("distill", "distill_weight", "distill_temperature")
 
 
+@dataclass(frozen=True)
+class _Setup:
+    """What a run needs, as it was asked for or as it was saved."""
+
+    dataset: Dataset
+    recipe: Recipe
+    start: Bundle | None
+    teacher: Bundle | None
+    request: Mapping[str, Any]
+    reuse: Mapping[str, Any]
+
+
 def train(
-    data: str | Path | Dataset,
+    data: str | Path | Dataset | None = None,
     *,
     out: str | Path,
-    recipe: str = "small",
+    recipe: str | None = None,
     from_: str | Path | None = None,
     teacher: str | Path | Bundle | None = None,
     size: int | tuple[int, int] | None = None,
@@ -46,37 +60,111 @@ def train(
     """Train a model on labelled images.
 
     Args:
-        data: a folder of images, a table, an array file, "digits", or an open Dataset.
+        data: a folder of images, a table, an array file, "digits", or an open Dataset; not needed with
+            `resume`.
         out: the run directory; it must be new or empty, unless `resume` is set.
-        recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
-            them.
+        recipe: the name of the recipe that all other settings come from, "small" by default;
+            `vitrail train --recipes` lists them.
         from_: a weight file of any family to start from; its head is replaced if the classes differ. Some
             recipes have other defaults then (`small`: tune="llrd", lr=1e-4, 10 to 40 epochs).
         teacher: a model to distill from: what `vitrail.load` takes, or a Bundle. It must have the classes of
             the data. The field `distill` selects hard (the default) or soft distillation.
         size: the image size, one side or (H, W), of the model and its preprocessing. The position embedding
             of a weight file is resampled.
-        resume: resume the run in `out` from its newest complete checkpoint.
+        resume: resume the run in `out` from its newest complete checkpoint. The run directory has the
+            settings and knows its data; what is given again must be the same, except for more `epochs`,
+            which extend the run, and data that has moved.
         report: at the end, evaluate the best weights and write `out`/report.html.
         callback: receives messages, progress and metrics (`vitrail.training.callbacks.Callback`).
         changes: fields of TrainConfig, such as epochs=10 or tune="lora"; and model=, augment= and mixing=
             with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
             name is called "name": dict(name="Ti/16", depth=6).
     """
-    seed = as_integer("seed", changes.get("seed", 0), 0, MAX_SEED)
-    dataset = data if isinstance(data, Dataset) else open_dataset(data, seed=seed)
-    check_empty_classes(dataset)
-    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
-    resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
-    distiller = teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
+    saved = read_saved_run(Path(out)) if resume else None
+    if saved is not None:
+        setup = _saved_setup(saved, data, recipe, from_, teacher, size, changes)
+    elif data is not None:
+        setup = _new_setup(data, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes)
+    else:
+        raise InputError(_no_data(Path(out), resume))
     run = run_training(
-        dataset, resolved, out, start=start, teacher=distiller, resume=resume, callback=callback
+        setup.dataset,
+        setup.recipe,
+        out,
+        start=setup.start,
+        teacher=setup.teacher,
+        resume=resume,
+        request=setup.request,
+        reuse=setup.reuse,
+        callback=callback,
     )
     if report:
         ranks = init_process_group()
-        device = choose_device(resolved.train.precision, ranks.local_rank).device
-        write_report(run.out, run.bundle, dataset, ranks, device, callback or NullCallback())
+        device = choose_device("auto", ranks.local_rank).device
+        write_report(run.out, run.bundle, setup.dataset, ranks, device, callback or NullCallback())
     return run
+
+
+def _new_setup(
+    data: str | Path | Dataset,
+    recipe: str,
+    from_: str | Path | None,
+    teacher: str | Path | Bundle | None,
+    size: int | tuple[int, int] | None,
+    changes: Mapping[str, Any],
+) -> _Setup:
+    """The settings of a recipe with the changes applied, and the data."""
+    seed = as_integer("seed", changes.get("seed", 0), 0, MAX_SEED)
+    dataset = _open_data(data, seed)
+    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
+    resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
+    request = describe_request(data, recipe, from_, teacher, size, changes)
+    return _Setup(dataset, resolved, start, _load_teacher(teacher), request, {})
+
+
+def _saved_setup(
+    saved: SavedRun,
+    data: str | Path | Dataset | None,
+    recipe: str | None,
+    from_: str | Path | None,
+    teacher: str | Path | Bundle | None,
+    size: int | tuple[int, int] | None,
+    changes: Mapping[str, Any],
+) -> _Setup:
+    """The settings and the data of a run that is resumed; what is given again is checked."""
+    saved.check_name("recipe", recipe)
+    fields, model, nested = _split_changes(changes)
+    resolved = saved.with_changes(fields, _named_fields(_with_size(model, size)), nested)
+    dataset = _open_data(saved.locate("data") if data is None else data, resolved.train.seed)
+    start = None
+    if from_ is not None or (saved.request["from"] and not saved.has_checkpoint):
+        asked = saved.request
+        _, start = resolve_recipe(
+            asked["recipe"], dataset, from_ or saved.locate("from"), asked["changes"], asked["size"]
+        )
+    if teacher is None and saved.request["teacher"]:
+        teacher = saved.locate("teacher")
+    request = saved.moved({"data": data, "from": from_, "teacher": teacher})
+    return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
+
+
+def _open_data(data: str | Path | Dataset, seed: int) -> Dataset:
+    dataset = data if isinstance(data, Dataset) else open_dataset(data, seed=seed)
+    check_empty_classes(dataset)
+    return dataset
+
+
+def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:
+    return teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
+
+
+def _no_data(out: Path, resume: bool) -> str:
+    """The message for a run without data."""
+    if not resume:
+        return "training needs DATA: a folder of images, a .csv, .jsonl or .npz file, or the word digits."
+    if (out / "config.json").exists():
+        return f"{printable(out)} does not record its data; resume it with DATA and the run's settings."
+    return f"there is no run to resume in {printable(out)}; check --out, or give DATA to start a run."
 
 
 def resolve_recipe(
@@ -170,16 +258,22 @@ def _with_size(model: Mapping[str, Any], size: int | tuple[int, int] | None) -> 
     return {**model, "size": size}
 
 
+def _named_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's fields, with those of a preset instead of its name."""
+    fields = dict(model)
+    if (name := fields.pop("name", None)) is None:
+        return fields
+    named = preset(name)
+    given = (*_PRESET_FIELDS, "size") if "@" in name else _PRESET_FIELDS
+    return {**{field: getattr(named, field) for field in given}, **fields}
+
+
 def _new_model(recipe: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Preprocess]:
     """The recipe's model with the changes applied, and preprocessing that fits it.
 
     A name gives width, depth, heads and patch, and the size if it has "@"; the recipe gives the rest.
     """
-    fields = dict(model)
-    if (name := fields.pop("name", None)) is not None:
-        named = preset(name)
-        given = (*_PRESET_FIELDS, "size") if "@" in name else _PRESET_FIELDS
-        fields = {**{field: getattr(named, field) for field in given}, **fields}
+    fields = _named_fields(model)
     if fields.get("position", recipe.model.position) != recipe.model.position:
         fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
     config, preprocess = replace(recipe.model, **fields), recipe.preprocess

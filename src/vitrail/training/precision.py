@@ -21,6 +21,11 @@ class ComputeDevice:
     reason: str
     """What was chosen and why, for a message."""
 
+    @property
+    def precision(self) -> str:
+        """The dtype as a word of `TrainConfig.precision`."""
+        return {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct.

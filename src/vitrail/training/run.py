@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from vitrail.training.lora import check_rank, merge_lora
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
-from vitrail.training.run_directory import prepare_run_directory
+from vitrail.training.run_directory import Origin, prepare_run_directory
 from vitrail.training.signals import StopSignal
-from vitrail.training.teacher import Teacher
+from vitrail.training.teacher import Teacher, bundle_digest
 from vitrail.training.trainer import Interrupted, Trainer
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
@@ -52,17 +53,25 @@ def run_training(
     start: Bundle | None = None,
     teacher: Bundle | None = None,
     resume: bool = False,
+    request: Mapping[str, Any] | None = None,
+    reuse: Mapping[str, Any] | None = None,
     callback: Callback | None = None,
 ) -> Run:
-    """Train by a recipe, from the first step or from the newest checkpoint in `out`."""
+    """Train by a recipe, from the first step or from the newest checkpoint in `out`.
+
+    Args:
+        start: the weights to start from; not needed if there is a checkpoint.
+        request: what the user asked for, for config.json (`describe_request`).
+        reuse: what automatic settings were resolved to when the run started.
+    """
     ranks, out = init_process_group(), Path(out)
     log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
     for note in (*dataset.notes, *recipe.notes):
         log.on_message(note)
-    compute = choose_device(recipe.train.precision, ranks.local_rank)
+    compute = choose_device((reuse or {}).get("precision", recipe.train.precision), ranks.local_rank)
     _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
-    origin = {"from_file": start is not None, "teacher": distiller and distiller.digest}
+    origin = _describe_origin(start, distiller, request, {"precision": compute.precision})
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
         return _finished_run(out)
     log.open()
@@ -76,6 +85,19 @@ def run_training(
         session.resume()
     session.run()
     return Run(out, load(out / "best.safetensors"), session.history)
+
+
+def _describe_origin(
+    start: Bundle | None,
+    teacher: Teacher | None,
+    request: Mapping[str, Any] | None,
+    resolved: Mapping[str, Any],
+) -> Origin:
+    from_file = start is not None or bool(request and request["from"])
+    digests: dict[str, Any] = {"from_file": from_file, "teacher": teacher and teacher.digest}
+    if start is not None:
+        digests["from_digest"] = bundle_digest(start)
+    return Origin(digests, request, resolved)
 
 
 def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:

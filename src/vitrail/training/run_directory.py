@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,28 @@ import torch
 
 from vitrail import __version__
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, FileError, printable
-from vitrail.fields import short_repr
+from vitrail.errors import FileError, printable
 from vitrail.io.write import PARTIAL, remove_partial, write_text
 from vitrail.recipes.settings import Recipe
+from vitrail.report.run import REPORT_NAME
 from vitrail.training.callbacks import Callback
+from vitrail.training.checkpoint import list_checkpoints
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.saved_run import CHANGES_BITS, MAY_CHANGE, VERSION, different_setting, read_config
 
-VERSION = 2  # of a run directory; 0.1 wrote none
-_MAY_CHANGE = ("workers", "keep")  # settings that do not change the result
+_NOT_COMPARED = ("version", "request", "resolved", "extended")  # parts of config.json
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run comes from, for config.json."""
+
+    start: Mapping[str, Any]
+    """Whether the run starts from a weight file, and digests of it and of the teacher."""
+    request: Mapping[str, Any] | None = None
+    """What the user asked for (`describe_request`); None if it was a recipe and an open data set."""
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    """What automatic settings were resolved to, as far as it changes bits."""
 
 
 def prepare_run_directory(
@@ -31,34 +44,75 @@ def prepare_run_directory(
     resume: bool,
     recipe: Recipe,
     data: Dataset,
-    start: Mapping[str, Any],
+    origin: Origin,
     ranks: ProcessGroup,
     callback: Callback,
 ) -> bool:
-    """Create the run directory, or check that it is this run's. True if the run is already finished.
-
-    Args:
-        start: whether the run starts from a weight file, and the digest of its teacher.
-    """
-    config = describe_run(recipe, data, start)
+    """Create the run directory, or check that it is this run's. True if the run is already finished."""
+    config = describe_run(recipe, data, origin.start)
+    config |= {"request": origin.request, "resolved": dict(origin.resolved)}
     path = out / "config.json"
-    exists = resume and path.exists()
-    if exists:
-        check_same_run(path, config)
-    else:
+    saved = check_same_run(path, config) if resume and path.exists() else None
+    if saved is None:
         _check_empty(out, resume)
+    elif recipe.train.epochs > saved["train"]["epochs"]:
+        _check_extension(out)
     ranks.barrier()  # all processes have checked; now the main one may write
-    if resume and ranks.is_main:
-        remove_partial(out)
-        remove_partial(out / "checkpoints")
-    if not exists and ranks.is_main:
+    if ranks.is_main:
         if resume:
-            callback.on_message("There is no run to resume; training starts at step 0.")
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(out / "environment.json", json.dumps(environment(), indent=2), overwrite=True)
-        write_text(path, json.dumps(config, indent=2), overwrite=True)
+            remove_partial(out)
+            remove_partial(out / "checkpoints")
+        if saved is None:
+            _create_run(out, config, resume, callback)
+        else:
+            _update_config(out, saved, config, callback)
     ranks.barrier()
-    return exists and (out / "last.safetensors").exists()
+    return saved is not None and (out / "last.safetensors").exists()
+
+
+def _create_run(out: Path, config: Mapping[str, Any], resume: bool, callback: Callback) -> None:
+    if resume:
+        callback.on_message("There is no run to resume; training starts at step 0.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "environment.json", json.dumps(environment(), indent=2), overwrite=True)
+    write_text(out / "config.json", json.dumps(config, indent=2), overwrite=True)
+
+
+def _update_config(
+    out: Path, saved: Mapping[str, Any], config: Mapping[str, Any], callback: Callback
+) -> None:
+    """Write what a resumed run changes: more epochs, data that has moved, another precision."""
+    new = {**saved, **config}
+    new["start"] = {**saved["start"], **config["start"]}  # the weight file is not read again
+    new["request"] = config["request"] or saved.get("request")
+    old_epochs, epochs = saved["train"]["epochs"], config["train"]["epochs"]
+    if epochs > old_epochs:
+        new["extended"] = [*saved.get("extended", []), old_epochs]
+        callback.on_message(
+            f"The run is extended from {old_epochs} to {epochs} epochs: from here on, the learning rate is "
+            f"that of a run of {epochs} epochs. The steps before had the schedule of {old_epochs}, so the "
+            f"result is not that of a run of {epochs} epochs from the start."
+        )
+        # A killed process must leave a finished run of the old length, or an unfinished one of the new.
+        for name in ("last.safetensors", REPORT_NAME):
+            (out / name).unlink(missing_ok=True)
+    for name, value in saved.get("resolved", {}).items():
+        if name in config["resolved"] and config["resolved"][name] != value:
+            callback.on_message(
+                f"The run had {name} {value} and goes on with {config['resolved'][name]}, so the result is "
+                "not bit-equal to that of an uninterrupted run."
+            )
+    if new != saved:
+        write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
+
+
+def _check_extension(out: Path) -> None:
+    if not list_checkpoints(out / "checkpoints"):
+        last = printable(out / "last.safetensors")
+        raise FileError(
+            f"a run is extended from its last checkpoint, and {printable(out)} has none; start a new run "
+            f"from its weights with --from {last} and another --out."
+        )
 
 
 def describe_run(recipe: Recipe, data: Dataset, start: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,31 +135,20 @@ def describe_run(recipe: Recipe, data: Dataset, start: Mapping[str, Any]) -> dic
     return json.loads(json.dumps(config))
 
 
-def check_same_run(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise if config.json is of another version, or if any setting differs from it."""
-    try:
-        saved = json.loads(path.read_text())
-        version = saved.get("version") if saved["model"] and saved["train"] else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise FileError(
-            f"{printable(path)} is not the config.json of a run; choose another --out."
-        ) from error
-    if version != VERSION:
-        writer = "Vitrail 0.1" if version is None else f"another version of Vitrail (format {version})"
-        raise FileError(
-            f"{printable(path.parent)} was written by {writer}, and this version cannot resume it; its "
-            "weights still load, so start a new run from them with --from "
-            f"{printable(path.parent / 'last.safetensors')} (or best.safetensors) and another --out."
-        )
-    parts = {name: saved.get(name) or {} for name in config if name != "version"}
-    for name, fields in parts.items():
-        for field, value in config[name].items():
-            if fields.get(field) != value and field not in _MAY_CHANGE:
-                raise ConfigError(
-                    f"a run resumes with the settings and the data it started with: {name}.{field} is "
-                    f"{short_repr(value)}, but {short_repr(fields.get(field))} in the run. Use the same "
-                    "value, or another --out."
-                )
+def check_same_run(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a run; an error if it is of another version, or if a setting differs that must not."""
+    saved = read_config(path)
+    by_user = config.get("request") is not None  # a study must not get another run than it asks for
+    may_change = (*MAY_CHANGE, *CHANGES_BITS) if by_user else MAY_CHANGE
+    for part in (name for name in config if name not in _NOT_COMPARED):
+        fields = saved.get(part) or {}
+        for name, value in config[part].items():
+            old = fields.get(name)
+            extends = by_user and (part, name) == ("train", "epochs") and (old or 0) < value
+            unknown = part == "start" and name not in fields  # an earlier version did not write it
+            if old != value and not (extends or unknown or name in may_change):
+                raise different_setting(f"{part}.{name}", value, old)
+    return saved
 
 
 def _check_empty(out: Path, resume: bool) -> None:

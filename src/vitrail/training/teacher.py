@@ -33,7 +33,7 @@ class Teacher:
         self.preprocess = _check_teacher(bundle, data, channels)
         self.notes = list(bundle.notes)
         self.columns = torch.tensor(_class_columns(bundle, data, self.notes), device=compute.device)
-        self.digest = _teacher_digest(bundle)
+        self.digest = bundle_digest(bundle)
         self.compute = compute
         model = copy.deepcopy(bundle.model)  # the caller's own model stays as it is
         self.model = model.to(compute.device, torch.float32).eval().requires_grad_(False)
@@ -89,10 +89,10 @@ def _class_columns(bundle: Bundle, data: Dataset, notes: list[str]) -> list[int]
         raise InputError(f"the teacher must have the classes of the data. {error}") from error
 
 
-def _teacher_digest(bundle: Bundle) -> str:
-    """SHA-256 of everything that a teacher's logits depend on: weights, config, preprocessing and labels."""
-    assert bundle.preprocess is not None
-    configs = [asdict(bundle.model.config), asdict(bundle.preprocess), bundle.labels]
+def bundle_digest(bundle: Bundle) -> str:
+    """SHA-256 of everything that a model's logits depend on: weights, config, preprocessing and labels."""
+    preprocess = bundle.preprocess and asdict(bundle.preprocess)
+    configs = [asdict(bundle.model.config), preprocess, bundle.labels]
     digest = hashlib.sha256(json.dumps(configs).encode())
     for name, tensor in sorted(bundle.model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

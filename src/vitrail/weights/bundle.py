@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, FileError, InputError, printable
-from vitrail.fields import short_repr
+from vitrail.fields import as_tuples, short_repr
 from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import parse_json
@@ -264,9 +264,9 @@ def _damaged(file: ModelFiles, reason: str) -> FileError:
 def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
     """Config, preprocessing, labels, card, source and notes of a vitrail file, each checked."""
     try:
-        config = ViTConfig(**_as_tuples(header["config"]))
+        config = ViTConfig(**as_tuples(header["config"]))
         spec = header.get("preprocess")
-        preprocess = None if spec is None else Preprocess(**_as_tuples(spec))
+        preprocess = None if spec is None else Preprocess(**as_tuples(spec))
         labels = header.get("labels")
         source = header.get("source")
         parts = {
@@ -292,7 +292,3 @@ def _read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, 
     return {
         str(n): (str(dtype), tuple(int(s) for s in shape)) for n, (dtype, shape) in source["tensors"].items()
     }
-
-
-def _as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

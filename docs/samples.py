@@ -110,13 +110,13 @@ def clip_timm(folder: Path, seed: int) -> Sample:
 
 def timm(folder: Path, seed: int) -> Sample:
     tests = weights_tests("test_timm")
-    model = tests.shake(tests.VisionTransformer(**tests.SMALL))
+    model = tests.add_noise(tests.VisionTransformer(**tests.SMALL))
     return in_file(folder, model.state_dict(), model, version("timm"))
 
 
 def deit(folder: Path, seed: int) -> Sample:
     tests = weights_tests("test_timm")
-    model = tests.shake(tests.VisionTransformerDistilled(**tests.SMALL))
+    model = tests.add_noise(tests.VisionTransformerDistilled(**tests.SMALL))
     torch.save({"model": model.state_dict(), "epoch": 3}, folder / "in.pth")
     return Sample(folder / "in.pth", as_arrays(model.state_dict()), model, version("timm"))
 
@@ -124,6 +124,20 @@ def deit(folder: Path, seed: int) -> Sample:
 def dinov2(folder: Path, seed: int, registers: int) -> Sample:
     model, state = weights_tests("test_timm").dinov2(registers=registers, chunked=True, gated=True)
     return in_file(folder, state, model, f"{version('timm')}, registers inserted by tests")
+
+
+def dinov3(folder: Path, seed: int) -> Sample:
+    tests = weights_tests("test_dinov3")
+    model = tests.transformers_model()
+    source = f"{version('transformers')}, renamed by our tests"
+    state = tests.published_state(model, gated=False)
+    return in_file(folder, state, tests.class_token(model), source, size=32)
+
+
+def dinov3_timm(folder: Path, seed: int) -> Sample:
+    tests = weights_tests("test_dinov3")
+    model = tests.add_noise(tests.timm.create_model("vit_small_patch16_dinov3_qkvb", **tests.TINY)).eval()
+    return in_file(folder, model.state_dict(), model, version("timm"), size=64)
 
 
 def torchvision(folder: Path, seed: int) -> Sample:
@@ -154,6 +168,9 @@ SAMPLES: dict[str, Callable[[Path, int], Sample]] = {
     "hf-deit": partial(transformers, module="test_hf", name="deit with teacher"),
     "hf-dinov2-registers": partial(transformers, module="test_hf", name="registers"),
     "hf-dinov2": partial(transformers, module="test_hf", name="dinov2"),
+    "hf-dinov3": partial(transformers, module="test_dinov3", name="plain"),
+    "dinov3": dinov3,
+    "timm-dinov3": dinov3_timm,
     "hf-vit": partial(transformers, module="test_hf", name="vit"),
     "hf-mae": partial(transformers, module="test_hf", name="mae with decoder"),
     "hf-clip-classifier": partial(transformers, module="test_hf_clip", name="clip classifier"),

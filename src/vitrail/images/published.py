@@ -23,6 +23,7 @@ PUBLISHED: dict[str, tuple[Any, Any, float, tuple[tuple[float, ...], tuple[float
     "siglip": ("squash", "bicubic", 1, (HALF, HALF)),  # google/siglip-base-patch16-224 in transformers
     "torchvision": ("shortest", "bilinear", 0.875, IMAGENET),  # ViT_B_16_Weights.IMAGENET1K_V1
     "dinov2": ("shortest", "bicubic", 0.875, IMAGENET),  # facebookresearch/dinov2, data/transforms.py
+    "dinov3": ("squash", "bilinear", 1, IMAGENET),  # facebookresearch/dinov3, README; LVD-1689M weights
 }
 
 

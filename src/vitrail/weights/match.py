@@ -218,8 +218,9 @@ def _match_row(
     if row.custom:
         names = tuple(match.name_in_table(name, block) for name in names)
     present = tuple(name for name in names if 0 not in shapes.get(name, (0,)))  # empty counts as missing
+    wanted = tuple(name for name in names if name)  # without gaps
     ours, required = row.ours.format(i=block), row.requires.format(**match.placeholders, i=block)
-    if ours in match.shapes or not present or (row.parts != "prefix" and present != names):
+    if ours in match.shapes or not present or (row.parts != "prefix" and present != wanted):
         return
     if (required and required not in shapes) or not match.used.isdisjoint(present):
         return
@@ -231,6 +232,9 @@ def _match_row(
         for kind, name in zip(_PREFIX_TOKENS, names, strict=False):
             if name in present:
                 match.prefix[kind] = pieces[present.index(name)][0]
-    match.shapes[ours] = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if pieces[0] else ()
+    if row.gaps:
+        match.shapes[ours] = (len(names) * pieces[0][0], *pieces[0][1:])
+    else:
+        match.shapes[ours] = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if pieces[0] else ()
     match.rows.append(RowMatch(row, present, ours))
     match.used.update(present)

@@ -22,6 +22,7 @@ class Row:
     """Tensors of a file that, concatenated along the first axis, are one tensor of ours."""
 
     theirs: tuple[str, ...]
+    """An empty name is a gap: a part of the same length that their model does not have, and zeros here."""
     ours: str
     layout: Layout = same
     parts: tuple[int, ...] | Literal["prefix"] = ()
@@ -37,6 +38,10 @@ class Row:
     @property
     def by_block(self) -> bool:
         return "{i}" in self.ours
+
+    @property
+    def gaps(self) -> bool:
+        return "" in self.theirs and self.parts != "prefix"
 
 
 def row(theirs: str | Iterable[str], ours: str, layout: Layout = same, **options: Any) -> Row:

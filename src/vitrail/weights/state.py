@@ -37,6 +37,9 @@ def read_state(match: FamilyMatch, tensor: Callable[[str], Tensor], config: ViTC
     state = {}
     for row in match.rows:
         pieces = [row.row.layout.read(read(name), sizes) for name in row.theirs]
+        if row.row.gaps:
+            present = iter(pieces)
+            pieces = [next(present) if name else torch.zeros_like(pieces[0]) for name in row.row.theirs]
         state[row.ours] = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
     return state
 
@@ -49,7 +52,10 @@ def write_state(
     theirs = {}
     for row in rows:
         tensor = state[row.ours]
-        pieces = tensor.split(_part_sizes(row, len(tensor), config)) if len(row.theirs) > 1 else (tensor,)
+        several = len(row.theirs) > 1 or row.row.gaps
+        pieces = tensor.split(_part_sizes(row, len(tensor), config)) if several else (tensor,)
+        if row.row.gaps:
+            pieces = tuple(piece for piece, name in zip(pieces, row.row.theirs, strict=True) if name)
         for name, piece in zip(row.theirs, pieces, strict=True):
             theirs[name] = row.row.layout.write(piece, sizes).contiguous()
     return theirs
@@ -87,6 +93,7 @@ def plan_rows(
         if row.parts == "prefix":
             counts = _prefix_counts(config)
             theirs = tuple(name for name, number in zip(theirs, counts, strict=False) if number)
+        theirs = tuple(name for name in theirs if name)
         if ours not in done:
             rows.append(RowMatch(row, theirs, ours))
             done.add(ours)
@@ -105,5 +112,5 @@ def _part_sizes(row: RowMatch, total: int, config: ViTConfig) -> list[int]:
     """The length of each of their pieces along the first axis."""
     if row.row.parts == "prefix":
         return [number for number in _prefix_counts(config) if number]
-    proportions = row.row.parts or (1,) * len(row.theirs)
+    proportions = row.row.parts or (1,) * len(row.row.theirs)
     return [total * part // sum(proportions) for part in proportions]

@@ -73,7 +73,7 @@ def family_tensors(bundle: Bundle, family: Family) -> tuple[list[RowMatch], dict
     theirs = write_state(rows, in_source_dtype(state, bundle.source), config)
     some = next(iter(theirs.values()))
     for name, shape in family.keys.zeros.items():
-        theirs[name.format(**placeholders)] = some.new_zeros(shape(config))
+        theirs.setdefault(name.format(**placeholders), some.new_zeros(shape(config)))
     return rows, theirs
 
 

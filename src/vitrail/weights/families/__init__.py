@@ -5,6 +5,7 @@ from __future__ import annotations
 from vitrail.weights.families import (
     big_vision,
     clip,
+    dinov3,
     google,
     hf,
     hf_clip,
@@ -23,6 +24,7 @@ LIBRARIES: tuple[Family, ...] = (
     *big_vision.FAMILIES,
     hf.DEIT,
     *hf_dinov2.FAMILIES,
+    *dinov3.FAMILIES,
     hf.VIT,
     hf.MAE,
     *hf_clip.FAMILIES,

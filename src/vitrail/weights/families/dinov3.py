@@ -1,0 +1,226 @@
+"""DINOv3 (Siméoni et al. 2025), as first published, in transformers and in timm.
+
+A ViT with registers, LayerScale and a rotary embedding of normalized coordinates instead of a position table,
+so the files show no image size: 224 unless given. Keys have no bias. transformers and timm leave its tensor
+out; the original keeps one and masks it, and its values are carried along unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vitrail.config import ViTConfig
+from vitrail.errors import ConfigError
+from vitrail.fields import short_repr
+from vitrail.weights.families.hf import (
+    ACTIVATIONS,
+    OURS,
+    build_peer,
+    check_model_type,
+    folder_settings,
+    label_keys,
+    read_fields,
+    shared_keys,
+)
+from vitrail.weights.families.timm import B
+from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.layout import tokens
+from vitrail.weights.match import FamilyMatch
+from vitrail.weights.rows import layer, row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_THETA = 100.0  # the base of the rotary periods in every published model
+_FIELDS = {"eps": 1e-5, "activation": "gelu", "position": "rotary-dinov3", "remainder": "cut"}
+_EXPRESSES = {
+    **{"eps": ..., "registers": ..., "position": ("rotary-dinov3",), "mlp": ("plain", "gated")},
+    **{"activation": tuple(dict.fromkeys(ACTIVATIONS.values())), "remainder": ("refuse", "cut")},
+}
+
+
+def _choose(match: FamilyMatch) -> Mapping[str, Any]:
+    """The activation of a gated MLP; and keys without a bias, unless the file has one that is used."""
+    shapes = match.shapes
+    gated = shapes["blocks.0.mlp.fc1.weight"][0] == 2 * shapes["blocks.0.mlp.fc2.weight"][1]
+    fields: dict[str, Any] = {"activation": "silu"} if gated else {}
+    if "blocks.0.attention.qkv.bias" in shapes and not match.has(L + "attention.k_proj.bias"):
+        fields["qkv_bias"] = "no-k"
+    return fields
+
+
+# ---- transformers ---------------------------------------------------------------------------
+
+E, L = "{w}embeddings.", "{w}layer.{i}."
+_QKV = tuple(f"{L}attention.{name}_proj" for name in "qkv")
+
+HF_ROWS = (
+    *layer(E + "patch_embeddings", "tokens.proj"),
+    row((E + "cls_token", "", E + "register_tokens"), "prefix", tokens(3), parts="prefix"),
+    *layer(L + "norm1", OURS + "norm1"),
+    *layer(_QKV, OURS + "attention.qkv", when=("qkv_bias", "all")),
+    row([f"{name}.weight" for name in _QKV], OURS + "attention.qkv.weight"),
+    row((f"{_QKV[0]}.bias", "", f"{_QKV[2]}.bias"), OURS + "attention.qkv.bias"),
+    *layer(L + "attention.o_proj", OURS + "attention.out"),
+    row(L + "layer_scale1.lambda1", OURS + "scale1.weight"),
+    *layer(L + "norm2", OURS + "norm2"),
+    *layer((L + "mlp.gate_proj", L + "mlp.up_proj"), OURS + "mlp.fc1", when=("mlp", "gated")),
+    *layer(L + "mlp.up_proj", OURS + "mlp.fc1"),
+    *layer(L + "mlp.down_proj", OURS + "mlp.fc2"),
+    row(L + "layer_scale2.lambda1", OURS + "scale2.weight"),
+    *layer("{w}norm", "norm"),
+)
+
+
+def _config_json(config: ViTConfig) -> dict[str, Any]:
+    """config.json of a DINOv3 without labels."""
+    return {
+        "architectures": ["DINOv3ViTModel"],
+        "model_type": "dinov3_vit",
+        **shared_keys(config),
+        "intermediate_size": config.F,
+        "use_gated_mlp": config.mlp == "gated",
+        "num_register_tokens": config.registers,
+        "rope_theta": _THETA,
+        "layerscale_value": config.layer_scale,
+        "query_bias": config.qkv_bias != "none",
+        "key_bias": config.qkv_bias == "all",
+        "value_bias": config.qkv_bias != "none",
+    }
+
+
+def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not check_model_type(settings, ("dinov3_vit",)):
+        return {}
+    theta = settings.get("rope_theta", _THETA)
+    if theta != _THETA:
+        raise ConfigError(
+            f"config.json has rope_theta={short_repr(theta)}, and only DINOv3's own {_THETA:g} is supported."
+        )
+    return read_fields(settings, {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "num_attention_heads": 6})
+
+
+def _hf_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    first = next(name for name in state if name.endswith("embeddings.cls_token"))
+    outer = first.removesuffix("embeddings.cls_token")
+    state = {name.removeprefix(outer): tensor for name, tensor in state.items()}
+    for name, count in {"mask_token": 1, "register_tokens": config.registers}.items():
+        zeros = state["embeddings.cls_token"].new_zeros(1, count, config.width)
+        state.setdefault(f"embeddings.{name}", zeros)
+    model = build_peer({**_config_json(config), **label_keys(config, None)}, state)
+    return lambda images: model(images).pooler_output
+
+
+def _unsupported(config: ViTConfig) -> list[str]:
+    """What DINOv3 has no names or settings for."""
+    reasons = []
+    if config.layer_scale is None:
+        reasons.append("its blocks always have a layer scale")
+    if config.classes:
+        reasons.append("it has no head")
+    return reasons
+
+
+HF = Family(
+    "hf-dinov3",
+    "hf",
+    "transformers' DINOv3",
+    detect=Detection(
+        anchors=(E + "patch_embeddings.weight", E + "cls_token", "{w}layer.0.norm1.weight"),
+        model_types=("dinov3_vit",),
+    ),
+    keys=KeyMap(
+        rows=HF_ROWS,
+        extras=(E + "mask_token", E + "register_tokens"),  # without registers, an empty tensor
+        respell=lambda name: name.replace("model.layer.", "layer."),  # as in memory
+        zeros={
+            E + "mask_token": lambda config: (1, 1, config.width),
+            E + "register_tokens": lambda config: (1, config.registers, config.width),
+        },
+    ),
+    profile=Profile(
+        fields=_FIELDS,
+        choose=_choose,
+        preprocess="dinov3",
+        follows="transformers: eps 1e-5, rotary periods of base 100, the class token after the last norm.",
+    ),
+    writer=Writer(
+        expresses={**_EXPRESSES, "qkv_bias": ("all", "none", "no-k")},
+        unsupported=_unsupported,
+        settings=partial(folder_settings, config_json=_config_json),
+        read_settings=_read_settings,
+        peer=_hf_peer,
+    ),
+)
+
+# ---- as first published, and timm -----------------------------------------------------------
+
+_SHARED = (
+    *layer("{w}{p}patch_embed.proj", "tokens.proj"),
+    *layer(B + "norm1", OURS + "norm1"),
+    *layer(B + "attn.qkv", OURS + "attention.qkv"),
+    row((B + "attn.q_bias", "", B + "attn.v_bias"), OURS + "attention.qkv.bias"),  # timm's
+    *layer(B + "attn.proj", OURS + "attention.out"),
+    *layer(B + "norm2", OURS + "norm2"),
+    *layer(B + "mlp.fc1", OURS + "mlp.fc1"),
+    *layer(B + "mlp.fc2", OURS + "mlp.fc2"),
+    *layer("{w}{p}norm", "norm"),
+    *layer("{w}{p}head", "head"),
+)
+
+ORIGINAL = Family(
+    "dinov3",
+    "dinov3",
+    "DINOv3 as first published",
+    detect=Detection(
+        anchors=("{w}{p}patch_embed.proj.weight", "{w}{p}storage_tokens", "{w}{p}rope_embed.periods"),
+        without=("{w}projectors.*", "{w}{p}blocks.0.attn.wq.weight"),  # EUPE and Sapiens2
+        prefixes=("", "backbone.", "teacher.backbone.", "student.backbone."),
+    ),
+    keys=KeyMap(
+        rows=(
+            row(("{w}{p}cls_token", "", "{w}{p}storage_tokens"), "prefix", tokens(3), parts="prefix"),
+            row(B + "ls1.gamma", OURS + "scale1.weight"),
+            row(B + "ls2.gamma", OURS + "scale2.weight"),
+            *layer((B + "mlp.w1", B + "mlp.w2"), OURS + "mlp.fc1"),
+            *layer(B + "mlp.w3", OURS + "mlp.fc2"),
+            *_SHARED,
+        ),
+        extras=(
+            *("{w}{p}mask_token", "{w}{p}rope_embed.periods", "{w}{p}local_cls_norm.*"),
+            *("{w}{p}blocks.*.attn.qkv.bias_mask", "{w}*dino_head*", "{w}*ibot_head*"),
+        ),
+    ),
+    profile=replace(HF.profile, follows="the original code: eps 1e-5, the class token after the last norm."),
+)
+
+TIMM = Family(
+    "timm-dinov3",
+    "timm",
+    "timm's DINOv3",
+    detect=Detection(
+        anchors=("{w}{p}patch_embed.proj.weight", "{w}{p}blocks.0.gamma_1", "{w}{p}reg_token"),
+        without=("{w}{p}pos_embed", "{w}{p}mask_token"),
+        prefixes=("", "visual.trunk.", "trunk."),
+    ),
+    keys=KeyMap(
+        rows=(
+            row(("{w}{p}cls_token", "", "{w}{p}reg_token"), "prefix", tokens(3), parts="prefix"),
+            row(B + "gamma_1", OURS + "scale1.weight"),
+            row(B + "gamma_2", OURS + "scale2.weight"),
+            *layer((B + "mlp.fc1_g", B + "mlp.fc1_x"), OURS + "mlp.fc1", when=("mlp", "gated")),
+            *_SHARED,
+        )
+    ),
+    profile=replace(
+        HF.profile,
+        fields={**_FIELDS, "pool": "mean"},
+        follows="timm: eps 1e-5, the mean of the patches after the last norm (the original takes the class "
+        "token: pool=class).",
+    ),
+)
+
+FAMILIES = (HF, ORIGINAL, TIMM)

@@ -69,11 +69,11 @@ def test_a_number_comes_with_its_circumstances(name):
 
 def test_the_command_gives_what_the_page_says(capsys):
     before = weights.PAGE.read_text()
-    weights.main(["--only", "timm", "google"])
+    weights.main(["--only", "torchvision", "google"])
     printed = rows(capsys.readouterr().out)
     assert weights.PAGE.read_text() == before
     there = {row[FAMILY]: row for row in rows(between("families"))}
-    assert [row[FAMILY] for row in printed] == ["google: `google`", "timm: `timm`"]
+    assert [row[FAMILY] for row in printed] == ["google: `google`", "torchvision: `torchvision`"]
     for row in printed:
         old = there[row[FAMILY]]
         assert 0 < float(row[DIFFERENCE]) < 1e-4

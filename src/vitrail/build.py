@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ def create(
         fields: fields of ViTConfig, which override those of the name.
     """
     config = preset(name, **fields)
-    if device is None:
-        return ViT(config).to(dtype=dtype)
-    with torch.device(device):
-        return ViT(config).to(dtype=dtype)
+    with nullcontext() if device is None else torch.device(device):
+        model = ViT(config)
+        return model if dtype is None else model.to(dtype=dtype)

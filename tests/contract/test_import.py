@@ -84,7 +84,8 @@ def test_help_takes_less_than_500_ms():
 
 
 def test_public_names_exist():
-    assert set(vitrail.__all__) == set(vitrail._MODULES) <= set(dir(vitrail))
+    assert set(vitrail.__all__) == set(vitrail._MODULES)
+    assert dir(vitrail) == sorted([*vitrail.__all__, "__version__"])
     for name in vitrail.__all__:
         assert getattr(vitrail, name).__name__.split(".")[-1] == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

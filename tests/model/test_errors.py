@@ -142,7 +142,10 @@ IMAGE_ERRORS = [
     (torch.zeros(2, 8, 8), r"shape \(batch, 2, 8, 8\), not \(2, 8, 8\); add a batch axis"),
     (torch.zeros(1, 8, 8, 2), r"not \(1, 8, 8, 2\); .*channels first: images.permute\(0, 3, 1, 2\)"),
     (torch.zeros(1, 3, 8, 8), r"not \(1, 3, 8, 8\); build the model with channels=3"),
-    (torch.zeros(1, 2, 8, 12), r"not \(1, 2, 8, 12\); resize the images, .* size=\(8, 12\)"),
+    (
+        torch.zeros(1, 2, 8, 12),
+        r"not \(1, 2, 8, 12\); resize the images, or .*vitrail.surgery.resize\(model, \(8, 12\)\)",
+    ),
     (torch.zeros(1, 2, 9, 9), r"not \(1, 2, 9, 9\); resize the images.$"),
     (torch.zeros(1, 64, 64, 2), r"not \(1, 64, 64, 2\); .*images.permute\(0, 3, 1, 2\)"),
     (torch.zeros(9, 9, 2), r"not \(9, 9, 2\); .* add a batch axis: images.permute\(2, 0, 1\)"),

@@ -276,6 +276,16 @@ def test_nan_outputs_are_reported(bundle, photos):
     assert "NaN" in found.error
 
 
+def test_a_model_is_a_predictor_with_default_preprocessing(bundle, tmp_path):
+    image = Image.new("RGB", (40, 30), (200, 10, 60))
+    plain = vt.Bundle(model=bundle.model)
+    assert np.array_equal(Predictor(bundle.model)(image).logits, Predictor(plain)(image).logits)
+    with pytest.raises(InputError, match="ViT is loaded already and takes no options"):
+        Predictor(bundle.model, size=16)
+    with pytest.raises(InputError, match="holds a ViT"):
+        Predictor(torch.nn.Linear(2, 2))
+
+
 def test_wrong_arguments_are_refused(bundle):
     with pytest.raises(InputError, match="batch must be an integer from 1"):
         Predictor(bundle, batch=0)

@@ -182,9 +182,13 @@ def test_family_vitrail(bundle, tmp_path):
     """Our own format is a family: it can be requested, and other files are not of it."""
     bundle.save(tmp_path / "pets.safetensors")
     assert vt.load(tmp_path / "pets.safetensors", family="vitrail").labels == bundle.labels
-    safetensors.torch.save_file(bundle.model.state_dict(), tmp_path / "bare.safetensors")
+    state = bundle.model.state_dict()
+    safetensors.torch.save_file(state, tmp_path / "bare.safetensors")
+    assert vt.load(tmp_path / "bare.safetensors", family="vitrail").labels is None
+    other = {f"{name}s": tensor for name, tensor in state.items()}
+    safetensors.torch.save_file(other, tmp_path / "other.safetensors")
     with pytest.raises(vt.FileError, match="is not a file of the family vitrail"):
-        vt.load(tmp_path / "bare.safetensors", family="vitrail")
+        vt.load(tmp_path / "other.safetensors", family="vitrail")
 
 
 @pytest.mark.parametrize(

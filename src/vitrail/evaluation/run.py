@@ -37,9 +37,10 @@ from vitrail.evaluation.probes import (
 from vitrail.evaluation.real import read_real_labels, real_accuracy
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
+from vitrail.model import ViT
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.labels import match_labels
-from vitrail.weights.load import load
+from vitrail.weights.load import as_bundle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,7 +87,7 @@ class Evaluation:
 
 
 def evaluate(
-    bundle: Bundle | str | Path,
+    bundle: Bundle | ViT | str | Path,
     data: Dataset | str | Path,
     *,
     split: str | None = None,
@@ -101,7 +102,7 @@ def evaluate(
     """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
 
     Args:
-        bundle: a model, or anything that `vitrail.load` accepts.
+        bundle: a bundle, a ViT with default preprocessing, or anything that `vitrail.load` accepts.
         data: a data set, or anything that `open_dataset` accepts.
         split: train, val or test. By default test, or val if there is no test split.
         batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
@@ -118,7 +119,7 @@ def evaluate(
     check_target_accuracy(target_accuracy)
     if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
-    bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+    bundle = as_bundle(bundle)
     config = bundle.model.config
     data = data if isinstance(data, Dataset) else open_dataset(data)
     name, images = _select_split(data, split)

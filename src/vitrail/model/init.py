@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.model.modes import has_values
 
 _TABLE = """
 | parameter                | paper        | timm        | torchvision  |
@@ -83,6 +84,8 @@ def _fill(parameter: Tensor, scheme: str, config: ViTConfig) -> None:
 
 def lecun_normal(kernel: Tensor) -> Tensor:
     """Fill with a normal of variance 1/fan_in, truncated at 2 sigma (Flax's default)."""
+    if not has_values(kernel):  # trunc_normal_ looks at the numbers
+        return kernel
     sigma = math.sqrt(1 / kernel[0].numel())
     sigma /= 0.87962566103423978  # the standard deviation of a unit normal truncated at two sigma
     return nn.init.trunc_normal_(kernel, std=sigma, a=-2 * sigma, b=2 * sigma)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError
+from vitrail.model.modes import has_values
 
 _AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts
 _INPUT_NAMES = {"image": "Images", "video": "Videos", "audio": "Waveforms", "text": "Token ids"}
@@ -52,7 +53,8 @@ def _round_to_patches(images: Tensor, config: ViTConfig) -> tuple[int, ...]:
 
 def check_dtype(x: Tensor, dtype: torch.dtype, name: str) -> None:
     """Check that an input has the model's dtype, or one that autocast converts."""
-    castable = torch.is_autocast_enabled(x.device.type) and x.dtype in _AUTOCAST_DTYPES
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has no autocast
+    castable = autocast and x.dtype in _AUTOCAST_DTYPES
     if x.dtype != dtype and not castable:
         normalize = "" if x.dtype.is_floating_point else " and normalize them as the model expects"
         raise InputError(
@@ -80,7 +82,8 @@ def check_token_ids(tokens: Tensor, vocabulary: int) -> None:
             "Token ids must have the shape (batch, T) with at least one token, not "
             f"{tuple(tokens.shape)}; {advice}."
         )
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+    on_cpu = tokens.device.type == "cpu" and has_values(tokens)
+    if on_cpu and tokens.numel() and not torch.compiler.is_compiling():
         low, high = (int(end) for end in tokens.aminmax())
         if low < 0 or high >= vocabulary:
             raise InputError(
@@ -119,4 +122,5 @@ def _image_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
         return f"build the model with channels={shape[1]}, or convert the images"
     if shape[2] % down or shape[3] % across:
         return "resize the images"
-    return f"resize the images, or build the model with size={tuple(shape[2:])}"
+    size = tuple(shape[2:])
+    return f"resize the images, or the model with vitrail.surgery.resize(model, {size})"

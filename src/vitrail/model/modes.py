@@ -1,12 +1,18 @@
-"""Switching between training and evaluation mode."""
+"""How a model runs: training or evaluation mode, gradient checkpointing, tensors without values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from vitrail.model.position import Rotate
 
 
 @contextmanager
@@ -20,3 +26,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def run_block(block: nn.Module, z: Tensor, rotate: Rotate, *, checkpointing: bool) -> Tensor:
+    """One block of a model; checkpointed, only its input is stored, and the backward pass runs it again."""
+    if checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, z, rotate=rotate, use_reentrant=False)
+    return block(z, rotate=rotate)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers; on the meta device and under FakeTensorMode it has only a shape."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))

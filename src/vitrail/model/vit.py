@@ -30,6 +30,7 @@ from vitrail.model.block import build_block
 from vitrail.model.head import build_head
 from vitrail.model.init import initialize
 from vitrail.model.inputs import check_input
+from vitrail.model.modes import run_block
 from vitrail.model.norm import build_norm
 from vitrail.model.pool import build_pool
 from vitrail.model.position import build_position
@@ -86,7 +87,7 @@ class ViT(TappedModule):
             )
         if torch.empty(0).device.type == "cpu":  # on "meta" nothing is allocated
             check_parameters(config)
-        self.config, self.any_size = config, False
+        self.config, self.any_size, self.grad_checkpointing = config, False, False
         self.tokens = build_tokens(config)  # x_p -> x_p E
         prefix = nn.Parameter(torch.empty(config.prefix, config.width))
         self.prefix = prefix if config.prefix else None  # x_class, distillation token, registers
@@ -140,10 +141,14 @@ class ViT(TappedModule):
         rotate, intermediate = self.position.rotation(grid), {}
         for index, block in enumerate(self.blocks):
             z = z if index == 0 else self.position.before_block(z, grid)
-            z = block(z, rotate=rotate)  # Eq. 2 and 3
+            z = run_block(block, z, rotate, checkpointing=self.grad_checkpointing)  # Eq. 2 and 3
             if index in requested:
                 intermediate[index] = self.finish(z, grid)
         return replace(self.finish(z, grid), layers=intermediate)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """All tokens after the last norm, prefix first: (B, T, D), as in timm. `encode` returns more."""
+        return self.encode(images).tokens
 
     def finish(self, z: Tensor, grid: tuple[int, ...] | None = None) -> Encoded:
         """The final norm and pooling."""
@@ -185,6 +190,14 @@ class ViT(TappedModule):
                 )
         check_resize_options(**options)
         self.any_size, self.position.resize_options = True, options
+        return self
+
+    def set_grad_checkpointing(self, enable: bool = True) -> Self:
+        """Store only the input of each block and recompute the rest in the backward pass; returns the model.
+
+        Training then takes less memory and the time of one more forward pass; its numbers do not change.
+        """
+        self.grad_checkpointing = enable
         return self
 
     def _check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -16,11 +16,12 @@ from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
+from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
-from vitrail.weights.load import load
+from vitrail.weights.load import as_bundle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -49,14 +50,10 @@ class Engine(ABC):
         """Embeddings and logits for pixels (H, W, C), as `preprocess.pixels` returns them."""
 
 
-def open_engine(model: Bundle | str | Path, options: dict[str, Any]) -> Engine:
-    """Open a bundle, an ONNX file, or anything that `vitrail.load` takes."""
-    if isinstance(model, Bundle):
-        if options:
-            raise InputError(
-                f"A loaded bundle takes no options ({', '.join(options)}); pass them to vt.load instead."
-            )
-        return TorchEngine(model)
+def open_engine(model: Bundle | ViT | str | Path, options: dict[str, Any]) -> Engine:
+    """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes."""
+    if not isinstance(model, (str, Path)):
+        return TorchEngine(as_bundle(model, **options))
     suffix = Path(model).suffix.lower()
     if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
@@ -64,7 +61,7 @@ def open_engine(model: Bundle | str | Path, options: dict[str, Any]) -> Engine:
             "(.safetensors) it was made from, or export that file to .onnx."
         )
     if suffix != ".onnx" or str(model).startswith("hf:"):
-        return TorchEngine(load(model, **options))
+        return TorchEngine(as_bundle(model, **options))
     if options:
         raise InputError(
             f"An ONNX file takes no options, but {printable(model)} came with {', '.join(options)}; remove "

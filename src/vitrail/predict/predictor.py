@@ -22,6 +22,7 @@ import numpy as np
 from vitrail.errors import InputError, printable
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes, memory_limit
+from vitrail.model import ViT
 from vitrail.predict.engine import open_engine
 from vitrail.predict.prediction import Prediction, load_score_scale
 from vitrail.predict.sources import describe_error, expand_paths, prefetch, read_pixels
@@ -44,14 +45,15 @@ class Predictor:
     """Predict labels, scores and embeddings. Neither `batch` nor `workers` changes a prediction.
 
     Args:
-        model: a bundle, an .onnx file written by `vitrail export`, or what `vitrail.load` takes.
+        model: a bundle, a ViT (with default preprocessing), an .onnx file written by `vitrail export`, or
+            what `vitrail.load` takes.
         batch: images per forward pass.
         workers: threads that read files ahead; 0 reads them in the calling thread.
         options: passed to `vitrail.load`, such as device="cuda".
     """
 
     def __init__(
-        self, model: Bundle | str | Path, *, batch: int = 32, workers: int = 2, **options: Any
+        self, model: Bundle | ViT | str | Path, *, batch: int = 32, workers: int = 2, **options: Any
     ) -> None:
         for name, value, least, most in (
             ("batch", batch, 1, MAX_BATCH),

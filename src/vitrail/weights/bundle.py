@@ -96,6 +96,12 @@ class Bundle:
 
     def save(self, path: str | Path) -> None:
         """Write the file as safetensors, completely or not at all. An existing file is replaced."""
+        if Path(path).suffix.lower() in (".pth", ".pt", ".bin"):
+            raise FileError(
+                f"{printable(path)} cannot be written: a bundle is a .safetensors file. For plain weights, "
+                "use torch.save(bundle.model.state_dict(), path); vt.load reads them, but they have no "
+                "preprocessing and no labels."
+            )
         check_suffix(path)
         inputs = golden_inputs(self.model.config)
         self.write(path, inputs, self.golden_logits(inputs))

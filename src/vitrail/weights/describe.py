@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.fields import per_axis, short_repr
+from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.weights.bundle import Card, Source, parse_header, read_header
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.families.vitrail import VITRAIL
+from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
 from vitrail.weights.family import Family
 from vitrail.weights.folder import ModelFiles
 from vitrail.weights.infer import infer_config
@@ -21,6 +23,7 @@ from vitrail.weights.layout import Sizes
 from vitrail.weights.match import FamilyMatch, join_names, match_family
 from vitrail.weights.preprocessing import find_preprocess, override_preprocess
 from vitrail.weights.settings import check_sizes, read_labels
+from vitrail.weights.state_dict import infer_own_config
 
 _DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
 _STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
@@ -58,10 +61,11 @@ def describe(
     keys = list(keys or ())
     table = read_table(keys)
     match = _recognize(files, family, table, overrides)
-    if match.family is VITRAIL:
+    own = {VITRAIL.name: _describe_own, STATE_DICT.name: _describe_state_dict}.get(match.family.name)
+    if own is not None:
         if keys:
             raise ConfigError("A vitrail file has our own names and needs no key table; leave it out.")
-        description = _describe_own(files, match, overrides)
+        description = own(files, match, overrides)
     else:
         description = _describe_other(files, match, table, keys, overrides)
     config, notes = description.config, description.notes
@@ -81,6 +85,25 @@ def _describe_own(files: ModelFiles, match: FamilyMatch, overrides: Mapping[str,
             )
     parts["config"] = replace(parts["config"], **fields)
     return FileDescription(match=match, resize=position_resize_options(parts["source"]), **parts)
+
+
+def _describe_state_dict(
+    files: ModelFiles, match: FamilyMatch, overrides: Mapping[str, Any]
+) -> FileDescription:
+    """A plain state dict of ours: the config is inferred, the preprocessing is the default one."""
+    if match.unknown:
+        raise _unknown_tensors(files, match)
+    with _incomplete(files, match):
+        config, assumptions = infer_own_config(match, overrides)
+    notes = [*files.notes, *assumptions, "It holds no preprocessing; pixels are mapped to -1 ... 1."]
+    return FileDescription(
+        match=match,
+        config=config,
+        preprocess=default_preprocess(config),
+        labels=None,
+        card=Card(source=printable(files.path.name)),
+        notes=notes,
+    )
 
 
 def _describe_other(
@@ -116,10 +139,20 @@ def _infer(
 ) -> tuple[ViTConfig, list[str]]:
     read_settings = match.family.writer.read_settings
     try:
-        return infer_config(match, read_settings(settings) if read_settings else {}, overrides)
+        with _incomplete(files, match):
+            return infer_config(match, read_settings(settings) if read_settings else {}, overrides)
     except VitrailError:
         if _stem_tensors(match):  # then the patches are not pixels, and no given size would fit
             raise _unknown_tensors(files, match) from None
+        raise
+
+
+@contextmanager
+def _incomplete(files: ModelFiles, match: FamilyMatch) -> Iterator[None]:
+    """Report tensors that are missing or have shapes that no model has."""
+    try:
+        yield
+    except VitrailError:
         raise
     except (KeyError, TypeError, IndexError, ValueError) as error:
         what = (
@@ -163,7 +196,7 @@ def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[
     if family == CUSTOM.name or (family is None and not table.missing):
         return [with_rows(CUSTOM, table.rows)]
     if family == VITRAIL.name:
-        return [VITRAIL]
+        return [VITRAIL, STATE_DICT]
     kind = files.settings.get("config.json", {}).get("model_type")
     candidates = []
     for one in sorted(FAMILIES, key=lambda one: kind not in one.detect.model_types):

@@ -36,11 +36,11 @@ def infer_config(
     # The shapes show channels and patch; flat patches have been read with the user's. Where the user's
     # differ, the model is changed to them later.
     certain = {name: value for name, value in overrides.items() if name not in ("channels", "patch")}
-    fields = {**_shape_fields(match), **match.family.profile.fields, **chosen, **settings, **certain}
+    fields = {**shape_fields(match), **match.family.profile.fields, **chosen, **settings, **certain}
     heads, note = _heads(match, fields)
     fields.update(heads)
     sizes = [one["size"] for one in (settings, overrides, fields) if one.get("size") is not None]
-    fields.update(_grid(match.shapes.get("position.table"), fields, match, sizes))
+    fields.update(find_grid(match.shapes.get("position.table"), fields, match, sizes))
     return ViTConfig(**fields), [*match.notes, *[note] * bool(note)]
 
 
@@ -54,7 +54,7 @@ def _check_heads(chosen: Mapping[str, Any], overrides: Mapping[str, Any]) -> Non
             )
 
 
-def _shape_fields(match: FamilyMatch) -> dict[str, Any]:
+def shape_fields(match: FamilyMatch) -> dict[str, Any]:
     """The fields that the shapes show."""
     shapes, prefix = match.shapes, match.prefix
     width, channels, *patch = shapes["tokens.proj.weight"]
@@ -129,7 +129,7 @@ def _heads(match: FamilyMatch, fields: Mapping[str, Any]) -> tuple[dict[str, Any
     return {"heads": heads, "head_width": None if inner == width else inner // heads}, note
 
 
-def _grid(
+def find_grid(
     table: Shape | None, fields: Mapping[str, Any], match: FamilyMatch, sizes: list[Any]
 ) -> dict[str, Any]:
     """The image size, and which tokens have a row, from the number of rows in the position table.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import format_sides
-from vitrail.errors import ConfigError, FileError, printable
+from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.weights.bundle import Bundle
@@ -77,6 +77,20 @@ def load(
     bundle.preprocess = override_preprocess(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
     bundle.model.to(target)
     return bundle
+
+
+def as_bundle(model: Bundle | ViT | str | Path, **options: Any) -> Bundle:
+    """A bundle as it is, a model with the default preprocessing, or what `load` reads."""
+    from torch import nn
+
+    if not isinstance(model, (Bundle, nn.Module)):
+        return load(model, **options)
+    if options:
+        raise InputError(
+            f"{type(model).__name__} is loaded already and takes no options ({', '.join(options)}); pass "
+            "them to vt.load instead."
+        )
+    return model if isinstance(model, Bundle) else Bundle(model=model)  # which refuses other modules
 
 
 def _check_device(device: str | torch.device | None) -> torch.device:

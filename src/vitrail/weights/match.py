@@ -120,15 +120,21 @@ def match_family(
     return match
 
 
-def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch:
+def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
     """Match a file of our own names: the model's tensors, extras/... and golden/...."""
-    match = FamilyMatch(family, {"w": "", "p": ""}, dict(entries), {n: TensorLocation(n) for n in entries})
+    placeholders = _find_placeholders(family, entries) if family.detect.anchors else {"w": "", "p": ""}
+    if placeholders is None:
+        return None
+    match = FamilyMatch(family, placeholders, dict(entries), {n: TensorLocation(n) for n in entries})
     for name, entry in entries.items():
-        if name.startswith("extras/"):
+        ours = name.removeprefix(placeholders["w"])
+        if not name.startswith(placeholders["w"]):
+            match.unknown.append(name)
+        elif name.startswith("extras/"):
             match.extras[name.removeprefix("extras/")] = name
         elif not name.startswith("golden/"):
-            match.shapes[name] = entry.shape
-            match.rows.append(RowMatch(Row((name,), name), (name,), name))
+            match.shapes[ours] = entry.shape
+            match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
     return match
 
 

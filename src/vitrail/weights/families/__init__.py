@@ -15,7 +15,7 @@ from vitrail.weights.families import (
     torch_encoder,
     torchvision,
 )
-from vitrail.weights.families.vitrail import VITRAIL
+from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
 from vitrail.weights.family import Family
 
 # Other libraries' files.
@@ -35,4 +35,4 @@ LIBRARIES: tuple[Family, ...] = (
     *torch_encoder.FAMILIES,  # last: its names are PyTorch's own, and may be part of anything
 )
 
-FAMILIES: tuple[Family, ...] = (VITRAIL, *LIBRARIES)
+FAMILIES: tuple[Family, ...] = (VITRAIL, STATE_DICT, *LIBRARIES)

@@ -64,6 +64,22 @@ SUPPORTS = {
     "two_gelus": lambda s: (
         s["PyTorch, difference from exact"] < SMALL < 1e-4 < s["tanh, difference from exact"]
     ),
+    "renamed_in_transformers_5": lambda s: (
+        s["attention.attention.query"] == "attention.q_proj" and s["output[0] of 8 images"] == (5, 12)
+    ),
+    "used_before_they_are_set": lambda s: list(s.values()) == ["NameError", "runs"],
+    "why_self_attention": lambda s: (
+        s["scores of self-attention"] == s["of cross-attention"] == (5, 5)
+        and s["difference of their outputs"] > 0.01
+    ),
+    "shape_is_not_power": lambda s: (
+        s["error of 200 units for sin(8x), x^3 - x"]
+        > 10 * max(s["error of 200 units for sin(8x), ReLU"], s["error of 200 units for sin(8x), GELU"])
+    ),
+    "pooler_is_dense_and_tanh": lambda s: (
+        s["parameters of a pooler"] == 590_592
+        and s["after dense and tanh"] < 1 < s["largest entry of the class token"]
+    ),
     # 002
     "the_mlp_of_a_block_does_not_classify": lambda s: list(s.values()) == [3, (5, 12), 7],
     "a_decoder_only": lambda s: list(s.values()) == [0, (1, 8, 65)],
@@ -77,6 +93,7 @@ SUPPORTS = {
     "what_fine_tuning_keeps": lambda s: s["kept, B/16"] - s["on the slide's list"] > 7e6,
     "which_vit_outperforms": lambda s: list(s.values()) == [7, 5, 0],
     "accuracy_is_truncated": lambda s: s["accuracy"] - s["printed"] > 0.9,
+    "not_deepmind": lambda s: list(s.values()) == [30],
     # 003
     "norm_before_or_after": lambda s: (
         s["difference of pre-norm and post-norm"] > 0.1 and s["of pre-norm and itself"] == 0
@@ -93,6 +110,7 @@ SUPPORTS = {
     "not_a_bigram_model": lambda s: (
         s["change of the last logits, the note's model"] > 0.01 and s["a bigram model"] == 0
     ),
+    "dropout_is_not_defined": lambda s: list(s.values()) == ["NameError", "runs"],
     # 004
     "linear_or_mlp_on_patches": lambda s: (
         s["MLP"] - s["parameters, linear"] == 12 * 13 and len(set(s["(P^2 C, D)"])) == 2
@@ -137,6 +155,7 @@ SUPPORTS = {
         and "norm_after" in s["only in the note"]
     ),
     "large_with_256_patches": lambda s: list(s.values()) == [196, 256, 304_388_072],
+    "another_title": lambda s: s["words of the title that are the same"] < s["of"] / 2,
 }
 
 
@@ -182,3 +201,23 @@ def test_the_command_prints_the_page():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == errata_page.PAGE.read_text()
+
+
+def test_the_article_with_the_installed_transformers():
+    """001.17 says what the library does today; the library itself must agree."""
+    import transformers as hf
+
+    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    model = hf.ViTForImageClassification(hf.ViTConfig(**sizes, image_size=16, patch_size=8)).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with pytest.raises(AttributeError):
+        _ = model.vit.encoder
+    layer = model.vit.layers[0]
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= {name for name, _ in layer.attention.named_children()}
+    with pytest.raises(TypeError):
+        layer(model.vit.embeddings(images), None, False)
+    with torch.no_grad():
+        hidden = model.vit.embeddings(images)
+        assert layer(hidden).shape == hidden.shape
+        masked = model(images, head_mask=torch.zeros(2, 2)).logits
+        assert torch.equal(masked, model(images).logits)

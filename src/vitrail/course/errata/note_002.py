@@ -175,3 +175,16 @@ def which_vit_outperforms() -> Evidence:
 def accuracy_is_truncated() -> Evidence:
     correct, total = 9_899, 10_000
     return {"printed": 100 * correct // total, "accuracy": 100 * correct / total}
+
+
+@erratum(
+    "002",
+    "the notes after the results",
+    "wrong",
+    claim="Google DeepMind took up the idea and scaled it.",
+    correction="The authors were at Google Research, Brain Team (003 shows the title page). Google "
+    "DeepMind was formed from Brain and DeepMind two and a half years after the paper.",
+)
+def not_deepmind() -> Evidence:
+    paper, merger = (2020, 10), (2023, 4)  # arXiv 2010.11929; Google's announcement of 20 April 2023
+    return {"months from the paper to Google DeepMind": 12 * (merger[0] - paper[0]) + merger[1] - paper[1]}

@@ -7,7 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.course.errata.erratum import Evidence, count_parameters, erratum, max_difference, normal, tiny
+from vitrail.course.errata.erratum import (
+    Evidence,
+    count_parameters,
+    erratum,
+    max_difference,
+    normal,
+    outcome,
+    tiny,
+)
 from vitrail.model import ViT
 from vitrail.model.decoder import Decoder, DecoderConfig
 
@@ -164,3 +172,18 @@ def not_a_bigram_model() -> Evidence:
             ),
             "a bigram model": max_difference(bigram(one)[0, -1], bigram(other)[0, -1]),
         }
+
+
+@erratum(
+    "003",
+    "the class FeedForward, its last layer",
+    "imprecise",
+    claim="Its last layer is nn.Dropout(dropout).",
+    correction="dropout is neither an argument of the class nor set on the slides. The rate must be defined "
+    "before a model is built.",
+)
+def dropout_is_not_defined() -> Evidence:
+    def build(**names: float) -> str:
+        return outcome(lambda: eval("nn.Dropout(dropout)", {"nn": nn, **names}))
+
+    return {"as printed": build(), "with dropout = 0.2": build(dropout=0.2)}

@@ -340,3 +340,17 @@ def parts_not_listed() -> Evidence:
 def large_with_256_patches() -> Evidence:
     patches = {f"patches of {name}": preset(name).patches for name in ("L/16", "L/16@256")}
     return {**patches, "parameters of L/16@256": count_parameters("L/16@256")}
+
+
+@erratum(
+    "004",
+    "Self-Attention can learn convolution, its reference",
+    "wrong",
+    claim="[Samy Jelassi and Yuanzhi Li, 2022]: How vision transformer learns the patch associations.",
+    correction="Samy Jelassi, Michael E. Sander and Yuanzhi Li: Vision Transformers provably learn spatial "
+    "structure, NeurIPS 2022 (arXiv 2210.09221).",
+)
+def another_title() -> Evidence:
+    cited = {"how", "vision", "transformer", "learns", "the", "patch", "associations"}
+    published = {"vision", "transformers", "provably", "learn", "spatial", "structure"}
+    return {"words of the title that are the same": len(cited & published), "of": len(published)}

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitrail.course.errata import note_000, note_001, note_002, note_003, note_004  # noqa: F401 they register their errata
+from vitrail.course.errata import (  # noqa: F401 they register their errata
+    note_000,
+    note_001,
+    note_001_transformers,
+    note_002,
+    note_003,
+    note_004,
+)
 from vitrail.course.errata.erratum import ERRATA, NOTES
 
 _OPENING = """# Errata of the lecture notes

@@ -7,6 +7,7 @@ STEM = "            patch = images[:, :, row : row + P, column : column + P]\n"
 GRID = "    for row in range(0, H, P):\n        for column in range(0, W, P):\n"
 TURNED = "    for column in range(0, W, P):\n        for row in range(0, H, P):\n"
 FLAT, TABLE = "patch.reshape(B, -1)", "    return table\n"
+CHANNELS_IN_FRONT = "return images.reshape(B, -1, H // P, P, W // P, P).transpose(3, 4).reshape(B, -1, images.shape[1] * P * P)"
 SINE, COSINE = "table[p, 2 * i] = math.sin", "table[p, 2 * i + 1] = math.cos"
 MEAN, VAR = "x.mean(dim=-1, keepdim=True)", "x.var(dim=-1, keepdim=True, correction=0)"
 NORM = "(x - mean) / torch.sqrt(variance + eps) * weight + bias"
@@ -23,6 +24,9 @@ SECOND = 'return mlp(normed, inside(weights, "mlp")) + z1'
 TOKENS = "torch.cat([x_class, tokens], dim=1) + E_pos"
 LAST_NORM = 'layer_norm(z, weights["norm.weight"], weights["norm.bias"])[:, 0]'
 DEPTH = "range(config.depth)"
+MATRIX = 'weights["tokens.proj.weight"].flatten(1).T'
+RESHAPED = MATRIX.replace(".flatten(1).T", '.reshape(-1, len(weights["tokens.proj.bias"]))')
+LOGITS = 'F.linear(y, weights["head.weight"], weights["head.bias"])'
 
 
 def over(dims):
@@ -34,6 +38,13 @@ def split_by_reshape(*letters):
     return [(f"{x}.reshape(B, T, heads, d).transpose(1, 2)", f"{x}.reshape(B, heads, T, d)") for x in letters]
 
 
+def interleaved(*letters):
+    return [
+        (f"{x}.reshape(B, T, heads, d).transpose(1, 2)", f"{x}.reshape(B, T, d, heads).permute(0, 3, 1, 2)")
+        for x in letters
+    ]
+
+
 def written_out(scores=SCALED, last=LAST):
     """Attention written out, without a call of the function attention."""
     return [(ATTEND, f"    scores = {scores}\n    out = {last}\n")]
@@ -42,6 +53,11 @@ def written_out(scores=SCALED, last=LAST):
 MISTAKES = [
     ("patches", [(GRID, TURNED)], "The grid is read column by column."),
     ("patches", [(FLAT, "patch.permute(0, 2, 3, 1).reshape(B, -1)")], "The channels come last"),
+    (
+        "patches",
+        [("    cut = []\n", f"    {CHANNELS_IN_FRONT}\n")],
+        "The channels stay in front",
+    ),
     ("patches", [(FLAT, "patch.mT.reshape(B, -1)")], "Each patch is transposed"),
     ("patches", [(GRID, TURNED), (FLAT, "patch.mT.reshape(B, -1)")], "Rows and columns are swapped"),
     (
@@ -66,6 +82,7 @@ MISTAKES = [
     ),
     ("positions", [("angle = p /", "angle = (p + 1) /")], "The first position is 1."),
     ("positions", [("2 * i / width)", "i / width)")], "The exponent is i / width"),
+    ("positions", [("2 * i / width)", "-2 * i / width)")], "The exponent has the wrong sign"),
     (
         "positions",
         [("cos(angle)", "cos(p / 10000 ** (2 * (2 * i + 1) / width))"), ("2 * i / width)", "4 * i / width)")],
@@ -96,6 +113,11 @@ MISTAKES = [
         [("torch.sqrt(variance + eps)", "(variance + eps)")],
         "The result is divided by the variance",
     ),
+    (
+        "layer_norm",
+        [(NORM, "((x - mean) / torch.sqrt(variance + eps) + bias) * weight")],
+        "The bias is added before",
+    ),
     ("layer_norm", [(" * weight + bias", " + bias")], "The weight is missing."),
     ("layer_norm", [(" * weight + bias", " * weight")], "The bias is missing."),
     ("layer_norm", [(" * weight + bias", "")], "Weight and bias are missing."),
@@ -107,7 +129,13 @@ MISTAKES = [
         "The scores are divided by the square root of",
     ),
     ("attention", [("/ math.sqrt(d)", "* math.sqrt(d)")], "The scores are multiplied"),
+    (
+        "attention",
+        [(" / math.sqrt(d)", ""), (LAST, "scores.softmax(dim=-1) / math.sqrt(d) @ v")],
+        "The weights are divided by sqrt(d) after",
+    ),
     ("attention", [("softmax(dim=-1)", "softmax(dim=-2)")], "The softmax is over the queries."),
+    ("attention", [("softmax(dim=-1)", "softmax(dim=0)")], "The softmax is over dimension 0"),
     ("attention", [("softmax(dim=-1)", "softmax(dim=1)")], "The softmax is over dimension 1"),
     ("attention", [(FILL, "scores * mask"), (".softmax(dim=-1)", "")], "The softmax is missing."),
     ("attention", [("if mask is not None", "if False")], "The mask is not used."),
@@ -139,7 +167,23 @@ MISTAKES = [
         written_out(last="scores.softmax(dim=1) @ v"),
         "The softmax is over dimension 1",
     ),
+    (
+        "multi_head_attention",
+        written_out("q @ k.mT", "scores.softmax(dim=-1) / math.sqrt(d) @ v"),
+        "The weights are divided by sqrt(d) after",
+    ),
+    (
+        "multi_head_attention",
+        written_out(last="scores.softmax(dim=0) @ v"),
+        "The softmax is over dimension 0",
+    ),
     ("multi_head_attention", written_out(last="scores @ v"), "The softmax is missing."),
+    ("multi_head_attention", interleaved("q", "k", "v"), "The heads are interleaved"),
+    (
+        "multi_head_attention",
+        [*interleaved("q", "k", "v"), (JOIN, "out.permute(0, 2, 3, 1).reshape(B, T, D)")],
+        "The heads are interleaved",
+    ),
     (
         "multi_head_attention",
         split_by_reshape("q", "k", "v"),
@@ -175,6 +219,7 @@ MISTAKES = [
     ("multi_head_attention", [('weights["out.weight"],', 'weights["out.weight"].T,')], "out.weight is not"),
     ("mlp", [(GELU, 'F.gelu(hidden, approximate="tanh")')], "The GELU is its tanh"),
     ("mlp", [(GELU, "hidden * torch.sigmoid(1.702 * hidden)")], "The GELU is the approximation x sigmoid"),
+    ("mlp", [(GELU, "hidden * (1 + torch.erf(hidden)) / 2")], "erf gets x instead"),
     ("mlp", [(GELU, "F.relu(hidden)")], "The activation is a ReLU."),
     ("mlp", [(GELU, "torch.distributions.Normal(0, 1).cdf(hidden)")], "The activation is Phi(x)"),
     ("mlp", [(GELU, "hidden")], "There is no activation"),
@@ -248,6 +293,8 @@ MISTAKES = [
     ),
     ("vit", [(TOKENS, "torch.cat([x_class, tokens + E_pos[:-1]], dim=1)")], "Positions are added before"),
     ("vit", [(" + E_pos", "")], "The position embeddings are missing."),
+    ("vit", [(MATRIX, RESHAPED)], "E is tokens.proj.weight reshaped"),
+    ("vit", [(LOGITS, f"({LOGITS}).softmax(dim=-1)")], "A softmax is applied to the logits."),
     ("vit", [(' + weights["tokens.proj.bias"]', "")], "The bias of the patch projection"),
     ("vit", [(LAST_NORM, "z[:, 0]")], "The last norm is missing."),
     ("vit", [('weights["norm.bias"])[:, 0]', 'weights["norm.bias"], 1e-5)[:, 0]')], "eps of the last norm"),

@@ -56,3 +56,24 @@ def test_mistakes_differ_from_the_solution_and_from_each_other(exercise):
         assert distance(one, expected) > 1e-5, exercise.mistakes[i].explanation
         for j, other in enumerate(wrong[:i]):
             assert distance(one, other) > 1e-5, (i, j, exercise.mistakes[i].explanation)
+
+
+def test_two_mistakes_at_once():
+    exercise = EXERCISE["layer_norm"]
+    mark = check_exercise(exercise, run_student((", correction=0", ""), (" * weight + bias", " * weight")))
+    assert mark.hint.startswith("Two mistakes. The variance is the unbiased one")
+    assert "And: The bias is missing." in mark.hint
+
+
+def test_a_random_result():
+    change = ("scores.softmax(dim=-1) @ v", "F.dropout(scores.softmax(dim=-1), 0.5) @ v")
+    mark = check_exercise(EXERCISE["attention"], run_student(change))
+    assert mark.verdict == "wrong"
+    assert "Is dropout left on?" in mark.message
+
+
+def test_a_norm_inside_the_loop_is_found_where_it_first_matters():
+    loop = 'z = block(z, inside(weights, f"blocks.{index}"), config.heads)\n'
+    norm = '        z = layer_norm(z, weights["norm.weight"], weights["norm.bias"])\n'
+    mark = check_exercise(EXERCISE["vit"], run_student((loop, loop + norm)))
+    assert "First wrong tensor: z_1" in mark.message

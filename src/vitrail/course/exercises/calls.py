@@ -78,20 +78,28 @@ def reference_calls(exercise: Exercise, case: Case) -> list[Call]:
 def first_wrong_argument(exercise: Exercise, calls: list[Call], expected_calls: list[Call]) -> str:
     """The first wrong tensor of a function that calls the reference; empty if the calls do not show it.
 
-    Steps that the student has written without a call are skipped.
+    Steps that the student has written without a call are skipped; so are calls that the reference does not
+    make at this point, such as a norm inside the loop: the next expected call shows whether they matter.
     """
-    steps = zip(exercise.calls, expected_calls, strict=True)
-    for call in calls:
-        step = next((step for step in steps if step[1].function == call.function), None)
-        if step is None:
+    steps = list(zip(exercise.calls, expected_calls, strict=True))
+    for number, call in enumerate(calls):
+        later = [other.function for other in calls[number + 1 :]]
+        while steps and steps[0][1].function != call.function:
+            function = steps[0][1].function
+            if later.count(function) >= sum(step.function == function for _, step in steps):
+                break  # all of its calls are still to come
+            steps.pop(0)
+        if not steps:
             return ""
-        (input_name, output_name), expected = step
+        if steps[0][1].function != call.function:
+            continue
+        (input_name, output_name), expected = steps.pop(0)
         for name, value in expected.arguments.items():
             if not _matches(call.arguments[name], value):
                 if name in _DATA_ARGUMENTS:
                     return input_name
                 return f"the argument {name} of {call.function}, used for {output_name}"
-    return exercise.last if next(steps, None) is None else ""
+    return "" if steps else exercise.last
 
 
 def _matches(value: Any, expected: Any) -> bool:

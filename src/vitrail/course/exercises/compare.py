@@ -18,7 +18,7 @@ def is_same_mistake(result: Any, mistaken: Tensor) -> bool:
     """Whether a result is that of a common mistake, which may hold NaN."""
     if not isinstance(result, Tensor) or result.shape != mistaken.shape:
         return False
-    return bool(torch.allclose(result.double(), mistaken, rtol=0, atol=_TOLERANCE, equal_nan=True))
+    return bool(torch.allclose(result.double(), mistaken.double(), rtol=0, atol=_TOLERANCE, equal_nan=True))
 
 
 def describe_difference(result: Any, expected: Tensor) -> str | None:

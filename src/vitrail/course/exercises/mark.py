@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from vitrail.course.exercises.compare import (
     is_unchanged,
 )
 from vitrail.course.exercises.exercise import Case, Exercise
+from vitrail.course.exercises.mistakes import CommonMistake
 from vitrail.course.exercises.run import STUDENT, ExerciseResult
 from vitrail.errors import printable
 
@@ -54,6 +58,15 @@ def _check_exercise(exercise: Exercise, namespace: dict[str, Any]) -> ExerciseRe
         if not all(is_unchanged(*pair) for pair in zip(arguments, case, strict=True)):
             message = "It must not change its inputs but changes one in place. Write x = x - y, not x -= y."
             return ExerciseResult(exercise.name, "wrong", f"{exercise.task}\n{message}")
+    pairs = zip(cases, results, strict=True)
+    if any(
+        isinstance(result, Tensor) and not is_same_mistake(function(*copy_value(case)), result)
+        for case, result in pairs
+    ):
+        message = (
+            "It gives another result when it is called again. Is dropout left on? Use no random numbers."
+        )
+        return ExerciseResult(exercise.name, "wrong", f"{exercise.task}\n{message}")
     for index, (result, value) in enumerate(zip(results, expected, strict=True)):
         if difference := describe_difference(result, value):
             tensor, mistake = _explain(exercise, namespace, cases, results, expected, index)
@@ -111,9 +124,20 @@ def _explain(
 
 
 def _likely_mistake(exercise: Exercise, cases: list[Case], results: list[Any]) -> str:
-    """The explanation of the first common mistake with the same results in all cases."""
-    for explanation, function in exercise.mistakes:
+    """The explanation of the first common mistake, or pair of them, with the same results in all cases."""
+    for explanation, function in [*exercise.mistakes, *_pairs(exercise.mistakes)]:
         pairs = zip(results, cases, strict=True)
         if all(is_same_mistake(result, function(*copy_value(case))) for result, case in pairs):
             return explanation
     return ""
+
+
+def _pairs(mistakes: Sequence[CommonMistake]) -> Iterator[CommonMistake]:
+    """Two mistakes at once, where both are other choices of the same function."""
+    for one, other in combinations(mistakes, 2):
+        first, second = one.function, other.function
+        if not (isinstance(first, partial) and isinstance(second, partial)):
+            continue
+        if first.func is second.func and not first.keywords.keys() & second.keywords.keys():
+            both = partial(first.func, **first.keywords, **second.keywords)
+            yield CommonMistake(f"Two mistakes. {one.explanation} And: {other.explanation}", both)

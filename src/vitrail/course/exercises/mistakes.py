@@ -52,6 +52,11 @@ PATCHES = [
         partial(patches, order=(2, 4, 3, 5, 1)),
     ),
     CommonMistake(
+        "The channels stay in front of the grid, so a flat patch has values of other patches. Move them "
+        "behind it: (B, h, w, C, P, P).",
+        partial(patches, order=(1, 2, 4, 3, 5)),
+    ),
+    CommonMistake(
         "Each patch is transposed: its pixels are read column by column. Read them row by row.",
         partial(patches, order=(2, 4, 1, 5, 3)),
     ),
@@ -110,6 +115,10 @@ POSITIONS = [
         partial(positions, step=1),
     ),
     CommonMistake(
+        "The exponent has the wrong sign: positions are multiplied by 10000^(2i / width). Divide by it.",
+        partial(positions, step=-2),
+    ),
+    CommonMistake(
         "The exponent is 2j / width, where j is the index of the column. It must be 2i / width, where i is "
         "the index of the pair: a sine and its cosine have the same frequency.",
         doubled_column_frequencies,
@@ -138,11 +147,14 @@ def layer_norm(
     root: bool = True,
     scale: bool = True,
     shift: bool = True,
+    shift_first: bool = False,
 ) -> Tensor:
     centered = x - x.mean(dim=dims, keepdim=True) if center else x
     variance = centered.square().mean(dims, keepdim=True) if correction == 0 else x.var(dims, keepdim=True)
     divisor = (variance.sqrt() + eps) if eps_outside else (variance + eps).sqrt() if root else variance + eps
     normed = centered / divisor
+    if shift_first:
+        return (normed + bias) * weight
     normed = normed * weight if scale else normed
     return normed + bias if shift else normed
 
@@ -191,6 +203,10 @@ LAYER_NORM = [
     CommonMistake(
         "The result is divided by the variance. Divide by its square root.", partial(layer_norm, root=False)
     ),
+    CommonMistake(
+        "The bias is added before the multiplication by weight. First scale, then shift.",
+        partial(layer_norm, shift_first=True),
+    ),
     CommonMistake("The weight is missing.", partial(layer_norm, scale=False)),
     CommonMistake("The bias is missing.", partial(layer_norm, shift=False)),
     CommonMistake("Weight and bias are missing.", partial(layer_norm, scale=False, shift=False)),
@@ -226,6 +242,10 @@ def add_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Ten
     return (scores if mask is None else scores + mask).softmax(dim=-1) @ v
 
 
+def scale_after_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    return attention(q, k, v, mask, divisor=lambda q, k: 1.0) / math.sqrt(q.shape[-1])
+
+
 def without_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     return (scores if mask is None else scores * mask) @ v
@@ -249,6 +269,11 @@ SCORES = [
         partial(attention, divisor=lambda q, k: 1 / math.sqrt(q.shape[-1])),
     ),
     CommonMistake(
+        "The weights are divided by sqrt(d) after the softmax, so they no longer sum to 1. Divide the scores "
+        "before it.",
+        scale_after_softmax,
+    ),
+    CommonMistake(
         "The softmax is over the queries. It must be over the keys, the last dimension: the weights of each "
         "query sum to 1.",
         partial(attention, dim=-2),
@@ -256,6 +281,10 @@ SCORES = [
     CommonMistake(
         "The softmax is over dimension 1, which is not the keys if there are heads. Use dim=-1.",
         partial(attention, dim=1),
+    ),
+    CommonMistake(
+        "The softmax is over dimension 0, the images of the batch. It must be over the keys: dim=-1.",
+        partial(attention, dim=0),
     ),
     CommonMistake("The softmax is missing.", without_softmax),
 ]
@@ -308,6 +337,10 @@ MLP = [
     CommonMistake(
         "The GELU is the approximation x sigmoid(1.702 x). Use the exact one, x Phi(x), with erf.",
         partial(mlp, activation=lambda x: x * torch.sigmoid(1.702 * x)),
+    ),
+    CommonMistake(
+        "erf gets x instead of x / sqrt(2). GELU(x) is x (1 + erf(x / sqrt(2))) / 2.",
+        partial(mlp, activation=lambda x: x * (1 + torch.erf(x)) / 2),
     ),
     CommonMistake("The activation is a ReLU. ViT uses GELU.", partial(mlp, activation=F.relu)),
     CommonMistake(

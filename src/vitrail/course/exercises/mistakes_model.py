@@ -27,6 +27,15 @@ def split_by_reshape(x: Tensor, heads: int) -> Tensor:
     return x.reshape(B, heads, T, D // heads)
 
 
+def split_interleaved(x: Tensor, heads: int) -> Tensor:
+    """Head i gets the channels i, i + k, i + 2k, ..."""
+    return x.unflatten(-1, (-1, heads)).permute(0, 3, 1, 2)
+
+
+def join_interleaved(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten(2)
+
+
 def join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)  # (B, T, D)
 
@@ -68,6 +77,10 @@ def scaled_by_width(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return mistakes.attention(q, k, v, divisor=lambda q, k: math.sqrt(q.shape[1] * q.shape[-1]))
 
 
+INTERLEAVED = (
+    "The heads are interleaved: channels are split as (d, k). Split them as (k, d), so that the first d "
+    "belong to the first head."
+)
 MULTI_HEAD_ATTENTION = [
     CommonMistake(
         "The scores are divided by sqrt(D). Divide by sqrt(d), where d = D / k is the width of one head.",
@@ -92,6 +105,8 @@ MULTI_HEAD_ATTENTION = [
         "Transpose T and k after splitting and before joining.",
         partial(multi_head_attention, split=split_by_reshape, join=join_by_reshape),
     ),
+    CommonMistake(INTERLEAVED, partial(multi_head_attention, split=split_interleaved)),
+    CommonMistake(INTERLEAVED, partial(multi_head_attention, split=split_interleaved, join=join_interleaved)),
     CommonMistake(
         "There is only one head. Split q, k and v into k heads before the attention.",
         lambda z, weights, heads: multi_head_attention(z, weights, 1),
@@ -266,13 +281,15 @@ def vit(
     norm: Callable[..., Tensor] = reference.layer_norm,
     pool: Callable[[Tensor], Tensor] = lambda z: z[:, 0],
     biased: bool = True,
+    matrix: Callable[[Tensor], Tensor] = lambda kernel: kernel.flatten(1).T,
+    output: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
-    embedded = reference.patches(images, config.patch) @ weights["tokens.proj.weight"].flatten(1).T
+    embedded = reference.patches(images, config.patch) @ matrix(weights["tokens.proj.weight"])
     z = tokens(embedded + weights["tokens.proj.bias"] if biased else embedded, weights)
     for index in blocks(config.depth):
         z = reference.block(z, inside(weights, f"blocks.{number(index)}"), config.heads)
     y = pool(norm(z, weights["norm.weight"], weights["norm.bias"]))
-    return F.linear(y, weights["head.weight"], weights["head.bias"])
+    return output(F.linear(y, weights["head.weight"], weights["head.bias"]))
 
 
 def norm_of_mean(images: Tensor, weights: Weights, config: Any, first: int) -> Tensor:
@@ -305,6 +322,15 @@ VIT = [
         partial(vit, tokens=positions_before_class),
     ),
     CommonMistake("The position embeddings are missing.", partial(vit, tokens=without_positions)),
+    CommonMistake(
+        "E is tokens.proj.weight reshaped to (C P P, D), which mixes its rows. Flatten it to (D, C P P), "
+        "then transpose.",
+        partial(vit, matrix=lambda kernel: kernel.reshape(-1, len(kernel))),
+    ),
+    CommonMistake(
+        "A softmax is applied to the logits. Return them as they are; the loss applies it.",
+        partial(vit, output=lambda logits: logits.softmax(dim=-1)),
+    ),
     CommonMistake("The bias of the patch projection is missing.", partial(vit, biased=False)),
     CommonMistake("The last norm is missing.", partial(vit, norm=lambda z, weight, bias: z)),
     CommonMistake(

@@ -229,7 +229,7 @@ def test_a_run_from_a_weight_file(weights, folder, tmp_path):
 
 def test_an_unknown_name_is_an_error():
     with pytest.raises(
-        ConfigError, match=r"unknown recipe 'simple_vit'\. Did you mean 'simple-vit'\? Choose from: small, "
+        ConfigError, match=r"unknown recipe 'simple_vit'\. Did you mean 'simple-vit'\? Choose from: auto, "
     ) as error:
         recipe("simple_vit", data_of(40))
     assert all(name in str(error.value) for name in recipes())

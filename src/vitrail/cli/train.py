@@ -42,7 +42,9 @@ def train(
     recipe: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The recipe with the default settings; see --recipes.", show_default="small"
+            metavar="NAME",
+            help="Where the default settings come from; auto chooses by data and device; see --recipes.",
+            show_default="auto",
         ),
     ] = None,
     recipes: Annotated[

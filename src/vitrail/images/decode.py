@@ -108,6 +108,14 @@ def decode_image(
     return opened
 
 
+def read_size(path: Path) -> tuple[int, int]:
+    """(H, W) of an image file, from its header."""
+    with open_regular(path, "an image") as file, suppress_warnings():
+        read_header(file, printable(path), _LIMITS)
+        width, height = open_header(file, printable(path)).size
+    return height, width
+
+
 def open_header(file: BinaryIO, name: str) -> ImageFile:
     """Open an image with Pillow, without decoding its pixels."""
     from PIL import Image

@@ -6,26 +6,33 @@ The docstring of each gives the accuracy we measured, or the published one and t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, suggest
 from vitrail.recipes.settings import Recipe
 
+if TYPE_CHECKING:
+    from vitrail.recipes.auto import RunContext
 
-def recipe(name: str, data: Dataset) -> Recipe:
-    """The recipe of this name for this data."""
+
+def recipe(name: str, data: Dataset, context: RunContext | None = None) -> Recipe:
+    """The recipe of this name for this data; `auto` also takes the device and the user's wishes."""
+    from vitrail.recipes.auto import auto
+
     functions = recipes()
     if name not in functions:
         raise ConfigError(f"unknown recipe {name!r}. {suggest(str(name), functions)}")
-    return functions[name](data)
+    return auto(data, context) if name == "auto" else functions[name](data)
 
 
 def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
     """All recipes by name."""
+    from vitrail.recipes import auto, published, small
     from vitrail.recipes import mnist as mnist_recipes
-    from vitrail.recipes import published, small
 
     return {
+        "auto": auto.auto,
         "small": small.small,
         "digits": small.digits,
         "mnist-notes": mnist_recipes.mnist_notes,

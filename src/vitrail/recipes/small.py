@@ -15,7 +15,7 @@ _SIZE = 128  # pixels, for image files
 
 
 def small(data: Dataset) -> Recipe:
-    """The default: a few hundred to tens of thousands of your own images, from scratch or from a weight file.
+    """A plain ViT for hundreds to tens of thousands of images; the fine-tuning settings of `auto`.
 
     Fixed position embedding and mean pooling, as in Simple ViT (Beyer et al. 2022): with little data, a
     learned position embedding hardly moves away from its small initial values.
@@ -25,8 +25,8 @@ def small(data: Dataset) -> Recipe:
     79.08 % (mean 80.2). One thread each of an AMD EPYC, torch 2.13; the estimated times were 12 and 2
     minutes:
 
-        vitrail train hymenoptera/ --seed 0
-        vitrail train hymenoptera/ --seed 0 --from flowers.safetensors
+        vitrail train hymenoptera/ --recipe small --seed 0
+        vitrail train hymenoptera/ --recipe small --seed 0 --from flowers.safetensors
 
     From a weight file, all weights are trained, each block at 3/4 of the next block's learning rate
     (`tune=llrd`), the head at 1e-4, for as many epochs as make 12,000 images, at least 10 and at most 40.
@@ -70,7 +70,7 @@ def small(data: Dataset) -> Recipe:
     epochs = min(40, max(10, round(_IMAGES_SEEN_FROM_FILE / len(data.train))))
     return Recipe(
         model,
-        _preprocess_for(data, model),
+        preprocess_for(data, model),
         train,
         train_from_file={"tune": "llrd", "lr": 1e-4, "epochs": epochs},
     )
@@ -107,16 +107,16 @@ def digits(data: Dataset) -> Recipe:
         ema=0.98,
         augment=Augment(rotate=10, zoom=1.1, translate=0.0875),
     )
-    return Recipe(model, _preprocess_for(data, model), train)
+    return Recipe(model, preprocess_for(data, model), train)
 
 
-def choose_patch(side: int) -> int:
+def choose_patch(side: int, fewest: int = 7) -> int:
     """The largest patch side that gives seven or more patches along a side."""
-    fitting = [patch for patch in range(1, side + 1) if side % patch == 0 and side // patch >= 7]
+    fitting = [patch for patch in range(1, side + 1) if side % patch == 0 and side // patch >= fewest]
     return max(fitting, default=1)
 
 
-def _preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
+def preprocess_for(data: Dataset, model: ViTConfig) -> Preprocess:
     """Files: resize the short side to 8/7 of the model's, then crop the center; arrays: as they are."""
     half = (0.5,) * model.channels
     H, W = model.pixels

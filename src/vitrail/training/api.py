@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.config import ViTConfig
+import torch
+
+from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError, InputError, printable
@@ -16,6 +18,7 @@ from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
+from vitrail.recipes.auto import RunContext
 from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
@@ -26,7 +29,7 @@ from vitrail.training.saved_run import SavedRun, describe_request, read_saved_ru
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
-_DEFAULT_RECIPE = "small"
+_DEFAULT_RECIPE = "auto"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
 _PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
 _DISTILL_FIELDS = ("distill", "distill_weight", "distill_temperature")
@@ -63,10 +66,10 @@ def train(
         data: a folder of images, a table, an array file, "digits", or an open Dataset; not needed with
             `resume`.
         out: the run directory; it must be new or empty, unless `resume` is set.
-        recipe: the name of the recipe that all other settings come from, "small" by default;
-            `vitrail train --recipes` lists them.
+        recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
+            them. "auto", the default, chooses by the data, the device and the number of epochs, and says why.
         from_: a weight file of any family to start from; its head is replaced if the classes differ. Some
-            recipes have other defaults then (`small`: tune="llrd", lr=1e-4, 10 to 40 epochs).
+            recipes have other defaults then (`auto` and `small`: tune="llrd", lr=1e-4, 10 to 40 epochs).
         teacher: a model to distill from: what `vitrail.load` takes, or a Bundle. It must have the classes of
             the data. The field `distill` selects hard (the default) or soft distillation.
         size: the image size, one side or (H, W), of the model and its preprocessing. The position embedding
@@ -175,8 +178,8 @@ def resolve_recipe(
     size: int | tuple[int, int] | None = None,
 ) -> tuple[Recipe, Bundle | None]:
     """The recipe of this name with the changes applied, and the weights to start from."""
-    recipe = recipe_for(name, data)
     fields, model, nested = _split_changes(changes)
+    recipe = recipe_for(name, data, _run_context(from_, fields, model, size))
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
@@ -198,6 +201,24 @@ def resolve_recipe(
             "model.channels from the settings."
         )
     return Recipe(config, preprocess, settings, notes=notes), start
+
+
+def _run_context(
+    from_: str | Path | None, fields: Mapping[str, Any], model: Mapping[str, Any], size: Any
+) -> RunContext:
+    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
+    size = size if size is not None else model.get("size")
+    if size is None and "@" in str(model.get("name", "")):
+        size = preset(model["name"]).size
+    epochs = fields.get("epochs")
+    valid = isinstance(size, int) or (isinstance(size, tuple) and len(size) == 2)
+    return RunContext(
+        gpu=torch.cuda.is_available(),
+        from_file=from_ is not None,
+        size=size if valid else None,
+        epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,
+        model=bool(model),
+    )
 
 
 def _split_changes(
@@ -265,21 +286,31 @@ def _named_fields(model: Mapping[str, Any]) -> dict[str, Any]:
         return fields
     named = preset(name)
     given = (*_PRESET_FIELDS, "size") if "@" in name else _PRESET_FIELDS
-    return {**{field: getattr(named, field) for field in given}, **fields}
+    return {**{field: getattr(named, field) for field in given}, "embedding": "linear", **fields}
 
 
 def _new_model(recipe: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Preprocess]:
     """The recipe's model with the changes applied, and preprocessing that fits it.
 
-    A name gives width, depth, heads and patch, and the size if it has "@"; the recipe gives the rest.
+    A name gives width, depth, heads and patch, linear embedding, and the size if it has "@"; the recipe gives
+    the rest. Its convolutional stem is dropped where a patch is not a multiple of its stride.
     """
     fields = _named_fields(model)
     if fields.get("position", recipe.model.position) != recipe.model.position:
         fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
+    if not _stem_fits(recipe.model.embedding, fields.get("patch", recipe.model.patch)):
+        fields.setdefault("embedding", "linear")
     config, preprocess = replace(recipe.model, **fields), recipe.preprocess
     if config.pixels != preprocess.target or config.channels != preprocess.channels:
         preprocess = fit_preprocess(preprocess, config)
     return config, preprocess
+
+
+def _stem_fits(embedding: str, patch: Any) -> bool:
+    """Whether patches of this size can be cut from the recipe's stem."""
+    sides = patch if isinstance(patch, tuple) else (patch,)
+    stride = STEM_STRIDES.get(embedding, 1)
+    return all(isinstance(side, int) and side % stride == 0 for side in sides)
 
 
 def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> tuple[Bundle, ViTConfig]:

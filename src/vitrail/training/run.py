@@ -66,8 +66,6 @@ def run_training(
     """
     ranks, out = init_process_group(), Path(out)
     log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
-    for note in (*dataset.notes, *recipe.notes):
-        log.on_message(note)
     compute = choose_device((reuse or {}).get("precision", recipe.train.precision), ranks.local_rank)
     _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
@@ -76,6 +74,8 @@ def run_training(
         return _finished_run(out)
     log.open()
     log.on_message(f"Computing on {compute.reason}.")
+    for note in (*dataset.notes, *recipe.notes):
+        log.on_message(note)
     for note in distiller.notes if distiller else []:
         log.on_message(f"The teacher: {note}")
     model = _initial_model(recipe, start, log)

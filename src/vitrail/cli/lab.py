@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import typer
 
 from vitrail.cli.outputs import check_empty_folder
 from vitrail.cli.streams import outlasting
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, printable, suggest
 
 
 def lab(
@@ -58,6 +59,17 @@ def lab(
 
 
 def notes(
+    note: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NOTE]",
+            help="Only the claims of this note, 000 to 004, in full.",
+            show_default="all notes, a line for each claim",
+        ),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print each claim with its measurement and the whole verdict.")
+    ] = False,
     run: Annotated[
         bool, typer.Option("--run", help="Run all labs first, which takes an hour on two cores.")
     ] = False,
@@ -75,8 +87,11 @@ def notes(
 
     The results are ours; with --run they are yours, and the output folder gets all numbers and figures.
     """
+    from vitrail.course.errata.erratum import NOTES
     from vitrail.course.labs import lab as labs
 
+    if note is not None and note not in NOTES:
+        raise InputError(f"There is no lecture note {printable(note)!r}. {suggest(note, NOTES)}")
     if (small or out is not None) and not run:
         option = "--small" if small else "--out"
         raise InputError(f"{option} is an option for --run; add --run, or remove {option}.")
@@ -90,10 +105,14 @@ def notes(
     folder = Path("notes") if out is None else out
     with outlasting(printable(folder / "results.json")) if run else nullcontext():
         results = _run_labs(folder, small) if run else labs.load_results()
+        if note is not None:
+            results = [result for result in results if note in _note_numbers(result)]
         if markdown:
             print(labs.markdown_table(results), end="")
-        else:
+        elif full or note is not None:
             _show_results(results)
+        else:
+            _show_overview(results)
         if run:
             print(f"Saved {printable(folder / 'results.json')}, and the numbers and the figure of every lab")
 
@@ -120,6 +139,31 @@ def _run_labs(out: Path, small: bool) -> list[dict[str, Any]]:
 
 
 # ---- the terminal ---------------------------------------------------------------------------
+
+
+_COLORS = {"holds": "green", "partly": "yellow", "does not hold": "red"}
+
+
+def _note_numbers(result: Mapping[str, Any]) -> list[str]:
+    """The notes that make a claim: "000", "003"."""
+    return sorted(set(re.findall(r"\b00[0-9]\b", result["note"])))
+
+
+def _show_overview(results: Sequence[dict[str, Any]]) -> None:
+    """The notes, and a line of at most 80 columns for each claim."""
+    from vitrail.course.errata.erratum import NOTES
+    from vitrail.course.labs.lab import find_lab
+
+    print("What five sets of lecture notes on Vision Transformers claim, tested:\n")
+    for number, title in NOTES.items():
+        print(f"  {number}  {title}")
+    print(f"\n{'verdict':14}{'lab':19}{'claim':32}notes")
+    for result in results:
+        verdict = typer.style(f"{result['verdict']:14}", fg=_COLORS.get(result["verdict"]))
+        notes = " ".join(_note_numbers(result))
+        typer.echo(f"{verdict}{result['name']:19}{find_lab(result['name']).TITLE:32}{notes}")
+    print("\nvitrail notes 002: the claims of a note in full; --full: all of them.")
+    print("vitrail lab NAME: run an experiment.")
 
 
 def _show_results(results: Sequence[dict[str, Any]]) -> None:

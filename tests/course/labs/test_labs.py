@@ -272,13 +272,26 @@ def test_notes_command():
             check_expected(result)
         assert result["environment"]["torch"]
         assert "/" not in json.dumps([result["environment"], result["data"]])
-    output = run_cli("notes")
+    output = run_cli("notes", "--full")
     for name in LABS:
         assert f"vitrail lab {name}" in output
     table = run_cli("notes", "--markdown").splitlines()
     assert table[0] == "| note | claim | command | number | verdict |"
     assert len(table) == 2 + len(LABS)
     assert {line.count(" | ") for line in table} == {4}
+
+
+def test_notes_overview_and_one_note():
+    output = run_cli("notes")
+    assert max(map(len, output.splitlines())) <= 80
+    for result in load_results():
+        assert f"\n{result['verdict']:14}{result['name']} " in output
+    assert "003  slides" in output
+    output = run_cli("notes", "004")
+    assert "vitrail lab convolution" in output
+    assert "vitrail lab speech" not in output
+    with pytest.raises(VitrailError, match="no lecture note '7'"):
+        CliRunner().invoke(app, ["notes", "7"], catch_exceptions=False)
 
 
 def test_notes_run(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "activation"
+TITLE = "GELU instead of ReLU"
 NOTE = '001 "Intermediate"'
 CLAIM = (
     "GELU is the cumulative distribution function of the standard normal; a tanh formula approximates it. "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "association"
+TITLE = "attention associates patches"
 NOTE = '004 "Self-Attention can associate patches", the first'
 CLAIM = (
     "With Q K^T = alpha U^-1 and a large alpha, self-attention sums the patches that equal U v_1; a "

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     ]  # (L, k): of each head, as a fraction of the distance of uniform attention
 
 NAME = "attention-distance"
+TITLE = "heads attend near and far"
 NOTE = '002 "How far does self-attention look?"'
 CLAIM = (
     "In the first layers some heads attend locally and some globally; attention distance grows with depth."

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "blocks"
+TITLE = "to scale, add more blocks"
 NOTE = '003 "How to scale?"'
 CLAIM = "A transformer is scaled by adding more blocks."
 ACCEPTS = "labeled images"

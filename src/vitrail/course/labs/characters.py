@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "characters"
+TITLE = "a masked decoder learns text"
 NOTE = '003 "Decoder" and "Masked Multi-Head attention"'
 CLAIM = (
     "A decoder is trained on plain text: at each position the target is the next character, and the mask "

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "convolution"
+TITLE = "attention learns a convolution"
 NOTE = '004 "Self-Attention can learn convolution"'
 CLAIM = (
     "If the target is a convolution, gradient descent on a self-attention layer finds its structure: patches "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "double-if"
+TITLE = "attention computes a double if"
 NOTE = '004 "Self-Attention can associate patches", the second'
 CLAIM = (
     "With Q K^T = alpha a b^T and a large alpha, self-attention counts the patches equal to b if v_1 equals "

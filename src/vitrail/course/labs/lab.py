@@ -3,6 +3,7 @@
 A lab is a module of this package with
 
     NAME        its name on the command line
+    TITLE       what it is about, in a few words
     NOTE        the lecture note and the slide that make the claim
     CLAIM       the claim, in our words
     ACCEPTS     what --data may be; empty if the lab needs no data
@@ -120,6 +121,7 @@ class LabModule(Protocol):
     """The interface of a lab's module."""
 
     NAME: str
+    TITLE: str
     NOTE: str
     CLAIM: str
     ACCEPTS: str

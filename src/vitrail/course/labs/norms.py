@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "norms"
+TITLE = "residuals and norms help"
 NOTE = (
     '000 "Breaking the equations down - 2", 001 "Residual Connection", '
     '003 "Residual pathways and layer normalization", 004 "Transformer Architecture"'

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "patching"
+TITLE = "a convolution makes the tokens"
 NOTE = '001 "Patch Embedding", 002 "Trick: combine patching and linear projection"'
 CLAIM = (
     "A convolution whose kernel size and stride are the patch size gives the same tokens as cutting the "

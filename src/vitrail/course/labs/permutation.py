@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "permutation"
+TITLE = "without positions, no order"
 NOTE = '000 "Breaking the equations down - 1" and 001 "Positional Embedding"'
 CLAIM = (
     "Position embeddings tell the model where each patch was. Without them, shuffling the patches only "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "pool"
+TITLE = "class token or mean pooling"
 NOTE = '001 "Pooler", 002 "What happens when removing the cls token"'
 CLAIM = (
     "The class token collects what the classifier needs (001); 002 asks what happens without it. The paper "

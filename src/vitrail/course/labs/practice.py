@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NAME = "practice"
+TITLE = "a weak ViT can reach 98 %"
 NOTE = '002 "Practice: Inspect a Basic ViT model"'
 CLAIM = (
     "A weak ViT (width 9, patch size 16) reaches 98 % accuracy on MNIST with smaller patches, more width, "

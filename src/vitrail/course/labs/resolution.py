@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vitrail.course.labs.custom_run import Weights
 
 NAME = "resolution"
+TITLE = "fine-tune at higher resolution"
 NOTE = '002 "Finetuning"'
 CLAIM = (
     "Fine-tuning is often done at a higher resolution: the patch size stays, the sequence gets longer, and "

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "scale"
+TITLE = "scores are divided by sqrt(d)"
 NOTE = '000 "Breaking the equations down - 2", 003 "Attention", 004 "Self Attention Layer"'
 CLAIM = (
     "Scores are divided by sqrt(d) before softmax (003); 000 divides by sqrt(D), 004 by nothing. The divisor "

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NAME = "speech"
+TITLE = "anything can become tokens"
 NOTE = '003 "Different input domains" and "Tokens"'
 CLAIM = (
     "Patch it, encode it and feed it to a transformer: pixels, patches, rows and columns of an image can be "

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "towers"
+TITLE = "one space for image and text"
 NOTE = '002 "Next week" (CLIP) and 003 "VATT"'
 CLAIM = (
     "Contrastive training maps images and texts into a common embedding space, where one retrieves the "

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "translation"
+TITLE = "few images: CNN, many: ViT"
 NOTE = '002 "Convolutional Neural Networks", "Notes", "Combining vision transformers and convolution?"'
 CLAIM = (
     "CNNs are equivariant to translation and local. That helps with small data sets, but a transformer "

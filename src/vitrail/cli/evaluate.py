@@ -34,6 +34,12 @@ def evaluate(
         str | None,
         typer.Option(help="The split to evaluate: train, val or test.", show_default="test, else val"),
     ] = None,
+    classes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Names for numbered classes: one per line, or a JSON list or object."
+        ),
+    ] = None,
     probe: Annotated[
         str, typer.Option(help="Probe the features: any of knn, linear and fewshot, separated by commas.")
     ] = "",
@@ -88,6 +94,7 @@ def evaluate(
 
     from rich.console import Console
 
+    from vitrail.data.class_names import rename_classes
     from vitrail.data.sources import open_dataset
     from vitrail.evaluation.run import evaluate as evaluate_model
     from vitrail.weights.load import load
@@ -98,6 +105,7 @@ def evaluate(
         check_extras()
     bundle = load(model, **options.load_arguments(family, keys, settings, size))
     dataset = open_dataset(data)
+    dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars() as bars:
         result = evaluate_model(
             bundle,

@@ -39,6 +39,14 @@ def train(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The run directory, new or empty.")] = Path("runs/new"),
+    classes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Names for numbered classes: one per line, or a JSON list or object; classes.json or "
+            "classes.txt in DATA is found without it.",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -127,7 +135,7 @@ def train(
         changes["model"] = {"name": model}
     for text in settings or []:
         _apply_setting(changes, text)
-    changes |= {"recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
+    changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
     changes["size"] = None if size is None else parse_sides(size)
 
     with outlasting(printable(out / "log.txt")):

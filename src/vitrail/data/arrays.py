@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_BYTES = 64 << 30
+_MAX_TEXT = 100_000_000
+CLASSES = "classes"  # the array of an npz with the names of its classes
 _IDX_SPLITS = {
     "train": "train",
     "t10k": "test",
@@ -66,13 +68,18 @@ def read_npz(file: Path) -> Dataset:
             f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
         )
     splits = {
-        split: _build_split(arrays[pixels], arrays[labels], f"{printable(file)}, {pixels}", split)
+        split: build_split(arrays[pixels], arrays[labels], f"{printable(file)}, {pixels}", split)
         for split, (pixels, labels) in pairs.items()
     }
     used = {name for pair in pairs.values() for name in pair}
-    other = [name for name in arrays if name not in used]
+    other = [name for name in arrays if name not in used and name != CLASSES]
     notes = [f"Arrays of {printable(file.name)} that are not read: {listed(other)}."] if other else []
-    return _numbered_classes(file.stem, splits, notes)
+    data = numbered_classes(file.stem, splits, notes)
+    if CLASSES not in arrays:
+        return data
+    from vitrail.data.class_names import rename_classes
+
+    return rename_classes(data, [str(name) for name in arrays[CLASSES].tolist()])
 
 
 def _load_arrays(file: Path) -> dict[str, NDArray[Any]]:
@@ -80,7 +87,7 @@ def _load_arrays(file: Path) -> dict[str, NDArray[Any]]:
     from vitrail.weights.files import open_weights
 
     try:
-        opened = open_weights(file)
+        opened = open_weights(file, skip=(CLASSES,))
     except FileError as error:
         reason = error.__cause__.args[0] if error.__cause__ and error.__cause__.args else error
         raise InputError(
@@ -96,11 +103,28 @@ def _load_arrays(file: Path) -> dict[str, NDArray[Any]]:
             )
     try:
         with np.load(file, allow_pickle=False) as arrays:
+            if CLASSES in arrays.files:
+                _check_text(arrays.zip, file)
             return {name: arrays[name] for name in arrays.files}
+    except InputError:
+        raise
     except (ValueError, OSError, zipfile.BadZipFile) as error:
         raise InputError(
             f"{printable(file)} is not a complete npz file ({printable(error)}); save it again."
         ) from error
+
+
+def _check_text(archive: zipfile.ZipFile, file: Path) -> None:
+    """Check that `classes` is a row of texts of a sensible length, before memory is allocated."""
+    with archive.open(f"{CLASSES}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read_header = np.lib.format.read_array_header_1_0
+        shape, _, dtype = (np.lib.format.read_array_header_2_0 if version[0] > 1 else read_header)(member)
+    if dtype.kind != "U" or len(shape) != 1 or math.prod(shape) * dtype.itemsize > _MAX_TEXT:
+        raise InputError(
+            f"The array classes of {printable(file)} must hold one name for each class, as text; it is "
+            f"{dtype} of shape {shape}. Save it as numpy.array(names), or leave it out."
+        )
 
 
 # ---- IDX ------------------------------------------------------------------------------------
@@ -129,10 +153,10 @@ def read_idx(folder: Path) -> Dataset:
             f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
         )
     splits = {
-        split: _build_split(_read_idx_file(pixels), _read_idx_file(labels), printable(pixels), split)
+        split: build_split(_read_idx_file(pixels), _read_idx_file(labels), printable(pixels), split)
         for split, (pixels, labels) in files.items()
     }
-    return _numbered_classes(folder.resolve().name, splits, [])
+    return numbered_classes(folder.resolve().name, splits, [])
 
 
 def _read_idx_file(file: Path) -> NDArray[np.uint8]:
@@ -168,7 +192,7 @@ def _read_up_to(file: Any, count: int) -> bytes:
 # ---- splits ---------------------------------------------------------------------------------
 
 
-def _build_split(images: NDArray[Any], labels: NDArray[Any], name: str, split: str) -> Split:
+def build_split(images: NDArray[Any], labels: NDArray[Any], name: str, split: str) -> Split:
     """A split of arrays, whose labels are class numbers or rows of 0 and 1."""
     pixels = _to_pixels(images, name)
     numbers = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
@@ -217,7 +241,7 @@ def _to_pixels(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
     return np.ascontiguousarray(images)
 
 
-def _numbered_classes(name: str, splits: dict[str, Split], notes: list[str]) -> Dataset:
+def numbered_classes(name: str, splits: dict[str, Split], notes: list[str]) -> Dataset:
     """A data set whose classes are named by their numbers."""
     labels = [split.labels for split in splits.values()]
     multilabel = labels[0].ndim == 2

@@ -8,6 +8,9 @@
 | a .npz with x_train, y_train or train_images, ... | arrays.py                                   |
 | a folder with IDX files (the format of MNIST)     | arrays.py                                   |
 | the word `digits`                                 | arrays.py: the digits of scikit-learn       |
+| a torch Dataset of (image, label)                 | torch_dataset.py                            |
+
+Numbered classes get the names of a classes.json or classes.txt in the folder (class_names.py).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,7 +89,7 @@ class Dataset:
         return split
 
 
-def open_dataset(path: str | Path, *, val_fraction: float = 0.2, seed: int = 0) -> Dataset:
+def open_dataset(path: Any, *, val_fraction: float = 0.2, seed: int = 0) -> Dataset:
     """Open a data set; if it has neither val nor test, hold out a part of train as val.
 
     Args:
@@ -100,10 +103,12 @@ def open_dataset(path: str | Path, *, val_fraction: float = 0.2, seed: int = 0) 
     return data if data.val or data.test else hold_out_validation(data, val_fraction, seed)
 
 
-def read_data(path: str | Path) -> Dataset:
-    """The data set at a path, before checks and without a hold-out split."""
-    from vitrail.data import arrays, folders, tables
+def read_data(path: Any) -> Dataset:
+    """The data set at a path, or of a torch Dataset, before checks and without a hold-out split."""
+    from vitrail.data import arrays, class_names, folders, tables, torch_dataset
 
+    if not isinstance(path, (str, Path)):
+        return torch_dataset.read_torch_dataset(path)
     file = Path(path)
     if str(path) == "digits" and not file.exists():
         data = arrays.read_digits()
@@ -121,7 +126,7 @@ def read_data(path: str | Path) -> Dataset:
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))
-    return data
+    return class_names.add_found_names(data, file) if file.exists() else data
 
 
 def check_dataset(data: Dataset, name: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitrail.config import STEM_STRIDES, ViTConfig
+from vitrail.data.class_names import ClassNames, rename_classes
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError, InputError, printable
@@ -28,6 +29,11 @@ from vitrail.training.run import Run, run_training
 from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset as TorchDataset
+
+    Data = str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]]
 
 _DEFAULT_RECIPE = "auto"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
@@ -48,9 +54,10 @@ class _Setup:
 
 
 def train(
-    data: str | Path | Dataset | None = None,
+    data: str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]] | None = None,
     *,
     out: str | Path,
+    classes: ClassNames | None = None,
     recipe: str | None = None,
     from_: str | Path | None = None,
     teacher: str | Path | Bundle | None = None,
@@ -63,9 +70,12 @@ def train(
     """Train a model on labelled images.
 
     Args:
-        data: a folder of images, a table, an array file, "digits", or an open Dataset; not needed with
+        data: a folder of images, a table, an array file, "digits", or an open Dataset; a torch Dataset of
+            (image, label), or {"train": ..., "val": ...} of them, is read into memory. Not needed with
             `resume`.
         out: the run directory; it must be new or empty, unless `resume` is set.
+        classes: names for numbered classes: a list, a mapping from class to name, or a file with one name
+            per line or such JSON.
         recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
             them. "auto", the default, chooses by the data, the device and the number of epochs, and says why.
         from_: a weight file of any family to start from; its head is replaced if the classes differ. Some
@@ -85,9 +95,9 @@ def train(
     """
     saved = read_saved_run(Path(out)) if resume else None
     if saved is not None:
-        setup = _saved_setup(saved, data, recipe, from_, teacher, size, changes)
+        setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes)
     elif data is not None:
-        setup = _new_setup(data, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes)
+        setup = _new_setup(data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes)
     else:
         raise InputError(_no_data(Path(out), resume))
     run = run_training(
@@ -109,7 +119,8 @@ def train(
 
 
 def _new_setup(
-    data: str | Path | Dataset,
+    data: Data,
+    classes: ClassNames | None,
     recipe: str,
     from_: str | Path | None,
     teacher: str | Path | Bundle | None,
@@ -118,16 +129,18 @@ def _new_setup(
 ) -> _Setup:
     """The settings of a recipe with the changes applied, and the data."""
     seed = as_integer("seed", changes.get("seed", 0), 0, MAX_SEED)
-    dataset = _open_data(data, seed)
+    dataset = _open_data(data, seed, classes)
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
     resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
+    request["classes"] = None if classes is None else dataset.classes
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, {})
 
 
 def _saved_setup(
     saved: SavedRun,
-    data: str | Path | Dataset | None,
+    data: Data | None,
+    classes: ClassNames | None,
     recipe: str | None,
     from_: str | Path | None,
     teacher: str | Path | Bundle | None,
@@ -138,7 +151,9 @@ def _saved_setup(
     saved.check_name("recipe", recipe)
     fields, model, nested = _split_changes(changes)
     resolved = saved.with_changes(fields, _named_fields(_with_size(model, size)), nested)
-    dataset = _open_data(saved.locate("data") if data is None else data, resolved.train.seed)
+    dataset = _open_data(saved.locate("data") if data is None else data, resolved.train.seed, classes)
+    if classes is None and saved.request.get("classes"):
+        dataset = replace(dataset, classes=list(saved.request["classes"]))
     start = None
     if from_ is not None or (saved.request["from"] and not saved.has_checkpoint):
         asked = saved.request
@@ -151,8 +166,9 @@ def _saved_setup(
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
 
 
-def _open_data(data: str | Path | Dataset, seed: int) -> Dataset:
+def _open_data(data: Data, seed: int, classes: ClassNames | None) -> Dataset:
     dataset = data if isinstance(data, Dataset) else open_dataset(data, seed=seed)
+    dataset = dataset if classes is None else rename_classes(dataset, classes)
     check_empty_classes(dataset)
     return dataset
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import ViTConfig
-from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import as_tuples, short_repr
 from vitrail.images.preprocess import Preprocess
@@ -42,7 +41,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def describe_request(
-    data: str | Path | Dataset,
+    data: object,
     recipe: str,
     from_: str | Path | None,
     teacher: str | Path | Bundle | None,

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
@@ -155,14 +155,18 @@ def open_zip(handle: IO[bytes]) -> zipfile.ZipFile:
     return archive
 
 
-def read_npz(archive: zipfile.ZipFile) -> tuple[dict[str, Entry], dict[str, Span]]:
-    """The arrays of an npz, from their headers."""
+def read_npz(
+    archive: zipfile.ZipFile, skip: Collection[str] = ()
+) -> tuple[dict[str, Entry], dict[str, Span]]:
+    """The arrays of an npz, from their headers, but for those to skip."""
     entries, spans = {}, {}
     for name, member in ((member.filename.removesuffix(".npy"), member) for member in archive.infolist()):
         if member.file_size > 1000 * member.compress_size + CHUNK:  # deflate itself reaches at most 1032
             raise MalformedFile(
                 f"{printable(name)} unpacks to 1,000 times its size", "Save it with numpy.savez."
             )
+        if name in skip:
+            continue
         with archive.open(member) as stream:
             entries[name], spans[name] = _read_npy_header(name, stream, member)
     return entries, spans

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
@@ -41,7 +41,13 @@ class WeightFile:
         others: the usual keys under which it also holds tensors, such as "model_ema".
     """
 
-    def __init__(self, path: Path, handle: IO[bytes], checkpoint_key: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        handle: IO[bytes],
+        checkpoint_key: str | None = None,
+        skip: Collection[str] = (),
+    ) -> None:
         self.path, self.handle = path, handle
         self.kind: Literal["safetensors", "npz", "pickle"] = "safetensors"
         self.metadata, self.wrapper, self.others = dict[str, str](), "", list[str]()
@@ -54,7 +60,7 @@ class WeightFile:
         if self.archive is None:
             self.entries, self.spans, self.metadata = read_safetensors(handle)
         elif self.kind == "npz":
-            self.entries, self.spans = arrays.read_npz(self.archive)
+            self.entries, self.spans = arrays.read_npz(self.archive, skip)
         else:
             contents = read_pickle(handle, self.archive, checkpoint_key)
             self.entries, self.spans, self.wrapper, self.others = contents
@@ -119,16 +125,19 @@ class WeightFile:
         self.close()
 
 
-def open_weights(path: StrPath, checkpoint_key: str | None = None) -> WeightFile:
+def open_weights(
+    path: StrPath, checkpoint_key: str | None = None, *, skip: Collection[str] = ()
+) -> WeightFile:
     """Open a weight file and read its headers. Use it in a `with`, or close it.
 
     Args:
         checkpoint_key: the key of a torch.save file that holds the tensors, if not a usual one.
+        skip: arrays of an npz to leave out, such as text beside the numbers.
     """
     with _reading(path):
         handle = open_regular(Path(path), "a weight file")
         try:
-            return WeightFile(Path(path), handle, checkpoint_key)
+            return WeightFile(Path(path), handle, checkpoint_key, skip)
         except BaseException:
             handle.close()
             raise

@@ -21,7 +21,7 @@ from vitrail.errors import ConfigError, suggest
 _MAX_NUMBER = 10**12  # for any single number
 
 # The names of our fields in other libraries, for error messages.
-_FOREIGN_NAMES = {
+FOREIGN_NAMES = {
     "num_classes": "classes",
     "num_labels": "classes",
     **dict.fromkeys(("img_size", "image_size", "input_size"), "size"),
@@ -49,6 +49,20 @@ _FOREIGN_NAMES = {
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val", "clip_grad"), "clip"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps", "warmup_epochs"), "warmup"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers"), "workers"),
+    **dict.fromkeys(("min_lr", "lr_min", "end_lr"), "last_lr"),
+    **dict.fromkeys(("sched", "scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule"),
+    **dict.fromkeys(("opt", "optim"), "optimizer"),
+    **dict.fromkeys(("ema_decay", "model_ema", "model_ema_decay"), "ema"),
+    **dict.fromkeys(("amp", "amp_dtype", "mixed_precision", "fp16", "bf16"), "precision"),
+    **dict.fromkeys(("torchcompile", "torch_compile"), "compile"),
+    **dict.fromkeys(("lora_r", "rank"), "lora_rank"),
+    **dict.fromkeys(("save_total_limit", "checkpoint_hist"), "keep"),
+    **dict.fromkeys(("hflip", "horizontal_flip"), "flip"),
+    **dict.fromkeys(("color_jitter",), "brightness"),
+    **dict.fromkeys(("reprob", "random_erasing", "random_erase"), "erase"),
+    **dict.fromkeys(("aa", "auto_augment", "randaugment"), "policy"),
+    "mixup_alpha": "mixup",
+    "cutmix_alpha": "cutmix",
 }
 
 T = TypeVar("T")
@@ -86,7 +100,7 @@ class Config:
 
 def unknown_field(owner: str, name: str, names: list[str]) -> str:
     """The message for a keyword that is not a field of `owner`."""
-    ours = _FOREIGN_NAMES.get(name)
+    ours = FOREIGN_NAMES.get(name)
     if ours in names:
         return f"{owner} has no field {name!r}; here it is called {ours!r}."
     return f"{owner} has no field {name!r}. {suggest(name, names)}"
@@ -112,14 +126,19 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-def declare(doc: str, check: Check, default: Any) -> Any:
-    """A dataclass field with documentation and a check of its own."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "check": check})
+def declare(doc: str, check: Check, default: Any, must: str = "") -> Any:
+    """A dataclass field with documentation and a check of its own.
+
+    Args:
+        must: what the check demands, in words, for the documentation.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "check": check, "must": must})
 
 
 def integer(doc: str, *, least: int = 1, most: int = _MAX_NUMBER, default: Any = dataclasses.MISSING) -> Any:
     """An integer (NumPy's too, but not True and not 3.0) from `least` to `most`."""
-    return declare(doc, lambda name, value, hint: as_integer(name, value, least, most), default)
+    must = f"an integer from {least} to {most:,}" if most < _MAX_NUMBER else f"an integer, at least {least}"
+    return declare(doc, lambda name, value, hint: as_integer(name, value, least, most), default, must)
 
 
 def side_lengths(doc: str, default: Any = dataclasses.MISSING) -> Any:
@@ -158,12 +177,12 @@ def number(doc: str, must: str, holds: Callable[[float], bool], default: Any) ->
             raise ConfigError(f"{name} must be {must}, not {short_repr(value)}.{_none_hint(name, hint)}")
         return float(value)
 
-    return declare(doc, check, default)
+    return declare(doc, check, default, must)
 
 
 def _none_hint(name: str, hint: Any) -> str:
     """How to disable an optional number, which 0 does not do."""
-    return f" Use {name}=None to switch it off." if type(None) in get_args(hint) else ""
+    return f" Use {name}=None (--set {name}=none) to switch it off." if type(None) in get_args(hint) else ""
 
 
 def choice(doc: str, *, default: str, aliases: Mapping[str, str] = {}, or_number: bool = False) -> Any:
@@ -201,7 +220,7 @@ def boolean(doc: str, *, default: bool) -> Any:
             raise ConfigError(f"{name} must be True or False, not {short_repr(value)}.")
         return value
 
-    return declare(doc, check, default)
+    return declare(doc, check, default, "`true`, `false`")
 
 
 def as_integer(name: str, value: Any, least: int, most: int = _MAX_NUMBER) -> int:

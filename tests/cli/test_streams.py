@@ -66,7 +66,7 @@ def test_training_continues_when_the_reader_is_gone(tmp_path, both):
         assert "out/log.txt" in done.stderr
         assert done.stderr.count("\n") == 1
     assert {"last.safetensors", "best.safetensors", "report.html"} <= set(os.listdir(tmp_path / "out"))
-    assert "epoch    2" in (tmp_path / "out" / "log.txt").read_text()
+    assert "epoch   2" in (tmp_path / "out" / "log.txt").read_text()
 
 
 def test_training_continues_when_its_output_cannot_be_written(tmp_path):

@@ -20,6 +20,7 @@ from vitrail.training import checkpoint, epoch
 from vitrail.training.api import train as train_and_report
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.checkpoint import CheckpointManager
+from vitrail.training.clock import TIME_COLUMNS
 from vitrail.training.run import TrainingSession
 from vitrail.training.trainer import Interrupted, Trainer
 
@@ -93,9 +94,23 @@ def write_folder(folder, each=22):
 def fingerprints(out):
     """Hashes of what must be bit-equal: metrics, weights, and everything in the last checkpoint."""
     last = checkpoint.list_checkpoints(out / "checkpoints")[0]
-    files = [out / name for name in ("metrics.jsonl", "last.safetensors", "best.safetensors")]
-    files += [file for file in sorted(last.iterdir()) if file.name != "manifest.json"]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    state = json.loads((last / "state.json").read_text())
+    state["history"] = [without_time(row) for row in state["history"]]
+    del state["seconds"]
+    files = [out / name for name in ("last.safetensors", "best.safetensors")]
+    files += [file for file in sorted(last.iterdir()) if file.suffix != ".json"]
+    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {"metrics.jsonl": json.dumps(results(out)), "state.json": json.dumps(state), **hashes}
+
+
+def without_time(row):
+    """A row of metrics without the columns that depend on the clock."""
+    return {name: value for name, value in row.items() if name not in TIME_COLUMNS}
+
+
+def results(out):
+    """The rows of metrics.jsonl as far as they are a function of the settings."""
+    return [without_time(row) for row in rows(out)]
 
 
 def rows(out):

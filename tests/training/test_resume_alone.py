@@ -93,7 +93,7 @@ def test_settings_may_be_given_again_alone(data, complete, tmp_path):
         (dict(augment=dict(flip=0.4)), r"train\.augment is "),
         (dict(model="mu/4"), r"model\.width is 32, but 16 in the run"),
         (dict(size=16), r"model\.size is \(16, 16\), but \(8, 8\) in the run"),
-        (dict(recipe="digits"), r"recipe is 'digits', but 'small' in the run"),
+        (dict(recipe="digits"), r"recipe is 'digits', but 'auto' in the run"),
         (dict(learning_rate=1.0), "here it is called 'lr'"),
     ],
 )

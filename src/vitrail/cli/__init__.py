@@ -28,7 +28,7 @@ from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.predict import predict
 from vitrail.cli.serve import serve
 from vitrail.cli.streams import discard_output, open_streams, print_error
-from vitrail.cli.train import train
+from vitrail.cli.train import check_options, train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
 from vitrail.errors import InputError, VitrailError, printable
@@ -92,7 +92,9 @@ def main() -> None:
 
 
 def _check_arguments(arguments: list[str]) -> None:
-    """Refuse empty arguments: as a path, "" would mean the current folder."""
+    """Refuse empty arguments: as a path, "" would mean the current folder. Name options that are settings."""
+    if arguments[:1] == ["train"]:
+        check_options(arguments[1:])
     for number, argument in enumerate(arguments, start=1):
         if not argument:
             before = f" (after {printable(arguments[number - 2])})" if number > 1 else ""

@@ -1,9 +1,12 @@
-"""Training on the console: messages, the plan, a progress bar and one line per epoch."""
+"""Training on the console: messages, the plan, one line per epoch, and the progress.
+
+Progress is a bar at a terminal, and a line every half minute in a file, a pipe or a notebook cell.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vitrail.cli.progress import ProgressBars
@@ -12,6 +15,7 @@ from vitrail.errors import printable
 if TYPE_CHECKING:
     from vitrail.training.callbacks import Progress
 
+_LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
 
 
@@ -25,7 +29,8 @@ class ConsoleCallback:
     def __init__(self, *, brief: bool = False) -> None:
         self.brief = brief
         self.seconds = 0.0  # from the plan to the end of the last epoch
-        self._bars = ProgressBars()
+        self._bars = ProgressBars(time_left=False)  # the run's own estimate counts evaluations, too
+        self._due: Callable[[], bool] | None = None  # when the next line of progress is
         self._start = 0.0
 
     def __enter__(self) -> ConsoleCallback:
@@ -40,15 +45,20 @@ class ConsoleCallback:
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         print_rows({name: plan[name] for name in _BRIEF_PLAN} if self.brief else plan)
-        self._start = time.monotonic()
+        from vitrail.training.clock import Interval
+
+        self._start, self._due = time.monotonic(), Interval(_LINE_SECONDS)
 
     def on_progress(self, progress: Progress) -> None:
-        detail = (
-            f"loss {progress.loss:.3f}, accuracy {progress.accuracy:.1%}, "
-            f"{progress.images_per_second:,.0f} images/s"
-        )
-        title = f"epoch {progress.epoch + 1}"
-        self._bars("training", progress.step, progress.steps, detail, title)
+        from vitrail.training.callbacks import format_rate, progress_line
+        from vitrail.training.clock import format_seconds
+
+        if self._bars.enabled:
+            left = f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left else ""
+            detail = f"loss {progress.loss:.3f}, {progress.accuracy:.1%}, {format_rate(progress)}{left}"
+            self._bars("training", progress.step, progress.steps, detail, f"epoch {progress.epoch + 1}")
+        elif not self.brief and self._due is not None and self._due():
+            print(progress_line(progress), flush=True)
 
     def on_epoch(self, metrics: Mapping[str, Any]) -> None:
         from vitrail.training.callbacks import epoch_line

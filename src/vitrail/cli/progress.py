@@ -14,9 +14,10 @@ class ProgressBars:
 
     Args:
         enabled: set to False if the command prints its rows to the same terminal.
+        time_left: set to False if the details have it.
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, time_left: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -27,7 +28,7 @@ class ProgressBars:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[detail]}"),
-            TimeRemainingColumn(),
+            *[TimeRemainingColumn()] * time_left,
             console=console,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),  # print() then appears above the bars

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ def train(
         typer.Argument(
             help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits"; '
             "not needed with --resume.",
+            metavar="[DATA]",
             show_default=False,
         ),
     ] = None,
@@ -167,10 +169,25 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
                 print(f"Saved {printable(run.out / name)}")
 
 
+def check_options(arguments: list[str]) -> None:
+    """For an unknown option that is a setting, or the name of one in another library, say how it is given."""
+    known = {*inspect.signature(train).parameters, "from", "set", "help"}
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if not argument.startswith("--") or name in known:
+            continue
+        from vitrail.fields import FOREIGN_NAMES
+        from vitrail.recipes.settings import TrainConfig
+
+        ours = FOREIGN_NAMES.get(name, name)
+        if ours in TrainConfig.__dataclass_fields__:
+            use = f"--{ours}" if ours in known else f"--set {ours}=VALUE"
+            raise InputError(f"there is no option {printable(argument.partition('=')[0])}; use {use}.")
+
+
 def _apply_setting(changes: dict[str, Any], text: str) -> None:
     """Add NAME=VALUE: a training setting, or model.FIELD, augment.FIELD or mixing.FIELD."""
-    from vitrail.fields import unknown_field
-    from vitrail.recipes.settings import TrainConfig
+    from vitrail.recipes.settings import TrainConfig, unknown_setting
 
     path, equals, value = text.partition("=")
     part, dot, name = path.rpartition(".")
@@ -179,7 +196,7 @@ def _apply_setting(changes: dict[str, Any], text: str) -> None:
             f"--set takes NAME=VALUE, such as model.depth=4, augment.flip=0.5 or ema=0.99, not {text!r}."
         )
     if not dot and name not in TrainConfig.__dataclass_fields__:
-        raise InputError(unknown_field("TrainConfig", name, list(TrainConfig.__dataclass_fields__)))
+        raise InputError(unknown_setting(name))
     fields = changes.setdefault(part, {}) if dot else changes
     fields[name] = (
         tuple(map(parse_value, value.split(","))) if name == "betas" else _parse_field(part, name, value)

@@ -11,6 +11,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.errors import ConfigError
 from vitrail.fields import (
+    FOREIGN_NAMES,
     Config,
     as_tuples,
     boolean,
@@ -22,6 +23,7 @@ from vitrail.fields import (
     number,
     probability,
     short_repr,
+    unknown_field,
 )
 from vitrail.images.preprocess import Preprocess
 
@@ -59,7 +61,7 @@ def _betas(doc: str) -> Any:
             )
         return tuple(float(beta) for beta in value)
 
-    return declare(doc, check, (0.9, 0.999))
+    return declare(doc, check, (0.9, 0.999), "two numbers, each at least 0 and below 1")
 
 
 @documented
@@ -182,6 +184,20 @@ class TrainConfig(Config):
                 f"batch must be a multiple of accumulate; got batch={self.batch} and "
                 f"accumulate={self.accumulate}. Change one of them."
             )
+
+
+def unknown_setting(name: str) -> str:
+    """The message for a name that is not a setting: what it is called here, or where it belongs."""
+    own = list(TrainConfig.__dataclass_fields__)
+    ours = FOREIGN_NAMES.get(name, name)
+    parts: dict[str, type[Any]] = {"model": ViTConfig, "augment": Augment, "mixing": Mixing}
+    for part, config in parts.items():
+        if ours not in own and ours in config.__dataclass_fields__:
+            return (
+                f"TrainConfig has no field {name!r}; it is a setting of {part}: --set {part}.{ours}=VALUE "
+                f"(in Python {part}=dict({ours}=...))."
+            )
+    return unknown_field("TrainConfig", name, own)
 
 
 @dataclass(frozen=True)

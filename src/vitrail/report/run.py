@@ -113,6 +113,8 @@ def _facts(
     yield "training set", f"{len(dataset.train):,} images in {len(dataset.classes):,} classes"
     yield "validation set" if dataset.val else "test set", f"{len(dataset.eval_split):,} images"
     yield "steps", f"{rows[-1]['step']:,} in {rows[-1]['epoch']:,} epochs, batch size {train['batch']:,}"
+    if seconds := sum(row.get("seconds", 0.0) for row in rows):
+        yield "time", f"{seconds:,.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"
     yield "optimizer", f"{train['optimizer']}, maximum learning rate {train['lr']:g}"
     yield "initial weights", "from a file" if config["start"].get("from_file") else "random"
     yield "seed", train["seed"]

@@ -14,13 +14,13 @@ from vitrail.data.class_names import ClassNames, rename_classes
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError, InputError, printable
-from vitrail.fields import as_integer, short_repr, unknown_field
+from vitrail.fields import as_integer, short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
 from vitrail.recipes.auto import RunContext
-from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
+from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig, unknown_setting
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.precision import choose_device
@@ -250,10 +250,9 @@ def _split_changes(
             raise ConfigError(
                 f"{part} must be a mapping of its fields, such as dict(...), not {short_repr(values)}."
             )
-    known = list(TrainConfig.__dataclass_fields__)
     for name in fields:
-        if name not in known:
-            raise ConfigError(unknown_field("TrainConfig", name, known))
+        if name not in TrainConfig.__dataclass_fields__:
+            raise ConfigError(unknown_setting(name))
     return fields, dict(model), nested
 
 

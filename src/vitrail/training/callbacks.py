@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vitrail.training.clock import format_seconds
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -22,6 +24,9 @@ class Progress:
     """The training accuracy of the epoch so far."""
     lr: float
     images_per_second: float
+    """While it trains, by the last steps."""
+    seconds_left: float | None = None
+    """The time that the rest of the run will take, by what has been measured so far."""
 
 
 class Callback(Protocol):
@@ -58,7 +63,24 @@ class NullCallback:
 
 def epoch_line(metrics: Mapping[str, Any]) -> str:
     """Format an epoch's metrics as one line of text."""
-    line = f"epoch {metrics['epoch']:>4}   loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2%}"
+    line = f"epoch {metrics['epoch']:>3}  loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2%}"
     if "val_accuracy" in metrics:
-        line += f"   held out: loss {metrics['val_loss']:.3f}, accuracy {metrics['val_accuracy']:.2%}"
-    return line
+        line += f"  held out {metrics['val_loss']:.3f}, {metrics['val_accuracy']:.2%}"
+    if "seconds" in metrics:
+        line += f"  {format_seconds(metrics['seconds'])}"
+    return line + (f", {format_seconds(left)} left" if (left := metrics.get("seconds_left")) else "")
+
+
+def progress_line(progress: Progress) -> str:
+    """Format progress as one line of text."""
+    line = (
+        f"step {progress.step:,} of {progress.steps:,}, epoch {progress.epoch + 1}: "
+        f"loss {progress.loss:.3f}, accuracy {progress.accuracy:.1%}, {format_rate(progress)}"
+    )
+    return line + (f", {format_seconds(progress.seconds_left)} left" if progress.seconds_left else "")
+
+
+def format_rate(progress: Progress) -> str:
+    """1,250 images/s, or 2.5 where it is slow."""
+    rate = progress.images_per_second
+    return f"{rate:,.0f} images/s" if rate >= 10 else f"{rate:.1f} images/s"

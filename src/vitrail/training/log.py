@@ -1,4 +1,4 @@
-"""log.txt of a run: messages, plan and epochs, one line each with a UTC timestamp."""
+"""log.txt of a run: messages, plan, epochs and, every few minutes, the progress; each with its UTC time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import FileError, printable
-from vitrail.training.callbacks import Callback, Progress, epoch_line
+from vitrail.training.callbacks import Callback, Progress, epoch_line, progress_line
+from vitrail.training.clock import Interval
 
 _MAX_LINE = 1000  # characters
+_PROGRESS_SECONDS = 300  # between lines about the progress within an epoch
 
 
 class LogFile:
@@ -28,6 +30,7 @@ class LogFile:
     def __init__(self, inner: Callback, path: Path, enabled: bool = True) -> None:
         self.inner, self.path, self.enabled = inner, path, enabled
         self._buffer: list[str] | None = []
+        self._due = Interval(_PROGRESS_SECONDS)
 
     def open(self) -> None:
         """Write the buffered lines; from now on, each line is written at once. The folder must exist."""
@@ -45,6 +48,8 @@ class LogFile:
 
     def on_progress(self, progress: Progress) -> None:
         self.inner.on_progress(progress)
+        if self._due():
+            self._write(progress_line(progress))
 
     def on_epoch(self, metrics: Mapping[str, Any]) -> None:
         self.inner.on_epoch(metrics)

@@ -12,6 +12,7 @@ from vitrail.errors import VitrailError, printable
 from vitrail.training.parallel import ProcessGroup
 
 LOG_EVERY = 10  # steps between reads of what is on the device
+LOG_SECONDS = 10  # a slow step is reported when this much time has passed since the last report
 _MAX_SKIPPED = 3  # steps in a row
 
 

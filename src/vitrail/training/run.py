@@ -150,6 +150,7 @@ class TrainingSession:
         t = self.trainer
         try:
             self.log.on_plan(training_plan(t))
+            t.clock.start(t.step)
             with self.stop.handle(t.ranks.count):  # also while it saves
                 try:
                     if self.pending:  # stopped during evaluation
@@ -168,7 +169,7 @@ class TrainingSession:
     # ---- epochs -----------------------------------------------------------------------------
 
     def end_epoch(self, metrics: dict[str, Any]) -> None:
-        self.history.append(metrics)
+        self.history.append({**metrics, "images_per_second": self.trainer.clock.end_training()})
         self.pending = True
         self.evaluate()
 
@@ -178,6 +179,9 @@ class TrainingSession:
         last = row["epoch"] == s.epochs
         if row["epoch"] % s.evaluate_every == 0 or last:
             row |= self.val_metrics()
+            t.clock.evaluated()
+        row["time"], row["seconds"] = t.clock.end_epoch()
+        row["seconds_left"] = round(t.seconds_left or 0.0, 1)
         if t.ranks.is_main:
             lines = "".join(json.dumps(one) + "\n" for one in self.history)
             write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
@@ -225,7 +229,7 @@ class TrainingSession:
 
     def checkpoint(self) -> Checkpoint:
         state = self.trainer.state()
-        own = {"history": self.history, "pending": self.pending}
+        own = {"history": self.history, "pending": self.pending, "seconds": self.trainer.clock.epoch_seconds}
         return Checkpoint(state.step, state.tensors, {**own, **state.state})
 
     def resume(self) -> None:
@@ -236,6 +240,7 @@ class TrainingSession:
             return
         self.trainer.restore(checkpoint)
         self.history, self.pending = list(checkpoint.state["history"]), bool(checkpoint.state["pending"])
+        self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
         self.reported = set(self.trainer.corrupt.reasons)
         scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]
         self.best = max(scores, default=-1.0)

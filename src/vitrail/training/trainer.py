@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,9 @@ from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer
+from vitrail.training.clock import Clock, Interval
 from vitrail.training.lora import add_lora
-from vitrail.training.metrics import LOG_EVERY, EpochMetrics
+from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import build_targets, class_weights, distillation_loss, per_image_loss
 from vitrail.training.optim import build_optimizer, lr_at, set_lr, update_ema
 from vitrail.training.parallel import ProcessGroup, global_batch_size, wrap_model
@@ -90,6 +90,7 @@ class Trainer:
         self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.steps_per_epoch * s.epochs
         self.metrics = EpochMetrics(device, self.ranks)
+        self.clock = Clock(self.batch, len(self.data.eval_split))
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
 
     @property
@@ -122,14 +123,16 @@ class Trainer:
             corrupt=self.corrupt,
             device=self.compute.device,
         )
-        start, first = time.perf_counter(), self.step
+        self.clock.start(self.step)
+        slow = Interval(LOG_SECONDS)
         try:
             batches = reader.batches(self.micro_batch_indices())
             while self.step < self.steps:
                 self.take_step(batches)
                 ended = self.step % self.steps_per_epoch == 0
-                if ended or self.step % LOG_EVERY == 0:
-                    on_progress(self._progress(time.perf_counter() - start, self.step - first))
+                if ended or self.step % LOG_EVERY == 0 or (self.ranks.count == 1 and slow()):
+                    self.clock.trained(self.step)
+                    on_progress(self._progress())
                 if ended:
                     on_epoch(self._end_epoch())
                 signal = stop()
@@ -218,7 +221,15 @@ class Trainer:
 
     # ---- metrics ----------------------------------------------------------------------------
 
-    def _progress(self, seconds: float, steps: int) -> Progress:
+    @property
+    def seconds_left(self) -> float | None:
+        """The time of the remaining steps and evaluations; None before the first step."""
+        s, epoch = self.settings, self.step // self.steps_per_epoch
+        evaluations = s.epochs // s.evaluate_every - epoch // s.evaluate_every
+        evaluations += s.epochs % s.evaluate_every > 0 and epoch < s.epochs
+        return self.clock.seconds_left(self.steps - self.step, evaluations)
+
+    def _progress(self) -> Progress:
         """Read the metrics from the device; raise Diverged if training has diverged."""
         loss, accuracy, _, _ = self.metrics.totals()
         self.metrics.check_divergence(self.data.train.names)
@@ -229,7 +240,8 @@ class Trainer:
             loss=loss,
             accuracy=accuracy,
             lr=lr_at(self.step - 1, self.steps, self.settings),
-            images_per_second=steps * self.batch / max(seconds, 1e-9),
+            images_per_second=self.clock.images_per_second,
+            seconds_left=self.seconds_left,
         )
 
     def _end_epoch(self) -> dict[str, Any]:

@@ -123,7 +123,9 @@ def test_an_npz_has_an_array_of_names(tmp_path):
 @pytest.mark.parametrize("classes", [np.arange(3), np.array([["a", "b"]]), np.array(["a", "b"])])
 def test_a_wrong_array_of_names(tmp_path, classes):
     np.savez(tmp_path / "x.npz", **arrays(classes=classes))
-    with pytest.raises(vt.InputError, match=r"^The array .* one name for each class|2 names, but the data has 3"):
+    with pytest.raises(
+        vt.InputError, match=r"^The array .* one name for each class|2 names, but the data has 3"
+    ):
         open_dataset(tmp_path / "x.npz")
 
 

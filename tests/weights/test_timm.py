@@ -325,7 +325,9 @@ def test_twenty_five_rows_on_four_by_six(tmp_path):
     path = saved(theirs, tmp_path / "in.safetensors")
     bundle = vt.load(path, heads=2, size=(32, 48))
     assert bundle.model.config.grid == (4, 6)
-    assert bundle.notes == ["The file has no preprocessing; the one published for augreg is used."]
+    assert len(bundle.notes) == 2
+    assert "published for augreg is used: mean 0.5, std 0.5." in bundle.notes[0]
+    assert "a guess: files of deit look the same" in bundle.notes[1]
     agree(theirs, bundle)
 
 

@@ -24,7 +24,8 @@ Set = Annotated[
         "--set",
         metavar="FIELD=VALUE",
         help="What the file does not contain: heads=6, activation=relu, eps=1e-5, block=post-norm; "
-        "preprocess.mean=0.485,0.456,0.406 and other fields of the preprocessing; checkpoint_key=model_ema.",
+        "preprocess=deit (a published preprocessing), preprocess.mean=0.485,0.456,0.406 and other fields of "
+        "it; checkpoint_key=model_ema.",
     ),
 ]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
@@ -48,14 +49,14 @@ def load_arguments(
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:
     """The keyword arguments of `vitrail.load`, from FIELD=VALUE options.
 
-    A field is a field of ViTConfig, "preprocess." with a field of Preprocess, or checkpoint_key.
+    A field is a field of ViTConfig, "preprocess" or "preprocess." with a field of it, or checkpoint_key.
     """
     from vitrail.config import ViTConfig
     from vitrail.fields import type_hints
     from vitrail.images.preprocess import Preprocess
 
     model, images = type_hints(ViTConfig), type_hints(Preprocess)
-    names = [*model, *(f"preprocess.{name}" for name in images), "checkpoint_key"]
+    names = [*model, "preprocess", *(f"preprocess.{name}" for name in images), "checkpoint_key"]
     settings: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -65,8 +66,12 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
                 f"{printable(text)!r}. {suggest(name, names)}"
             )
         field = name.removeprefix("preprocess.")
-        if name == "checkpoint_key":
+        if name in ("checkpoint_key", "preprocess"):
             settings[name] = value
+        elif field != name and isinstance(settings.get("preprocess"), str):
+            raise InputError(
+                f"--set preprocess={settings['preprocess']} and {printable(name)} exclude each other."
+            )
         elif field != name:
             settings.setdefault("preprocess", {})[field] = _parse_field(value, images[field])
         else:

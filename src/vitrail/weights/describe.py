@@ -53,7 +53,7 @@ def describe(
     *,
     family: str | None = None,
     keys: Keys | None = None,
-    preprocess: Mapping[str, Any] | None = None,
+    preprocess: Mapping[str, Any] | str | None = None,
     **overrides: Any,
 ) -> FileDescription:
     """Describe an open file. The arguments are those of `load`; `overrides` are config fields."""
@@ -125,7 +125,7 @@ def _describe_other(
     return FileDescription(
         match=match,
         config=config,
-        preprocess=find_preprocess(files.settings, family.profile.preprocess, config, notes),
+        preprocess=find_preprocess(files.settings, family.profile.preprocess, config, notes, files.path.name),
         labels=read_labels(settings, config, notes),
         card=Card(source=printable(files.path.name)),
         notes=notes,

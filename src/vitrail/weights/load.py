@@ -38,7 +38,7 @@ def load(
     family: str | None = None,
     keys: Keys | None = None,
     checkpoint_key: str | None = None,
-    preprocess: Mapping[str, Any] | None = None,
+    preprocess: Mapping[str, Any] | str | None = None,
     offline: bool = False,
     **overrides: Any,
 ) -> Bundle:
@@ -57,7 +57,8 @@ def load(
             "{i}" is the block index. Layouts: vitrail.weights.layout.LAYOUTS. (pattern, None) ignores
             tensors. Without a family, a table that names every tensor is sufficient.
         checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
-        preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}.
+        preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}; or the
+            name of a published preprocessing: "deit", "augreg", "google", "clip", "dinov2", ...
         offline: download nothing; a model on the hub must be in the cache.
         overrides: fields of ViTConfig that shapes do not show: heads, head_width, activation, eps, block...
 

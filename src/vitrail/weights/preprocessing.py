@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,17 +13,27 @@ from vitrail.errors import ConfigError, VitrailError, suggest
 from vitrail.fields import short_repr
 from vitrail.images.fit import default_preprocess, fit_preprocess
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.published import complete_hf, from_hf, from_timm, published_preprocess
+from vitrail.images.published import PUBLISHED, complete_hf, from_hf, from_timm, published_preprocess
 
+# Published for weights whose tensors look the same as those of the first.
+_SAME_TENSORS = {"augreg": ("deit",), "google": ("deit",)}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Preprocess))
 
 
 def find_preprocess(
-    settings: Mapping[str, Any], family: str, config: ViTConfig, notes: list[str]
+    settings: Mapping[str, Any], family: str, config: ViTConfig, notes: list[str], name: str = ""
 ) -> Preprocess | None:
-    """From the settings beside the weights, or the published preprocessing of the family."""
+    """From the settings beside the weights, or the published preprocessing of the family.
+
+    Args:
+        family: the name of the published preprocessing that most files of the family have.
+        name: of the file or folder; a word in it can tell which of several published ones it is.
+    """
     if config.input != "image":
         return None
+    others = [other for other in _SAME_TENSORS.get(family, ()) if config.channels == 3]
+    told = [other for other in (family, *others) if other in re.split(r"[^a-z]+", name.lower())]
+    family = told[0] if told else family
     published = _published(family, config)
     try:
         if (preprocess := _from_settings(settings, published, notes)) is not None:
@@ -33,11 +44,33 @@ def find_preprocess(
         reason = "The file has no preprocessing"
     except VitrailError as error:
         reason = f"The preprocessing in the folder was not used ({error})"
-    used = (
-        f"the one published for {family} is used" if config.channels == 3 else "pixels are mapped to -1 ... 1"
-    )
+    used = f"the one published for {family} is used: {_describe_values(published)}"
+    if config.channels != 3:
+        used = "pixels are mapped to -1 ... 1"
+    elif told and others:
+        used += f" (the name of the file says {family})"
     notes.append(f"{reason}; {used}.")
+    if others and not told:
+        notes.append(_guess_note(others[0], config))
     return published
+
+
+def _describe_values(preprocess: Preprocess) -> str:
+    """Mean and std, which matter most; each as one number if the channels have the same."""
+    shown = [
+        str(values[0]) if len(set(values)) == 1 else f"({', '.join(map(str, values))})"
+        for values in (preprocess.mean, preprocess.std)
+    ]
+    return f"mean {shown[0]}, std {shown[1]}"
+
+
+def _guess_note(other: str, config: ViTConfig) -> str:
+    """That the tensors do not tell which preprocessing it is, and how to choose the other one."""
+    values = _describe_values(_published(other, config))
+    return (
+        f"That is a guess: files of {other} look the same and have {values}; if this is one, "
+        f"give preprocess={other} (--set preprocess={other})."
+    )
 
 
 def _published(family: str, config: ViTConfig) -> Preprocess:
@@ -65,14 +98,21 @@ def _from_settings(settings: Mapping[str, Any], published: Preprocess, notes: li
 
 
 def override_preprocess(
-    preprocess: Preprocess | None, given: Mapping[str, Any] | None, config: ViTConfig, notes: list[str]
+    preprocess: Preprocess | None, given: Mapping[str, Any] | str | None, config: ViTConfig, notes: list[str]
 ) -> Preprocess | None:
-    """The preprocessing with the user's fields: mean, std, ... One number stands for every channel."""
+    """The preprocessing with the user's fields: mean, std, ... One number stands for every channel.
+
+    A name is that of a published preprocessing, such as "deit".
+    """
     if not given:
         return preprocess
     check_fields(given)
     if preprocess is None:
         raise ConfigError(f"preprocess is for images, but this model takes {config.input}; leave it out.")
+    if isinstance(given, str):
+        chosen = _published(given, config)
+        notes.append(f"The preprocessing is the one published for {given}, as given.")
+        return chosen
     fields = dict(given)
     if "size" in fields and (size := Preprocess(size=fields["size"]).target) != config.pixels:
         raise ConfigError(
@@ -97,7 +137,13 @@ def override_preprocess(
 
 
 def check_fields(given: Any) -> None:
-    """Check that the keys are fields of Preprocess."""
+    """Check that the keys are fields of Preprocess, or the name one of a published preprocessing."""
+    if isinstance(given, str):
+        if given not in PUBLISHED:
+            raise ConfigError(
+                f"unknown published preprocessing {short_repr(given)}. {suggest(given, PUBLISHED)}"
+            )
+        return
     if not isinstance(given, Mapping):
         raise ConfigError(f'preprocess takes a mapping such as {{"mean": 0.5}}, not {short_repr(given)}.')
     for name in given:

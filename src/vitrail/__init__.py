@@ -26,6 +26,7 @@ _MODULES = {
     "InputError": "vitrail.errors",
     "Predictor": "vitrail.predict",
     "Preprocess": "vitrail.images.preprocess",
+    "Scores": "vitrail.weights.scores",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
@@ -54,6 +55,7 @@ __all__ = [
     "InputError",
     "Predictor",
     "Preprocess",
+    "Scores",
     "ViT",
     "ViTConfig",
     "VitrailError",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from vitrail.weights.bundle import Bundle, Card
     from vitrail.weights.convert import convert
     from vitrail.weights.load import load
+    from vitrail.weights.scores import Scores
 
 
 def __getattr__(name: str) -> Any:

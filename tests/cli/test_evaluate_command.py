@@ -1,5 +1,6 @@
 """`vitrail evaluate`: its output, files and errors. tests/evaluation tests vt.evaluate."""
 
+import csv
 import json
 import os
 import re
@@ -76,6 +77,31 @@ def test_digits(file, bundle, digits, tmp_path):
     again = run(new, "digits").stdout
     assert re.search(r"stored +ECE ", again)
     assert "Probes" not in again
+
+
+def test_a_row_per_image_in_csv_and_json(file, bundle, digits, tmp_path):
+    table, out = tmp_path / "rows.csv", tmp_path / "out.json"
+    done = run(file, "digits", "--csv", table, "--json", out)
+    assert done.exit_code == 0
+    assert f"Saved {table}" in done.stdout.replace("\n", "")
+    result = evaluate(bundle, digits)
+    assert f"macro-F1        {100 * result.metrics.macro_f1:.2f} %" in done.stdout
+    with table.open(newline="") as file_:
+        rows = list(csv.DictReader(file_))
+    written = json.loads(out.read_text())["predictions"]
+    assert len(rows) == len(written) == len(digits.val) == 360
+    predictor = vt.Predictor(bundle)
+    expected = predictor(list(digits.val.images))
+    for row, entry, label, one in zip(rows, written, digits.val.labels, expected, strict=True):
+        assert row["file"] == entry["name"]
+        assert row["label"] == entry["label"] == digits.classes[label]
+        assert row["predicted"] == entry["predicted"] == one.label
+        assert row["correct"] == ("yes" if entry["correct"] else "no")
+        assert entry["correct"] == (one.label == digits.classes[label])
+        assert float(row["confidence"]) == entry["confidence"] == pytest.approx(one.score, abs=1e-5)
+        assert [guess["label"] for guess in entry["top"]] == [row[f"label_{n}"] for n in range(1, 6)]
+        assert next(guess["label"] for guess in entry["top"]) == one.label
+    assert sum(entry["correct"] for entry in written) == round(360 * result.metrics.top1)
 
 
 def test_corrupt_images_are_listed_with_exit_code_1(folder):

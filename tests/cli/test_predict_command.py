@@ -141,6 +141,27 @@ def test_predictions_below_the_threshold(good, bundle):
         assert run("photos", "--format", form).stdout.count("don't know") == 3
 
 
+def test_multi_label_rows(good, bundle):
+    thresholds = tuple(0.5 if k % 2 else 1.0 for k in range(len(LABELS)))  # at 1 a class is never predicted
+    scores = vt.Scores(activation="sigmoid", thresholds=thresholds)
+    vt.Bundle(model=bundle.model, labels=LABELS, scores=scores).save("model.safetensors")
+    rows = [json.loads(line) for line in run("photos", "--format", "jsonl", "--top", 5).stdout.splitlines()]
+    table = list(csv.DictReader(io.StringIO(run("photos", "--format", "csv").stdout)))
+    for row, cells in zip(rows, table, strict=True):
+        above = [g for g in row["top"] if g["score"] > thresholds[LABELS.index(g["label"])]]
+        assert row["labels"] == above
+        assert row["label"] == (above[0]["label"] if above else None)
+        text = "|".join(g["label"] for g in above) or "none"
+        assert cells["label"].removeprefix("'") == text
+    assert {len(row["labels"]) for row in rows} - {1}
+    lines = run("photos").stdout.splitlines()
+    assert "don't know" not in "".join(lines)
+    assert len(lines) == len(rows) + 1
+    best = rows[0]["top"][0]["score"]
+    text = ", ".join(g["label"] for g in rows[0]["labels"]) or "none"
+    assert lines[1].startswith(f"{best:.4f}  {text[:20]}")
+
+
 @pytest.mark.parametrize("form", ["table", "csv", "jsonl"])
 def test_rows_are_saved_to_a_new_file(good, form):
     shown = run("photos", "--format", form)

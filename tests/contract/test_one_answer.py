@@ -1,11 +1,9 @@
 """An image gets the same prediction in training, on the command line, over HTTP and in ONNX."""
 
 import json
-import re
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from tests.support.serving import serve_command
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
@@ -97,7 +96,7 @@ def test_on_the_command_line(folder, expected, file, limit):
 @pytest.mark.parametrize(("file", "limit"), [("model.safetensors", SAME), ("model.onnx", OTHER_RUNTIME)])
 def test_over_http(folder, expected, file, limit):
     scores = {}
-    with serving(folder / file) as address:
+    with serve_command(folder / file) as address:
         for path in expected[0]:
             request = urllib.request.Request(
                 f"{address}/v1/predict?top=2", path.read_bytes(), {"Content-Type": "image/jpeg"}
@@ -106,23 +105,3 @@ def test_over_http(folder, expected, file, limit):
                 (prediction,) = json.load(response)["predictions"]
             scores[str(path)] = {entry["label"]: entry["score"] for entry in prediction["top"]}
     assert differences(scores, expected) < limit
-
-
-@contextmanager
-def serving(model):
-    """Run `vitrail serve` as a user does, and yield its address."""
-    command = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        for line in process.stdout:
-            if match := re.search(r"http://[\d.:]+", line):
-                yield match[0]
-                break
-        else:
-            raise AssertionError("the server printed no address")
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()

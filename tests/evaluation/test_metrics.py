@@ -8,6 +8,7 @@ from sklearn.linear_model import RidgeClassifier
 
 from vitrail.errors import InputError
 from vitrail.evaluation.metrics import compute_metrics
+from vitrail.weights.scores import Scores
 
 NAMES = [f"class {k}" for k in range(10)]
 
@@ -55,6 +56,11 @@ def test_metrics_match_scikit_learn(case):
     ):
         ours = [getattr(row, name) for row in result.per_class]
         assert [np.nan if value is None else value for value in ours] == pytest.approx(theirs, nan_ok=True)
+    present = np.unique(labels)  # a class without images has no F1, and is not in the mean
+    f1 = sk.f1_score(labels, predicted, labels=present, average=None, zero_division=0)
+    assert [row.f1 for row in result.per_class if row.count] == pytest.approx(f1)
+    assert all(row.f1 is None for row in result.per_class if not row.count)
+    assert result.macro_f1 == pytest.approx(np.mean(f1))
     assert [row.count for row in result.per_class] == np.bincount(labels, minlength=10).tolist()
     assert [row.name for row in result.per_class] == NAMES
 
@@ -143,6 +149,9 @@ def test_multi_label_metrics_match_scikit_learn(ties):
     assert [row.recall for row in result.per_class[:5]] == pytest.approx(
         sk.recall_score(labels, predicted, **how)[:5]
     )
+    f1 = sk.f1_score(labels, predicted, **how)[:5]
+    assert [row.f1 for row in result.per_class] == [*(pytest.approx(one) for one in f1), None]
+    assert result.macro_f1 == pytest.approx(np.mean(f1))
     probabilities = 1 / (1 + np.exp(-logits))
     assert result.loss == pytest.approx(
         np.mean([sk.log_loss(labels[:, k], probabilities[:, k], labels=[0, 1]) for k in range(6)])
@@ -154,6 +163,24 @@ def test_multi_label_metrics_match_scikit_learn(ties):
     assert worst.predicted == NAMES[logits[row].argmax()]
     assert worst.label == (", ".join(NAMES[k] for k in np.flatnonzero(labels[row])) or "none")
     assert worst.confidence == pytest.approx(probabilities[row].max())
+
+
+def test_multi_label_predictions_are_above_the_thresholds_of_their_classes():
+    labels = np.array([[1, 0], [1, 1], [0, 1]])
+    scores = np.array([[0.3, 0.6], [0.4, 0.9], [0.1, 0.8]])
+    logits = np.log(scores / (1 - scores))
+    half = compute_metrics(logits, labels, ["a", "b"])
+    chosen = Scores(activation="sigmoid", thresholds=(0.2, 0.7))
+    result = compute_metrics(logits, labels, ["a", "b"], scores=chosen)
+    assert (half.exact, result.exact) == (pytest.approx(1 / 3), 1.0)
+    assert [row.f1 for row in result.per_class] == [1.0, 1.0]
+    assert result.mean_ap == half.mean_ap
+
+
+def test_sigmoid_scores_of_single_label_data():
+    logits, labels = np.array([[2.0, 1.0], [-1.0, -3.0]]), np.array([0, 1])
+    result = compute_metrics(logits, labels, ["a", "b"], scores=Scores(activation="sigmoid"))
+    assert (result.top1, result.mistakes[0].confidence) == (0.5, pytest.approx(1 / (1 + np.e)))
 
 
 @pytest.mark.parametrize(

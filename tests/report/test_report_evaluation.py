@@ -79,6 +79,7 @@ def test_numbers_are_those_of_the_evaluation():
         f"predicts {round(60 * scores.top1)} of 60 images of noise",
         f"top-1 accuracy on 60 images; 95 % confidence interval {100 * low:.1f} to {100 * high:.1f} %",
         f"{percent(scores.top5)} top-5 accuracy",
+        f"{percent(scores.macro_f1)} macro-F1",
         f"{percent(c.ece)}, expected calibration error",
         f"{c.temperature:.3f}, fitted on these images; ECE {percent(c.ece_scaled)}",
         f"{scores.loss:.3f} cross-entropy loss",
@@ -91,7 +92,8 @@ def test_numbers_are_those_of_the_evaluation():
     assert page.title == "tiny on noise"
     table = {row[0]: row[1:] for row in rows(page, "Classes")}
     for one in scores.per_class:
-        metrics = ["–" if value is None else f"{100 * value:.1f} %" for value in (one.precision, one.recall)]
+        values = (one.precision, one.recall, one.f1)
+        metrics = ["–" if value is None else f"{100 * value:.1f} %" for value in values]
         assert table[one.name] == [f"{one.count:,}", *metrics]
     assert [row[4] for row in rows(page, "Feature probes")] == [percent(row.top1) for row in found.probes]
     for true, predicted, count, _ in rows(page, "Confusion"):

@@ -51,7 +51,13 @@ def test_predictions_are_bit_equal_to_the_predictor(server, bundle):
     (found,) = said["predictions"]
     guesses = [{"label": label, "score": score} for label, score in expected.top(3)]
     assert found == dict(
-        name=None, label=expected.label, score=expected.score, unsure=False, top=guesses, error=None
+        name=None,
+        label=expected.label,
+        score=expected.score,
+        unsure=False,
+        labels=guesses[:1],
+        top=guesses,
+        error=None,
     )
     assert said["model"] == "toy"
     assert 0 <= said["seconds"]["decode"] <= said["seconds"]["total"]

@@ -255,3 +255,23 @@ def child(path, *, slow=False, before="", **settings):
         found.reader.join(PATIENCE)
         found.process.stdout.close()
         found.process.stderr.close()
+
+
+@contextmanager
+def serve_command(model):
+    """Run `vitrail serve` as a user does, and yield its address."""
+    command = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        for line in process.stdout:
+            if match := re.search(r"http://[\d.:]+", line):
+                yield match[0]
+                break
+        else:
+            raise AssertionError("the server printed no address")
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

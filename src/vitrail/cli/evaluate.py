@@ -60,7 +60,12 @@ def evaluate(
         float, typer.Option(help="Accuracy that predictions above the threshold must reach.")
     ] = 0.95,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Save all results to this new JSON file.")
+        Path | None,
+        typer.Option("--json", help="Save all results, with each prediction, to this new JSON file."),
+    ] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="Save label, prediction and scores to this new CSV, a row per image."),
     ] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Save a report with images to this new HTML file.")
@@ -80,7 +85,7 @@ def evaluate(
     Images that cannot be read are listed and skipped; the exit code is then 1. To probe the features of
     a model with other classes, remove its head with --set classes=0.
     """
-    check_new_files({"--json": json_file, "--html": html_file, "--calibrate": calibrate})
+    check_new_files({"--json": json_file, "--csv": csv_file, "--html": html_file, "--calibrate": calibrate})
     if calibrate is not None and calibrate.suffix != ".safetensors":
         raise InputError(
             f"--calibrate must name a .safetensors file, not {printable(calibrate)}; change its ending."
@@ -122,6 +127,8 @@ def evaluate(
     show_evaluation(result, printable(model), Console(highlight=False))
     if json_file is not None:
         _save_json(json_file, result, model)
+    if csv_file is not None:
+        _save_csv(csv_file, result)
     if html_file is not None:
         _save_report(html_file, result, bundle, getattr(dataset, result.split), model)
     if calibrate is not None:
@@ -148,6 +155,24 @@ def _save_json(path: Path, result: Evaluation, model: str) -> None:
     from vitrail.io.write import write_text
 
     write_text(path, json.dumps({"model": model, **result.as_dict()}, indent=1) + "\n")
+    print(f"Saved {printable(path)}")
+
+
+def _save_csv(path: Path, result: Evaluation) -> None:
+    """A row per image: name, label, prediction, and the most likely classes with their scores."""
+    from vitrail.io.write import atomic_file
+    from vitrail.predict.rows import as_csv
+
+    if result.predictions is None:
+        raise InputError("--csv needs a model with a head; remove --csv.")
+    count = result.predictions.best.shape[1]
+    top = [f"{word}_{place}" for place in range(1, count + 1) for word in ("label", "score")]
+    with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
+        file.write(as_csv(["file", "label", "predicted", "correct", "confidence", *top]))
+        for one in result.predictions:
+            guesses = [value for guess in one.top for value in guess.values()]
+            correct = "yes" if one.correct else "no"
+            file.write(as_csv([one.name, one.label, one.predicted, correct, one.confidence, *guesses]))
     print(f"Saved {printable(path)}")
 
 

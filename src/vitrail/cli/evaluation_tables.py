@@ -51,6 +51,7 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
             correct = round(scores.top1 * scores.count)
             yield "top-1 accuracy", f"{_percent(scores.top1)}, {correct:,} of {scores.count:,} correct"
         names = {"top-5 accuracy": scores.top5, "mean AP": scores.mean_ap, "exact match": scores.exact}
+        names["macro-F1"] = scores.macro_f1
         for name, value in names.items():
             if value is not None:
                 yield name, _percent(value)
@@ -85,7 +86,7 @@ def _describe_threshold(threshold: ConfidenceThreshold) -> str:
 
 
 def _show_classes(scores: ClassificationMetrics, console: Console) -> None:
-    """Precision and recall of each class, or of those with the lowest recall."""
+    """Precision, recall and F1 of each class, or of those with the lowest recall."""
     from rich.text import Text
 
     rows = scores.per_class
@@ -95,9 +96,9 @@ def _show_classes(scores: ClassificationMetrics, console: Console) -> None:
         rows = sorted(with_recall, key=lambda row: row.recall or 0.0)[:_MAX_CLASSES]
         title = f"The {len(rows)} of {len(scores.per_class):,} classes with the lowest recall"
     multilabel = scores.mean_ap is not None
-    table = _create_table(title, ["class"], ["images", "precision", "recall", *(["AP"] * multilabel)])
+    table = _create_table(title, ["class"], ["images", "precision", "recall", "F1", *(["AP"] * multilabel)])
     for row in rows:
-        fractions = [row.precision, row.recall, *([row.ap] * multilabel)]
+        fractions = [row.precision, row.recall, row.f1, *([row.ap] * multilabel)]
         cells = ["-" if fraction is None else _percent(fraction) for fraction in fractions]
         table.add_row(Text(_shorten(row.name)), f"{row.count:,}", *cells)
     console.print(table)

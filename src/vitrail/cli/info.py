@@ -72,6 +72,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "parameters": sum(math.prod(shape) for shape in match.shapes.values()),
         "classes": config.classes,
         "labels": [printable(label) for label in labels] if labels else None,
+        "scores": description.scores.summary() if config.classes else None,
         "preprocessing": preprocess.describe() if preprocess else None,
         "license": printable(card.license),
         "source": printable(card.source) or None,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vitrail.weights.bundle import Bundle
+    from vitrail.weights.scores import Activation
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # the range in which a temperature is searched
 _BINS = 15
@@ -88,18 +89,20 @@ def calibrate(
     labels: NDArray[np.int64],
     target_accuracy: float,
     stored: dict[str, Any] | None = None,
+    activation: Activation = "softmax",
 ) -> Calibration:
     """Fit a temperature to logits (N, K) and labels (N,), then a threshold for a selective accuracy.
 
     Args:
         stored: the metrics in the model's file, which may hold a temperature and a threshold.
+        activation: of the model's scores; a temperature is fitted for softmax only.
     """
-    predicted, confidence = predict_top1(logits)
+    predicted, confidence = predict_top1(logits, activation=activation)
     correct = predicted == labels
-    best = fit_temperature(logits, labels)
+    best = fit_temperature(logits, labels) if activation == "softmax" else MIN_TEMPERATURE
     fitted = MIN_TEMPERATURE < best < MAX_TEMPERATURE
     temperature = best if fitted else 1.0
-    scaled = predict_top1(logits, temperature)[1]
+    scaled = predict_top1(logits, temperature, activation)[1]
     bins, scaled_bins = reliability_bins(confidence, correct), reliability_bins(scaled, correct)
     return Calibration(
         temperature=temperature,
@@ -109,18 +112,25 @@ def calibrate(
         bins=bins,
         target_accuracy=target_accuracy,
         threshold=find_threshold(scaled, correct, target_accuracy),
-        stored=_evaluate_stored(logits, correct, stored or {}),
+        stored=_evaluate_stored(logits, correct, stored or {}, activation),
         scaled_bins=scaled_bins,
     )
 
 
 def predict_top1(
-    logits: NDArray[Any], temperature: float = 1.0
+    logits: NDArray[Any], temperature: float = 1.0, activation: Activation = "softmax"
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Predicted class and confidence of each image, both (N,). Ties go to the first class."""
     predicted = logits.argmax(axis=1).astype(np.int64)
+    if activation == "sigmoid":
+        return predicted, sigmoid(logits.max(axis=1).astype(np.float64) / temperature)
     chunks = [1 / np.exp(z / temperature).sum(axis=1) for z in subtract_row_max(logits)]
     return predicted, np.concatenate([np.zeros(0), *chunks])
+
+
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 / (1 + exp(-z)) without overflow."""
+    return np.asarray(1 / (1 + np.exp(-np.clip(logits, -700, 700))))
 
 
 def subtract_row_max(logits: NDArray[Any]) -> list[NDArray[np.float64]]:
@@ -231,13 +241,13 @@ def check_target_accuracy(target_accuracy: float) -> None:
 
 
 def _evaluate_stored(
-    logits: NDArray[Any], correct: NDArray[Any], metrics: dict[str, Any]
+    logits: NDArray[Any], correct: NDArray[Any], metrics: dict[str, Any], activation: Activation
 ) -> StoredCalibration | None:
     """Evaluate a file's temperature and threshold on these logits; None without a usable temperature."""
     temperature, confidence = metrics.get("temperature"), metrics.get("threshold")
     if not isinstance(temperature, (int, float)) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         return None
-    scaled = predict_top1(logits, temperature)[1]
+    scaled = predict_top1(logits, temperature, activation)[1]
     threshold = None
     if isinstance(confidence, (int, float)):
         accepted = scaled >= confidence

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.errors import InputError
-from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins, subtract_row_max
+from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins, sigmoid, subtract_row_max
+from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,6 +33,8 @@ class ClassMetrics:
     """Fraction of the predictions of this class that are correct; None if it was never predicted."""
     recall: float | None
     """Fraction of the images of this class that were predicted correctly; None if there are none."""
+    f1: float | None = None
+    """Harmonic mean of precision and recall; None for a class without images. 0 if none was found."""
     ap: float | None = None
     """Average precision, for multi-label data."""
 
@@ -60,6 +63,8 @@ class ClassificationMetrics:
     per_class: list[ClassMetrics]
     mistakes: list[Mistake]
     """Wrong predictions of the highest confidence, in descending order."""
+    macro_f1: float | None = None
+    """Mean F1 over the classes that have images, each with the same weight."""
     top1: float | None = None
     top5: float | None = None
     """None for five classes or fewer, where it is always 1."""
@@ -79,10 +84,13 @@ def compute_metrics(
     valid: NDArray[Any] | None = None,
     names: Sequence[str] | None = None,
     worst: int = _WORST,
+    scores: Scores | None = None,
 ) -> ClassificationMetrics:
     """Metrics of logits (N, K) for labels (N,), or multi-label targets (N, K) of 0 and 1.
 
     Args:
+        scores: how these logits become scores. By default by softmax for labels (N,), and by sigmoid with
+            thresholds of 0.5 for targets (N, K).
         valid: (N,), 0 for images to ignore.
         names: names of the images; their indices by default.
         worst: number of mistakes to list.
@@ -100,7 +108,7 @@ def compute_metrics(
         )
     valid_names = [str(row) if names is None else names[row] for row in rows.tolist()]
     compute = _multi_label_metrics if labels.ndim == 2 else _single_label_metrics
-    return compute(logits, labels, classes, valid_names, worst)
+    return compute(logits, labels, classes, valid_names, worst, scores or Scores())
 
 
 def _check_shapes(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[str]) -> None:
@@ -118,11 +126,16 @@ def _check_shapes(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[
 
 
 def _single_label_metrics(
-    logits: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str], names: list[str], worst: int
+    logits: NDArray[Any],
+    labels: NDArray[np.int64],
+    classes: Sequence[str],
+    names: list[str],
+    worst: int,
+    scores: Scores,
 ) -> ClassificationMetrics:
     """One class per image."""
     K = len(classes)
-    predicted, confidence = predict_top1(logits)
+    predicted, confidence = predict_top1(logits, activation=scores.activation)
     correct = predicted == labels
     confusion = None
     if K <= _MAX_CONFUSION:
@@ -131,18 +144,12 @@ def _single_label_metrics(
     hits = np.bincount(labels[correct], minlength=K)
     wrong = np.flatnonzero(~correct)
     order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
+    per_class = _class_metrics(classes, hits, label_count, predicted_count)
     return ClassificationMetrics(
         count=len(labels),
         loss=_cross_entropy(logits, labels),
-        per_class=[
-            ClassMetrics(
-                name,
-                int(label_count[k]),
-                precision=_divide(hits[k], predicted_count[k]),
-                recall=_divide(hits[k], label_count[k]),
-            )
-            for k, name in enumerate(classes)
-        ],
+        per_class=per_class,
+        macro_f1=_macro_f1(per_class),
         mistakes=[
             Mistake(names[i], classes[predicted[i]], classes[labels[i]], float(confidence[i])) for i in order
         ],
@@ -154,33 +161,32 @@ def _single_label_metrics(
 
 
 def _multi_label_metrics(
-    logits: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str], names: list[str], worst: int
+    logits: NDArray[Any],
+    labels: NDArray[np.int64],
+    classes: Sequence[str],
+    names: list[str],
+    worst: int,
+    scores: Scores,
 ) -> ClassificationMetrics:
-    """Any number of classes per image; a positive logit predicts the class."""
+    """Any number of classes per image; a score above its threshold predicts the class."""
     z = logits.astype(np.float64)
-    target, positive = labels > 0, z > 0
+    thresholds = np.full(len(classes), 0.5) if scores.thresholds is None else np.array(scores.thresholds)
+    target, positive = labels > 0, sigmoid(z) > thresholds
     aps = [_average_precision(z[:, k], target[:, k]) for k in range(len(classes))]
     defined = [ap for ap in aps if ap is not None]
     top = z.argmax(axis=1)
-    confidence = 1 / (1 + np.exp(-np.clip(z.max(axis=1), -700, 700)))
-    wrong = np.flatnonzero(~target[np.arange(len(top)), top] & (confidence > 0.5))
+    confidence, each = sigmoid(z.max(axis=1)), np.arange(len(top))
+    wrong = np.flatnonzero(~target[each, top] & positive[each, top])
     order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
     hits, label_count, predicted_count = (
         array.sum(axis=0) for array in (target & positive, target, positive)
     )
+    per_class = _class_metrics(classes, hits, label_count, predicted_count, aps)
     return ClassificationMetrics(
         count=len(labels),
         loss=float((np.maximum(z, 0) - z * target + np.log1p(np.exp(-np.abs(z)))).mean()),
-        per_class=[
-            ClassMetrics(
-                name,
-                int(label_count[k]),
-                precision=_divide(hits[k], predicted_count[k]),
-                recall=_divide(hits[k], label_count[k]),
-                ap=aps[k],
-            )
-            for k, name in enumerate(classes)
-        ],
+        per_class=per_class,
+        macro_f1=_macro_f1(per_class),
         mistakes=[
             Mistake(names[i], classes[top[i]], _join_labels(classes, target[i]), float(confidence[i]))
             for i in order
@@ -191,6 +197,32 @@ def _multi_label_metrics(
 
 
 # ---- parts ----------------------------------------------------------------------------------
+
+
+def _class_metrics(
+    classes: Sequence[str],
+    hits: NDArray[Any],
+    label_count: NDArray[Any],
+    predicted_count: NDArray[Any],
+    aps: Sequence[float | None] = (),
+) -> list[ClassMetrics]:
+    """Metrics of each class from its correct predictions, its images and its predictions, all (K,)."""
+    return [
+        ClassMetrics(
+            name,
+            int(label_count[k]),
+            precision=_divide(hits[k], predicted_count[k]),
+            recall=_divide(hits[k], label_count[k]),
+            f1=_divide(2 * hits[k], label_count[k] + predicted_count[k]) if label_count[k] else None,
+            ap=aps[k] if aps else None,
+        )
+        for k, name in enumerate(classes)
+    ]
+
+
+def _macro_f1(per_class: Sequence[ClassMetrics]) -> float | None:
+    defined = [one.f1 for one in per_class if one.f1 is not None]
+    return float(np.mean(defined)) if defined else None
 
 
 def _divide(part: Any, total: Any) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from vitrail.errors import InputError, printable, suggest
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
+from vitrail.evaluation.predictions import ImagePredictions, predict_images
 from vitrail.evaluation.probes import (
     LabeledFeatures,
     Layers,
@@ -35,12 +36,15 @@ from vitrail.evaluation.probes import (
     split_columns,
 )
 from vitrail.evaluation.real import read_real_labels, real_accuracy
+from vitrail.evaluation.scale import Scale, load_scale
+from vitrail.evaluation.thresholds import DEFAULT
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.model import ViT
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.labels import match_labels
 from vitrail.weights.load import as_bundle
+from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,10 +84,13 @@ class Evaluation:
     notes: list[str] = field(default_factory=list)
     """Automatic decisions, one sentence each."""
     seconds: float = 0.0
+    predictions: ImagePredictions | None = field(default=None, repr=False, compare=False)
+    """The prediction for each image that could be read; None for a model without a head."""
 
     def as_dict(self) -> dict[str, Any]:
         """The result as nested dictionaries and lists, ready for JSON."""
-        return asdict(self)
+        rows = None if self.predictions is None else list(self.predictions.as_rows())
+        return {**asdict(replace(self, predictions=None)), "predictions": rows}
 
 
 def evaluate(
@@ -138,13 +145,18 @@ def evaluate(
             f"None of the {len(valid):,} images in the {name} split of {printable(data.name)} could be read. "
             f"The first error: {reason}"
         )
-    metrics = calibration = None
+    metrics = calibration = predictions = None
     if columns is not None:
         matched = logits.numpy()[:, columns]
-        metrics = compute_metrics(matched, images.labels, data.classes, valid, images.names)
+        scale = match_scale(bundle, columns, data.multilabel)
+        how = Scores(activation=scale.activation, thresholds=scale.thresholds)
+        metrics = compute_metrics(matched, images.labels, data.classes, valid, images.names, scores=how)
+        predictions = predict_images(matched, images.labels, data.classes, valid, images.names, scale)
         if not data.multilabel:
             stored = dict(bundle.card.metrics)
-            calibration = calibrate(matched[valid], images.labels[valid], target_accuracy, stored)
+            calibration = calibrate(
+                matched[valid], images.labels[valid], target_accuracy, stored, scale.activation
+            )
             if not calibration.fitted:
                 notes.append("No temperature could be fitted to these images; it stays 1.")
     results = []
@@ -165,6 +177,7 @@ def evaluate(
         corrupt=corrupt.reasons,
         notes=notes,
         seconds=time.perf_counter() - start,
+        predictions=predictions,
     )
 
 
@@ -280,6 +293,17 @@ def _check_model(bundle: Bundle, data: Dataset, probes: Sequence[str]) -> None:
             f"Probes need exactly one class per image, and {printable(data.name)} is multi-label; evaluate "
             "it without probes."
         )
+
+
+def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scale:
+    """How the logits of these columns become scores, as `predict` computes them.
+
+    Multi-label data needs sigmoid scores: a file that does not record thresholds is evaluated at 0.5.
+    """
+    scale = load_scale(bundle.model.config, bundle.labels, bundle.card, bundle.scores).select(columns)
+    if multilabel and not scale.multilabel:
+        return Scale(scale.labels, activation="sigmoid", thresholds=(DEFAULT,) * len(columns))
+    return scale
 
 
 def match_classes(bundle: Bundle, classes: Sequence[str], notes: list[str]) -> list[int]:

@@ -182,6 +182,8 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
         "position": config.position,
         "reads": reads,
         "labels": [printable(label, 60) for label in labels],
+        "scores": bundle.scores.activation,
+        "thresholds": bundle.scores.thresholds,
         "preprocess": {
             **{"scale": spec.scale, "mean": spec.mean, "std": spec.std},
             "resized": spec.before_crop,  # before the center crop

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import INK, LINES, SEQUENTIAL, add_colorbar, new_figure, styled
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
+
+    from vitrail.weights.scores import Activation
 
 _MAX_IMAGES = 8
 
@@ -70,18 +73,23 @@ def compute(
     *,
     target: int | Sequence[int] | Tensor | None = None,
     labels: Sequence[int] | Tensor | None = None,
+    activation: Activation = "softmax",
 ) -> Lens:
     """Apply the head after every block.
 
     Args:
         target: the class to track, one for all images or one each; by default the predicted class.
         labels: the true classes, for the accuracy after each block.
+        activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
     config = model.config
     true = None if labels is None else check_classes("labels", labels, len(images), config.classes).numpy()
     with eval_mode(model):
-        parts = [_block_log_probabilities(model, part) for part in on_device(model, images).split(BATCH)]
+        parts = [
+            _block_log_probabilities(model, part, activation)
+            for part in on_device(model, images).split(BATCH)
+        ]
     outputs = torch.cat(parts, dim=1)  # (L, B, K)
     tracked = choose_target(outputs[-1], target)
     log_p = outputs.gather(2, tracked.expand(config.depth, -1)[..., None])[..., 0]
@@ -95,10 +103,11 @@ def compute(
     )
 
 
-def _block_log_probabilities(model: ViT, images: Tensor) -> Tensor:
+def _block_log_probabilities(model: ViT, images: Tensor, activation: Activation) -> Tensor:
     """Log-probabilities after each block: (L, B, K)."""
     layers = model.encode(images, layers=range(model.config.depth)).layers
-    return torch.stack([model.head(layers[i].pooled).float().log_softmax(dim=1) for i in range(len(layers))])
+    logits = torch.stack([model.head(layers[i].pooled).float() for i in range(len(layers))])
+    return logits.log_softmax(dim=2) if activation == "softmax" else logsigmoid(logits)
 
 
 # ---- the figure -----------------------------------------------------------------------------
@@ -230,7 +239,8 @@ def table(lens: Lens) -> tuple[list[str], list[list[object]]]:
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn()
-    lens = compute(request.model, images.images, target=request.target)
+    activation = request.bundle.scores.activation
+    lens = compute(request.model, images.images, target=request.target, activation=activation)
     return lens, draw(lens, request.bundle.labels, images.names)
 
 

@@ -22,6 +22,7 @@ from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import as_bundle
+from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +40,7 @@ class Engine(ABC):
     config: ViTConfig
     preprocess: Preprocess
     labels: list[str] | None
+    scores: Scores
     card: Card
     bundle: Bundle | None = None
     """The model with its weights; None for an ONNX file."""
@@ -86,7 +88,7 @@ class TorchEngine(Engine):
             )
         self.bundle, self.model = bundle, bundle.model
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
-        self.labels, self.card = bundle.labels, bundle.card
+        self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
@@ -102,7 +104,8 @@ class OnnxEngine(Engine):
     def __init__(self, path: Path) -> None:
         onnxruntime = import_onnxruntime()
         file = read_onnx(path)
-        self.path, self.config, self.labels, self.card = path, file.config, file.labels, file.card
+        self.path, self.config, self.labels = path, file.config, file.labels
+        self.scores, self.card = file.scores, file.card
         self.resizes = self.one_by_one = file.resizes
         self.preprocess = _FullSize(**asdict(file.preprocess)) if file.resizes else file.preprocess
         try:

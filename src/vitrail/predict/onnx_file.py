@@ -20,6 +20,7 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import open_regular
 from vitrail.weights.bundle import Card, parse_header, read_header
 from vitrail.weights.folder import unique_keys
+from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from vitrail.weights.folder import ModelFiles
@@ -44,6 +45,7 @@ class OnnxDescription:
     config: ViTConfig
     preprocess: Preprocess
     labels: list[str] | None
+    scores: Scores
     card: Card
     resizes: bool
     """Whether the graph takes images of any size and resizes them itself."""
@@ -76,7 +78,7 @@ def read_onnx(path: Path) -> OnnxDescription:
         raise bad_onnx(path, "it has no preprocessing")
     if not isinstance(parts["card"].metrics, dict):
         raise bad_onnx(path, "its card has no table of metrics")
-    fields = {name: parts[name] for name in ("config", "preprocess", "labels", "card")}
+    fields = {name: parts[name] for name in ("config", "preprocess", "labels", "scores", "card")}
     return OnnxDescription(data=data, resizes=export.get("takes") == "raw_images", **fields)
 
 

@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vitrail.errors import InputError
-from vitrail.evaluation.calibration import MAX_TEMPERATURE, MIN_TEMPERATURE, subtract_row_max
+from vitrail.evaluation.scale import Scale
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from vitrail.config import ViTConfig
-    from vitrail.weights.bundle import Card
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How logits become labels and scores: class names, temperature, threshold."""
-
-    labels: Sequence[str]
-    """One per class; empty if the model has no head."""
-    temperature: float = 1.0
-    threshold: float | None = None
-    """Below this score the prediction has no label ("don't know"); None if none has been calibrated."""
-
-    def scores(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Softmax with the temperature, (N, K): bit-equal to what `evaluate` computes."""
-        powers = [np.exp(part / self.temperature) for part in subtract_row_max(logits)]
-        return np.concatenate([part / part.sum(axis=1, keepdims=True) for part in powers])
-
-
-def load_score_scale(config: ViTConfig, labels: Sequence[str] | None, card: Card) -> Scale:
-    """Read the scale from a model file; `vitrail evaluate --calibrate` stores temperature and threshold."""
-    labels = labels or [str(number) for number in range(config.classes)]
-    metrics: Mapping[str, Any] = card.metrics
-    temperature, threshold = metrics.get("temperature"), metrics.get("threshold")
-    # A threshold belongs to the scores at its temperature; without that it means nothing.
-    if not isinstance(temperature, (int, float)) or not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-        return Scale(labels)
-    if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 2:  # above 1 no score reaches it
-        return Scale(labels, float(temperature))
-    return Scale(labels, float(temperature), float(threshold))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +21,10 @@ class Prediction:
     name: str
     """Its path as given, or "image 3" for the fourth image of a list."""
     label: str | None = None
-    """The most likely class; None below the threshold, without a head, or on an error."""
+    """The most likely class. None below the threshold, without a head, or on an error; of a multi-label
+    model, None if no class is above its threshold."""
     score: float | None = None
-    """The probability of the most likely class."""
+    """The score of the most likely class: its probability, by softmax or by sigmoid."""
     error: str | None = None
     """Why there is no prediction, mostly why the image could not be read."""
     embedding: NDArray[np.float32] | None = field(default=None, repr=False)
@@ -67,8 +35,19 @@ class Prediction:
 
     @property
     def unsure(self) -> bool:
-        """Whether the score is below the threshold; `top` still lists the classes."""
-        return self.score is not None and self.label is None
+        """Whether the score is below the calibrated threshold; `top` still lists the classes."""
+        return self.score is not None and self.label is None and not self.scale.multilabel
+
+    @property
+    def labels(self) -> list[tuple[str, float]]:
+        """The predicted classes with their scores, best first.
+
+        Of a multi-label model, all that are above their thresholds, which may be none; otherwise the label.
+        """
+        if self.logits is None:
+            return []
+        scores = self.scale.scores(self.logits[None])[0]
+        return [(self.scale.labels[k], float(scores[k])) for k in self.scale.predicted(scores)]
 
     def top(self, count: int = 5) -> list[tuple[str, float]]:
         """The most likely classes with their scores; empty for an image that could not be read."""

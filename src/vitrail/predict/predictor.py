@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from vitrail.errors import InputError, printable
+from vitrail.evaluation.scale import load_scale
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.predict.engine import open_engine
-from vitrail.predict.prediction import Prediction, load_score_scale
+from vitrail.predict.prediction import Prediction
 from vitrail.predict.sources import describe_error, expand_paths, prefetch, read_pixels
 from vitrail.weights.bundle import Bundle
 
@@ -66,7 +67,7 @@ class Predictor:
         self.engine = engine = open_engine(model, options)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
-        self.scale = load_score_scale(engine.config, engine.labels, engine.card)
+        self.scale = load_scale(engine.config, engine.labels, engine.card, engine.scores)
         self.batch, self.workers = 1 if engine.one_by_one else batch, workers
         self.check_fits(1)
 
@@ -125,11 +126,10 @@ class Predictor:
 
     def _label(self, logits: np.ndarray) -> dict[str, Any]:
         """Label and score for logits (K,)."""
-        best = int(logits.argmax())
-        score = float(self.scale.scores(logits[None])[0, best])
-        confident = self.scale.threshold is None or score >= self.scale.threshold
-        label = self.scale.labels[best] if confident else None
-        return {"label": label, "score": score, "logits": logits, "scale": self.scale}
+        scores = self.scale.scores(logits[None])[0]
+        predicted = self.scale.predicted(scores)
+        label = self.scale.labels[predicted[0]] if predicted else None
+        return {"label": label, "score": float(scores.max()), "logits": logits, "scale": self.scale}
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         """Pooled vectors (B, D) and logits (B, K) for uint8 pixels (H, W, C) each."""

@@ -16,6 +16,7 @@ from vitrail.predict.prediction import Prediction
 
 FORMATS = ("table", "csv", "jsonl")
 UNSURE = "don't know"
+NO_LABEL = "none"  # a multi-label model: no class is above its threshold
 WIDTH = 24  # of a label in the table
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet may take such a cell for a formula
 
@@ -52,10 +53,18 @@ def as_table(prediction: Prediction, top: int) -> str:
     if not top:
         return f"{name}\n"
     guesses = prediction.top(top)
-    said = [(UNSURE, guesses[0][1])] if prediction.unsure else guesses[:1]
-    more = guesses if prediction.unsure and top > 1 else guesses[1:]
+    said, more = guesses[:1], guesses[1:]
+    if prediction.unsure or prediction.scale.multilabel:
+        said, more = [(label_text(prediction, ", "), guesses[0][1])], guesses if top > 1 else []
     first, *others = (f"{score:6.4f}  {printable(label, WIDTH):{WIDTH}}" for label, score in (*said, *more))
     return "".join(f"{line}\n" for line in (f"{first}  {name}", *(other.rstrip() for other in others)))
+
+
+def label_text(prediction: Prediction, joint: str) -> str:
+    """The predicted label, or those of a multi-label model in one text."""
+    if prediction.scale.multilabel:
+        return joint.join(label for label, _ in prediction.labels) or NO_LABEL
+    return prediction.label or UNSURE
 
 
 # ---- CSV -----------------------------------------------------------------------
@@ -66,7 +75,7 @@ def cells(prediction: Prediction, top: int) -> list[str | float]:
     guesses = prediction.top(top) if top else []
     said: list[str | float] = []
     if top:
-        said = ["", ""] if prediction.score is None else [prediction.label or UNSURE, prediction.score]
+        said = ["", ""] if prediction.score is None else [label_text(prediction, "|"), prediction.score]
     if top > 1:
         said += [part for guess in guesses for part in guess] or [""] * (2 * top)
     return [prediction.name, *said, prediction.error or ""]
@@ -90,6 +99,9 @@ def as_json(prediction: Prediction, top: int) -> str:
     """A JSON object; everything but ASCII is escaped, also bytes that are not UTF-8."""
     row: dict[str, Any] = {"file": prediction.name}
     if top:
-        guesses = [{"label": label, "score": score} for label, score in prediction.top(top)]
-        row |= {"label": prediction.label, "score": prediction.score, "top": guesses}
+        labels, guesses = (
+            [{"label": label, "score": score} for label, score in pairs]
+            for pairs in (prediction.labels, prediction.top(top))
+        )
+        row |= {"label": prediction.label, "score": prediction.score, "labels": labels, "top": guesses}
     return json.dumps({**row, "error": prediction.error}) + "\n"

@@ -18,8 +18,8 @@ _MATRIX = (
 )
 _METRICS = (
     "Recall is the fraction of the images of a class that are predicted as that class. Precision is the "
-    "fraction of the images predicted as a class that belong to it. A dash means that there are no such "
-    "images."
+    "fraction of the images predicted as a class that belong to it. F1 is their harmonic mean. A dash means "
+    "that there are no such images."
 )
 _AVERAGE_PRECISION = " Average precision measures how well the images of a class are ranked above all others."
 
@@ -56,7 +56,7 @@ def confused_pairs(scores: ClassificationMetrics, most: int) -> list[tuple[str, 
 
 
 def class_section(evaluation: Evaluation) -> list[Section]:
-    """Precision and recall per class, the lowest recall first."""
+    """Precision, recall and F1 per class, the lowest recall first."""
     if evaluation.metrics is None:
         return []
     per_class, multi_label = evaluation.metrics.per_class, evaluation.metrics.mean_ap is not None
@@ -66,7 +66,7 @@ def class_section(evaluation: Evaluation) -> list[Section]:
         figures = [Figure(charts.class_bars(per_class), alt, wide=True)]
     ranked = sorted(per_class, key=lambda one: (one.recall is None, one.recall or 0.0))[:_MAX_ROWS]
     caption = "All classes" if len(ranked) == len(per_class) else f"{_MAX_ROWS} of {len(per_class):,} classes"
-    header = ["class", "images", "precision", "recall", *(["average precision"] if multi_label else [])]
+    header = ["class", "images", "precision", "recall", "F1", *(["average precision"] if multi_label else [])]
     rows = [_class_row(one, multi_label) for one in ranked]
     table = Table(f"{caption}, lowest recall first", header, rows)
     how_to_read = _METRICS + _AVERAGE_PRECISION * multi_label
@@ -74,5 +74,5 @@ def class_section(evaluation: Evaluation) -> list[Section]:
 
 
 def _class_row(one: ClassMetrics, multi_label: bool) -> list[object]:
-    metrics = [one.precision, one.recall, *([one.ap] if multi_label else [])]
+    metrics = [one.precision, one.recall, one.f1, *([one.ap] if multi_label else [])]
     return [one.name, f"{one.count:,}", *("–" if value is None else percent(value) for value in metrics)]

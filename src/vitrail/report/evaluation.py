@@ -100,6 +100,8 @@ def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
         yield percent(scores.mean_ap), "mean average precision over the classes"
     if scores.exact is not None:
         yield percent(scores.exact), f"of {scores.count:,} images with all labels correct (exact match)"
+    if scores.macro_f1 is not None:
+        yield percent(scores.macro_f1), "macro-F1: the mean F1 of the classes"
     if evaluation.calibration is not None:
         yield percent(evaluation.calibration.ece), "expected calibration error (ECE)"
     yield f"{scores.loss:.3f}", "cross-entropy loss"
@@ -167,6 +169,7 @@ def setup_section(evaluation: Evaluation, bundle: Bundle) -> Section:
         ("images", f"{evaluation.images:,} of {data}, {len(evaluation.classes):,} classes"),
         ("preprocessing", "; ".join(spec.describe()) if spec else "none"),
         ("model", model),
+        ("scores", bundle.scores.summary()),
         ("patches", f"{format_sides(config.grid)} of {format_sides(config.patch_pixels)} pixels"),
         ("time", f"{evaluation.seconds:.1f} s"),
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vitrail.data.sources import Split
-from vitrail.evaluation.run import Evaluation, match_classes
+from vitrail.evaluation.run import Evaluation, match_classes, match_scale
 from vitrail.report.images import ExplainedImage, explain_images
 from vitrail.report.numbers import percent
 from vitrail.report.page import ImageTile, Section
@@ -58,17 +58,17 @@ def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
     if evaluation.metrics is None:
         return []
     columns = match_classes(bundle, evaluation.classes, [])
+    scale = replace(match_scale(bundle, columns, split.labels.ndim == 2), threshold=None)
     explained = explain_images(bundle, split, evenly_spaced(len(split), _EXAMPLES))
     tiles = []
     for image in explained:
-        logits = image.logits[columns].tolist()
-        predicted = evaluation.classes[logits.index(max(logits))]
+        scores = scale.scores(image.logits[None, columns])[0]
+        predicted = [evaluation.classes[k] for k in scale.predicted(scores)]
         true = _true_classes(split, image.index, evaluation.classes)
-        verdict = "Correct" if predicted in true else f"Wrong; true class: {', '.join(true) or 'none'}"
-        confidence = percent(_top_probability(logits, multi_label=split.labels.ndim == 2))
-        lines = [verdict, f"Confidence: {confidence}", split.names[image.index]]
+        verdict = "Correct" if set(predicted) == set(true) else f"Wrong; true class: {_join(true)}"
+        lines = [verdict, f"Confidence: {percent(float(scores.max()))}", split.names[image.index]]
         views = image.views(f"Image of class {', '.join(true)}")
-        tiles.append(ImageTile(views, f"Predicted: {predicted}", lines))
+        tiles.append(ImageTile(views, f"Predicted: {_join(predicted)}", lines))
     text = ["Evenly spaced images of the split, whether the prediction is correct or not."]
     how_to_read = _ROLLOUT if _has_maps(explained) else ""
     return [Section("Examples", text, images=tiles, how_to_read=how_to_read)] if tiles else []
@@ -83,12 +83,8 @@ def evenly_spaced(count: int, number: int) -> list[int]:
     return sorted({(2 * i + 1) * count // (2 * number) for i in range(number)}) if count else []
 
 
-def _top_probability(logits: list[float], multi_label: bool) -> float:
-    """The probability of the largest logit, by softmax or, for multi-label data, by sigmoid."""
-    top = max(logits)
-    if multi_label:
-        return 1 / (1 + math.exp(-max(top, -700.0)))
-    return 1 / sum(math.exp(z - top) for z in logits)
+def _join(classes: Sequence[str]) -> str:
+    return ", ".join(classes) or "none"
 
 
 def _true_classes(split: Split, index: int, classes: Sequence[str]) -> list[str]:

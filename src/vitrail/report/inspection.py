@@ -54,6 +54,7 @@ def _page(request: InspectionRequest, inspection: Inspection, command: str) -> P
         ),
         ("positions", config.position),
         ("pool", config.pool),
+        *([("scores", request.bundle.scores.summary())] if config.classes else []),
         ("preprocessing", "; ".join(request.preprocess.describe())),
     ]
     sections = [*map(_section, inspection.figures), Section("The model", facts=facts)]

@@ -18,11 +18,18 @@ MAX_LABELS = 1000  # listed in /v1/model
 def prediction_json(result: Prediction | HTTPError, name: str | None, top: int) -> dict[str, Any]:
     """The prediction for one image, or the reason why there is none."""
     error = str(result) if isinstance(result, HTTPError) else result.error
-    body: dict[str, Any] = dict(name=name, label=None, score=None, unsure=False, top=[], error=error)
+    body: dict[str, Any] = dict(
+        name=name, label=None, score=None, unsure=False, labels=[], top=[], error=error
+    )
     if isinstance(result, HTTPError) or result.logits is None:  # an error, or a model without a head
         return body
-    guesses = [{"label": label, "score": score} for label, score in result.top(top)]
-    return body | dict(label=result.label, score=result.score, unsure=result.unsure, top=guesses)
+    labels, guesses = (
+        [{"label": label, "score": score} for label, score in pairs]
+        for pairs in (result.labels, result.top(top))
+    )
+    return body | dict(
+        label=result.label, score=result.score, unsure=result.unsure, labels=labels, top=guesses
+    )
 
 
 def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: str | None) -> dict[str, Any]:
@@ -32,6 +39,8 @@ def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: s
     return {
         "name": name,
         "labels": {"count": len(labels), "first": labels[:MAX_LABELS]},
+        "scores": predictor.scale.activation,
+        "multilabel": predictor.scale.multilabel,
         "size": list(preprocess.target),
         "patch": list(config.patch_pixels),
         "grid": list(config.grid),

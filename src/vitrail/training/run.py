@@ -27,6 +27,7 @@ from vitrail.training.parallel import ProcessGroup, global_batch_size, init_proc
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory
+from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import StopSignal
 from vitrail.training.teacher import Teacher, bundle_digest
 from vitrail.training.trainer import Interrupted, Trainer
@@ -156,6 +157,7 @@ class TrainingSession:
                     if self.pending:  # stopped during evaluation
                         self.evaluate()
                     t.run(self.end_epoch, self.log.on_progress, lambda: self.stop.number)
+                    self.finish()
                 except Interrupted:
                     self.checkpoints.save(self.checkpoint())
                     self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with --resume.")
@@ -164,7 +166,6 @@ class TrainingSession:
             if is_out_of_memory(error):
                 raise _out_of_memory(t) from error
             raise
-        self.finish()
 
     # ---- epochs -----------------------------------------------------------------------------
 
@@ -196,11 +197,6 @@ class TrainingSession:
 
     def val_metrics(self) -> dict[str, Any]:
         t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
-
-        def check_stop(done: int) -> None:  # several processes would have to stop at the same batch
-            if self.stop.number is not None and t.ranks.count == 1:
-                raise Interrupted(self.stop.number)
-
         metrics = evaluate_epoch(
             t.averaged_model,
             t.data.eval_split,
@@ -209,10 +205,15 @@ class TrainingSession:
             ranks=t.ranks,
             workers=t.settings.workers,
             corrupt=corrupt,
-            on_batch=check_stop,
+            on_batch=self.check_stop,
         )
         self.corrupt_eval = corrupt.reasons
         return metrics
+
+    def check_stop(self, done: int) -> None:
+        """Stop between two batches; several processes would have to stop at the same batch."""
+        if self.stop.number is not None and self.trainer.ranks.count == 1:
+            raise Interrupted(self.stop.number)
 
     def report_corrupt_files(self, corrupt: dict[str, str]) -> None:
         """Name the files that could not be read, each once; or report how many there are so far."""
@@ -253,15 +254,23 @@ class TrainingSession:
         rows = [row for row in self.history if "val_accuracy" in row]
         metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
         card = Card(name=t.data.name, source=f"trained on {t.data.name}", metrics=metrics)
-        return Bundle(model=model, preprocess=t.preprocess, labels=list(t.data.classes), card=card)
+        scores = initial_scores(t.data, t.settings)
+        return Bundle(
+            model=model, preprocess=t.preprocess, labels=list(t.data.classes), scores=scores, card=card
+        )
 
     def finish(self) -> None:
-        """Write last.safetensors, and best.safetensors where no validation set has chosen it."""
-        t = self.trainer
+        """Write last.safetensors, and best.safetensors anew: with all that a finished model's file holds."""
+        t, out = self.trainer, self.checkpoints.out
+        if not t.data.val and t.ranks.is_main:  # the test set must not select a model: the last weights it is
+            self.checkpoints.save_best(self.bundle(t.averaged_model))
+        t.ranks.barrier()
+        finished = FinishedModel(t.data, t.settings, t.compute.device, t.ranks, self.check_stop)
+        best = finished.complete(load(out / "best.safetensors"))
+        last = finished.complete(self.bundle(t.model))
         if t.ranks.is_main:
-            if not t.data.val:  # the test set must not select a model: the last weights it is
-                self.checkpoints.save_best(self.bundle(t.averaged_model))
-            self.checkpoints.save_last(self.bundle(t.model))
+            self.checkpoints.save_best(best)
+            self.checkpoints.save_last(last)
         t.ranks.barrier()
 
 

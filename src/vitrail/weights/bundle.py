@@ -26,19 +26,20 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import parse_json
 from vitrail.weights.files import write_safetensors
 from vitrail.weights.folder import ModelFiles
+from vitrail.weights.scores import Scores, parse_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.model import ViT
 
-FORMAT = 1  # increased when an older vitrail could no longer read the file correctly
+FORMAT = 2  # increased when an older vitrail could no longer read the file correctly
 _GOLDEN_COUNT = 4
 _OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
     *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
 )
-_PARTS = ("format", "config", "preprocess", "labels", "card", "source", "notes")
+_PARTS = ("format", "config", "preprocess", "labels", "scores", "card", "source", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class Bundle:
     model: ViT
     preprocess: Preprocess | None = None
     labels: list[str] | None = None
+    scores: Scores = field(default_factory=Scores)
+    """How logits become scores: by softmax, or by sigmoid with a threshold per class."""
     card: Card = field(default_factory=Card)
     source: Source | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Bundle:
         _check_preprocess(self.preprocess, config)
         if self.labels is not None:
             self.labels = _check_labels(self.labels, config.classes)
+        self.scores.check_classes(config.classes)
 
     def save(self, path: str | Path) -> None:
         """Write the file as safetensors, completely or not at all. An existing file is replaced."""
@@ -125,6 +129,7 @@ class Bundle:
             "config": asdict(self.model.config),
             "preprocess": None if self.preprocess is None else asdict(self.preprocess),
             "labels": self.labels,
+            "scores": self.scores.describe(),
             "card": {**asdict(self.card), "versions": versions()},
             "source": None if self.source is None else asdict(self.source),
             "notes": self.notes,
@@ -268,7 +273,7 @@ def _damaged(file: ModelFiles, reason: str) -> FileError:
 
 
 def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
-    """Config, preprocessing, labels, card, source and notes of a vitrail file, each checked."""
+    """Config, preprocessing, labels, scores, card, source and notes of a vitrail file, each checked."""
     try:
         config = ViTConfig(**as_tuples(header["config"]))
         spec = header.get("preprocess")
@@ -279,6 +284,7 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
             "config": config,
             "preprocess": preprocess,
             "labels": None if labels is None else _check_labels(labels, config.classes),
+            "scores": parse_scores(header.get("scores"), config.classes),
             "card": Card(**_current_names(header.get("card", {}))),
             "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
             "notes": [str(note) for note in header.get("notes", [])],

@@ -23,6 +23,7 @@ from vitrail.weights.layout import Sizes
 from vitrail.weights.look_alikes import find_look_alike
 from vitrail.weights.match import FamilyMatch, join_names, match_family
 from vitrail.weights.preprocessing import find_preprocess, override_preprocess
+from vitrail.weights.scores import Scores
 from vitrail.weights.settings import check_sizes, read_labels
 from vitrail.weights.state_dict import infer_own_config
 
@@ -40,6 +41,7 @@ class FileDescription:
     labels: list[str] | None
     card: Card
     notes: list[str]
+    scores: Scores = field(default_factory=Scores)
     source: Source | None = None
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized in this family."""

@@ -18,6 +18,7 @@ from vitrail.weights.hub import fetch_model
 from vitrail.weights.keys import Keys
 from vitrail.weights.match import join_names
 from vitrail.weights.preprocessing import check_fields, override_preprocess
+from vitrail.weights.scores import Scores
 from vitrail.weights.state import read_state
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         model=model,
         preprocess=description.preprocess,
         labels=description.labels,
+        scores=description.scores,
         card=description.card,
         source=description.source,
         extras=extras,
@@ -185,7 +187,7 @@ def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str,
         model = surgery.reclass(model, classes)
         change = f"replaced by a new one for {classes}, all zero" if classes else "removed"
         notes.append(f"The head for {config.classes} classes was {change}.")
-        bundle.labels = None
+        bundle.labels, bundle.scores = None, Scores()
     bundle.model = model
     if bundle.preprocess is not None:
         bundle.preprocess = fit_preprocess(bundle.preprocess, model.config)

@@ -10,8 +10,19 @@ const rows = range(Math.min(10, vit.labels.length)).map(() => {
 });
 const steps = range(vit.depth + 1).map(() => element("li", $("depths")));
 
+/** Scores by softmax or by sigmoid, as the model was trained. */
+const scoresOf = (logits) => vit.scores === "sigmoid" ? logits.map((logit) => 1 / (1 + Math.exp(-logit))) : softmax(logits);
+
+/** The prediction in words; a multi-label model predicts every class above its threshold. */
+function verdict(scores, best) {
+  if (!vit.thresholds) return `Prediction: ${vit.labels[best]} (${percent(scores[best])}).`;
+  const above = range(scores.length).filter((k) => scores[k] > vit.thresholds[k]).sort((a, b) => scores[b] - scores[a]);
+  return above.length ? `Prediction: ${above.map((k) => `${vit.labels[k]} (${percent(scores[k])})`).join(", ")}.`
+    : "Prediction: none of the classes.";
+}
+
 function paintAnswer() {
-  const scores = softmax(state.result.lens[state.depth]), best = largest(scores);
+  const scores = scoresOf(state.result.lens[state.depth]), best = largest(scores);
   const order = range(scores.length);
   if (order.length > rows.length) order.sort((a, b) => scores[b] - scores[a]);  // otherwise in their own order
   rows.forEach(({ row, label, fill, number }, i) => {
@@ -22,10 +33,10 @@ function paintAnswer() {
   });
   const blank = state.drawn && state.pixels.every((value) => value === (gray ? 0 : 255));
   $("says").textContent = blank ? "The canvas is empty, and the model still predicts something."
-    : `Prediction: ${vit.labels[best]} (${percent(scores[best])}).`;
+    : verdict(scores, best);
   $("depth-words").textContent = `${state.depth} of ${vit.depth} blocks`;
   state.result.lens.forEach((logits, l) => {
-    const probabilities = softmax(logits), top = largest(probabilities);
+    const probabilities = scoresOf(logits), top = largest(probabilities);
     steps[l].textContent = `${l === 0 ? "no block" : `block ${l}`}: ${vit.labels[top]}, ${percent(probabilities[top])}`;
     steps[l].className = l === state.depth ? "now" : "";
   });

@@ -108,16 +108,21 @@ async function fetchLayer(layer) {
   return layers.get(layer);
 }
 
-function paintPrediction({ label, score, unsure, top, error }, took) {
+function paintPrediction({ label, score, unsure, labels, top, error }, took) {
+  const none = state.model.multilabel && !error && !labels.length;
   $("answer").classList.toggle("unsure", unsure);
-  headline(error ? "No prediction" : unsure ? "Not sure" : label ?? "No classes", label === null);
-  $("score").textContent = label === null ? "" : percent(score);
+  headline(error ? "No prediction" : unsure ? "Not sure" : none ? "None of the classes"
+    : labels.map((one) => one.label).join(", ") || "No classes", label === null);
+  $("score").textContent = label === null || labels.length > 1 ? "" : percent(score);
   showStatus(error ?? (unsure ? `The highest score is ${percent(score)}, below the threshold for a label.`
+    : none ? "No score is above the threshold of its class."
     : label === null ? "This model has no head: it computes embeddings, not classes." : ""));
   $("bars").replaceChildren();
   $("bars").classList.toggle("short", top.every(({ label: one }) => one.length < 4));
+  const predicted = new Set(labels.map((one) => one.label));
   top.forEach(({ label: one, score: part }, rank) => {
-    const row = element("li", $("bars"), "", rank ? {} : { class: "first" });
+    const first = state.model.multilabel ? predicted.has(one) : rank === 0;
+    const row = element("li", $("bars"), "", first ? { class: "first" } : {});
     element("bdi", row, plain(one), { class: "label", title: plain(one) });
     const fill = element("span", element("span", row, "", { class: "track" }), "", { class: "fill" });
     element("span", row, percent(part), { class: "number" });

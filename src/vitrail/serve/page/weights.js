@@ -23,6 +23,7 @@ export function fillCard(model) {
     "Metrics": metrics.length ? metrics : ["none in the file"],
     "Classes": some.length ? [...some, ...(more > 0 ? [`and ${more.toLocaleString("en")} more`] : [])] : ["none"],
     "Patches": [`${by(model.grid)} of ${by(model.patch)} pixels`],
+    "Scores": [model.multilabel ? "sigmoid, any number of classes per image" : model.scores],
     "Size": [...(model.parameters ? [count(model.parameters, "parameter")] : []), count(model.depth, "layer"),
       count(model.heads, "head"), `tokens of ${count(model.width, "number")}`],
     "Preprocessing": model.preprocess,

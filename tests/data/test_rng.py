@@ -4,7 +4,13 @@ import math
 
 import torch
 
-from vitrail.data.rng import _mix_bits, random_integers, random_permutation, random_uniform
+from vitrail.data.rng import (
+    _mix_bits,
+    random_integer,
+    random_integers,
+    random_permutation,
+    random_uniform,
+)
 
 
 def splitmix64(state):
@@ -33,6 +39,15 @@ def test_the_same_sample_gets_the_same_numbers_in_any_batch():
     for part in (torch.tensor([17]), torch.tensor([99, 17, 3]), torch.arange(10, 20)):
         assert torch.equal(random_uniform([7, 3, part], 5), batch[part])
     assert torch.equal(random_uniform([7, 3, torch.arange(100)], 2), batch[:, :2])  # more slots change none
+
+
+def test_keys_are_integers_or_tensors():
+    """On a GPU the epoch is a tensor, so that a captured step can read it; seeds need no tensor at all."""
+    for keys in ([7, 3, 2], [2**63 - 1, 0, 1], [0, 10**12, 5]):
+        want = random_integers([torch.tensor(key) for key in keys], 3)
+        assert torch.equal(random_integers(keys, 3), want)
+        assert torch.equal(random_integers([keys[0], torch.tensor(keys[1]), keys[2]], 3), want)
+        assert random_integer(keys) == want[0]
 
 
 def test_seed_epoch_and_index_change_the_numbers():

@@ -129,7 +129,13 @@ CROP_NUMBERS columns."""
 
 
 def augment_batch(
-    images: Tensor, indices: Tensor, settings: Augment, *, seed: int, epoch: int, size: tuple[int, int]
+    images: Tensor,
+    indices: Tensor,
+    settings: Augment,
+    *,
+    seed: int,
+    epoch: int | Tensor,
+    size: tuple[int, int],
 ) -> Tensor:
     """The augmented images, float32 (B, C, *size) with values from 0 to 1, on the device of `images`.
 
@@ -152,7 +158,7 @@ def augment_batch(
 
 
 def draw_parameters(
-    indices: Tensor, settings: Augment, seed: int, epoch: int, size: tuple[int, int]
+    indices: Tensor, settings: Augment, seed: int, epoch: int | Tensor, size: tuple[int, int]
 ) -> tuple[Numbers, list[Operation]]:
     """The random numbers of each sample, and its operations of the policy."""
     count = _UNUSED + len(_NAMES)
@@ -165,7 +171,7 @@ def draw_parameters(
     return numbers, sample_operations(columns[:, count:], settings, size)
 
 
-def crop_numbers(seed: int, epoch: int, indices: Tensor) -> Tensor:
+def crop_numbers(seed: int, epoch: int | Tensor, indices: Tensor) -> Tensor:
     """The random numbers of each sample's crop, (B, CROP_NUMBERS): the same for files and for arrays."""
     return random_uniform([seed, epoch, CROP_STREAM, indices], CROP_NUMBERS)
 

@@ -21,6 +21,7 @@ YIQ = torch.tensor(  # from RGB to the gray value and two chroma axes
 )
 QUARTER_TURN = torch.tensor([[0, 0, 0], [0, 0, 1], [0, -1, 0]], dtype=torch.float64)  # red towards green
 TO_GRAY = YIQ[:1].expand(3, 3)
+_matrices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}  # torch.compile ignores functools.cache
 HUE_QUARTER = torch.linalg.inv(YIQ) @ QUARTER_TURN @ YIQ  # chroma rotated by 90 degrees, without the gray
 
 
@@ -43,8 +44,9 @@ def adjust_colors(
     if x.shape[1] == 3:
         chroma_gain = torch.where(numbers["gray"] < settings.gray, 0.0, chroma_gain)[:, None, None]
         angle = ((2 * numbers["hue"] - 1) * (2 * math.pi * settings.hue))[:, None, None]
-        gray, quarter = (table.to(angle.device, non_blocking=True) for table in (TO_GRAY, HUE_QUARTER))
-        chroma = torch.eye(3, device=angle.device) - gray
+        if angle.device not in _matrices:
+            _matrices[angle.device] = _color_matrices(angle.device)
+        gray, chroma, quarter = _matrices[angle.device]
         matrix = gray + chroma_gain * (angle.cos() * chroma + angle.sin() * quarter)
         red, green, blue = expand_to(matrix * gain[:, None, None], x, 2).unbind(2)  # (B, 3, 1, 1)
         out = (x[:, :1] * red).add_(x[:, 1:2] * green).add_(x[:, 2:] * blue)
@@ -53,6 +55,12 @@ def adjust_colors(
     if operations or settings.contrast:
         out += expand_to(lift, x, 3) * mean_gray(x)
     return out.clamp_(0, 1)
+
+
+def _color_matrices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """To gray, to what is left without the gray, and that rotated by 90 degrees; (3, 3) float64 each."""
+    chroma = torch.eye(3) - TO_GRAY
+    return TO_GRAY.to(device), chroma.to(device), HUE_QUARTER.to(device)
 
 
 def mean_gray(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ split the batch. The parameters of a pair are a function of (seed, epoch, index 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from vitrail.fields import Config, documented, number
 
 _MAX_ALPHA = 100.0
 _KNOTS = 8192  # of the table of the Beta distribution
+_tables: dict[tuple[float, torch.device], tuple[Tensor, Tensor]] = {}  # torch.compile ignores functools.cache
 
 
 def _alpha(doc: str) -> Any:
@@ -44,7 +44,7 @@ class Mixing(Config):
 
 
 def mix_batch(
-    images: Tensor, targets: Tensor, indices: Tensor, settings: Mixing, *, seed: int, epoch: int
+    images: Tensor, targets: Tensor, indices: Tensor, settings: Mixing, *, seed: int, epoch: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Images (B, C, H, W) and targets (B, K), both floating point, mixed pair by pair.
 
@@ -91,7 +91,7 @@ def _check_batch(images: Tensor, targets: Tensor, indices: Tensor) -> None:
 
 
 def sample_mixing(
-    firsts: Tensor, settings: Mixing, size: tuple[int, int], seed: int, epoch: int
+    firsts: Tensor, settings: Mixing, size: tuple[int, int], seed: int, epoch: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """The weight (P,) that an image of each pair keeps outside the box, and the box (P, 4).
 
@@ -119,7 +119,9 @@ def beta(quantile: Tensor, alpha: float) -> Tensor:
     Interpolated linearly in a table, by plain arithmetic: the rounding of a power may depend on the
     position in the batch.
     """
-    values, cumulative = _beta_table(alpha, quantile.device)
+    if (alpha, quantile.device) not in _tables:
+        _tables[alpha, quantile.device] = _beta_table(alpha, quantile.device)
+    values, cumulative = _tables[alpha, quantile.device]
     lower = torch.minimum(quantile, 1 - quantile)  # the distribution is symmetric
     knot = (torch.searchsorted(cumulative, lower, right=True) - 1).clamp(max=_KNOTS - 1)
     part = (lower - cumulative[knot]) / (cumulative[knot + 1] - cumulative[knot])
@@ -127,7 +129,6 @@ def beta(quantile: Tensor, alpha: float) -> Tensor:
     return torch.where(quantile < 0.5, sample, 1 - sample)
 
 
-@cache
 def _beta_table(alpha: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Values x from 0 to 1/2, and the probability of Beta(alpha, alpha) below each.
 

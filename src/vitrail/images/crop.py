@@ -56,10 +56,8 @@ def place_crop(proposals: Tensor, height: int, width: int, max_ratio: float) -> 
     The first try that fits into the image is taken. If none does, the box is the largest central one
     whose aspect ratio lies within the limits.
     """
-    image = proposals.new_tensor([height, width])
-    central = proposals.new_tensor(
-        [min(height, round(width * max_ratio)), min(width, round(height * max_ratio))]
-    )
+    image = _pair(proposals, height, width)
+    central = _pair(proposals, min(height, round(width * max_ratio)), min(width, round(height * max_ratio)))
     tries, position = proposals[..., :TRIES, :], proposals[..., TRIES, :]
     sides = (tries * math.sqrt(height * width)).round()
     sides = torch.cat([sides, central.expand_as(sides[..., :1, :])], dim=-2)  # (..., TRIES + 1, 2)
@@ -69,6 +67,13 @@ def place_crop(proposals: Tensor, height: int, width: int, max_ratio: float) -> 
     free = image - box
     start = torch.where(first == TRIES, free / 2, position * (free + 1)).floor()
     return torch.cat([start, box], dim=-1).long()
+
+
+def _pair(like: Tensor, height: int, width: int) -> Tensor:
+    """(height, width) as a tensor; on a GPU without a copy from the host, which a CUDA graph refuses."""
+    if like.is_cuda:
+        return torch.stack([like.new_full((), height), like.new_full((), width)])
+    return like.new_tensor([height, width])
 
 
 def read_crop(path: Path, preprocess: Preprocess, proposals: Tensor, max_ratio: float) -> NDArray[np.uint8]:

@@ -56,6 +56,20 @@ class Batch:
     valid: Tensor
     """(b,) 1 where the image could be read, 0 where it could not; such an image is gray."""
 
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device, without waiting for it."""
+        parts = (self.indices, self.images, self.valid)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
+    def clone(self) -> Batch:
+        return Batch(self.indices.clone(), self.images.clone(), self.valid.clone())
+
+    def copy_(self, other: Batch) -> None:
+        """Copy another batch of the same shape into this one, without waiting for it."""
+        self.indices.copy_(other.indices, non_blocking=True)
+        self.images.copy_(other.images, non_blocking=True)
+        self.valid.copy_(other.valid, non_blocking=True)
+
 
 @dataclass
 class CorruptFiles:
@@ -101,7 +115,7 @@ class ImageReader:
         """A batch for each request, in order: indices, and how to load each file (`load` by default)."""
         if self.stored is not None:
             for indices, _ in requests:
-                images = self.stored[indices.to(self.stored.device)]
+                images = self.stored[indices.to(self.stored.device, non_blocking=True)]
                 yield Batch(indices, images, torch.ones(len(indices)))
             return
         for indices, futures in look_ahead(map(self._start, requests), AHEAD):

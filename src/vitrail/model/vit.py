@@ -87,7 +87,7 @@ class ViT(TappedModule):
             )
         if torch.empty(0).device.type == "cpu":  # on "meta" nothing is allocated
             check_parameters(config)
-        self.config, self.any_size, self.grad_checkpointing = config, False, False
+        self.config, self.any_size, self.checkpointed_blocks = config, False, 0
         self.tokens = build_tokens(config)  # x_p -> x_p E
         prefix = nn.Parameter(torch.empty(config.prefix, config.width))
         self.prefix = prefix if config.prefix else None  # x_class, distillation token, registers
@@ -141,7 +141,7 @@ class ViT(TappedModule):
         rotate, intermediate = self.position.rotation(grid), {}
         for index, block in enumerate(self.blocks):
             z = z if index == 0 else self.position.before_block(z, grid)
-            z = run_block(block, z, rotate, checkpointing=self.grad_checkpointing)  # Eq. 2 and 3
+            z = run_block(block, z, rotate, checkpointing=index < self.checkpointed_blocks)  # Eq. 2 and 3
             if index in requested:
                 intermediate[index] = self.finish(z, grid)
         return replace(self.finish(z, grid), layers=intermediate)
@@ -197,7 +197,7 @@ class ViT(TappedModule):
 
         Training then takes less memory and the time of one more forward pass; its numbers do not change.
         """
-        self.grad_checkpointing = enable
+        self.checkpointed_blocks = self.config.depth if enable else 0
         return self
 
     def _check_layers(self, layers: Sequence[int] | None) -> tuple[int, ...]:

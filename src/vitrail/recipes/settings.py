@@ -14,7 +14,6 @@ from vitrail.fields import (
     FOREIGN_NAMES,
     Config,
     as_tuples,
-    boolean,
     choice,
     declare,
     documented,
@@ -62,6 +61,15 @@ def _betas(doc: str) -> Any:
         return tuple(float(beta) for beta in value)
 
     return declare(doc, check, (0.9, 0.999), "two numbers, each at least 0 and below 1")
+
+
+def _auto_or_boolean(doc: str) -> Any:
+    def check(name: str, value: Any, hint: Any) -> Any:
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f'{name} must be "auto", True or False, not {short_repr(value)}.')
+        return value
+
+    return declare(doc, check, "auto")
 
 
 @documented
@@ -165,7 +173,22 @@ class TrainConfig(Config):
     precision: Literal["auto", "fp32", "bf16"] = choice(
         "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere", default="auto"
     )
-    compile: bool = boolean("Whether to compile the model with torch.compile", default=False)
+    compile: Literal["auto"] | bool = _auto_or_boolean(
+        "Whether to compile the model with torch.compile; auto does on a GPU if the run is long enough"
+    )
+    cuda_graph: Literal["auto"] | bool = _auto_or_boolean(
+        "Whether to capture the step as one CUDA graph; auto does on a GPU if it can"
+    )
+    residual: Literal["fp32", "bf16"] = choice(
+        "Floating-point format of the residual stream in mixed precision", default="fp32"
+    )
+    checkpoint_blocks: int = integer(
+        "Blocks, from the first, that keep only their input and compute the rest again for the gradient "
+        "(activation checkpointing)",
+        least=0,
+        most=10_000,
+        default=0,
+    )
 
     # ---- run directory
     keep: int = integer("Checkpoints to keep", default=2)

@@ -173,7 +173,6 @@ def cifar10(data: Dataset) -> Recipe:
         ),
         mixing=Mixing(mixup=0.8, cutmix=1.0, cutmix_probability=0.6),
         mixing_off=0.07,
-        compile=True,
         evaluate_every=25,
         save_every=50,
     )

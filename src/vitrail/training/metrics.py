@@ -37,12 +37,15 @@ class EpochMetrics:
             loss = losses.where(counts > 0, 0.0).sum()
             self.sums[:3] += torch.stack([loss, (correct * counts).sum(), counts.sum()]).double()
 
-    def add_step(self, step: int, images: Tensor, skipped: Tensor) -> None:
-        """Add a step with the indices of its images; `skipped` is 1 where it changed no weight."""
-        self.recent.append((step, images, skipped))
-        self.in_a_row = (self.in_a_row + skipped) * skipped
-        self.worst = torch.maximum(self.worst, self.in_a_row)
+    def add_step(self, skipped: Tensor) -> None:
+        """Add a step; `skipped` is 1 where it changed no weight. In place, so that it can be captured."""
+        self.in_a_row.add_(skipped).mul_(skipped)
+        torch.maximum(self.worst, self.in_a_row, out=self.worst)
         self.sums[3] += skipped
+
+    def remember_step(self, step: int, images: Tensor, skipped: Tensor) -> None:
+        """Remember the indices of a step's images, for the message of `check_divergence`."""
+        self.recent.append((step, images, skipped))
 
     def totals(self) -> tuple[float, float, int, int]:
         """Mean loss, accuracy, images and skipped steps, over all processes."""
@@ -72,11 +75,12 @@ class EpochMetrics:
         """The sums of every process (ranks, 4): added up now, they would be rounded differently later."""
         rows = self.sums.new_zeros(self.ranks.count, len(self.sums))
         rows[self.ranks.rank] = self.sums
-        return {"sums": self.ranks.sum(rows), "in_a_row": self.in_a_row, "worst": self.worst}
+        return {"sums": self.ranks.sum(rows), "in_a_row": self.in_a_row.clone(), "worst": self.worst.clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         rows = state["sums"]
         if len(rows) != self.ranks.count:  # another number of processes than before: the first takes all
             rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(self.ranks.count, rows.shape[1])])
-        self.sums = rows[self.ranks.rank].to(self.device)
-        self.in_a_row, self.worst = (state[name].to(self.device) for name in ("in_a_row", "worst"))
+        self.sums.copy_(rows[self.ranks.rank])
+        self.in_a_row.copy_(state["in_a_row"])
+        self.worst.copy_(state["worst"])

@@ -19,7 +19,8 @@ def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:
     groups = parameter_groups(model, settings)
     match settings.optimizer:
         case "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)  # type: ignore[arg-type]
+            on_gpu = groups[0]["params"][0].is_cuda  # where a step may be captured in a CUDA graph
+            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True, capturable=on_gpu)  # type: ignore[arg-type]
         case "sgd":
             sgd = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
             if settings.momentum:  # if the first step is skipped, the buffers would stay uninitialized
@@ -87,14 +88,27 @@ def lr_at(step: int, steps: int, settings: TrainConfig) -> float:
     return settings.lr * (settings.last_lr + (1 - settings.last_lr) * factor)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["factor"]
 
 
-def update_ema(ema: nn.Module, model: nn.Module, step: int, max_decay: float) -> None:
-    """Update the EMA of the weights. Its decay is lower at first, so that the random weights fade sooner."""
-    decay = min(max_decay, (1 + step) / (10 + step))
+def ema_weight(step: int, max_decay: float) -> float:
+    """The weight of the model in its EMA after a step: 1 - decay.
+
+    The decay is lower at first, so that the random weights fade sooner.
+    """
+    return 1 - min(max_decay, (1 + step) / (10 + step))
+
+
+def update_ema(ema: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
+    """Update the EMA of the weights: average + weight (parameter - average)."""
+    averages: list[Tensor] = list(ema.parameters())
+    parameters = [p.detach() for p in model.parameters()]
     with torch.no_grad():
-        averages: list[Tensor] = list(ema.parameters())
-        torch._foreach_lerp_(averages, [p.detach() for p in model.parameters()], 1 - decay)
+        if not isinstance(weight, Tensor):
+            torch._foreach_lerp_(averages, parameters, weight)
+            return
+        change = torch._foreach_sub(parameters, averages)
+        torch._foreach_mul_(change, weight)
+        torch._foreach_add_(averages, change)

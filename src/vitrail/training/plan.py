@@ -26,6 +26,8 @@ def training_plan(trainer: Trainer) -> dict[str, Any]:
         "activations",
         "time": f"about {_format_time(_estimate_seconds(trainer))}, extrapolated from one step",
     }
+    if trainer.mode is not None:
+        plan["step"] = trainer.mode.reason
     if trainer.teacher is not None:
         size = sum(p.numel() for p in trainer.teacher.model.parameters())
         plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"

@@ -81,6 +81,7 @@ def run_training(
         log.on_message(f"The teacher: {note}")
     model = _initial_model(recipe, start, log)
     trainer = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
+    trainer.on_message = log.on_message
     session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log)
     if resume:
         session.resume()
@@ -150,6 +151,7 @@ class TrainingSession:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
         t = self.trainer
         try:
+            t.choose_mode()
             self.log.on_plan(training_plan(t))
             t.clock.start(t.step)
             with self.stop.handle(t.ranks.count):  # also while it saves

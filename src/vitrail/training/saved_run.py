@@ -17,8 +17,11 @@ from vitrail.training.checkpoint import list_checkpoints
 from vitrail.weights.bundle import Bundle
 
 VERSION = 2  # of a run directory; 0.1 wrote none
-MAY_CHANGE = ("workers", "keep")  # settings that do not change the result
-CHANGES_BITS = ("precision",)  # settings that may change on resume, but then the result is not bit-equal
+MAY_CHANGE = ("workers", "keep", "cuda_graph", "checkpoint_blocks")  # settings that do not change the result
+CHANGES_BITS = (
+    "precision",
+    "compile",
+)  # may change on resume, but the result is not bit-equal then
 
 
 def read_config(path: Path) -> dict[str, Any]:

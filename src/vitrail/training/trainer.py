@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.augment import augment_batch
 from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
-from vitrail.data.mixing import mix_batch
-from vitrail.data.rng import random_integers
+from vitrail.data.rng import random_integer
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
 from vitrail.images.normalize import build_normalize
@@ -30,12 +28,16 @@ from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer
 from vitrail.training.clock import Clock, Interval
+from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
+from vitrail.training.inputs import InputPipeline
+from vitrail.training.lean import use_bf16_residual, use_fast_gelu, use_short_attention
 from vitrail.training.lora import add_lora
 from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import build_targets, class_weights, distillation_loss, per_image_loss
-from vitrail.training.optim import build_optimizer, lr_at, set_lr, update_ema
+from vitrail.training.optim import build_optimizer, ema_weight, lr_at, set_lr, update_ema
 from vitrail.training.parallel import ProcessGroup, global_batch_size, wrap_model
 from vitrail.training.precision import ComputeDevice
+from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
 
 
@@ -68,6 +70,8 @@ class Trainer:
     """The number of steps taken."""
     corrupt: CorruptFiles = field(default_factory=CorruptFiles)
     """Training images that could not be read."""
+    on_message: Callable[[str], None] = lambda text: None
+    """Called with what a user should know."""
 
     def __post_init__(self) -> None:
         s, device = self.settings, self.compute.device
@@ -78,20 +82,28 @@ class Trainer:
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, s)
         self.wrapped = wrap_model(Student(self.model) if self.teacher else self.model, self.ranks)
-        self.compiled: nn.Module = torch.compile(self.wrapped) if s.compile else self.wrapped  # type: ignore[assignment]
+        self.compiled = self.wrapped
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
         classes = len(self.data.classes)
-        self.targets = build_targets(self.data.train, classes, s).to(device)
         self.weights = class_weights(self.data.train, classes, s).to(device)
         self.labels = torch.from_numpy(self.data.train.labels).to(device)
-        self.normalize = build_normalize(self.preprocess, device)
         crop_in_decode = self.data.train.paths is not None
-        self.augment = replace(s.augment, crop=None) if crop_in_decode else s.augment
+        self.inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = InputPipeline(
+            augment=replace(s.augment, crop=None) if crop_in_decode else s.augment,
+            mixing=s.mixing,
+            targets=build_targets(self.data.train, classes, s).to(device),
+            normalize=build_normalize(self.preprocess, device),
+            size=self.preprocess.target,
+            seed=s.seed,
+        )
         self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.steps_per_epoch * s.epochs
         self.metrics = EpochMetrics(device, self.ranks)
         self.clock = Clock(self.batch, len(self.data.eval_split))
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.values = StepValues(0.0, 0, 0.0)
+        self.mode: StepMode | None = None
+        self.captured: dict[bool, CapturedStep] = {}
 
     @property
     def averaged_model(self) -> ViT:
@@ -154,29 +166,89 @@ class Trainer:
             for part in shard.chunk(s.accumulate):
                 yield epoch, part
 
+    def choose_mode(self) -> StepMode:
+        """Choose, once, whether to compile the model and to capture the step, and apply it."""
+        if self.mode is None:
+            self.mode = choose_step_mode(self)
+            half = self.compute.dtype == torch.bfloat16
+            self.model.checkpointed_blocks = self.settings.checkpoint_blocks
+            if half and self.settings.residual == "bf16":
+                use_bf16_residual(self.model)
+            if half and self.mode.compile:
+                use_fast_gelu(self.model)
+                use_short_attention(self.model)
+            if self.mode.compile:
+                self.compiled = torch.compile(self.wrapped)  # type: ignore[assignment]
+                self._compile_inputs()
+        return self.mode
+
+    def _compile_inputs(self) -> None:
+        """Compile augmentation and mixing, after a call that makes their tables."""
+        size = self.preprocess.target if self.data.train.images is None else self.data.train.images.shape[1:3]
+        images = torch.zeros(
+            2, self.preprocess.channels, *size, dtype=torch.uint8, device=self.compute.device
+        )
+        self.inputs(images, torch.arange(2, device=self.compute.device), 0, mixes=True)
+        self.inputs = torch.compile(self.inputs)
+
     def take_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step over its micro-batches; skipped on the device if the gradient is not finite."""
         s = self.settings
-        seed = random_integers([s.seed, self.step, self.ranks.rank, 2], 1)
-        torch.manual_seed(int(seed) & (2**63 - 1))  # dropout: a function of the step
+        mode = self.mode or self.choose_mode()
+        seed = random_integer([s.seed, self.step, self.ranks.rank, 2])
+        torch.manual_seed(seed & (2**63 - 1))  # dropout: a function of the step
+        self.values = StepValues(
+            lr=lr_at(self.step, self.steps, s),
+            epoch=self._epoch(),
+            ema_weight=ema_weight(self.step, s.ema or 0.0),
+        )
+        parts = [next(batches) for _ in range(s.accumulate)]
+        skipped = self._captured_step(parts) if mode.cuda_graph else self._compute_step(parts)
+        self.metrics.remember_step(self.step, torch.cat([part.indices for part in parts]), skipped)
+        self.step += 1
+
+    def _epoch(self) -> int | Tensor:
+        """The epoch; a tensor for compiled code, which would be compiled again for another number."""
+        epoch = self.step // self.steps_per_epoch
+        if self.mode is None or not self.mode.compile or self.mode.cuda_graph:
+            return epoch
+        return torch.tensor(epoch).to(self.compute.device, non_blocking=True)
+
+    def _captured_step(self, parts: Sequence[Batch]) -> Tensor:
+        """The step as one CUDA graph. With mixing and without it are two graphs, one after the other."""
+        mixes = self._mixes()
+        if mixes not in self.captured:
+            self.captured = {mixes: CapturedStep(self._compute_step, self._bind, self.compute.device)}
+        values = self.values
+        try:
+            return self.captured[mixes](parts, values)
+        except CaptureError as error:
+            self.on_message(f"The steps are not captured as a CUDA graph, because that failed: {error}")
+            self.mode = replace(self.choose_mode(), cuda_graph=False)
+            self.values = values
+            return self._compute_step(parts)
+
+    def _bind(self, values: StepValues) -> None:
+        self.values = values
+
+    def _compute_step(self, parts: Sequence[Batch]) -> Tensor:
+        """Everything of a step that happens on the device; returns 1 if the step was skipped, or 0."""
+        s = self.settings
         self.model.train(s.tune != "head").head.train()  # no dropout in a frozen encoder
-        set_lr(self.optimizer, lr_at(self.step, self.steps, s))
+        set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
-        indices = []
-        for number in range(s.accumulate):
-            batch = next(batches)
-            indices.append(batch.indices)
+        for number, part in enumerate(parts):
             with self._gradient_sync(last=number == s.accumulate - 1):
-                (self._loss(batch) / s.accumulate).backward()
+                (self._loss(part) / s.accumulate).backward()
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
         skipped = (~norm.isfinite()).float()
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.metrics.add_step(self.step, torch.cat(indices), skipped)
+        self.metrics.add_step(skipped)
         if self.ema is not None:
-            update_ema(self.ema, self.model, self.step, s.ema or 0.0)
-        self.step += 1
+            update_ema(self.ema, self.model, self.values.ema_weight)
+        return skipped
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are averaged over processes with the last micro-batch only."""
@@ -185,10 +257,13 @@ class Trainer:
     def _loss(self, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch after augmentation and mixing."""
         s, device = self.settings, self.compute.device
-        indices, valid = batch.indices.to(device), batch.valid.to(device)
-        images, targets = self._augment(batch.images.to(device), indices)
+        batch = batch.to(device)
+        indices, valid = batch.indices, batch.valid
+        images, normalized, targets = self.inputs(
+            batch.images, indices, self.values.epoch, mixes=self._mixes()
+        )
         with self.compute.autocast():
-            output = self.compiled(self.normalize(images))
+            output = self.compiled(normalized)
         if self.teacher is None:
             logits = output
             losses = per_image_loss(logits, targets, self.weights, s)
@@ -202,15 +277,9 @@ class Trainer:
         self.metrics.add_images(losses, self._correct(logits, indices), valid)
         return losses.mean()
 
-    def _augment(self, images: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Augmented and mixed images with pixel values from 0 to 1, and their targets."""
-        s, epoch = self.settings, self.step // self.steps_per_epoch
-        size = self.preprocess.target
-        images = augment_batch(images, indices, self.augment, seed=s.seed, epoch=epoch, size=size)
-        targets = self.targets[indices]
-        if self.step < (1 - s.mixing_off) * self.steps:
-            images, targets = mix_batch(images, targets, indices, s.mixing, seed=s.seed, epoch=epoch)
-        return images, targets
+    def _mixes(self) -> bool:
+        """Whether mixup and cutmix are on at this step."""
+        return self.step < (1 - self.settings.mixing_off) * self.steps
 
     def _correct(self, logits: Tensor, indices: Tensor) -> Tensor:
         """1 for each correct prediction; for multi-label images, the fraction of correct classes."""

@@ -1,0 +1,38 @@
+"""From the pixels of a batch to what a step trains on: augmentation, mixing, normalization and targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vitrail.data.augment import Augment, augment_batch
+from vitrail.data.mixing import Mixing, mix_batch
+
+
+@dataclass(frozen=True)
+class InputPipeline:
+    """What happens to the images of a batch before the model sees them; all of it on their device.
+
+    Args:
+        targets: (N, K), the targets of the whole training set, on the device.
+        size: (height, width) of the model's images.
+    """
+
+    augment: Augment
+    mixing: Mixing
+    targets: Tensor
+    normalize: Callable[[Tensor], Tensor]
+    size: tuple[int, int]
+    seed: int
+
+    def __call__(
+        self, images: Tensor, indices: Tensor, epoch: int | Tensor, *, mixes: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Augmented and mixed images with values from 0 to 1, the same normalized, and their targets."""
+        x = augment_batch(images, indices, self.augment, seed=self.seed, epoch=epoch, size=self.size)
+        targets = self.targets[indices]
+        if mixes:
+            x, targets = mix_batch(x, targets, indices, self.mixing, seed=self.seed, epoch=epoch)
+        return x, self.normalize(x), targets

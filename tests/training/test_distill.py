@@ -26,7 +26,7 @@ from vitrail.errors import ConfigError, InputError
 from vitrail.evaluation.forward import run_model
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training import trainer as loop
+from vitrail.training import inputs
 from vitrail.training.objective import distillation_loss
 from vitrail.training.precision import choose_device
 from vitrail.training.teacher import Teacher
@@ -137,13 +137,13 @@ def test_the_teacher_is_frozen_and_the_callers_model_is_unchanged(data, tmp_path
 
 def test_the_teacher_gets_the_students_images(data, tmp_path, monkeypatch):
     """Augmented and mixed; its own image size is tested above."""
-    mixed, seen, real, forward = [], [], loop.mix_batch, Teacher.__call__
+    mixed, seen, real, forward = [], [], inputs.mix_batch, Teacher.__call__
 
     def mix_batch(*args, **how):
         mixed.append(real(*args, **how))
         return mixed[-1]
 
-    monkeypatch.setattr(loop, "mix_batch", mix_batch)
+    monkeypatch.setattr(inputs, "mix_batch", mix_batch)
     monkeypatch.setattr(Teacher, "__call__", lambda self, x: seen.append(x) or forward(self, x))
     train(data, out=tmp_path / "run", teacher=build_teacher(), **{**SETTINGS, "epochs": 1})
     assert len(mixed) == 10  # five steps of two micro-batches

@@ -27,7 +27,7 @@ from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.errors import ConfigError
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training import checkpoint
+from vitrail.training import checkpoint, inputs
 from vitrail.training import trainer as loop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
@@ -449,10 +449,10 @@ def test_balanced_sampling_sees_every_class_equally_often(tmp_path):
 
 def test_mixing_is_off_at_the_end(data, monkeypatch):
     steps = []
-    real = loop.mix_batch
+    real = inputs.mix_batch
     trainer = build_trainer(data, epochs=2, mixing_off=0.3, mixing=dict(mixup=1.0))
     monkeypatch.setattr(
-        loop, "mix_batch", lambda *args, **how: steps.append(trainer.step) or real(*args, **how)
+        inputs, "mix_batch", lambda *args, **how: steps.append(trainer.step) or real(*args, **how)
     )
     trainer.run()
     assert (trainer.steps, steps) == (10, list(range(7)))

@@ -1,8 +1,8 @@
 """The gradient of attention over at most 256 tokens, as one Triton kernel.
 
 The kernel holds all keys and values of a head and computes softmax again from q, k and v alone. It needs
-nothing else of the forward pass, adds nothing up in memory, and writes the gradient where the product for q, k and v
-expects it. PyTorch's flash attention needs three kernels and a copy for that.
+nothing else of the forward pass, adds nothing up in memory, and writes the gradient where the product for q,
+k and v expects it. PyTorch's flash attention needs three kernels and a copy for that.
 """
 
 from __future__ import annotations

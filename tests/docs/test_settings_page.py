@@ -32,7 +32,7 @@ def test_values_are_written_as_after_set():
     for row in (
         "| `ema` | `none` | above 0 and below 1, `none` |",
         "| `betas` | `0.9,0.999` |",
-        "| `compile` | `false` | `true`, `false` |",
+        "| `compile` | `auto` | `auto`, `true`, `false` |",
         "| `sampling` | `shuffle` | `shuffle`, `balanced` |",
     ):
         assert row in text, row

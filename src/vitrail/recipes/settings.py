@@ -69,7 +69,7 @@ def _auto_or_boolean(doc: str) -> Any:
             raise ConfigError(f'{name} must be "auto", True or False, not {short_repr(value)}.')
         return value
 
-    return declare(doc, check, "auto")
+    return declare(doc, check, "auto", "`true`, `false`")
 
 
 @documented

@@ -32,14 +32,17 @@ _MODULES = {
     "VitrailError": "vitrail.errors",
     "convert": "vitrail.weights.convert",
     "create": "vitrail.build",
+    "cross_validate": "vitrail.experiment.folds",
     "edit": "vitrail.model",
     "evaluate": "vitrail.evaluation.run",
+    "find_lr": "vitrail.experiment.lr_finder",
     "generate": "vitrail.model",
     "load": "vitrail.weights.load",
     "preset": "vitrail.presets",
     "record": "vitrail.model",
     "study": "vitrail.experiment.study",
     "surgery": "vitrail.model",
+    "sweep": "vitrail.experiment.sweep",
     "train": "vitrail.training.api",
     "walk": "vitrail.course.walk",
 }
@@ -61,14 +64,17 @@ __all__ = [
     "VitrailError",
     "convert",
     "create",
+    "cross_validate",
     "edit",
     "evaluate",
+    "find_lr",
     "generate",
     "load",
     "preset",
     "record",
     "study",
     "surgery",
+    "sweep",
     "train",
     "walk",
 ]
@@ -79,7 +85,10 @@ if TYPE_CHECKING:
     from vitrail.course.walk import walk
     from vitrail.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.evaluation.run import evaluate
+    from vitrail.experiment.folds import cross_validate
+    from vitrail.experiment.lr_finder import find_lr
     from vitrail.experiment.study import study
+    from vitrail.experiment.sweep import sweep
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.predict import Predictor

@@ -28,6 +28,7 @@ from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.predict import predict
 from vitrail.cli.serve import serve
 from vitrail.cli.streams import discard_output, open_streams, print_error
+from vitrail.cli.sweep import sweep
 from vitrail.cli.train import check_options, train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
@@ -43,7 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(demo, train, evaluate, predict, serve, doctor, inspect, walk, lab, notes, check),
+    *(demo, train, sweep, evaluate, predict, serve, doctor, inspect, walk, lab, notes, check),
     *(export, info, convert, verify),
 )
 for command in _COMMANDS:

@@ -5,15 +5,19 @@ Progress is a bar at a terminal, and a line every half minute in a file, a pipe 
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from vitrail.cli.progress import ProgressBars
 from vitrail.errors import printable
 
 if TYPE_CHECKING:
-    from vitrail.training.callbacks import Progress
+    from vitrail.training.callbacks import Callback, Progress
 
 _LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
@@ -70,6 +74,27 @@ class ConsoleCallback:
     def close(self) -> None:
         """Remove the progress bar."""
         self._bars.close()
+
+
+@contextmanager
+def training_process() -> Iterator[tuple[Callback, bool]]:
+    """The callback of this process, and whether it is the main one, which alone prints.
+
+    A signal that stops a run becomes the exit code.
+    """
+    from vitrail.training.callbacks import NullCallback
+    from vitrail.training.parallel import destroy_process_group, init_process_group
+    from vitrail.training.trainer import Interrupted
+
+    is_main = init_process_group().is_main
+    try:
+        with ConsoleCallback() as console:
+            yield (console if is_main else NullCallback()), is_main
+    except Interrupted as stop:
+        sys.stdout.flush()
+        raise typer.Exit(128 + stop.signal) from None
+    finally:
+        destroy_process_group()
 
 
 def print_rows(rows: Mapping[str, Any]) -> None:

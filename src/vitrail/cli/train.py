@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.console import ConsoleCallback
+from vitrail.cli.console import training_process
 from vitrail.cli.overrides import parse_sides, parse_value
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
@@ -108,6 +107,12 @@ def train(
         float | None, typer.Option(help="Peak learning rate.", show_default="from the recipe")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed.", show_default="0")] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Cross-validation: train one model per fold and report mean and spread.", metavar="K"
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -136,10 +141,14 @@ def train(
     if model is not None:
         changes["model"] = {"name": model}
     for text in settings or []:
-        _apply_setting(changes, text)
+        apply_setting(changes, text)
     changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
     changes["size"] = None if size is None else parse_sides(size)
 
+    if folds is not None:
+        with outlasting(printable(out / "fold-*" / "log.txt")):
+            _run_folds(data, out, folds, changes)
+        return
     with outlasting(printable(out / "log.txt")):
         _run_training(data, out, changes)
 
@@ -147,26 +156,36 @@ def train(
 def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
     """Train; only the main process prints."""
     from vitrail.training.api import train as run_training
-    from vitrail.training.callbacks import NullCallback
-    from vitrail.training.parallel import destroy_process_group, init_process_group
-    from vitrail.training.trainer import Interrupted
 
-    is_main = init_process_group().is_main
-    console = ConsoleCallback()
-    try:
-        with console:
-            run = run_training(data, out=out, callback=console if is_main else NullCallback(), **changes)
-    except Interrupted as stop:
-        sys.stdout.flush()
-        raise typer.Exit(128 + stop.signal) from None
-    finally:
-        destroy_process_group()
+    with training_process() as (callback, is_main):
+        run = run_training(data, out=out, callback=callback, **changes)
     if is_main:
         last = run.metrics[-1]
         print(f"Validation accuracy {last['val_accuracy']:.2%} on {last['val_images']:,} held-out images.")
         for name in ("best.safetensors", "last.safetensors", "report.html"):
             if (run.out / name).exists():
                 print(f"Saved {printable(run.out / name)}")
+
+
+def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any]) -> None:
+    """Train a model for each fold; only the main process prints."""
+    from vitrail.experiment.folds import cross_validate
+
+    if data is None:
+        raise InputError("--folds needs DATA, also with --resume: vitrail train DATA --folds 5 --out DIR.")
+    with training_process() as (callback, is_main):
+        result = cross_validate(data, out=out, folds=folds, callback=callback, **changes)
+    if is_main:
+        low, high = result.interval
+        for fold in result.folds:
+            print(f"fold {fold.number:>2}   accuracy {fold.accuracy:.2%} on {fold.val_images:,} images")
+        print(
+            f"Mean accuracy {result.mean:.2%}, standard deviation between folds {result.deviation:.2%}; 95 % "
+            f"confidence interval {max(0, low):.2%} to {min(1, high):.2%}."
+        )
+        for name in ("folds.json", "report.html"):
+            if (out / name).exists():
+                print(f"Saved {printable(out / name)}")
 
 
 def check_options(arguments: list[str]) -> None:
@@ -185,7 +204,7 @@ def check_options(arguments: list[str]) -> None:
             raise InputError(f"there is no option {printable(argument.partition('=')[0])}; use {use}.")
 
 
-def _apply_setting(changes: dict[str, Any], text: str) -> None:
+def apply_setting(changes: dict[str, Any], text: str) -> None:
     """Add NAME=VALUE: a training setting, or model.FIELD, augment.FIELD or mixing.FIELD."""
     from vitrail.recipes.settings import TrainConfig, unknown_setting
 

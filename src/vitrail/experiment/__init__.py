@@ -1,1 +1,1 @@
-"""Comparing training settings over learning rates and seeds: `vt.study`."""
+"""Comparing training settings: `vt.study`, `vt.sweep`, `vt.find_lr`, and cross-validation."""

@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -26,10 +26,11 @@ from vitrail.recipes.settings import Recipe
 from vitrail.training.metrics import Diverged
 from vitrail.training.run import run_training
 from vitrail.training.run_directory import check_same_run, describe_run
+from vitrail.training.teacher import bundle_digest
+from vitrail.weights.bundle import Bundle
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_START = {"from_file": False, "teacher": None}  # how a study's runs start
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class TrialTask:
     recipe: Recipe
     out: Path
     """The run directory."""
+    start: Bundle | None = None
+    """The weights to start from."""
 
     @property
     def record(self) -> Path:
@@ -159,7 +162,7 @@ def _run_trial(task: TrialTask, data: Dataset) -> Trial:
     start = time.perf_counter()
     score, loss = 0.0, None
     try:
-        last = run_training(data, task.recipe, task.out, resume=True).metrics[-1]
+        last = run_training(data, task.recipe, task.out, start=task.start, resume=True).metrics[-1]
         score, loss = last["val_accuracy"], last["val_loss"]
     except Diverged:
         pass
@@ -173,7 +176,10 @@ def _read_trial(task: TrialTask, data: Dataset) -> Trial | None:
     """The result of a finished trial; an error if the run directory has other settings."""
     if not task.record.exists():
         return None
-    check_same_run(task.out / "config.json", describe_run(task.recipe, data, _START))
+    start: dict[str, Any] = {"from_file": task.start is not None, "teacher": None}
+    if task.start is not None:
+        start["from_digest"] = bundle_digest(task.start)
+    check_same_run(task.out / "config.json", describe_run(task.recipe, data, start))
     try:
         return Trial(**json.loads(task.record.read_text()))
     except (ValueError, TypeError):

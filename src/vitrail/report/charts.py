@@ -77,6 +77,23 @@ def curve(
     return _svg(figure)
 
 
+@styled
+def scores(values: Sequence[float]) -> str:
+    """The accuracy of each run as a dot, and their mean as a line."""
+    figure = new_figure(_CURVE_SIZE[0], 0.9 + 0.22 * len(values))
+    axis = figure.subplots()
+    percents = [100 * value for value in values]
+    rows = range(1, len(values) + 1)
+    axis.axvline(float(np.mean(percents)), color=FAINT, linewidth=1, linestyle="--")
+    axis.plot(percents, rows, "o", color=LINES[0], markersize=6)
+    axis.set_yticks(rows)
+    axis.set_ylim(len(values) + 0.6, 0.4)
+    axis.set_xlabel("accuracy, %")
+    axis.set_ylabel("fold")
+    axis.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+    return _svg(figure)
+
+
 # ---- classes --------------------------------------------------------------------------------
 
 

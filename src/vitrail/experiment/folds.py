@@ -1,0 +1,223 @@
+"""Cross-validation: k runs, each evaluated on the part of the images that the others are trained on.
+
+With few images, the accuracy on a single validation set says little: another fifth of the images may give
+several percent more or less. Here every image is predicted once, by a model that was not trained on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.classes import check_empty_classes
+from vitrail.data.sources import Dataset, Split, open_dataset
+from vitrail.errors import FileError, InputError, MissingExtra, VitrailError, printable
+from vitrail.experiment.interval import confidence_interval
+from vitrail.fields import as_integer
+from vitrail.io.read import open_regular
+from vitrail.io.write import PARTIAL, write_text
+from vitrail.report.folds import folds_page
+from vitrail.report.page import check_extras, write_page
+from vitrail.training.api import train
+from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.run_directory import environment
+
+_RECORD, _REPORT = "folds.json", "report.html"
+_MAX_FOLDS = 100
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One run of a cross-validation."""
+
+    number: int
+    """From 1."""
+    train_images: int
+    val_images: int
+    accuracy: float
+    """On the images of this fold, after the last epoch; no epoch is selected by it."""
+    loss: float
+    out: str
+    """The run directory."""
+
+
+@dataclass(frozen=True)
+class CrossValidation:
+    """The results of all folds."""
+
+    out: Path
+    data: str
+    folds: list[Fold]
+    unused_test_images: int
+    """The data's own test set is in no fold."""
+    environment: Mapping[str, Any] = field(default_factory=environment)
+
+    @property
+    def mean(self) -> float:
+        """The mean accuracy of the folds."""
+        return math.fsum(fold.accuracy for fold in self.folds) / len(self.folds)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the accuracy between folds."""
+        squares = [(fold.accuracy - self.mean) ** 2 for fold in self.folds]
+        return math.sqrt(math.fsum(squares) / (len(squares) - 1))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the mean, by Student's t. The folds share most of their training
+        images, so that it is a little too narrow."""
+        found = confidence_interval([fold.accuracy for fold in self.folds])
+        assert found is not None
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        derived = {name: getattr(self, name) for name in ("mean", "deviation", "interval")}
+        derived["count"] = len(self.folds)
+        return {**derived, **{name: value for name, value in asdict(self).items() if name != "out"}}
+
+
+def cross_validate(
+    data: str | Path | Dataset,
+    *,
+    out: str | Path,
+    folds: int = 5,
+    resume: bool = False,
+    callback: Callback | None = None,
+    **options: Any,
+) -> CrossValidation:
+    """Train one model for each fold, and average their accuracies.
+
+    The images of the training and validation sets are divided by class and content: the same images give the
+    same folds, and copies of an image are in one fold. A test set stays out.
+
+    Args:
+        data: what `vitrail.train` takes.
+        out: a folder, new or empty unless `resume` is set. It gets a run directory for each fold, folds.json
+            and report.html.
+        folds: how many, at least 2.
+        resume: run only what is missing; an unfinished fold is resumed.
+        options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
+    """
+    count = as_integer("folds", folds, 2, _MAX_FOLDS)
+    folder, log = Path(out), callback or NullCallback()
+    dataset = data if isinstance(data, Dataset) else open_dataset(data)
+    check_empty_classes(dataset)
+    images = join_splits(dataset)
+    numbers = assign_folds(content_keys(images), images.labels, count)
+    _check_sizes(dataset, numbers, count)
+    _prepare_folder(folder, resume, count)
+    done = []
+    for number in range(count):
+        held_out = numbers == number
+        part = replace(
+            dataset,
+            train=images.take(np.flatnonzero(~held_out)),
+            val=images.take(np.flatnonzero(held_out)),
+            test=None,
+            notes=[],
+        )
+        path = folder / f"fold-{number + 1}"
+        log.on_message(f"Fold {number + 1} of {count}.")
+        row = train(part, out=path, resume=path.exists(), report=False, callback=callback, **options).metrics[
+            -1
+        ]
+        scores = row["val_accuracy"], row["val_loss"]
+        done.append(Fold(number + 1, len(part.train), int(held_out.sum()), *scores, path.name))
+    result = CrossValidation(folder, dataset.name, done, len(dataset.test or ()))
+    write_text(folder / _RECORD, json.dumps(result.as_json(), indent=2), overwrite=True)
+    try:
+        check_extras()
+        write_page(folder / _REPORT, folds_page(result.as_json()), overwrite=True)
+    except MissingExtra:
+        log.on_message("No report: install vitrail[inspect].")
+    return result
+
+
+def content_keys(split: Split) -> NDArray[np.uint64]:
+    """(N,) the first 64 bits of the SHA-256 of each image's file, or of its pixels."""
+
+    def content(i: int) -> bytes:
+        if split.paths is None:
+            assert split.images is not None
+            return split.images[i].tobytes()
+        try:
+            with open_regular(split.paths[i], "an image") as file:
+                return file.read()
+        except (OSError, VitrailError):  # training reports it
+            return split.names[i].encode("utf-8", "surrogatepass")
+
+    digests = (hashlib.sha256(content(i)).digest() for i in range(len(split)))
+    return np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
+
+
+def join_splits(data: Dataset) -> Split:
+    """The images of train and val together."""
+    if data.val is None:
+        return data.train
+    a, b = data.train, data.val
+    arrays = a.images is not None and b.images is not None
+    return Split(
+        np.concatenate([a.labels, b.labels]),
+        [*a.names, *b.names],
+        None if a.paths is None or b.paths is None else [*a.paths, *b.paths],
+        np.concatenate([a.images, b.images]) if arrays else None,
+    )
+
+
+def assign_folds(keys: NDArray[np.uint64], labels: NDArray[np.int64], folds: int) -> NDArray[np.int64]:
+    """(N,) the fold of each image, from 0: every class, in the order of its keys, is dealt out in turn.
+
+    Args:
+        keys: (N,) of the contents; equal images are in one fold.
+        labels: (N,) class numbers, or (N, K) of 0 and 1, of which equal rows count as a class.
+    """
+    kinds = labels if labels.ndim == 1 else np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((keys, kinds))
+    _, first, content = np.unique(keys[order], return_index=True, return_inverse=True)
+    turn = np.empty(len(first), dtype=np.int64)
+    turn[np.argsort(first)] = np.arange(len(first)) % folds  # contents in the order of class and key
+    numbers = np.empty(len(keys), dtype=np.int64)
+    numbers[order] = turn[content.reshape(-1)]
+    return numbers
+
+
+def _check_sizes(data: Dataset, numbers: NDArray[np.int64], folds: int) -> None:
+    sizes = np.bincount(numbers, minlength=folds)
+    if not sizes.all():
+        raise InputError(
+            f"{printable(data.name)} has {len(numbers):,} images, too few different ones for {folds} folds; "
+            "use fewer folds."
+        )
+
+
+def _prepare_folder(folder: Path, resume: bool, folds: int) -> None:
+    """Create the folder, or check that it is that of a cross-validation with as many folds."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    names = {name for name in names if not (resume and PARTIAL.fullmatch(name))}
+    ours = {_RECORD, _REPORT, *(f"fold-{number + 1}" for number in range(folds))}
+    record = folder / _RECORD
+    if (names and not resume) or names - ours or (folder.exists() and not folder.is_dir()):
+        advice = "choose another folder" if resume else "choose another folder, or add --resume"
+        raise FileError(
+            f"--out must be a new or empty folder, or that of a cross-validation with {folds} folds, and "
+            f"{printable(folder)} is not; {advice}."
+        )
+    if record.exists():
+        before = json.loads(record.read_text()).get("count", folds)
+        if before != folds:
+            raise InputError(
+                f"{printable(folder)} is a cross-validation with {before} folds, not {folds}; use --folds "
+                f"{before}, or another --out."
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(record, json.dumps({"count": folds}), overwrite=True)

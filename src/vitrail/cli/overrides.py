@@ -28,6 +28,9 @@ Set = Annotated[
         "it; checkpoint_key=model_ema.",
     ),
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 

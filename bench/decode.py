@@ -106,7 +106,7 @@ def ours(split: Split, spec: Preprocess, augment: Augment | None, index: int, pr
     assert split.paths is not None
     if augment is None:
         return read_pixels(split.paths[index], spec)
-    return read_crop(split.paths[index], spec, proposals, augment.crop_ratio)
+    return read_crop(split.paths[index], spec, proposals.tolist(), augment.crop_ratio)
 
 
 def by_hand(

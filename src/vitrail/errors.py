@@ -61,6 +61,7 @@ def printable(text: object, most: int = 200) -> str:
     """
     line = str(text)
     line = line if len(line) <= 2 * most else line[:most] + line[-most:]  # before escapes make it longer
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     tail = most // 3
     return line if len(line) <= most else line[: most - tail - 3] + "..." + line[-tail:]

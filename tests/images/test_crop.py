@@ -11,7 +11,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from vitrail.images import crop as crops
 from vitrail.images.convert import apply_orientation
-from vitrail.images.crop import CROP_NUMBERS, TRIES, place_crop, propose_crops, read_crop
+from vitrail.images.crop import CROP_NUMBERS, TRIES, place_crop, place_one_crop, propose_crops, read_crop
 from vitrail.images.decode import open_image
 from vitrail.images.preprocess import Preprocess
 
@@ -96,6 +96,14 @@ def test_one_image_gets_the_same_box_as_a_batch():
 # ---- files ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [(375, 500), (1, 1), (3, 900), (900, 3), (224, 224)])
+def test_one_crop_is_placed_as_many_are(size):
+    numbers = torch.rand(500, CROP_NUMBERS, generator=torch.Generator().manual_seed(0))
+    proposals = propose_crops(numbers, 0.08, RATIO)
+    boxes = [place_one_crop(one, *size, RATIO) for one in proposals.tolist()]
+    assert boxes == [tuple(box) for box in place_crop(proposals, *size, RATIO).tolist()]
+
+
 def smooth(height, width, channels=3):
     """Waves, so that parts of the image differ, and a small copy looks like the large one."""
     down, across = np.mgrid[:height, :width]
@@ -126,7 +134,9 @@ NUMBERS = [[0.0, 0.5, 0.2, 0.9], [1.0, 0.5, 0.5, 0.5], [0.4, 0.1, 0.0, 0.99], [0
 def test_a_crop_of_a_file_is_its_box_resized(numbers, orientation, interpolation, tmp_path):
     """Also of a JPEG that is decoded at a smaller size: up to less than a pixel, and rounding."""
     path, proposals = save(tmp_path / "a.jpg", smooth(600, 900), orientation), proposals_of(*numbers, 0.1)
-    pixels = read_crop(path, Preprocess(size=(32, 48), interpolation=interpolation), proposals, RATIO)
+    pixels = read_crop(
+        path, Preprocess(size=(32, 48), interpolation=interpolation), proposals.tolist(), RATIO
+    )
     image = apply_orientation(Image.open(path), 3)
     top, left, h, w = place_crop(proposals, image.height, image.width, RATIO).tolist()
     filter = Image.Resampling[interpolation.upper()]
@@ -148,7 +158,7 @@ def test_a_jpeg_is_decoded_as_small_as_the_crop_allows(size, tmp_path, monkeypat
     monkeypatch.setattr(crops, "open_image", watched)
     for numbers in torch.rand(60, CROP_NUMBERS, generator=torch.Generator().manual_seed(0)):
         proposals = propose_crops(numbers, 0.05, RATIO)
-        read_crop(path, Preprocess(size=64), proposals, RATIO)
+        read_crop(path, Preprocess(size=64), proposals.tolist(), RATIO)
         height, width = decoded[-1].size[::-1]
         _, _, h, w = place_crop(proposals, *size, RATIO).tolist()
         assert min(h * height / size[0], w * width / size[1]) >= 63.5 or (height, width) == size
@@ -163,7 +173,7 @@ def test_small_images_and_other_channels(channels, size, tmp_path):
     smooth(*size).save(tmp_path / "a.png")
     preprocess = Preprocess(size=16, mean=(0.5,) * channels, std=(0.5,) * channels)
     for numbers in NUMBERS:
-        pixels = read_crop(tmp_path / "a.png", preprocess, proposals_of(*numbers, 0.05), RATIO)
+        pixels = read_crop(tmp_path / "a.png", preprocess, proposals_of(*numbers, 0.05).tolist(), RATIO)
         assert pixels.shape == (16, 16, channels)
         assert pixels.min() >= int(np.asarray(smooth(*size)).min()) - 20  # no black from beyond the border
 

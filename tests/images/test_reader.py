@@ -13,7 +13,8 @@ from vitrail.data.augment import Augment, augment_batch, crop_numbers
 from vitrail.data.loader import Reader
 from vitrail.images.crop import place_crop, propose_crops
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import CorruptFiles, ImageReader, look_ahead, read_pixels, submit
+from vitrail.images.reader import CorruptFiles, ImageReader, read_pixels
+from vitrail.images.workers import look_ahead, submit
 
 
 def coordinates(size=200):

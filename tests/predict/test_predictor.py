@@ -118,10 +118,10 @@ def test_files_are_read_while_the_model_computes(bundle, photos, monkeypatch):
     """The fourth image becomes readable only once the model has started on the first."""
     started, read, run = threading.Event(), sources.read_pixels, Predictor.run
 
-    def wait(image, preprocess):
+    def wait(image, preprocess, **options):
         if image.endswith("fourth.png"):
             assert started.wait(timeout=20)
-        return read(photos / "0.png", preprocess)
+        return read(photos / "0.png", preprocess, **options)
 
     def start(self, pixels):
         started.set()

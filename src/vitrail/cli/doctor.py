@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from vitrail.cli.overrides import WorkersOption, parse_workers
 from vitrail.cli.progress import ProgressBars
 from vitrail.errors import printable
 
@@ -29,7 +30,7 @@ def doctor(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Threads that decode images.")] = 2,
+    workers: WorkersOption = "auto",
 ) -> None:
     """Check a data set: corrupt files, images in two splits, suspicious classes.
 
@@ -40,12 +41,13 @@ def doctor(
     """
     from vitrail.data.doctor import check_images, open_for_check, splits_of
 
+    count = parse_workers(workers)
     with ProgressBars() as bars:
         bars("listing files", 0, None)
         dataset, problems = open_for_check(data)
         total = sum(map(len, splits_of(dataset).values()))
         bars("listing files", total, total)
-        report = check_images(dataset, workers, lambda done: bars("decoding images", done, total))
+        report = check_images(dataset, count, lambda done: bars("decoding images", done, total))
     report.problems = problems
     if as_json:
         print(json.dumps(asdict(report), indent=2))

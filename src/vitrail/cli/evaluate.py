@@ -74,12 +74,11 @@ def evaluate(
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 128,
-    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read images.")] = 2,
+    workers: options.WorkersOption = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
-    offline: options.Offline = False,
 ) -> None:
     """Evaluate a model on labeled images: accuracy, calibration, mistakes, features.
 
@@ -109,7 +108,7 @@ def evaluate(
         from vitrail.report.page import check_extras
 
         check_extras()
-    bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
+    bundle = load(model, **options.load_arguments(family, keys, settings, size))
     dataset = open_dataset(data)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars() as bars:
@@ -118,7 +117,7 @@ def evaluate(
             dataset,
             split=split,
             batch=batch,
-            workers=workers,
+            workers=options.parse_workers(workers),
             real=real,
             probe=probes,
             layers=blocks,

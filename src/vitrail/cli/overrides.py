@@ -28,8 +28,13 @@ Set = Annotated[
         "it; checkpoint_key=model_ema.",
     ),
 ]
-Offline = Annotated[
-    bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
+WorkersOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto",
+        help="Processes that decode files (threads for fewer than 400 images); auto chooses by the cores, 0 "
+        "decodes in the main thread.",
+    ),
 ]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
@@ -105,6 +110,17 @@ def parse_value(text: str) -> Any:
             pass
     parts = text.split("x")
     return tuple(map(int, parts)) if len(parts) > 1 and all(p.isdecimal() for p in parts) else text
+
+
+def parse_workers(text: str) -> Any:
+    """A number of workers, or "auto"."""
+    from vitrail.errors import ConfigError
+    from vitrail.images.workers import check_workers
+
+    try:
+        return check_workers(parse_value(text))
+    except ConfigError as error:
+        raise InputError(f"--{error}") from error
 
 
 def parse_sides(text: str) -> Any:

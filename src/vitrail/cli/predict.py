@@ -54,7 +54,7 @@ def predict(
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 32,
-    workers: Annotated[int, typer.Option(min=0, max=1024, help="Threads that read images.")] = 2,
+    workers: options.WorkersOption = "auto",
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Read paths from stdin, one per line; the same as -.")
     ] = False,
@@ -66,7 +66,6 @@ def predict(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
-    offline: options.Offline = False,
 ) -> None:
     """Classify images and print one row per image, in order.
 
@@ -86,8 +85,8 @@ def predict(
     from vitrail.predict.rows import format_rows
 
     format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
-    overrides = options.load_arguments(family, keys, settings, size, offline=offline or None)
-    predictor = Predictor(model, batch=batch, workers=workers, **overrides)
+    overrides = options.load_arguments(family, keys, settings, size)
+    predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
     if not config.classes:
         _check_headless(top, embeddings)

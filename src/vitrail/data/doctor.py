@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,13 +16,18 @@ from vitrail.data.folders import FAULTS
 from vitrail.data.sources import Dataset, Split, check_dataset, hold_out_validation, read_data
 from vitrail.errors import InputError, printable
 from vitrail.images.convert import to_uint8
-from vitrail.images.decode import decode_image, suppress_warnings
-from vitrail.images.reader import look_ahead, submit
+from vitrail.images.decode import decode_image, open_image
+from vitrail.images.packed import PackedImage
+from vitrail.images.workers import Task, Workers, choose_workers
 from vitrail.io.read import open_regular
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
 
 _FEW = 10  # images of a class, below which it is hard to train and to evaluate
 _SMALL = 32  # pixels along a side
-_CHUNK = 32  # images that a thread checks at a time
+_CHUNK = 32  # images that a worker checks at a time
 _AHEAD = 8  # chunks that are checked ahead, for each thread
 
 
@@ -98,7 +103,9 @@ def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
 
 
 def check_images(
-    data: Dataset, workers: int = 2, progress: Callable[[int], None] = lambda done: None
+    data: Dataset,
+    workers: int | Literal["auto"] = "auto",
+    progress: Callable[[int], None] = lambda done: None,
 ) -> DatasetReport:
     """Check every image of a data set. `progress` is called with the number of images checked so far."""
     report = DatasetReport(classes=len(data.classes), notes=list(data.notes))
@@ -165,47 +172,43 @@ def _label_names(data: Dataset, split: Split, index: int) -> str:
     return printable(", ".join(data.classes[number] for number in numbers) or "none")
 
 
-def _check_images(splits: dict[str, Split], workers: int) -> Iterator[_CheckedImage]:
+def _check_images(splits: dict[str, Split], workers: int | Literal["auto"]) -> Iterator[_CheckedImage]:
     """Check every image in order, in chunks: a task for each would cost as much as a small image."""
-    workers = max(1, workers)
-    chunks = (
-        (name, split, range(first, min(first + _CHUNK, len(split))))
+    files = sum(len(split) for split in splits.values() if split.paths is not None)
+    running = Workers(choose_workers(workers, files))
+    tasks = (
+        Task(_check_image, [(name, index, images[index]) for index in range(first, last)])
         for name, split in splits.items()
+        if (images := split.images if split.paths is None else split.paths) is not None
         for first in range(0, len(split), _CHUNK)
+        for last in (min(first + _CHUNK, len(split)),)
     )
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            futures: Iterator[Future[list[_CheckedImage]]] = (submit(pool, _check_chunk, *c) for c in chunks)
-            for future in look_ahead(futures, _AHEAD * workers):
-                yield from future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_chunk(name: str, split: Split, indices: range) -> list[_CheckedImage]:
-    with suppress_warnings():  # once for all of them, because changing warning filters takes time
-        return [_check_image(name, split, index) for index in indices]
-
-
-def _check_image(split_name: str, split: Split, index: int) -> _CheckedImage:
-    """Decode one image completely. Pixels are compared upright and in RGB, whatever the file format."""
-    if split.images is not None:
-        array = split.images[index]
-        mode = f"{array.shape[2]} channels"
-        return _CheckedImage(split_name, index, _digest(array), mode, min(array.shape[:2]))
-    assert split.paths is not None
     try:
-        with open_regular(split.paths[index]) as file:
-            if not file.read(1):
-                return _CheckedImage(split_name, index, reason="The file is empty (0 bytes).")
-            file.seek(0)
-            image = decode_image(file, "this file")
-        array = to_uint8(image, 3)
+        for results in running.map(tasks, _AHEAD * max(1, running.plan.count)):
+            yield from results.unpack()
+    finally:
+        running.close()
+
+
+def _check_image(split: str, index: int, image: Path | PackedImage | NDArray[np.uint8]) -> _CheckedImage:
+    """Decode one image completely. Pixels are compared upright and in RGB, whatever the file format."""
+    if isinstance(image, np.ndarray):
+        return _CheckedImage(split, index, _digest(image), f"{image.shape[2]} channels", min(image.shape[:2]))
+    try:
+        if isinstance(image, PackedImage):
+            opened: Image = open_image(image)
+        else:
+            with open_regular(image) as file:
+                if not file.read(1):
+                    return _CheckedImage(split, index, reason="The file is empty (0 bytes).")
+                file.seek(0)
+                opened = decode_image(file, "this file")
+        array = to_uint8(opened, 3)
     except OSError as error:
-        return _CheckedImage(split_name, index, reason=f"{printable(error.strerror or error)}.")
+        return _CheckedImage(split, index, reason=f"{printable(error.strerror or error)}.")
     except Exception as error:  # one image must not stop the check of the others
-        return _CheckedImage(split_name, index, reason=printable(error, 400))
-    return _CheckedImage(split_name, index, _digest(array), image.mode, min(array.shape[:2]))
+        return _CheckedImage(split, index, reason=printable(error, 400))
+    return _CheckedImage(split, index, _digest(array), opened.mode, min(array.shape[:2]))
 
 
 def _digest(array: object) -> bytes:

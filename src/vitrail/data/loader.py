@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from vitrail.data.sources import Split
 from vitrail.images.crop import propose_crops, read_crop
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import Batch, CorruptFiles, ImageReader, ImageSource, LoadImage, read_pixels
+from vitrail.images.workers import Workers
 
 __all__ = ["Batch", "CorruptFiles", "Reader", "batch_indices", "epoch_order", "steps_in_epoch"]
 
@@ -67,7 +69,7 @@ class Reader:
         *,
         augment: Augment | None = None,
         seed: int = 0,
-        workers: int = 0,
+        workers: int | Literal["auto"] | Workers = 0,
         corrupt: CorruptFiles | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -90,8 +92,8 @@ class Reader:
             crop_numbers(self.seed, epoch, indices), self.augment.crop, self.augment.crop_ratio
         )
         crop = partial(read_crop, preprocess=self.preprocess, max_ratio=self.augment.crop_ratio)
-        return [partial(crop, proposals=one) for one in proposals]
+        return [partial(crop, proposals=one) for one in proposals.tolist()]
 
     def close(self) -> None:
-        """Stop the threads without waiting for images that are no longer needed."""
+        """Stop the workers, if they are its own."""
         self.reader.close()

@@ -28,6 +28,8 @@ from vitrail.errors import InputError, printable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vitrail.images.packed import PackedImage
+
 MAX_CLASSES = 100_000
 
 
@@ -39,8 +41,8 @@ class Split:
     """(N,) class numbers; or (N, K) of 0 and 1 for multi-label images."""
     names: Sequence[str]
     """The name of each image in messages and reports."""
-    paths: Sequence[Path] | None = None
-    """The path of each image, if they are files."""
+    paths: Sequence[Path | PackedImage] | None = None
+    """The path of each image, if they are files or in a packed file."""
     images: NDArray[np.uint8] | None = None
     """(N, H, W, C), if they are in an array."""
 

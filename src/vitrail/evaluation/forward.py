@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from vitrail.data.loader import CorruptFiles, Reader
 from vitrail.data.sources import Split
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
+from vitrail.images.workers import Workers
 from vitrail.model.modes import eval_mode
 
 BATCH = 128
@@ -25,7 +27,7 @@ def run_model(
     batch: int = BATCH,
     rank: int = 0,
     ranks: int = 1,
-    workers: int = 2,
+    workers: int | Literal["auto"] | Workers = "auto",
     corrupt: CorruptFiles | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +38,7 @@ def run_model(
 
     Args:
         compute: maps a batch of images to outputs; the model itself by default.
+        workers: what decodes files: a number, "auto", or running workers.
         progress: called with the number of images done so far; it may raise to stop.
     """
     parameter = next(model.parameters())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ def evaluate(
     *,
     split: str | None = None,
     batch: int = BATCH,
-    workers: int = 2,
+    workers: int | Literal["auto"] = "auto",
     real: str | Path | Sequence[Sequence[int]] | None = None,
     probe: Sequence[str] = (),
     layers: Layers = None,
@@ -114,7 +114,7 @@ def evaluate(
         split: train, val or test. By default test, or val if there is no test split.
         batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
             the results.
-        workers: threads that read images.
+        workers: processes or threads that decode files; "auto" chooses by the cores and the images.
         real: ImageNet-ReaL labels, or a file with them.
         probe: any of knn, linear and fewshot; they are fitted on the training split.
         layers: blocks to probe, counted from 0, or "all". By default the last block.
@@ -209,7 +209,7 @@ def _run_split(
     name: str,
     *,
     batch: int,
-    workers: int,
+    workers: int | Literal["auto"],
     corrupt: CorruptFiles,
     progress: Progress,
 ) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:

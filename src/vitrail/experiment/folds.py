@@ -150,7 +150,7 @@ def content_keys(split: Split) -> NDArray[np.uint64]:
             assert split.images is not None
             return split.images[i].tobytes()
         try:
-            with open_regular(split.paths[i], "an image") as file:
+            with open_regular(str(split.paths[i]), "an image") as file:
                 return file.read()
         except (OSError, VitrailError):  # training reports it
             return split.names[i].encode("utf-8", "surrogatepass")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,8 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import current_process, get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,6 +18,7 @@ import torch
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
+from vitrail.images.worker_process import exit_with_parent
 from vitrail.io.write import write_text
 from vitrail.recipes.settings import Recipe
 from vitrail.training.metrics import Diverged
@@ -147,14 +145,7 @@ def map_in_processes(
 def _init_worker() -> None:
     """Use one thread, and never outlive the parent."""
     torch.set_num_threads(1)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-    os._exit(1)  # at any step: runs survive that, and are resumed
+    exit_with_parent()  # at any step: runs survive that, and are resumed
 
 
 def _run_trial(task: TrialTask, data: Dataset) -> Trial:

@@ -7,6 +7,7 @@ The random numbers are an argument, so that a crop can be a function of (seed, e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from vitrail.images.convert import apply_orientation, resize_array
 from vitrail.images.decode import open_image
+from vitrail.images.packed import PackedImage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,7 +78,24 @@ def _pair(like: Tensor, height: int, width: int) -> Tensor:
     return like.new_tensor([height, width])
 
 
-def read_crop(path: Path, preprocess: Preprocess, proposals: Tensor, max_ratio: float) -> NDArray[np.uint8]:
+def place_one_crop(proposals: Sequence[Sequence[float]], height: int, width: int, max_ratio: float) -> Box:
+    """The box of one random crop: the same numbers as `place_crop`, without its dozen small tensors.
+
+    Those took a quarter of the time of reading a JPEG of 500 x 375.
+    """
+    unit = math.sqrt(height * width)
+    *tries, (down, across) = proposals
+    for try_h, try_w in tries:
+        h, w = round(try_h * unit), round(try_w * unit)
+        if 1 <= h <= height and 1 <= w <= width:
+            return math.floor(down * (height - h + 1)), math.floor(across * (width - w + 1)), h, w
+    h, w = min(height, round(width * max_ratio)), min(width, round(height * max_ratio))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def read_crop(
+    path: Path | PackedImage, preprocess: Preprocess, proposals: Sequence[Sequence[float]], max_ratio: float
+) -> NDArray[np.uint8]:
     """A random crop of an image file as uint8 pixels (H, W, C) in the size of `preprocess`.
 
     The box is placed by the size in the file's header. A JPEG is then decoded at the smallest scale at
@@ -84,14 +103,19 @@ def read_crop(path: Path, preprocess: Preprocess, proposals: Tensor, max_ratio: 
     faster than Pillow: for training, the pixels need not be the same to the bit.
 
     Args:
-        proposals: (TRIES + 1, 2), see `propose_crops`.
+        proposals: TRIES + 1 pairs of numbers, see `propose_crops`.
     """
     H, W = preprocess.target
+    backend = "torch" if preprocess.interpolation in ("bilinear", "bicubic") else "pillow"
+    if isinstance(path, PackedImage) and path.is_array and path.channels == preprocess.channels:
+        top, left, h, w = place_one_crop(proposals, path.height, path.width, max_ratio)
+        pixels = path.read_rows(top, h)[:, left : left + w]
+        return resize_array(pixels, H, W, preprocess.interpolation, backend)
     placed: list[tuple[int, int, Box]] = []
 
     def min_size(height: int, width: int) -> tuple[int, int]:
         """Place the box in the upright image; return the smallest size at which that may be decoded."""
-        top, left, h, w = place_crop(proposals, height, width, max_ratio).tolist()
+        top, left, h, w = place_one_crop(proposals, height, width, max_ratio)
         placed.append((height, width, (top, left, h, w)))
         return math.ceil(H * height / h), math.ceil(W * width / w)
 
@@ -101,7 +125,6 @@ def read_crop(path: Path, preprocess: Preprocess, proposals: Tensor, max_ratio: 
     height, width, box = placed[0]
     top, left, h, w = _scale_box(box, (height, width), (image.height, image.width))
     pixels = np.asarray(image.crop((left, top, left + w, top + h))).reshape(h, w, preprocess.channels)
-    backend = "torch" if preprocess.interpolation in ("bilinear", "bicubic") else "pillow"
     return resize_array(pixels, H, W, preprocess.interpolation, backend)
 
 

@@ -3,6 +3,7 @@ checked before memory is allocated; and nothing but an image decoder ever runs."
 
 from __future__ import annotations
 
+import io
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from vitrail.images.limits import (
     check_size,
     check_work,
 )
+from vitrail.images.packed import PackedImage, as_image
 from vitrail.io.read import open_regular
 
 if TYPE_CHECKING:
@@ -49,19 +51,30 @@ __all__ = [
     "suppress_warnings",
 ]
 
+ImagePath = str | Path | PackedImage
+"""What `open_image` opens."""
 MinSize = tuple[int, int] | Callable[[int, int], tuple[int, int]]
 _LIMITS = DecodeLimits()
+_SMALL_FILE = 2**20  # bytes
 
 
 def open_image(
-    path: str | Path,
+    path: ImagePath,
     min_size: MinSize | None = None,
     limits: DecodeLimits = _LIMITS,
     preprocess: Preprocess | None = None,
 ) -> Image:
-    """Open and decode an image file; see `decode_image`."""
+    """Open and decode an image file or a packed image; see `decode_image`."""
+    if isinstance(path, PackedImage):
+        path.check_readable()
+        if path.is_array:
+            return as_image(path.read_rows(0, path.height))
+        return decode_image(path.open_file(), printable(path), min_size, limits, preprocess)
     with open_regular(path, "an image") as file:
-        return decode_image(file, printable(path), min_size, limits, preprocess)
+        # Small files are read at once: the header is read in many small pieces, each a system call.
+        start = file.read(_SMALL_FILE + 1)
+        whole = io.BytesIO(start) if len(start) <= _SMALL_FILE else file
+        return decode_image(whole, printable(path), min_size, limits, preprocess)
 
 
 def decode_image(
@@ -108,9 +121,16 @@ def decode_image(
     return opened
 
 
-def read_size(path: Path) -> tuple[int, int]:
-    """(H, W) of an image file, from its header."""
-    with open_regular(path, "an image") as file, suppress_warnings():
+def read_size(path: ImagePath) -> tuple[int, int]:
+    """(H, W) of an image file or a packed image, from its header."""
+    if isinstance(path, PackedImage):
+        path.check_readable()
+        if path.is_array:
+            return path.height, path.width
+    with (
+        path.open_file() if isinstance(path, PackedImage) else open_regular(path, "an image") as file,
+        suppress_warnings(),
+    ):
         read_header(file, printable(path), _LIMITS)
         width, height = open_header(file, printable(path)).size
     return height, width

@@ -1,24 +1,25 @@
-"""Images read in order as uint8 pixels: files decoded by threads ahead of use, arrays taken from memory.
-
-Threads are enough because Pillow releases the interpreter lock while it decodes.
-"""
+"""Images read in order as uint8 pixels: files decoded by workers ahead of use, arrays taken from memory."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitrail.errors import InputError, printable
-from vitrail.images.decode import open_image, suppress_warnings
+from vitrail.images.decode import MinSize, open_image, suppress_warnings
+from vitrail.images.packed import PackedImage
+from vitrail.images.workers import Results, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 AHEAD = 3  # batches that are decoded before they are needed
 MID_GRAY = 128  # the pixel value of an image that could not be read
 
-T = TypeVar("T")
 Policy = Literal["error", "skip", "warn"]
-LoadImage = Callable[[Path], "NDArray[np.uint8]"]
+LoadImage = Callable[[Path | PackedImage], "NDArray[np.uint8]"]
 """From the path of an image file to its pixels (H, W, C)."""
 
 
@@ -40,7 +40,7 @@ class ImageSource(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
     @property
-    def paths(self) -> Sequence[Path] | None: ...
+    def paths(self) -> Sequence[Path | PackedImage] | None: ...
     @property
     def images(self) -> NDArray[np.uint8] | None: ...
 
@@ -86,9 +86,9 @@ class ImageReader:
 
     Args:
         source: files are resized to the size of `preprocess`; arrays keep their size.
-        workers: threads that decode files; 0 decodes in the calling thread.
+        workers: what decodes files: a number of workers, "auto", or running ones, which are not closed.
         corrupt: the error policy, and where unreadable files are recorded.
-        device: where an array is stored, once, before the first batch.
+        device: where an array is stored, once, before the first batch; and where images go on a GPU.
     """
 
     def __init__(
@@ -96,107 +96,134 @@ class ImageReader:
         source: ImageSource,
         preprocess: Preprocess,
         *,
-        workers: int = 0,
+        workers: int | Literal["auto"] | Workers = 0,
         corrupt: CorruptFiles | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.source, self.preprocess = source, preprocess
         self.corrupt = CorruptFiles() if corrupt is None else corrupt
-        self.pool = ThreadPoolExecutor(workers) if workers and source.paths is not None else None
+        self.device = torch.device(device)
         self.stored = None
         if source.images is not None:
             self.stored = torch.from_numpy(source.images).permute(0, 3, 1, 2).to(device)
-
-    def load(self, path: Path) -> NDArray[np.uint8]:
-        """The pixels of an image file, exactly as prediction and evaluation see them."""
-        return read_pixels(path, self.preprocess)
+        self.own_workers = not isinstance(workers, Workers)
+        self.workers = (
+            workers
+            if isinstance(workers, Workers)
+            else start_workers(workers, len(source.paths or ()), preprocess, self.device)
+        )
 
     def batches(self, requests: Iterable[tuple[Tensor, Sequence[LoadImage] | None]]) -> Iterator[Batch]:
-        """A batch for each request, in order: indices, and how to load each file (`load` by default)."""
+        """A batch for each request, in order: indices, and how to load each file (by default as prediction
+        does)."""
         if self.stored is not None:
             for indices, _ in requests:
                 images = self.stored[indices.to(self.stored.device, non_blocking=True)]
                 yield Batch(indices, images, torch.ones(len(indices)))
             return
-        for indices, futures in look_ahead(map(self._start, requests), AHEAD):
-            yield self._collect(indices, [future.result() for future in futures])
+        remaining = iter(requests)
+        if (first_request := next(remaining, None)) is None:
+            return
+        waiting: deque[Tensor] = deque()  # the indices of batches whose tasks have been taken
+        tasks = self._tasks(chain([first_request], remaining), waiting)
+        ahead = AHEAD * -(-len(first_request[0]) // self.workers.chunk)
+        with closing(self.workers.map(tasks, ahead)) as results:
+            for first in results:
+                indices = waiting.popleft()
+                parts = [first, *islice(results, -(-len(indices) // self.workers.chunk) - 1)]
+                yield self._collect(indices, parts)
 
     def close(self) -> None:
-        """Stop the threads without waiting for images that are no longer needed."""
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        """Stop the workers, if they are its own."""
+        if self.own_workers:
+            self.workers.close()
 
-    def _start(
-        self, request: tuple[Tensor, Sequence[LoadImage] | None]
-    ) -> tuple[Tensor, list[Future[NDArray[np.uint8] | str]]]:
-        indices, loads = request
-        loads = [self.load] * len(indices) if loads is None else loads
-        numbered = zip(indices.tolist(), loads, strict=True)
-        return indices, [submit(self.pool, self.read, index, load) for index, load in numbered]
-
-    def read(self, index: int, load: LoadImage) -> NDArray[np.uint8] | str:
-        """The pixels of one image; if it cannot be read and the policy allows that, the reason."""
+    def _tasks(
+        self, requests: Iterable[tuple[Tensor, Sequence[LoadImage] | None]], waiting: deque[Tensor]
+    ) -> Iterator[Task]:
+        """The files of each request in tasks of a few images."""
         assert self.source.paths is not None
-        path = self.source.paths[index]
-        try:
-            with suppress_warnings():
-                return load(path)
-        except (ValueError, OSError) as error:  # InputError is a ValueError, and so is a NUL byte in a path
-            if self.corrupt.policy != "error":
-                return printable(error)
-            name, reason = printable(path), printable(error, 400).rstrip(".")
-            reason = reason if name in reason else f"{name} cannot be read: {reason}"
-            raise InputError(f"{reason}. To skip unreadable files, use --set corrupt=skip.") from error
+        plain = partial(read_pixels, preprocess=self.preprocess)
+        for indices, loads in requests:
+            waiting.append(indices)
+            numbers = indices.tolist()
+            items = [
+                (self.source.paths[number], load)
+                for number, load in zip(numbers, loads or [plain] * len(numbers), strict=True)
+            ]
+            for start in range(0, len(items), self.workers.chunk):
+                yield Task(read_or_reason, items[start : start + self.workers.chunk])
 
-    def _collect(self, indices: Tensor, results: list[NDArray[np.uint8] | str]) -> Batch:
+    def _collect(self, indices: Tensor, parts: Sequence[Results]) -> Batch:
         """A batch of what was read. Unreadable files are recorded here: in the order of the requests, not
-        in that of the threads."""
+        in that of the workers."""
         H, W = self.preprocess.target
-        gray = np.full((H, W, self.preprocess.channels), MID_GRAY, dtype=np.uint8)
-        for index, result in zip(indices.tolist(), results, strict=True):
-            if isinstance(result, str):
-                self.corrupt.reasons.setdefault(printable(self.source.names[index]), result)
-        images = np.stack([gray if isinstance(result, str) else result for result in results])
-        valid = torch.tensor([0.0 if isinstance(result, str) else 1.0 for result in results])
-        return Batch(indices, torch.from_numpy(images).permute(0, 3, 1, 2), valid)
+        on_gpu = self.device.type == "cuda"
+        pinned = on_gpu and all(part.memory is not None and part.memory.is_pinned() for part in parts)
+        where: dict[str, Any] = {"device": self.device} if pinned else {"pin_memory": on_gpu}
+        images = torch.empty(len(indices), H, W, self.preprocess.channels, dtype=torch.uint8, **where)
+        valid, at = torch.ones(len(indices)), 0
+        for part in parts:
+            if (pixels := part.uniform()) is not None:
+                images[at : at + len(pixels)].copy_(pixels, non_blocking=True)
+                at += len(pixels)
+                continue
+            for result in part.unpack():
+                if isinstance(result, str):
+                    self._record(int(indices[at]), result)
+                    images[at], valid[at] = MID_GRAY, 0.0
+                else:
+                    images[at] = torch.from_numpy(np.require(result, requirements="W"))
+                at += 1
+        return Batch(indices, images.to(self.device, non_blocking=True).permute(0, 3, 1, 2), valid)
+
+    def _record(self, index: int, reason: str) -> None:
+        """Note a file that cannot be read, or raise, as the policy says."""
+        assert self.source.paths is not None
+        if self.corrupt.policy != "error":
+            self.corrupt.reasons.setdefault(printable(self.source.names[index]), printable(reason))
+            return
+        name, reason = printable(self.source.paths[index]), reason.rstrip(".")
+        reason = reason if name in reason else f"{name} cannot be read: {reason}"
+        raise InputError(f"{reason}. To skip unreadable files, use --set corrupt=skip.")
 
 
-def read_pixels(image: Any, preprocess: Preprocess, **options: Any) -> NDArray[np.uint8]:
+def start_workers(
+    requested: int | Literal["auto"], images: int, preprocess: Preprocess, device: torch.device
+) -> Workers:
+    """Workers for a number of image files; the processes among them start when there is a task."""
+    H, W = preprocess.target
+    plan = choose_workers(
+        requested, images, image_bytes=H * W * preprocess.channels, busy=device.type == "cpu"
+    )
+    return Workers(plan, pin=device.type == "cuda")
+
+
+def read_or_reason(path: Path | PackedImage, load: LoadImage) -> NDArray[np.uint8] | str:
+    """The pixels of one image file, or the reason why there are none."""
+    try:
+        return load(path)
+    except (ValueError, OSError) as error:  # InputError is a ValueError, and so is a NUL byte in a path
+        return printable(error, 400)
+
+
+def read_pixels(
+    image: Any, preprocess: Preprocess, *, min_size: MinSize | None = None, limit_memory: bool = False
+) -> NDArray[np.uint8]:
     """The pixels that the model sees, uint8 (H, W, C), of a path, a PIL image or an array.
 
     Args:
-        options: for `open_image`, where the image is a path.
+        min_size: see `decode_image`; for a path only.
+        limit_memory: whether the memory for resizing is limited before a file is decoded.
     """
     with suppress_warnings():
-        if isinstance(image, (str, os.PathLike)):
-            image = open_image(os.fsdecode(image), **options)
+        if isinstance(image, PackedImage) and image.is_array:
+            image = image.load(preprocess.channels)
+        elif isinstance(image, (str, os.PathLike, PackedImage)):
+            limited = preprocess if limit_memory else None
+            image = open_image(_as_path(image), min_size, preprocess=limited)
         return preprocess.pixels(image)
 
 
-# ---- reading ahead --------------------------------------------------------------------------
-
-
-def submit(pool: ThreadPoolExecutor | None, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Call a function in a thread of the pool; without a pool, at once."""
-    if pool is not None:
-        return pool.submit(function, *args)
-    done: Future[T] = Future()
-    try:
-        done.set_result(function(*args))
-    except Exception as error:
-        done.set_exception(error)
-    return done
-
-
-def look_ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """The items in order, each taken from the iterator `count` items before it is needed.
-
-    If taking an item submits work to a pool, that work is done in the meantime.
-    """
-    waiting: deque[T] = deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > count:
-            yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
+def _as_path(image: Any) -> str | PackedImage:
+    return image if isinstance(image, PackedImage) else os.fsdecode(image)

@@ -78,7 +78,7 @@ class InspectionRequest:
         """All readable images, a batch at a time: names, and pixels (b, H, W, C)."""
         names = [str(path) for path in self.paths]
         split = Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
-        reader = Reader(split, self.preprocess, augment=None, seed=0, workers=2, corrupt=self.corrupt)
+        reader = Reader(split, self.preprocess, augment=None, seed=0, workers="auto", corrupt=self.corrupt)
         try:
             parts = torch.arange(len(names)).split(_BATCH)
             for number, batch in enumerate(reader.batches((0, part) for part in parts)):

@@ -15,18 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
 from vitrail.errors import InputError, printable
 from vitrail.evaluation.scale import load_scale
 from vitrail.fields import short_repr
+from vitrail.images.reader import read_pixels
+from vitrail.images.workers import check_workers
 from vitrail.memory import check_fits, forward_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.predict.engine import open_engine
 from vitrail.predict.prediction import Prediction
-from vitrail.predict.sources import describe_error, expand_paths, prefetch, read_pixels
+from vitrail.predict.sources import describe_error, expand_paths, prefetch
 from vitrail.weights.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from vitrail.predict.engine import Outputs
     from vitrail.predict.sources import PixelsOrReason
 
-MAX_BATCH, MAX_THREADS = 1_000_000, 1024
+MAX_BATCH = 1_000_000
 PREFETCH = 3  # batches that are read ahead of the model
 
 
@@ -49,26 +51,26 @@ class Predictor:
         model: a bundle, a ViT (with default preprocessing), an .onnx file written by `vitrail export`, or
             what `vitrail.load` takes.
         batch: images per forward pass.
-        workers: threads that read files ahead; 0 reads them in the calling thread.
+        workers: processes that read files ahead (threads for fewer than 400 files); "auto" chooses by the
+            cores that this process may use, 0 reads in the calling thread.
         options: passed to `vitrail.load`, such as device="cuda".
     """
 
     def __init__(
-        self, model: Bundle | ViT | str | Path, *, batch: int = 32, workers: int = 2, **options: Any
+        self,
+        model: Bundle | ViT | str | Path,
+        *,
+        batch: int = 32,
+        workers: int | Literal["auto"] = "auto",
+        **options: Any,
     ) -> None:
-        for name, value, least, most in (
-            ("batch", batch, 1, MAX_BATCH),
-            ("workers", workers, 0, MAX_THREADS),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise InputError(
-                    f"{name} must be an integer from {least} to {most:,}, not {short_repr(value)}."
-                )
+        if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+            raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
         self.engine = engine = open_engine(model, options)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
         self.scale = load_scale(engine.config, engine.labels, engine.card, engine.scores)
-        self.batch, self.workers = 1 if engine.one_by_one else batch, workers
+        self.batch, self.workers = 1 if engine.one_by_one else batch, check_workers(workers)
         self.check_fits(1)
 
     @overload
@@ -97,9 +99,8 @@ class Predictor:
         """Predictions in the order of the images, in constant memory; `images` may be a generator."""
         given = [images] if _is_single(images) else images
         ahead = min(PREFETCH * self.batch, self._prefetch_limit())
-        with closing(
-            prefetch(expand_paths(given), self.preprocess, workers=self.workers, ahead=ahead)
-        ) as read:
+        how: dict[str, Any] = {"workers": self.workers, "ahead": ahead, "busy": self.on_cpu}
+        with closing(prefetch(expand_paths(given), self.preprocess, **how)) as read:
             while batch := list(islice(read, self.batch)):
                 yield from self.predict_batch(batch)
 
@@ -138,9 +139,14 @@ class Predictor:
 
     def check_fits(self, count: int) -> None:
         """Refuse a batch that cannot be computed in this machine's memory."""
-        if self.bundle is not None and next(self.bundle.model.parameters()).device.type == "cpu":
+        if self.bundle is not None and self.on_cpu:
             do = "use a smaller batch or size" if count > 1 else "use a smaller size"
             check_fits(forward_bytes(self.config, count), self.config, count, "A prediction", do)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model is computed on the CPU; ONNX files always are."""
+        return self.bundle is None or next(self.bundle.model.parameters()).device.type == "cpu"
 
     def _prefetch_limit(self) -> int:
         """How many images may wait for the model: as many as fill a quarter of the memory."""
@@ -162,7 +168,7 @@ class Predictor:
 
         model = self.require_bundle().model
         try:
-            pixels = read_pixels(image, self.preprocess)
+            pixels = read_pixels(image, self.preprocess, limit_memory=True)
         except (OSError, ValueError) as error:
             raise InputError(describe_error(error)) from error
         images = self.preprocess.normalize(pixels)[None].to(next(model.parameters()).dtype)

@@ -5,18 +5,21 @@ Memory holds the names of one folder and a few batches of pixels, however many i
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vitrail.data.folders import SUFFIXES
 from vitrail.errors import printable
-from vitrail.images.decode import open_image, suppress_warnings
+from vitrail.images.reader import read_pixels
+from vitrail.images.workers import MIN_IMAGES, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,14 +96,6 @@ def _list_folder(folder: str) -> tuple[list[str], list[str]]:
 # ---- reading --------------------------------------------------------------------------------
 
 
-def read_pixels(image: Any, preprocess: Preprocess) -> NDArray[np.uint8]:
-    """The uint8 pixels that the model sees, bit-equal to those of training and evaluation."""
-    with suppress_warnings():
-        if isinstance(image, (str, os.PathLike)):
-            image = open_image(os.fsdecode(image), preprocess=preprocess)
-        return preprocess.pixels(image)
-
-
 def describe_error(error: Exception) -> str:
     """One line that says why an image could not be read."""
     if isinstance(error, MemoryError):  # its message is often empty
@@ -108,36 +103,54 @@ def describe_error(error: Exception) -> str:
     return printable(getattr(error, "strerror", None) or error, 400)
 
 
-def prefetch(
-    sources: Iterable[Source], preprocess: Preprocess, *, workers: int, ahead: int
-) -> Generator[tuple[str, PixelsOrReason]]:
-    """Yield the name and pixels of each source in order, read by threads ahead of the caller."""
-    pool = ThreadPoolExecutor(workers) if workers else None
-
-    def read(image: Any) -> PixelsOrReason:
-        try:
-            return read_pixels(image, preprocess)
-        except Exception as error:  # one bad image must not end a run over a hundred thousand
-            return describe_error(error)
-
-    def submit(source: Source) -> Callable[[], PixelsOrReason]:
-        if source.reason:
-            return lambda: source.reason
-        if pool is not None and isinstance(source.image, str):
-            return pool.submit(read, source.image).result
-        pixels = read(source.image)  # PIL images are not thread-safe, and one may be in the list twice
-        return lambda: pixels
-
-    waiting: deque[tuple[str, Callable[[], PixelsOrReason]]] = deque()
+def read_or_describe(image: Any, preprocess: Preprocess) -> PixelsOrReason:
+    """The uint8 pixels that the model sees, bit-equal to those of training and evaluation; or the reason why
+    there are none."""
     try:
-        for source in sources:
-            waiting.append((source.name, submit(source)))
-            if len(waiting) > ahead:
-                name, result = waiting.popleft()
-                yield name, result()
-        while waiting:
-            name, result = waiting.popleft()
-            yield name, result()
+        return read_pixels(image, preprocess, limit_memory=True)
+    except Exception as error:  # one bad image must not end a run over a hundred thousand
+        return describe_error(error)
+
+
+def prefetch(
+    sources: Iterable[Source],
+    preprocess: Preprocess,
+    *,
+    workers: int | Literal["auto"],
+    ahead: int,
+    busy: bool,
+) -> Generator[tuple[str, PixelsOrReason]]:
+    """Yield the name and pixels of each source in order; files are read by workers ahead of the caller.
+
+    Args:
+        busy: whether the model is computed on the CPU, too.
+    """
+    remaining = iter(sources)
+    first = list(islice(remaining, MIN_IMAGES))  # how many there are, without taking them all
+    size = math.prod(preprocess.target) * preprocess.channels
+    running = Workers(choose_workers(workers, len(first), image_bytes=size, busy=busy))
+    waiting: deque[list[tuple[str, PixelsOrReason | None]]] = deque()
+
+    def tasks() -> Iterator[Task]:
+        everything = chain(first, remaining)
+        while chunk := list(islice(everything, running.chunk)):
+            # PIL images are not thread-safe, and one may be in the list twice: they are read here.
+            waiting.append([(source.name, _known(source, preprocess)) for source in chunk])
+            files = [source.image for source in chunk if not source.reason and isinstance(source.image, str)]
+            yield Task(read_or_describe, [(file, preprocess) for file in files])
+
+    try:
+        with closing(running.map(tasks(), -(-ahead // running.chunk))) as results:
+            for part in results:
+                read = iter(part.unpack())
+                for name, known in waiting.popleft():
+                    yield name, next(read) if known is None else known
     finally:
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        running.close()
+
+
+def _known(source: Source, preprocess: Preprocess) -> PixelsOrReason | None:
+    """What is known of a source without reading a file."""
+    if source.reason:
+        return source.reason
+    return None if isinstance(source.image, str) else read_or_describe(source.image, preprocess)

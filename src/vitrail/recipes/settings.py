@@ -25,9 +25,9 @@ from vitrail.fields import (
     unknown_field,
 )
 from vitrail.images.preprocess import Preprocess
+from vitrail.images.workers import check_workers
 
 MAX_SEED = 2**63 - 1  # what torch takes
-_MAX_THREADS = 1024
 
 
 def _nested(kind: type[Any], doc: str) -> Any:
@@ -169,7 +169,13 @@ class TrainConfig(Config):
 
     # ---- machine
     seed: int = integer("Random seed", least=0, most=MAX_SEED, default=0)
-    workers: int = integer("Threads that decode files", least=0, most=_MAX_THREADS, default=2)
+    workers: int | Literal["auto"] = declare(
+        "Processes that decode files (threads for fewer than 400 images); auto chooses by the cores that "
+        "this process may use, 0 decodes in the calling thread",
+        lambda name, value, hint: check_workers(value),
+        "auto",
+        must="an integer from 0 to 1,024",
+    )
     precision: Literal["auto", "fp32", "bf16"] = choice(
         "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere", default="auto"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Split
 from vitrail.evaluation.forward import run_model
 from vitrail.images.preprocess import Preprocess
+from vitrail.images.workers import Workers
 from vitrail.model import ViT
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
@@ -26,7 +27,7 @@ def evaluate_epoch(
     compute: ComputeDevice,
     *,
     ranks: ProcessGroup = _ONE_PROCESS,
-    workers: int = 2,
+    workers: int | Literal["auto"] | Workers = "auto",
     corrupt: CorruptFiles | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:

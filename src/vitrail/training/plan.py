@@ -28,6 +28,8 @@ def training_plan(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.mode is not None:
         plan["step"] = trainer.mode.reason
+    if data.train.paths is not None:
+        plan["decoding"] = str(trainer.workers.plan)
     if trainer.teacher is not None:
         size = sum(p.numel() for p in trainer.teacher.model.parameters())
         plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"

@@ -23,6 +23,7 @@ from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
+from vitrail.images.reader import start_workers
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
@@ -100,6 +101,8 @@ class Trainer:
         self.steps = self.steps_per_epoch * s.epochs
         self.metrics = EpochMetrics(device, self.ranks)
         self.clock = Clock(self.batch, len(self.data.eval_split))
+        files = [len(split) for split in (self.data.train, self.data.eval_split) if split.paths is not None]
+        self.workers = start_workers(s.workers, sum(files), self.preprocess, device)
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.values = StepValues(0.0, 0, 0.0)
         self.mode: StepMode | None = None
@@ -131,7 +134,7 @@ class Trainer:
             self.preprocess,
             augment=self.settings.augment,
             seed=self.settings.seed,
-            workers=self.settings.workers,
+            workers=self.workers,
             corrupt=self.corrupt,
             device=self.compute.device,
         )

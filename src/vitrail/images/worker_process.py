@@ -1,0 +1,259 @@
+"""Worker processes that decode images: torch's DataLoader, one for as long as its owner needs it.
+
+The DataLoader's dataset computes tasks, and its sampler is an endless iterator of them, so that its workers
+serve any number of streams (training, evaluation) until they are closed. A task holds all that it needs:
+workers import `vitrail.images` and torch, and neither a model nor the user's script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitrail.errors import VitrailError
+from vitrail.images.decode import suppress_warnings
+
+PREFETCH = 2  # tasks that each worker has in hand
+_PRELOAD = "vitrail.images.preload"
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole group; the parent decides when to stop
+
+
+class WorkerError(VitrailError):
+    """Worker processes that cannot go on: one was killed, or there is no memory for its results."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to call with each of several argument tuples. All of it is pickled."""
+
+    function: Callable[..., Any]
+    items: Sequence[tuple[Any, ...]]
+
+    def run(self) -> list[Any]:
+        with suppress_warnings():  # once for all items, because changing the filters takes time
+            return [self.function(*item) for item in self.items]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of a task. Those of a process have their arrays in one block of shared memory."""
+
+    values: list[Any]
+    """Each result; the shape of one that is in the block."""
+    in_memory: list[bool]
+    memory: Tensor | None = None
+    """(bytes,) uint8."""
+
+    def pin_memory(self) -> Results:
+        """The same in pinned memory. The DataLoader's own thread calls it."""
+        pinned = None if self.memory is None else self.memory.pin_memory()
+        return Results(self.values, self.in_memory, pinned)
+
+    def uniform(self) -> Tensor | None:
+        """All results as one tensor (n, ...), without a copy, if they are arrays of one shape."""
+        if self.memory is None or not all(self.in_memory) or len(set(self.values)) > 1:
+            return None
+        return self.memory.view(len(self.values), *self.values[0])
+
+    def unpack(self) -> list[Any]:
+        """The results; arrays without a copy."""
+        unpacked, at = [], 0
+        for value, in_memory in zip(self.values, self.in_memory, strict=True):
+            if in_memory:
+                assert self.memory is not None
+                size = int(np.prod(value, dtype=np.int64))
+                unpacked.append(self.memory[at : at + size].view(value).numpy())
+                at += size
+            else:
+                unpacked.append(value)
+        return unpacked
+
+
+def share_results(found: list[Any]) -> Results:
+    """The results of a task, with all arrays (of uint8) in one block of shared memory."""
+    arrays = [isinstance(one, np.ndarray) for one in found]
+    values = [one.shape if array else one for one, array in zip(found, arrays, strict=True)]
+    if not any(arrays):
+        return Results(values, arrays)
+    size = sum(one.size for one, array in zip(found, arrays, strict=True) if array)
+    # Allocated here: an error in the queue's own thread would never reach the parent.
+    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    flat, at = memory.numpy(), 0
+    for one, array in zip(found, arrays, strict=True):
+        if array:
+            flat[at : at + one.size] = one.reshape(-1)
+            at += one.size
+    return Results(values, arrays, memory)
+
+
+# ---- in the parent --------------------------------------------------------------------------
+
+
+class WorkerProcesses:
+    """An endless DataLoader over tasks, and sentences for the ways in which its workers can fail.
+
+    Args:
+        tasks: an endless iterator; None is answered with None.
+        pin: whether results come in pinned memory.
+    """
+
+    def __init__(self, count: int, tasks: Iterable[Task | None], *, pin: bool) -> None:
+        if start_method() == "forkserver":
+            # One process imports torch; the workers are its forks, and share that memory.
+            multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+        loader = DataLoader(
+            _Tasks(),
+            batch_size=None,
+            sampler=tasks,
+            num_workers=count,
+            collate_fn=_unchanged,
+            pin_memory=pin,
+            prefetch_factor=PREFETCH,
+            multiprocessing_context=start_method(),
+            worker_init_fn=_init_worker,
+            generator=torch.Generator(),  # not the global one: a run's random numbers stay its own
+        )
+        with _without_main(), _interrupts_blocked():
+            self.results: Any = iter(loader)
+        # Before multiprocessing's own exit function, which would wait for workers that ignore its SIGTERM.
+        atexit.register(self.close)
+
+    def next(self) -> Results | None:
+        """The results of the oldest task."""
+        try:
+            results: Results | None = next(self.results)
+            return results
+        except (RuntimeError, MemoryError) as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """End the workers; what they are doing is lost."""
+        atexit.unregister(self.close)
+        workers = self.results._workers
+        self.results._shutdown_workers()  # deleting it is not enough: an error's traceback may hold it
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+
+    def _failure(self, error: Exception) -> Exception:
+        """A sentence for a worker that has died, or has no memory; other errors stay what they are."""
+        codes = {worker.exitcode for worker in self.results._workers} - {None, 0}
+        advice = "use fewer workers (--set workers=2), or --set workers=0 for none"
+        if -getattr(signal, "SIGBUS", 0) in codes or "shared memory" in str(error):
+            free = shared_memory_free()
+            return WorkerError(
+                "Worker processes return images through shared memory, and /dev/shm is full "
+                f"({(free or 0) / 1e6:.0f} MB are free); make it larger (docker run --shm-size=2g), or "
+                f"{advice}."
+            )
+        if isinstance(error, MemoryError):
+            return WorkerError(f"A worker process has no memory left to decode an image; {advice}.")
+        if not codes:
+            return error
+        code = min(codes)
+        if code == -signal.SIGKILL:
+            return WorkerError(
+                "A worker process that decodes images was killed (signal 9), most often because the machine "
+                f"has run out of memory; {advice}."
+            )
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return WorkerError(
+            f"A worker process that decodes images has crashed ({how}); run it with --set workers=0, or "
+            "check the files with vitrail doctor."
+        )
+
+
+def start_method() -> str:
+    """forkserver, or spawn where it does not exist. A plain fork is unsafe once torch has threads or CUDA."""
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def shared_memory_free() -> int | None:
+    """The bytes that are free in /dev/shm; None where there is no such folder."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module while processes start, which would run the user's script again in each of them.
+
+    Tasks need nothing from it, and a script without `if __name__ == "__main__":` would start processes
+    without end.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Have the new processes start with Ctrl-C blocked; this one gets it when the block ends."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in a worker ----------------------------------------------------------------------------
+
+
+class _Tasks(Dataset[Any]):
+    """The dataset: its indices are tasks, and its items their results."""
+
+    def __getitem__(self, task: Task | None) -> Results | None:
+        return None if task is None else share_results(task.run())
+
+
+def _unchanged(results: Any) -> Any:
+    return results
+
+
+def _init_worker(number: int) -> None:
+    """Leave signals to the parent, and die with it. (torch has set the number of threads to one.)"""
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "SIGBUS"):
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler prints; the parent has the words
+    exit_with_parent()
+
+
+def exit_with_parent() -> None:
+    """End this process when the one that asked for it ends, however that happens.
+
+    The fork server, which is its parent for the system, lives as long as any worker does.
+    """
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,327 @@
+"""Worker processes: the same pixels in the same order, and a sentence for every way in which they can end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.tiny_runs import (
+    SETTINGS,
+    fingerprints,
+    one_thread,
+    stopped_and_resumed,
+    train,
+    write_folder,
+)
+from vitrail.data.augment import Augment
+from vitrail.data.loader import CorruptFiles, Reader
+from vitrail.data.sources import open_dataset
+from vitrail.errors import ConfigError, InputError
+from vitrail.images import workers as workers_module
+from vitrail.images.preprocess import Preprocess
+from vitrail.images.worker_process import WorkerError, share_results
+from vitrail.images.workers import CHUNK, Task, WorkerPlan, Workers, check_workers, choose_workers
+
+__all__ = ["one_thread"]
+
+SPEC = Preprocess(size=8)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched in /proc")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "images")
+
+
+@pytest.fixture
+def few_are_enough(monkeypatch):
+    """Processes for a data set of any size."""
+    monkeypatch.setattr(workers_module, "MIN_IMAGES", 1)
+
+
+@pytest.fixture
+def running():
+    running = Workers(WorkerPlan("processes", 2, ""))
+    yield running
+    running.close()
+
+
+def worker_pids(running):
+    return [worker.pid for worker in running._processes.results._workers]
+
+
+def wait_until_gone(pids, seconds=10):
+    end = time.monotonic() + seconds
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and not is_zombie(pid)]:
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.05)
+
+
+def is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
+def test_two_streams_share_the_workers_and_each_gets_its_pixels_in_order(folder, running):
+    """Training is not disturbed by an evaluation in the middle of it, and takes up where it was."""
+    split = open_dataset(folder).train
+    (folder / split.names[5]).write_bytes(b"no image")
+
+    def read(workers):
+        corrupt = CorruptFiles("skip")
+        reader = Reader(split, SPEC, augment=Augment(crop=0.3), workers=workers, corrupt=corrupt)
+        other = Reader(split, SPEC, workers=workers, corrupt=CorruptFiles("skip"))
+        everything = []
+        requests = ((epoch, part) for epoch in range(2) for part in torch.arange(len(split)).split(21))
+        for number, batch in enumerate(reader.batches(requests)):
+            everything.append(batch)
+            if number in (0, 2):
+                everything += other.batches((0, part) for part in torch.arange(len(split)).split(40))
+            if number == 3:
+                next(other.batches([(0, torch.arange(30))]))  # never finished
+        return everything, corrupt.reasons
+
+    (found, reasons), (expected, same_reasons) = read(running), read(0)
+    assert reasons == same_reasons
+    assert list(reasons) == [split.names[5]]
+    for one, other in zip_longest(found, expected):
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.valid, other.valid)
+    assert running.chunk == CHUNK < 21  # a batch is several tasks
+
+
+def test_workers_are_light_and_have_one_thread_each(running):
+    task = Task(eval, [("sorted(__import__('sys').modules)",), ("__import__('torch').get_num_threads()",)])
+    ((modules, threads),) = (results.unpack() for results in running.map([task], 1))
+    assert "vitrail.images.crop" in modules
+    assert not {"vitrail.model", "vitrail.weights", "typer", "matplotlib"} & set(modules)
+    assert threads == 1
+
+
+def test_results_of_every_kind_come_back(running):
+    arrays = [np.arange(6, dtype=np.uint8).reshape(2, 3), "a reason", np.zeros((0, 4), np.uint8), None]
+    shared = share_results(arrays)
+    assert shared.uniform() is None
+    for found, array in zip(shared.unpack(), arrays, strict=True):
+        assert np.array_equal(found, array) if isinstance(array, np.ndarray) else found == array
+    assert share_results([arrays[0]] * 3).uniform().shape == (3, 2, 3)
+    tasks = [Task(pow, [(number, 2), (number, 3)]) for number in range(40)]
+    assert [part.unpack() for part in running.map(tasks, 1)] == [[n**2, n**3] for n in range(40)]
+    assert list(running.map([], 1)) == []
+
+
+def test_the_global_random_numbers_are_not_touched(running):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(running.map([Task(pow, [(2, 2)])], 1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_ends_with_the_same_bits_as_without_workers(folder, few_are_enough, tmp_path):
+    train(folder, out=tmp_path / "none", workers=0, **SETTINGS)
+    train(folder, out=tmp_path / "two", workers=2, **SETTINGS)
+    assert fingerprints(tmp_path / "two") == fingerprints(tmp_path / "none")
+    stopped_and_resumed(folder, tmp_path / "again", 4, workers=2, **SETTINGS)
+    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "none")
+
+
+def test_a_corrupt_file_ends_a_run_with_its_name(folder, few_are_enough, tmp_path):
+    (folder / "bee" / "04.jpg").write_bytes(b"\xff\xd8\xff broken")
+    with pytest.raises(InputError, match=r"bee/04.jpg is broken .* --set corrupt=skip"):
+        train(folder, out=tmp_path / "run", workers=2, **SETTINGS)
+
+
+# ---- the choice --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requested", "cores", "images", "more", "kind", "count"),
+    [
+        (0, 16, 10_000, {}, "none", 0),
+        ("auto", 16, 10_000, {}, "processes", 16),
+        ("auto", 128, 10_000, {}, "processes", 32),
+        ("auto", 16, 10_000, {"busy": True}, "processes", 4),
+        ("auto", 4, 10_000, {"busy": True}, "threads", 2),
+        ("auto", 2, 10_000, {}, "threads", 2),
+        ("auto", 1, 10_000, {}, "threads", 2),
+        ("auto", 16, 399, {}, "threads", 2),
+        (3, 2, 10_000, {}, "processes", 3),
+        (3, 16, 399, {}, "threads", 3),
+    ],
+)
+def test_workers_are_chosen_by_cores_and_images(requested, cores, images, more, kind, count, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    plan = choose_workers(requested, images, **more)
+    assert (plan.kind, plan.count) == (kind, count)
+    assert str(plan)
+
+
+def test_ranks_on_one_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert choose_workers("auto", 10_000).count == 4
+
+
+def test_a_small_shared_memory_means_fewer_workers_or_threads(monkeypatch):
+    """Docker gives a container 64 MB."""
+    image = 224 * 224 * 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(workers_module, "shared_memory_free", lambda: 64 * 2**20)
+    plan = choose_workers("auto", 10_000, image_bytes=image)
+    assert plan.kind == "processes"
+    assert 2 <= plan.count < 16
+    assert "/dev/shm" in str(plan)
+    monkeypatch.setattr(workers_module, "shared_memory_free", lambda: 2**20)
+    plan = choose_workers("auto", 10_000, image_bytes=image)
+    assert plan.kind == "threads"
+    assert "--shm-size" in str(plan)
+
+
+@pytest.mark.parametrize("value", ["many", -1, 1.5, True, None, 1025])
+def test_a_number_of_workers_or_auto(value):
+    with pytest.raises(ConfigError, match='workers must be "auto" or an integer from 0 to 1,024, not'):
+        check_workers(value)
+
+
+# ---- ends --------------------------------------------------------------------------------------
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "signal 9.*out of memory.*workers"), (signal.SIGSEGV, "signal 11.*vitrail doctor")],
+)
+def test_a_killed_worker_is_an_error_and_no_hang(number, words, running):
+    results = running.map((Task(time.sleep, [(0.05,)]) for _ in range(10_000)), 1)
+    next(results)
+    pids = worker_pids(running)
+    os.kill(pids[0], number)
+    with pytest.raises(WorkerError, match=words):
+        list(results)
+    running.close()
+    wait_until_gone(pids)
+
+
+@LINUX
+def test_full_shared_memory_is_an_error_with_advice(running):
+    """A bus error, as when the pages of /dev/shm run out; and an error of the allocation itself."""
+    results = running.map((Task(time.sleep, [(0.05,)]) for _ in range(10_000)), 1)
+    next(results)
+    os.kill(worker_pids(running)[0], signal.SIGBUS)
+    with pytest.raises(WorkerError, match=r"/dev/shm is full .*--shm-size"):
+        list(results)
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_real_small_shared_memory(folder, tmp_path):
+    """In a name space of its own, where /dev/shm has 128 kB, and the check of its size is switched off."""
+    script = tmp_path / "small.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import torch
+        from vitrail.data.loader import Reader
+        from vitrail.data.sources import open_dataset
+        from vitrail.images.preprocess import Preprocess
+        from vitrail.images.workers import WorkerPlan, Workers
+        split = open_dataset({str(folder)!r}).train
+        reader = Reader(split, Preprocess(size=64), workers=Workers(WorkerPlan("processes", 2, "")))
+        list(reader.batches((0, torch.arange(len(split))) for _ in range(9)))
+        """)
+    )
+    mount = "mount -t tmpfs -o size=128k tmpfs /dev/shm"
+    inner = f"{mount} && exec {sys.executable} {script}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", inner], capture_output=True, text=True, timeout=120)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no name space of its own here: {done.stderr.strip()}")
+    assert "WorkerError: Worker processes return images through shared memory" in done.stderr, done.stderr
+
+
+# No `if __name__ == "__main__":` here, on purpose.
+UNGUARDED = """
+import os, sys, torch
+from vitrail.data.loader import Reader
+from vitrail.data.sources import open_dataset
+from vitrail.images import workers
+from vitrail.images.preprocess import Preprocess
+workers.MIN_IMAGES = 1
+print("main", os.getpid(), flush=True)
+split = open_dataset(sys.argv[1]).train
+reader = Reader(split, Preprocess(size=8), workers=2)
+for number, batch in enumerate(reader.batches((0, torch.arange(len(split))) for _ in range(100_000))):
+    if number == 3:
+        pids = [worker.pid for worker in reader.reader.workers._processes.results._workers]
+        print("workers", *pids, flush=True)
+"""
+
+
+@LINUX
+def test_a_script_without_a_guard_works_and_killed_it_leaves_nothing(folder, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    child = subprocess.Popen(
+        [sys.executable, script, folder], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == f"main {child.pid}\n"
+        pids = [int(pid) for pid in child.stdout.readline().split()[1:]]
+        assert len(pids) == 2
+        server = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    finally:
+        child.send_signal(signal.SIGKILL)
+        output, _ = child.communicate()
+    wait_until_gone([*pids, server])
+    assert output == ""  # the script ran once
+
+
+@LINUX
+def test_ctrl_c_saves_a_checkpoint_and_workers_print_nothing(tmp_path):
+    """Sent to the whole process group, as a terminal does."""
+    folder = write_folder(tmp_path / "images", each=170)
+    settings = ["model.width=16", "model.depth=1", "model.heads=2", "model.patch=4", "workers=2"]
+    command = [sys.executable, "-m", "vitrail", "train", folder, "--out", tmp_path / "run", "--size", "8"]
+    command += ["--epochs", "10000", "--batch", "64", *(word for one in settings for word in ("--set", one))]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        until = time.monotonic() + 90
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert child.poll() is None, child.stdout.read()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        group = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and in_group(pid, child.pid)]
+        assert len(group) >= 4  # the command, the fork server, two workers
+        os.killpg(child.pid, signal.SIGINT)
+        output, _ = child.communicate(timeout=60)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 130
+    assert "2 worker processes (forkserver)" in re.sub(r"\s+", " ", output)
+    assert "Traceback" not in output
+    assert "Interrupt" not in output
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    wait_until_gone(group)
+
+
+def in_group(pid, group):
+    try:
+        return os.getpgid(int(pid)) == group
+    except OSError:
+        return False

@@ -30,7 +30,7 @@ def convert(
     channels: Annotated[
         int | None, typer.Option(min=1, help="Change the model to this many input channels.")
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use only the cache for hf:owner/name.")] = False,
+    offline: options.Offline = False,
     family: options.Family = None,
     keys: options.Keys = None,
     given: options.Set = None,

@@ -79,6 +79,7 @@ def evaluate(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
+    offline: options.Offline = False,
 ) -> None:
     """Evaluate a model on labeled images: accuracy, calibration, mistakes, features.
 
@@ -108,7 +109,7 @@ def evaluate(
         from vitrail.report.page import check_extras
 
         check_extras()
-    bundle = load(model, **options.load_arguments(family, keys, settings, size))
+    bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
     dataset = open_dataset(data)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars() as bars:

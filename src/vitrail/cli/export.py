@@ -45,6 +45,7 @@ def export(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
+    offline: options.Offline = False,
 ) -> None:
     """Export a model, and check that the outputs are the same.
 
@@ -58,7 +59,7 @@ def export(
     if to not in _FILE_NAMES:
         raise InputError(f"Unknown format {printable(repr(to))} for --to. {suggest(to, _FILE_NAMES)}")
     path = out or Path(_FILE_NAMES[to])
-    overrides = options.load_arguments(family, keys, settings, size)
+    overrides = options.load_arguments(family, keys, settings, size, offline=offline or None)
     if to == "html":
         if dynamic is not None or with_preprocess:
             option = "--dynamic" if dynamic is not None else "--with-preprocess"

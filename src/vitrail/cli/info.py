@@ -26,7 +26,7 @@ def info(
     ],
     check: Annotated[bool, typer.Option("--check", help="Check every value for NaN and infinity.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use only the cache for hf:owner/name.")] = False,
+    offline: options.Offline = False,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,

@@ -50,6 +50,7 @@ def inspect(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
+    offline: options.Offline = False,
 ) -> None:
     """Draw figures of a model: filters, attention, attribution and more, on one HTML page.
 
@@ -63,7 +64,7 @@ def inspect(
 
     check_empty_folder("--out", out)
     paths = _expand_paths(images or [])
-    bundle = load(model, **options.load_arguments(family, keys, settings, size))
+    bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
     with ProgressBars() as bars:

@@ -36,6 +36,9 @@ WorkersOption = Annotated[
         "decodes in the main thread.",
     ),
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 

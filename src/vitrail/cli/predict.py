@@ -66,6 +66,7 @@ def predict(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
+    offline: options.Offline = False,
 ) -> None:
     """Classify images and print one row per image, in order.
 
@@ -85,7 +86,7 @@ def predict(
     from vitrail.predict.rows import format_rows
 
     format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
-    overrides = options.load_arguments(family, keys, settings, size)
+    overrides = options.load_arguments(family, keys, settings, size, offline=offline or None)
     predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
     if not config.classes:

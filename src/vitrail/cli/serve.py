@@ -57,6 +57,7 @@ def serve(
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
+    offline: options.Offline = False,
 ) -> None:
     """Serve predictions over HTTP: POST images to /v1/predict, or open the web page.
 
@@ -90,7 +91,10 @@ def serve(
 
     with bind(config) as listener:  # fails before the model is loaded if the port is taken
         chosen = None if examples is None else from_folder(examples)
-        predictor = Predictor(model, **options.load_arguments(family, keys, settings, size, device=device))
+        predictor = Predictor(
+            model,
+            **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
+        )
         name = model_name(predictor, model)
         if chosen is None:
             chosen = built_in(predictor.config.channels, min(predictor.preprocess.target))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vitrail.cli.console import training_process
-from vitrail.cli.overrides import parse_sides, parse_value
+from vitrail.cli.overrides import Offline, parse_sides, parse_value
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
@@ -26,6 +27,19 @@ def _list_recipes(requested: bool) -> None:
     longest = max(map(len, functions))
     for name, function in functions.items():
         print(f"{name:{longest}}  {(function.__doc__ or '').strip().splitlines()[0]}")
+    raise typer.Exit
+
+
+def _list_pretrained(requested: bool) -> None:
+    """Print the small models on the hub with size and license; nothing is downloaded."""
+    if not requested:
+        return
+    from vitrail.weights.pretrained import PRETRAINED
+
+    for one in PRETRAINED:
+        print(one.name)  # on a line of its own, to be copied
+        print(f"    {one.megabytes:.1f} MB, {one.license}; {one.pretraining}; {one.advice}")
+    print("Any other ViT that `vitrail info hf:owner/name` reads works as well.")
     raise typer.Exit
 
 
@@ -70,8 +84,23 @@ def train(
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option("--from", metavar="FILE", help="Fine-tune the weights in this file, of any family."),
+        typer.Option(
+            "--from",
+            metavar="FILE|hf:OWNER/NAME",
+            help="Fine-tune these weights: a file of any family, or a model on the Hugging Face hub; see "
+            "--pretrained.",
+        ),
     ] = None,
+    pretrained: Annotated[
+        bool,
+        typer.Option(
+            "--pretrained",
+            is_eager=True,
+            callback=_list_pretrained,
+            help="List small pretrained models for --from, and exit.",
+        ),
+    ] = False,
+    offline: Offline = False,
     size: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +121,8 @@ def train(
     teacher: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Distill this model (--set distill=hard or soft, distill_weight=0.5)."
+            metavar="FILE|hf:OWNER/NAME",
+            help="Distill this model (--set distill=hard or soft, distill_weight=0.5).",
         ),
     ] = None,
     epochs: Annotated[
@@ -145,6 +175,8 @@ def train(
     changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
     changes["size"] = None if size is None else parse_sides(size)
 
+    if offline:  # for the weights and the teacher, and in the processes of a distributed run
+        os.environ["HF_HUB_OFFLINE"] = "1"
     if folds is not None:
         with outlasting(printable(out / "fold-*" / "log.txt")):
             _run_folds(data, out, folds, changes)

@@ -29,6 +29,7 @@ from vitrail.training.run import Run, run_training
 from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
+from vitrail.weights.pretrained import FEW_IMAGES, pretrained_note
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset as TorchDataset
@@ -207,6 +208,8 @@ def resolve_recipe(
     if from_ is None:
         config, preprocess = _new_model(recipe, model)
         start = None
+        if data.train.paths is not None and len(data.train) < FEW_IMAGES and config.channels == 3:
+            notes = (*notes, pretrained_note(len(data.train)))
     else:
         start, config = _load_start(from_, data, {**recipe.model_from_file, **model})
         preprocess = start.preprocess or recipe.preprocess
@@ -337,7 +340,7 @@ def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> t
         )
     dropout = {key: value for key, value in model.items() if key in _DROPOUT_FIELDS}
     overrides = {key: value for key, value in model.items() if key not in _DROPOUT_FIELDS}
-    start = load(from_, **{"classes": len(data.classes), "channels": data.channels, **overrides})
+    start = load(from_, **{"classes": data.classes, "channels": data.channels, **overrides})
     return start, replace(start.model.config, **dropout)
 
 

@@ -27,6 +27,7 @@ from vitrail.training.parallel import ProcessGroup, global_batch_size, init_proc
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory
+from vitrail.training.saved_run import read_config
 from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import StopSignal
 from vitrail.training.teacher import Teacher, bundle_digest
@@ -83,6 +84,7 @@ def run_training(
     trainer = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
     trainer.on_message = log.on_message
     session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log)
+    session.start = read_config(out / "config.json")["start"]
     if resume:
         session.resume()
     session.run()
@@ -98,7 +100,8 @@ def _describe_origin(
     from_file = start is not None or bool(request and request["from"])
     digests: dict[str, Any] = {"from_file": from_file, "teacher": teacher and teacher.digest}
     if start is not None:
-        digests["from_digest"] = bundle_digest(start)
+        digests |= {"from_digest": bundle_digest(start), "license": start.card.license}
+        digests["source"] = start.card.source
     return Origin(digests, request, resolved)
 
 
@@ -144,6 +147,8 @@ class TrainingSession:
     """The best validation accuracy."""
     corrupt_eval: dict[str, str] = field(default_factory=dict)
     """Held-out images that could not be read."""
+    start: Mapping[str, Any] = field(default_factory=dict)
+    """Where the weights came from, as config.json has it: license and source."""
     reported: set[str] = field(default_factory=set)
     """Corrupt files that have been reported."""
 
@@ -257,7 +262,11 @@ class TrainingSession:
         model = merge_lora(model) if t.settings.tune == "lora" else model
         rows = [row for row in self.history if "val_accuracy" in row]
         metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
-        card = Card(name=t.data.name, source=f"trained on {t.data.name}", metrics=metrics)
+        source = f"trained on {t.data.name}"
+        if self.start.get("source"):
+            source += f", from {self.start['source']}"
+        license = self.start.get("license", "unknown")  # of the weights that it started from
+        card = Card(name=t.data.name, source=source, license=license, metrics=metrics)
         scores = initial_scores(t.data, t.settings)
         return Bundle(
             model=model, preprocess=t.preprocess, labels=list(t.data.classes), scores=scores, card=card

@@ -6,8 +6,9 @@ import errno
 import logging
 import os
 import re
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -67,19 +68,21 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
     """The local path of a model, and card fields from the hub; other paths are returned as they are."""
     text = path.as_posix() if isinstance(path, PurePath) else str(path)
     if not text.startswith("hf:"):
-        return path, {}
+        return path, license_of(Path(path) / _CARD)
     name = _parse_name(text)
     disable_telemetry()
     with require_extra("hub"):
         from huggingface_hub import constants
     offline = offline or constants.HF_HUB_OFFLINE  # from the environment
-    available = _list_files(name, offline)
+    available, commit = _list_files(name, offline)
     weights = name["file"] or next((file for file in _USUAL if file in available), "")
     if weights not in available:
         missing = weights or WEIGHTS[0]
         raise _explain(KeyError(), name, missing, offline) if offline else _no_weights(name, available)
     needed = (_CARD, weights) if name["file"] else (_CARD, *SETTINGS, weights)
     first, *rest = [file for file in needed if file in available]
+    if not offline:
+        _announce(name, [first, *rest, *_shards_of(weights, available)], available, commit)
     # The first by its revision, so that the cache knows it offline; the others by the same commit.
     folder = _fetch_file(name, first, name["revision"], offline).parents[first.count("/")]
     for file in rest:
@@ -91,17 +94,39 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
     return folder / (name["file"] or ""), {"source": source, **license_of(folder / _CARD)}
 
 
-def _list_files(name: _Name, offline: bool) -> list[str]:
-    """The files of a model; offline, the relevant ones in the cache."""
+def _announce(name: _Name, files: list[str], sizes: Mapping[str, int | None], commit: str | None) -> None:
+    """Say on stderr how much will be downloaded, before it is."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = {f for f in files if isinstance(try_to_load_from_cache(name["repo"], f, revision=commit), str)}
+    missing = [sizes[file] for file in files if file not in cached]
+    if missing and (commit is None or len(missing) == len(files) or sum(filter(None, missing)) > 1e6):
+        known = None not in missing
+        size = f"{sum(filter(None, missing)) / 1e6:,.1f} MB" if known else "files of unknown size"
+        where = printable(constants.HF_HOME)
+        print(f"Downloading {size} of {name[0]}, once, into the cache {where}.", file=sys.stderr)
+
+
+def _shards_of(weights: str, available: Iterable[str]) -> list[str]:
+    """The files that an index of shards probably lists."""
+    if not weights.endswith(".index.json"):
+        return []
+    ending = Path(weights.removesuffix(".index.json")).suffix
+    return [file for file in available if file.endswith(ending) and "-of-" in file]
+
+
+def _list_files(name: _Name, offline: bool) -> tuple[dict[str, int | None], str | None]:
+    """The files of a model with their sizes, and its commit; offline, the relevant files in the cache."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
     repo, revision, wait = name["repo"], name["revision"], constants.HF_HUB_ETAG_TIMEOUT
     with _explained(name, "list of files", offline):
         if not offline:
-            siblings = HfApi().model_info(repo, revision=revision, timeout=wait).siblings
-            return [file.rfilename for file in siblings or ()]
+            info = HfApi().model_info(repo, revision=revision, timeout=wait, files_metadata=True)
+            return {file.rfilename: file.size for file in info.siblings or ()}, info.sha
         relevant = [_CARD, *SETTINGS, *_USUAL, *filter(None, [name["file"]])]
-        return [f for f in relevant if isinstance(try_to_load_from_cache(repo, f, revision=revision), str)]
+        cached = [f for f in relevant if isinstance(try_to_load_from_cache(repo, f, revision=revision), str)]
+        return dict.fromkeys(cached), None
 
 
 def _fetch_file(name: _Name, file: str, revision: str | None, offline: bool) -> Path:
@@ -113,7 +138,7 @@ def _fetch_file(name: _Name, file: str, revision: str | None, offline: bool) -> 
         return Path(get(name["repo"], file, revision=revision))  # type: ignore[arg-type]  # None becomes a TypeError, which is explained
 
 
-def _no_weights(name: _Name, available: list[str]) -> FileError:
+def _no_weights(name: _Name, available: Iterable[str]) -> FileError:
     files = [one for one in available if _NAME.fullmatch(f"hf:{name['repo']}/{one}")]
     shown = f"{', '.join(files[:5]) or 'no weight file'}{' ...' if files[5:] else ''}"
     return FileError(

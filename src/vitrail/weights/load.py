@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def load(
     path: str | Path,
     *,
-    classes: int | None = None,
+    classes: int | Sequence[str] | None = None,
     size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     patch: int | tuple[int, int] | None = None,
@@ -48,7 +48,8 @@ def load(
     Args:
         path: a file, a folder, or a model on the Hugging Face hub, which is downloaded into its cache:
             "hf:owner/name", "hf:owner/name@revision", "hf:owner/name/path/file.npz".
-        classes: replace the head by a new one for this number of classes; 0 removes it.
+        classes: replace the head by a new one for this number of classes; 0 removes it. With a list of names,
+            the rows of classes that the file knows by name are kept.
         size: (H, W) or a side. If the stored positions fit it, it is the model's own; otherwise they are
             resized from the model's own grid.
         channels, patch: likewise, the patch projection is changed.
@@ -183,7 +184,9 @@ def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str,
             f"Positions were resized from a grid of {format_sides(config.grid)} to "
             f"{format_sides(model.config.grid)}."
         )
-    if classes is not None and classes != config.classes:
+    if isinstance(classes, Sequence):
+        model = _rename_head(model, bundle, list(classes))
+    elif classes is not None and classes != config.classes:
         model = surgery.reclass(model, classes)
         change = f"replaced by a new one for {classes}, all zero" if classes else "removed"
         notes.append(f"The head for {config.classes} classes was {change}.")
@@ -191,3 +194,21 @@ def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str,
     bundle.model = model
     if bundle.preprocess is not None:
         bundle.preprocess = fit_preprocess(bundle.preprocess, model.config)
+
+
+def _rename_head(model: ViT, bundle: Bundle, names: list[str]) -> ViT:
+    """A head for classes of these names: its own, or a new one with the rows that the file has."""
+    from vitrail.weights.head_rows import rehead
+
+    count, labels = model.config.classes, bundle.labels
+    if names == labels or (labels is None and len(names) == count):
+        return model
+    new, kept = rehead(model, labels, names)
+    which = "all zero"
+    if kept:
+        which = f"with the rows of {kept:,} that the file knows by name" + ", the others zero" * (
+            kept < len(names)
+        )
+    bundle.notes.append(f"The head for {count} classes was replaced by a new one for {len(names)}, {which}.")
+    bundle.labels = names
+    return new

@@ -1,0 +1,39 @@
+"""A new head that keeps the rows of the classes which a model knows by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitrail.model import ViT
+
+
+def rehead(model: ViT, labels: Sequence[str] | None, classes: Sequence[str]) -> tuple[ViT, int]:
+    """The model with a linear head for these classes, and how many rows were kept from its own.
+
+    Args:
+        labels: the names of the model's classes; None if they are unknown.
+        classes: the names of the new classes. A class that the model does not know has a row of zeros.
+    """
+    import torch
+
+    from vitrail.model import surgery
+
+    new = surgery.reclass(model, len(classes))
+    if labels is None or model.config.head != "linear" or not model.config.classes:
+        return new, 0
+    rows = {_canonical(label): row for row, label in reversed(list(enumerate(labels)))}
+    pairs = [(i, rows[_canonical(name)]) for i, name in enumerate(classes) if _canonical(name) in rows]
+    if not pairs:
+        return new, 0
+    ours, theirs = (torch.tensor(indices) for indices in zip(*pairs, strict=True))
+    with torch.no_grad():
+        for name, parameter in new.head.named_parameters():
+            parameter[ours] = model.head.get_parameter(name)[theirs]
+    return new, len(pairs)
+
+
+def _canonical(name: str) -> str:
+    """The first of several synonyms, in lower case: "goldfish, Carassius auratus" is goldfish."""
+    return name.split(",")[0].replace("_", " ").strip().casefold()

@@ -143,6 +143,10 @@ def train(
             min=2, help="Cross-validation: train one model per fold and report mean and spread.", metavar="K"
         ),
     ] = None,
+    threads: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="CPU threads that compute.", show_default="auto"),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -167,6 +171,7 @@ def train(
     pipe it prints to is closed.
     """
     options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
+    options["threads"] = threads and parse_value(threads)
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if model is not None:
         changes["model"] = {"name": model}

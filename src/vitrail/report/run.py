@@ -118,7 +118,8 @@ def _facts(
     yield "optimizer", f"{train['optimizer']}, maximum learning rate {train['lr']:g}"
     yield "initial weights", "from a file" if config["start"].get("from_file") else "random"
     yield "seed", train["seed"]
-    gpu = environment.get("gpu") or f"no GPU, {environment.get('threads')} CPU threads"
+    threads = (config.get("resolved") or environment).get("threads")
+    gpu = environment.get("gpu") or f"no GPU, {threads} CPU thread{'s' * (threads != 1)}"
     yield "machine", f"{gpu}; {environment.get('system')}"
     versions = [f"{name} {environment.get(name)}" for name in ("vitrail", "torch", "python")]
     yield "versions", ", ".join(versions)

@@ -10,8 +10,12 @@ import torch
 from vitrail.training.trainer import Trainer
 
 
-def training_plan(trainer: Trainer) -> dict[str, Any]:
-    """What the run will do, by name, for people to read."""
+def training_plan(trainer: Trainer, threads: str = "") -> dict[str, Any]:
+    """What the run will do, by name, for people to read.
+
+    Args:
+        threads: how many CPU threads compute it, and why.
+    """
     s, parameters = trainer.settings, list(trainer.model.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -24,19 +28,21 @@ def training_plan(trainer: Trainer) -> dict[str, Any]:
         "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
         "memory": f"about {_estimate_memory(trainer, trained, count) / 2**20:,.0f} MB for weights and "
         "activations",
-        "time": f"about {_format_time(_estimate_seconds(trainer))}, extrapolated from one step",
+        "time": f"about {_format_time(estimate_seconds(trainer))}, extrapolated from one step",
     }
     if trainer.mode is not None:
         plan["step"] = trainer.mode.reason
     if data.train.paths is not None:
         plan["decoding"] = str(trainer.workers.plan)
+    if threads and trainer.compute.device.type == "cpu":
+        plan["threads"] = threads
     if trainer.teacher is not None:
         size = sum(p.numel() for p in trainer.teacher.model.parameters())
         plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"
     return plan
 
 
-def _estimate_seconds(trainer: Trainer) -> float:
+def estimate_seconds(trainer: Trainer) -> float:
     """The time of the remaining steps, from one forward and backward pass on random images."""
     s, compute = trainer.settings, trainer.compute
     count = trainer.batch // trainer.ranks.count // s.accumulate

@@ -67,6 +67,4 @@ def choose_device(precision: str, local_rank: int = 0) -> ComputeDevice:
             "auto."
         )
     why = "there is no GPU" if precision == "auto" else "as requested"
-    threads = torch.get_num_threads()
-    count = f"{threads} CPU threads" if threads > 1 else "one CPU thread"
-    return ComputeDevice(torch.device("cpu"), torch.float32, f"{count}, fp32: {why}")
+    return ComputeDevice(torch.device("cpu"), torch.float32, f"the CPU, fp32: {why}")

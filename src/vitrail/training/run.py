@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from vitrail.io.write import write_text
 from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
-from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.log import LogFile
@@ -26,14 +26,19 @@ from vitrail.training.lora import check_rank, merge_lora
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
-from vitrail.training.run_directory import Origin, prepare_run_directory
+from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import StopSignal
 from vitrail.training.teacher import Teacher, bundle_digest
+from vitrail.training.threads import CpuWait, Threads, choose_threads, describe_busy, use_threads
 from vitrail.training.trainer import Interrupted, Trainer
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.load import load
+
+_BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
+_BUSY_SECONDS = 60.0  # that is measured over
+_PLAN_SECONDS = 1.0  # before the first step, at least
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,11 @@ def run_training(
     """
     ranks, out = init_process_group(), Path(out)
     log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
-    compute = choose_device((reuse or {}).get("precision", recipe.train.precision), ranks.local_rank)
+    reuse = reuse or {}
+    compute = choose_device(reuse.get("precision", recipe.train.precision), ranks.local_rank)
     _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
-    origin = _describe_origin(start, distiller, request, {"precision": compute.precision})
+    origin = _describe_origin(start, distiller, request)
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
         return _finished_run(out)
     log.open()
@@ -81,13 +87,18 @@ def run_training(
     for note in distiller.notes if distiller else []:
         log.on_message(f"The teacher: {note}")
     model = _initial_model(recipe, start, log)
-    trainer = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
+    settings = replace(recipe.train, compile=reuse.get("compile", recipe.train.compile))
+    trainer = Trainer(model, recipe.preprocess, dataset, settings, compute, ranks, distiller)
     trainer.on_message = log.on_message
-    session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log)
+    threads = choose_threads(trainer, reuse.get("threads"))
+    if ranks.is_main:
+        record_resolved(out, {"precision": compute.precision, "threads": threads.count}, log)
+    session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log, threads)
     session.start = read_config(out / "config.json")["start"]
-    if resume:
-        session.resume()
-    session.run()
+    with use_threads(threads.count):
+        if resume:
+            session.resume()
+        session.run()
     return Run(out, load(out / "best.safetensors"), session.history)
 
 
@@ -95,14 +106,13 @@ def _describe_origin(
     start: Bundle | None,
     teacher: Teacher | None,
     request: Mapping[str, Any] | None,
-    resolved: Mapping[str, Any],
 ) -> Origin:
     from_file = start is not None or bool(request and request["from"])
     digests: dict[str, Any] = {"from_file": from_file, "teacher": teacher and teacher.digest}
     if start is not None:
         digests |= {"from_digest": bundle_digest(start), "license": start.card.license}
         digests["source"] = start.card.source
-    return Origin(digests, request, resolved)
+    return Origin(digests, request)
 
 
 def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:
@@ -138,6 +148,7 @@ class TrainingSession:
     trainer: Trainer
     checkpoints: CheckpointManager
     log: Callback
+    threads: Threads
     stop: StopSignal = field(default_factory=StopSignal)
     history: list[dict[str, Any]] = field(default_factory=list)
     """One row of metrics per epoch."""
@@ -151,19 +162,24 @@ class TrainingSession:
     """Where the weights came from, as config.json has it: license and source."""
     reported: set[str] = field(default_factory=set)
     """Corrupt files that have been reported."""
+    busy: CpuWait | None = field(default_factory=CpuWait)
+    """Watches for other processes; None once it has been said that there are some."""
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
         t = self.trainer
         try:
-            t.choose_mode()
-            self.log.on_plan(training_plan(t))
+            mode = t.choose_mode()
+            if t.ranks.is_main:
+                record_resolved(self.checkpoints.out, {"compile": mode.compile}, self.log)
+            self.log.on_plan(training_plan(t, f"{self.threads.count}; {self.threads.reason}"))
+            self.report_busy(_PLAN_SECONDS)
             t.clock.start(t.step)
             with self.stop.handle(t.ranks.count):  # also while it saves
                 try:
                     if self.pending:  # stopped during evaluation
                         self.evaluate()
-                    t.run(self.end_epoch, self.log.on_progress, lambda: self.stop.number)
+                    t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
                     self.finish()
                 except Interrupted:
                     self.checkpoints.save(self.checkpoint())
@@ -175,6 +191,18 @@ class TrainingSession:
             raise
         finally:
             t.workers.close()
+
+    def on_progress(self, progress: Progress) -> None:
+        self.log.on_progress(progress)
+        self.report_busy(_BUSY_SECONDS)
+
+    def report_busy(self, least: float) -> None:
+        """Say once that the machine is busy, by what at least so many seconds show."""
+        on_cpu = self.trainer.compute.device.type == "cpu"
+        fraction = self.busy.fraction(least) if self.busy and on_cpu else None
+        if fraction is not None and fraction > _BUSY:
+            self.log.on_message(describe_busy(fraction))
+            self.busy = None
 
     # ---- epochs -----------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ class Origin:
     """Whether the run starts from a weight file, and digests of it and of the teacher."""
     request: Mapping[str, Any] | None = None
     """What the user asked for (`describe_request`); None if it was a recipe and an open data set."""
-    resolved: Mapping[str, Any] = field(default_factory=dict)
-    """What automatic settings were resolved to, as far as it changes bits."""
 
 
 def prepare_run_directory(
@@ -50,7 +48,7 @@ def prepare_run_directory(
 ) -> bool:
     """Create the run directory, or check that it is this run's. True if the run is already finished."""
     config = describe_run(recipe, data, origin.start)
-    config |= {"request": origin.request, "resolved": dict(origin.resolved)}
+    config["request"] = origin.request
     path = out / "config.json"
     saved = check_same_run(path, config) if resume and path.exists() else None
     if saved is None:
@@ -96,13 +94,22 @@ def _update_config(
         # A killed process must leave a finished run of the old length, or an unfinished one of the new.
         for name in ("last.safetensors", REPORT_NAME):
             (out / name).unlink(missing_ok=True)
-    for name, value in saved.get("resolved", {}).items():
-        if name in config["resolved"] and config["resolved"][name] != value:
-            callback.on_message(
-                f"The run had {name} {value} and goes on with {config['resolved'][name]}, so the result is "
-                "not bit-equal to that of an uninterrupted run."
-            )
     if new != saved:
+        write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
+
+
+def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) -> None:
+    """Write to config.json what automatic settings were resolved to, as far as it changes bits."""
+    saved = read_config(out / "config.json")
+    before = saved.get("resolved") or {}
+    for name, value in resolved.items():
+        if before.get(name, value) != value:
+            callback.on_message(
+                f"The run had {name} {before[name]} and continues with {value}, so the result is not "
+                "bit-equal to that of an uninterrupted run."
+            )
+    if any(before.get(name) != value for name, value in resolved.items()):
+        new = {**saved, "resolved": {**before, **resolved}}
         write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
 
 

@@ -18,10 +18,7 @@ from vitrail.weights.bundle import Bundle
 
 VERSION = 2  # of a run directory; 0.1 wrote none
 MAY_CHANGE = ("workers", "keep", "cuda_graph", "checkpoint_blocks")  # settings that do not change the result
-CHANGES_BITS = (
-    "precision",
-    "compile",
-)  # may change on resume, but the result is not bit-equal then
+CHANGES_BITS = ("precision", "compile", "threads")  # settings that may change too, but then bits do
 
 
 def read_config(path: Path) -> dict[str, Any]:

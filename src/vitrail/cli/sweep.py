@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.overrides import parse_sides
+from vitrail.cli.overrides import Offline, parse_sides
 from vitrail.cli.progress import ProgressBars
 from vitrail.cli.train import apply_setting
 from vitrail.errors import printable
@@ -30,8 +31,10 @@ def sweep(
     ] = None,
     recipe: Annotated[str, typer.Option(metavar="NAME", help="Where all other settings come from.")] = "auto",
     start: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Fine-tune the weights in this file.")
+        str | None,
+        typer.Option("--from", metavar="FILE|hf:OWNER/NAME", help="Fine-tune these weights."),
     ] = None,
+    offline: Offline = False,
     size: Annotated[str | None, typer.Option(metavar="PIXELS|HxW", help="Image size.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed, of the candidates and of the runs.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
@@ -60,6 +63,8 @@ def sweep(
     changes: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
     for text in settings or []:
         apply_setting(changes, text)
+    if offline:  # also in the processes of the runs
+        os.environ["HF_HUB_OFFLINE"] = "1"
     changes |= {"recipe": recipe, "from_": start, "size": None if size is None else parse_sides(size)}
     with ProgressBars() as bars:
         if lr_only:

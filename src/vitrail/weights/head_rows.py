@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def rehead(model: ViT, labels: Sequence[str] | None, classes: Sequence[str]) -> 
     if labels is None or model.config.head != "linear" or not model.config.classes:
         return new, 0
     rows = {_canonical(label): row for row, label in reversed(list(enumerate(labels)))}
-    pairs = [(i, rows[_canonical(name)]) for i, name in enumerate(classes) if _canonical(name) in rows]
+    found = [_find_row(rows, name) for name in classes]
+    pairs = [(ours, theirs) for ours, theirs in enumerate(found) if theirs is not None]
     if not pairs:
         return new, 0
     ours, theirs = (torch.tensor(indices) for indices in zip(*pairs, strict=True))
@@ -32,6 +33,12 @@ def rehead(model: ViT, labels: Sequence[str] | None, classes: Sequence[str]) -> 
         for name, parameter in new.head.named_parameters():
             parameter[ours] = model.head.get_parameter(name)[theirs]
     return new, len(pairs)
+
+
+def _find_row(rows: Mapping[str, int], name: str) -> int | None:
+    """The row of a class; folders are often in the plural, "ants" for "ant"."""
+    canonical = _canonical(name)
+    return rows.get(canonical, rows.get(canonical.removesuffix("s")))
 
 
 def _canonical(name: str) -> str:

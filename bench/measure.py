@@ -68,17 +68,18 @@ def environment() -> dict[str, Any]:
         "machine": machine(),
         "versions": versions,
         "commit": git.stdout.strip() or "unknown",
-        "command": " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *without_out(sys.argv[1:])]),
+        "command": " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *without_paths(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def without_out(arguments: list[str]) -> list[str]:
-    """The arguments but for where the result goes: that is nobody else's path."""
-    if "--out" not in arguments:
-        return arguments
-    place = arguments.index("--out")
-    return arguments[:place] + arguments[place + 2 :]
+def without_paths(arguments: list[str]) -> list[str]:
+    """The arguments but for where data comes from and results go: these are nobody else's paths."""
+    for option in ("--out", "--folder"):
+        if option in arguments:
+            place = arguments.index(option)
+            arguments = arguments[:place] + arguments[place + 2 :]
+    return arguments
 
 
 def machine() -> dict[str, Any]:

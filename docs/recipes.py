@@ -1,16 +1,22 @@
-"""Write the recipes of docs/recipes.md from their docstrings: python -m docs.recipes"""
+"""Write the recipes of docs/recipes.md from their docstrings, and the table of bench/results/recipes.json:
+
+python -m docs.recipes
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.recipes import RESULTS, table
 from vitrail.recipes import recipes
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
+TABLE, TABLE_END = "<!-- results -->", "<!-- end of results -->"
 GROUPS = ("Measured by us", "As published, not run by us", "Not measured yet")
 
 
@@ -40,9 +46,15 @@ def written(functions: dict[str, Callable[..., Any]]) -> str:
 
 
 def page() -> str:
-    """The page with its recipes updated."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    return f"{before}{BEGIN}\n{written(recipes())}\n{END}{rest.split(END)[1]}"
+    """The page with its recipes and its table updated."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    text = _between(PAGE.read_text(), BEGIN, END, written(recipes()))
+    return _between(text, TABLE, TABLE_END, table(rows))
+
+
+def _between(text: str, begin: str, end: str, new: str) -> str:
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{new}\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from vitrail.errors import printable
 from vitrail.report import charts
 from vitrail.report.numbers import percent
 from vitrail.report.page import Figure, Page, Section, Table
+from vitrail.report.run import command_line
 
 _HOW_TO_READ = (
     "Every image is predicted once, by a model that was not trained on it. The spread between folds has two "
@@ -32,15 +32,14 @@ def folds_page(result: Mapping[str, Any]) -> Page:
         lead.append(f"The {result['unused_test_images']:,} images of the test set are in no fold.")
     rows = [
         (
-            f"fold {fold['number']}",
-            *(f"{fold[name]:,}" for name in ("train_images", "val_images")),
+            str(fold["number"]),
             percent(fold["accuracy"]),
             f"{fold['loss']:.3f}",
+            *(f"{fold[name]:,}" for name in ("val_images", "train_images")),
         )
         for fold in folds
     ]
-    header = ("fold", "training images", "images in the fold", "accuracy", "loss")
-    command = " ".join(map(shlex.quote, result["environment"].get("command", [])))
+    header = ("fold", "accuracy", "loss", "images", "training images")
     return Page(
         title=f"Cross-validation on {printable(result['data'])}",
         lead=lead,
@@ -57,5 +56,5 @@ def folds_page(result: Mapping[str, Any]) -> Page:
                 how_to_read=_HOW_TO_READ,
             )
         ],
-        command=command,
+        command=command_line(result["environment"]),
     )

@@ -54,7 +54,7 @@ def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation
             _file_section(out),
             _settings_section(config),
         ],
-        command=_command(environment),
+        command=command_line(environment),
     )
 
 
@@ -125,7 +125,7 @@ def _facts(
     yield "versions", ", ".join(versions)
 
 
-def _command(environment: Mapping[str, Any]) -> str:
+def command_line(environment: Mapping[str, Any]) -> str:
     """The command line of the run, with the program's name instead of its path."""
     words = [str(word) for word in environment.get("command") or []]
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""

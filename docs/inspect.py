@@ -35,7 +35,7 @@ def main() -> None:
         (folder / "digits").mkdir()
         for name, pixels in zip(digits.names, digits.pixels, strict=True):
             Image.fromarray(pixels[..., 0]).save(folder / "digits" / f"{name}.png")
-        request = InspectionRequest(sample_model(), sorted((folder / "digits").iterdir()), most=6)
+        request = InspectionRequest(sample_model(), sorted((folder / "digits").iterdir()), max_images=6)
         for name in FIGURES:
             captions[name] = make_figure(FIGURES[name], request, folder).caption
             image = Image.open(folder / f"{name}.png")

@@ -8,7 +8,7 @@ from PIL import Image
 import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.models import add_noise
-from vitrail.export.html import write_classroom
+from vitrail.export.html import stored_model, write_classroom
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record
@@ -104,7 +104,7 @@ COMPUTE = """pixels => {
 
 def check_numbers(page, bundle, pixels):
     """All activations that the page computes agree with PyTorch to 1e-4."""
-    model, config = bundle.model.eval(), bundle.model.config
+    (model, _), config = stored_model(bundle), bundle.model.config
     image, L, n = bundle.preprocess.normalize(pixels)[None], config.depth, config.prefix
     names = ("blocks.*.attention.weights", "blocks.*.out", "embed")
     with torch.no_grad(), record(model, *names) as tape:
@@ -144,6 +144,57 @@ def test_the_numbers_are_those_of_pytorch(name, opened):
 
 def test_the_numbers_of_the_sample_model(sample):
     check_numbers(sample, sample_model(), sample_images(3).pixels[2])
+
+
+def test_half_precision_changes_no_answer_of_the_sample_model(sample):
+    """The page has float16 matrices, and the classes of all digits are those of the float32 model."""
+    kinds = sample.evaluate("vitrail.vit.tensors && config.tensors.map(([, , kind]) => kind)")
+    assert {"f2", "f4"} == set(kinds)
+    bundle, digits = sample_model(), sample_images(200)
+    stored, half = stored_model(bundle)
+    assert half
+    with torch.no_grad():
+        before, after = bundle.model.eval()(digits.images), stored(digits.images)
+    assert before.argmax(1).tolist() == after.argmax(1).tolist()
+    assert (before.softmax(1) - after.softmax(1)).abs().max() < 5e-3
+    for n in (0, 7):
+        logits = sample.evaluate(
+            "pixels => Array.from(vitrail.forward(pixels).logits)", digits.pixels[n].flatten().tolist()
+        )
+        np.testing.assert_allclose(logits, after[n], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_half_precision_would_change_are_stored_as_float32(opened):
+    torch.manual_seed(0)
+    model = vt.ViT(vt.ViTConfig(**SMALL))
+    with torch.no_grad():
+        model.head.weight.normal_(0, 3e4)  # scores so large that rounding moves them
+    bundle = Bundle(model=model)
+    stored, half = stored_model(bundle)
+    assert not half
+    assert torch.equal(stored.head.weight, model.head.weight)
+    kinds = opened(bundle).evaluate("config.tensors.map(([, , kind]) => kind)")
+    assert set(kinds) == {"f4"}
+
+
+def test_bars_start_in_line_whatever_the_names(opened):
+    labels = ["a", "a very long name of a class", "b", "c", "d"]
+    config = vt.ViTConfig(**{**SMALL, "classes": 5})
+    page = opened(Bundle(model=add_noise(vt.ViT(config)), labels=labels))
+    left = "[...document.querySelectorAll('.bars .track')].map((track) => track.getBoundingClientRect().left)"
+    assert len(set(page.evaluate(left))) == 1
+
+
+def test_the_old_answer_is_removed_if_a_file_cannot_be_read(color, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    assert "Prediction" in color.locator("#says").inner_text()
+    color.set_input_files("#file", tmp_path / "broken.png")
+    color.wait_for_function("document.getElementById('message').textContent !== ''")
+    assert color.locator("#says").inner_text() == ""
+    assert not any(text.strip() for text in color.locator(".bars li").all_inner_texts())
+    color.locator("#examples button").first.click()
+    assert "Prediction" in color.locator("#says").inner_text()
+    assert color.locator("#message").inner_text() == ""
 
 
 def test_erf_is_exact(sample):

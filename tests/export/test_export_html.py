@@ -1,5 +1,6 @@
 """`vitrail export --to html` as a user runs it, and which models it refuses."""
 
+import base64
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 import vitrail as vt
 from vitrail.cli import main
@@ -40,13 +42,25 @@ def embedded_model(text):
 def test_the_command_writes_one_self_contained_file(export, tmp_path):
     assert export(SAMPLE_FILE, "--to", "html") == (
         0,
-        "Saved classroom.html (0.6 MB); open it in a browser.\n",
+        "Saved classroom.html (0.3 MB); open it in a browser.\n",
         "",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["classroom.html"]
     text = (tmp_path / "classroom.html").read_text()
     assert embedded_model(text)["parameters"] == 105_098
     assert not re.search(r'(?:src|href)="(?!data:|https://arxiv\.org/abs/2010\.11929")', text)
+
+
+def test_examples_are_the_users_images(export, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for n in range(12):
+        Image.new("L", (40, 40), 20 * n).save(tmp_path / "mine" / f"gray {n:02}.png")
+    assert export(SAMPLE_FILE, "--to", "html", "--examples", "mine")[0] == 0
+    examples = embedded_model((tmp_path / "classroom.html").read_text())["examples"]
+    assert len(examples) == 10
+    assert examples[0]["name"] == "gray 00.png"
+    assert set(base64.b64decode(examples[0]["pixels"])) == {0}
+    assert len(base64.b64decode(examples[-1]["pixels"])) == 28 * 28
 
 
 def test_an_existing_file_is_not_overwritten(export, tmp_path):
@@ -63,6 +77,8 @@ def test_an_existing_file_is_not_overwritten(export, tmp_path):
     [
         (["--to", "tflite"], "tflite.*onnx, torch-export, html"),
         (["--to", "html", "--out", "page.txt"], "must end in .html.*page.txt"),
+        (["--to", "html", "--examples", "nowhere"], "nowhere does not exist"),
+        (["--to", "onnx", "--examples", "."], "--examples is for --to html, not --to onnx"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, export, tmp_path):
@@ -141,7 +157,7 @@ def test_weights_with_nan_are_refused(tmp_path):
 
 
 def test_a_large_page_is_written_with_a_remark_on_its_size(tmp_path):
-    model = vt.ViT(vt.ViTConfig(**{**SMALL, "width": 256, "depth": 2}))
+    model = vt.ViT(vt.ViTConfig(**{**SMALL, "width": 384, "depth": 2}))
     remarks = html.write_classroom(Bundle(model=model), tmp_path / "page.html")
     size = (tmp_path / "page.html").stat().st_size / 1e6
     assert len(remarks) == 1

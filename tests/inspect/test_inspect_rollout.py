@@ -140,7 +140,8 @@ def test_gradient_rollout_equals_finite_differences_and_loops(layout):
     images, n, T = random_images(model, 1).double(), model.config.prefix, model.config.tokens
     flow = np.eye(T)
     for weights, slope in gradients_by_hand(model, images, target=3):
-        flow = flow + np.maximum(0, weights * slope).mean(axis=0) @ flow
+        centered = slope - (weights * slope).sum(axis=-1, keepdims=True)  # the gradient of softmax
+        flow = flow + np.maximum(0, weights * centered).mean(axis=0) @ flow
     row = pooled_by_hand(model, 1, None)[0]
     relevance = row @ (flow - np.eye(T))
     found = rollout.compute(model, images, method="gradient", target=3)
@@ -162,6 +163,17 @@ def test_gradient_rollout_works_in_every_layout(layout):
     np.testing.assert_array_equal(found.maps[0], rollout.compute(model, images).maps[0])
 
 
+def test_a_constant_in_the_gradient_of_a_row_does_not_empty_the_map():
+    """All values push the logit down, so every dlogit/dA is negative; attending less to some still helps."""
+    model = build("mean pool", depth=1)
+    images = random_images(model, 4)
+    with torch.no_grad():
+        model.blocks[0].attention.qkv.bias[-model.config.width :] = 5.0  # of the values
+        direction = model.head.weight @ model.blocks[0].attention.out.weight.sum(dim=1)
+    found = rollout.compute(model, images, method="gradient", target=int(direction.argmin()))
+    np.testing.assert_allclose(found.maps.sum((-1, -2)), 1, atol=1e-5)
+
+
 def test_gradient_rollout_of_an_attention_pool():
     """If no block contributes, the map is the relevance of the pool."""
     model = build("attention pool", depth=1)
@@ -172,7 +184,8 @@ def test_gradient_rollout_of_an_attention_pool():
         score = model(images)[:, 2].sum()
     weights = tape["pool.attention.weights"]
     (slope,) = torch.autograd.grad(score, [weights])
-    relevance = (weights * slope).clamp_min(0).mean(1)[:, 0].detach().numpy()
+    centered = slope - (weights * slope).sum(dim=-1, keepdim=True)
+    relevance = (weights * centered).clamp_min(0).mean(1)[:, 0].detach().numpy()
     found = rollout.compute(model, images, method="gradient", target=2)
     expected = relevance / relevance.sum(-1, keepdims=True)
     np.testing.assert_allclose(found.maps[0].reshape(2, -1), expected, atol=1e-5)

@@ -196,10 +196,11 @@ def test_many_classes_have_tables_instead_of_charts():
     assert len(rows(page, "Classes")) == 31
     many = dataclasses.replace(found.metrics, confusion=np.ones((31, 31), int).tolist())
     [section] = confusion_section(dataclasses.replace(found, metrics=many))
-    assert len(section.tables[0].rows) == 20
+    assert len(section.tables[0].rows) == 31 * 30
+    assert section.tables[0].search == "class"
     _, page, *_ = page_of(tuple(f"class {i}" for i in range(201)))
     assert "Confusion" not in [section.title for section in page.sections]
-    assert len(rows(page, "Classes")) == 200
+    assert len(rows(page, "Classes")) == 201
 
 
 def test_a_model_without_a_head():

@@ -1,7 +1,8 @@
-"""Pages parse, load and run nothing, escape all text, and are written completely or not at all."""
+"""Pages parse, load nothing, run nothing but a search of long tables, escape all text, and are written completely or not at all."""
 
 import base64
 import errno
+import hashlib
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from tests.support.browser import CHROMIUM, SWITCHES, needs_chromium
 from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail import __version__
 from vitrail.errors import InputError, MissingExtra
@@ -149,3 +151,39 @@ def test_importing_reports_loads_no_optional_package():
         "assert not {'matplotlib', 'sklearn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def long_table():
+    rows = [[f"flower {n}", "<b>rose</b>" if n == 7 else "tulip", 100 - n] for n in range(40)]
+    return Page("table", sections=[Section("Long", tables=[Table("t", ["a", "b", "n"], rows, 2, "class")])])
+
+
+def test_only_a_page_with_a_long_table_has_a_script_and_allows_just_that():
+    assert "script" not in render(page_of(["one"]))
+    read = ParsedPage(render(long_table()))
+    [policy] = [one["content"] for one in read.all("meta") if one.get("http-equiv")]
+    [script] = [text for text in read.texts if "querySelectorAll" in text]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+
+
+@needs_chromium
+def test_a_long_table_is_searched_offline_and_fits_a_phone(tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    path = write_page(tmp_path / "page.html", long_table())
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        page = browser.new_page(viewport={"width": 390, "height": 700})
+        page.goto(path.as_uri())
+        assert page.locator("tbody tr:visible").count() == 40
+        page.get_by_label("Search for a class").fill("ROSE 7")
+        assert page.locator("tbody tr:visible").all_inner_texts() == ["flower 7\t<b>rose</b>\t93"]
+        assert "1 of 40 rows" in page.locator(".search").inner_text()
+        page.get_by_label("Search for a class").fill("93")  # a number is not a name
+        assert page.locator("tbody tr:visible").count() == 0
+        page.get_by_label("Search for a class").fill("")
+        assert page.locator("tbody tr:visible").count() == 40
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        browser.close()

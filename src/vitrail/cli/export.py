@@ -42,6 +42,14 @@ def export(
             "--with-preprocess", help="Include resizing and normalization; the input is uint8 pixels."
         ),
     ] = False,
+    examples: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="IMAGE|FOLDER",
+            help="For html: example images of the page, ten at most; may be repeated.",
+            show_default="digits or patterns",
+        ),
+    ] = None,
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
@@ -64,8 +72,10 @@ def export(
         if dynamic is not None or with_preprocess:
             option = "--dynamic" if dynamic is not None else "--with-preprocess"
             raise InputError(f"{option} is not for --to html; remove it.")
-        _export_page(model, path, overrides)
+        _export_page(model, path, overrides, examples or [])
         return
+    if examples:
+        raise InputError(f"--examples is for --to html, not --to {to}; remove it.")
     dimensions = _parse_dynamic(dynamic)
 
     from vitrail.export.onnx import write_onnx
@@ -90,13 +100,15 @@ def _parse_dynamic(dynamic: str | None) -> tuple[str, ...]:
     return names
 
 
-def _export_page(model: str, path: Path, overrides: dict[str, Any]) -> None:
+def _export_page(model: str, path: Path, overrides: dict[str, Any], examples: list[Path]) -> None:
+    from vitrail.cli.inspect import expand_paths
     from vitrail.export.html import check_page_path, write_classroom
     from vitrail.weights.load import load
 
     check_page_path(path)
+    images = expand_paths(examples)
     bundle = load(model, **overrides)
-    for note in write_classroom(bundle, path, name=Path(model).stem):
+    for note in write_classroom(bundle, path, name=Path(model).stem, examples=images):
         print(f"note: {note}")
     print(f"Saved {printable(path)} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser.")
 

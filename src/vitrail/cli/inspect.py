@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vitrail.weights.bundle import Bundle
 
 _FIGURES = (
-    "filters, positions; with images also attention, rollout, attribution, scoring, lens, distance, "
-    "features, similarity, ablation"
+    "filters, positions; with images also attribution, rollout, attention, features, lens, scoring, "
+    "distance, similarity, ablation"
 )
 
 
@@ -63,7 +63,7 @@ def inspect(
     from vitrail.weights.load import load
 
     check_empty_folder("--out", out)
-    paths = _expand_paths(images or [])
+    paths = expand_paths(images or [])
     bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
@@ -82,7 +82,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _expand_paths(paths: list[Path]) -> list[Path]:
+def expand_paths(paths: list[Path]) -> list[Path]:
     """Files as they are, and every image below a folder."""
     from vitrail.data.folders import list_images
 

@@ -1,17 +1,19 @@
 """The classroom page: a small trained model in one HTML file that runs it live in the browser.
 
-The file contains the weights as float32 (little-endian, base64), a ViT in plain JavaScript (classroom/vit.js)
-and the user interface (map.js, page.js, sheet.js). It makes no network requests; its content security policy
-forbids them.
+The file contains the weights (little-endian, base64), a ViT in plain JavaScript (classroom/vit.js) and the
+user interface (map.js, page.js, sheet.js). Matrices are stored as float16, half the size, if that changes no
+answer: see `stored_model`. The page makes no network requests; its content security policy forbids them.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,14 +23,17 @@ from vitrail import __version__
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import InputError, MissingExtra, printable
 from vitrail.fields import short_repr
+from vitrail.inspect.images import from_files
 from vitrail.inspect.rollout import pooled_tokens
 from vitrail.inspect.sample import sample_images
 from vitrail.io.write import check_new, write_text
 from vitrail.model import ViT
 from vitrail.model.attention import attention_scale
+from vitrail.report.gallery import evenly_spaced
 from vitrail.weights.bundle import Bundle, golden_inputs
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 PARTS = Path(__file__).parent / "classroom"
@@ -36,6 +41,7 @@ SCRIPTS = ("vit.js", "map.js", "page.js", "sheet.js")
 MAX_PARAMETERS = 6_000_000  # a Ti/16 has 5.7 million
 MAX_TOKENS = 1024  # attention is stored for every pair of them
 EXAMPLES = 10
+_MAX_CHANGE = 0.005  # of a probability, by float16 weights; the page shows whole percents
 
 # What vit.js supports. A field that is not listed may have any value.
 SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -57,22 +63,26 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-def write_classroom(bundle: Bundle, path: str | Path, name: str = "") -> list[str]:
+def write_classroom(
+    bundle: Bundle, path: str | Path, name: str = "", examples: Sequence[Path] = ()
+) -> list[str]:
     """Write the page, complete or not at all; return remarks about it, one sentence each.
 
     Args:
         path: a new file.
         name: the name of the model, if its card has none.
+        examples: image files; at most ten of them, evenly spaced, become the examples of the page.
     """
     target, remarks = Path(path), []
     check_page_path(target)
     _check_supported(bundle.model)
-    try:
-        examples = _build_examples(bundle.model.config)
-    except MissingExtra as error:
-        examples = []
-        remarks.append(f"The page has no example images: {error}")
-    text = _render(bundle, bundle.card.name or name, examples)
+    names, pixels = _read_examples(bundle, examples) if examples else ([], None)
+    if pixels is None:
+        try:
+            names, pixels = _built_in_examples(bundle.model.config)
+        except MissingExtra as error:
+            remarks.append(f"The page has no example images: {error}")
+    text = _render(bundle, bundle.card.name or name, names, pixels)
     write_text(target, text)
     size = len(text.encode()) / 1e6
     if size > 5:
@@ -120,17 +130,18 @@ def _check_supported(model: ViT) -> None:
 # ---- contents -------------------------------------------------------------------------
 
 
-def _render(bundle: Bundle, name: str, examples: list[dict[str, str]]) -> str:
+def _render(bundle: Bundle, name: str, names: Sequence[str], pixels: NDArray[np.uint8] | None) -> str:
     """The page as text."""
+    stored, half = stored_model(bundle, pixels)
     tensors = {
-        key: tensor.detach().cpu().float().numpy().astype("<f4")
-        for key, tensor in _export_tensors(bundle.model)
+        key: tensor.detach().cpu().float().numpy().astype("<f2" if half and _is_matrix(key) else "<f4")
+        for key, tensor in _export_tensors(stored)
     }
     model = {
         **_describe_model(bundle),
         "name": printable(name or "a Vision Transformer"),
-        "examples": examples,
-        "tensors": [[key, array.size] for key, array in tensors.items()],
+        "examples": [] if pixels is None else _encode_examples(names, pixels),
+        "tensors": [[key, array.size, array.dtype.str[1:]] for key, array in tensors.items()],
     }
     style = _read_part("style.css")
     script = "".join(map(_read_part, SCRIPTS))
@@ -223,15 +234,64 @@ def _export_tensors(model: ViT) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
-def _build_examples(config: ViTConfig) -> list[dict[str, str]]:
+# ---- half precision -----------------------------------------------------------------------------------
+
+
+def stored_model(bundle: Bundle, examples: NDArray[np.uint8] | None = None) -> tuple[ViT, bool]:
+    """The model with its weights as the page stores them, and whether its matrices are float16.
+
+    They are if, for the golden inputs and the examples, the predicted class stays the same and no probability
+    changes by more than 0.005. Otherwise the model is returned as it is, and stored as float32.
+    """
+    import torch
+
+    spec, model = bundle.preprocess, copy.deepcopy(bundle.model).cpu().float().eval()
+    assert spec is not None  # every model of images has one
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for key, parameter in rounded.named_parameters():
+            if _is_matrix(key):
+                parameter.copy_(parameter.half())
+        pixels = [*golden_inputs(model.config).permute(0, 2, 3, 1).numpy()]
+        pixels += [] if examples is None else [*examples]
+        images = torch.stack([spec.normalize(image) for image in pixels])
+        before, after = (one(images).softmax(dim=1) for one in (model, rounded))
+    same_class = bool((before.argmax(dim=1) == after.argmax(dim=1)).all())
+    half = same_class and float((before - after).abs().max()) <= _MAX_CHANGE  # False for NaN and infinity
+    return (rounded if half else model), half
+
+
+def _is_matrix(key: str) -> bool:
+    """Whether a tensor is the weight of a linear layer or of the patch embedding."""
+    parts = ("embed", "proj", "qkv", "out", "fc1", "fc2", "head")
+    return key.endswith(tuple(f"{part}.weight" for part in parts))
+
+
+# ---- examples ------------------------------------------------------------------------------------------
+
+
+def _read_examples(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], NDArray[np.uint8]]:
+    """The user's images, with the model's preprocessing."""
+    assert bundle.preprocess is not None
+    chosen = [paths[index] for index in evenly_spaced(len(paths), EXAMPLES)]
+    batch = from_files(chosen, bundle.preprocess)
+    return batch.names, batch.pixels
+
+
+def _built_in_examples(config: ViTConfig) -> tuple[list[str], NDArray[np.uint8]]:
     """Digits for a model with MNIST's input shape; for others the golden inputs, which are patterns."""
     if (config.channels, *config.pixels) == (1, 28, 28):
         sample = sample_images(EXAMPLES)
-        names, pixels = sample.names, sample.pixels
-    else:
-        pixels = golden_inputs(config).permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
-        names = [f"pattern {number + 1}" for number in range(len(pixels))]
+        return sample.names, sample.pixels
+    pixels = golden_inputs(config).permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
+    return [f"pattern {number + 1}" for number in range(len(pixels))], pixels
+
+
+def _encode_examples(names: Sequence[str], pixels: NDArray[np.uint8]) -> list[dict[str, str]]:
     return [
-        {"name": name, "pixels": base64.b64encode(np.ascontiguousarray(one).tobytes()).decode()}
+        {
+            "name": printable(name, 60),
+            "pixels": base64.b64encode(np.ascontiguousarray(one).tobytes()).decode(),
+        }
         for name, one in zip(names, pixels, strict=True)
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import InputError
-from vitrail.inspect.canvas import DIVERGING, INK, add_colorbar, new_figure, styled
+from vitrail.inspect.canvas import DIVERGING, ON_DATA, add_colorbar, new_figure, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.inspect.targets import BATCH, check_classes, check_classifier, log_probabilities, on_device
@@ -165,7 +165,7 @@ def draw(ablation: Ablation) -> Figure:
         for (block, head), value in np.ndenumerate(values):
             dark = abs(value) > 0.6 * limit
             text = f"{round(float(value), digits) + 0.0:+.{digits}f}"  # + 0.0 turns -0 into 0
-            axis.text(head, block, text, ha="center", va="center", fontsize=8, color="white" if dark else INK)
+            axis.text(head, block, text, ha="center", va="center", fontsize=8, color=ON_DATA[int(dark)])
     axis.set(xlabel="head", ylabel="block")
     axis.set_xticks(range(k))
     axis.set_yticks(range(L))

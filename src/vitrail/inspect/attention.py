@@ -6,6 +6,7 @@ Run it: `python -m vitrail.inspect.attention`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from vitrail.inspect.images import (
     check_pixels,
     check_weights_fit,
     device_of,
+    tell_apart,
 )
 from vitrail.model import ViT, record
 from vitrail.model.modes import eval_mode
@@ -136,7 +138,7 @@ def describe_query(query: Query) -> str:
 
 
 @styled
-def draw(attention: AttentionMaps, pixels: NDArray[np.uint8]) -> Figure:
+def draw(attention: AttentionMaps, pixels: NDArray[np.uint8], names: Sequence[str] | None = None) -> Figure:
     """One row per image: the image, then one map per head, all on the same color scale."""
     check_pixels(pixels, len(attention.maps))
     across = min(len(attention.heads), _HEADS_PER_ROW)
@@ -150,8 +152,10 @@ def draw(attention: AttentionMaps, pixels: NDArray[np.uint8]) -> Figure:
     for axis in axes.flat:
         axis.axis("off")
     limit, label = color_limit(attention.maps, "attention weight")
+    titles = tell_apart(names or [""] * len(pixels))
     for image, shown in enumerate(pixels):
         show_image(axes[image * rows, 0], shown)
+        axes[image * rows, 0].set_title(titles[image], fontsize=7.5, parse_math=False)
         for index, head in enumerate(attention.heads):
             axis = axes[image * rows + index // across, 1 + index % across]
             drawn = overlay_map(axis, shown, attention.maps[image, index], vmax=limit)
@@ -224,10 +228,10 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn()
     layer = -1 if request.layer is None else request.layer
     maps = compute(request.model, images.images, layer=layer, head=request.head)
-    return maps, draw(maps, images.pixels)
+    return maps, draw(maps, images.pixels, images.names)
 
 
-FIGURE = FigureSpec("attention", "Attention of one block", _make, caption, table, photo=True)
+FIGURE = FigureSpec("attention", "Attention of one block", _make, caption, table)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Attribution maps: how much each patch contributes to the probability p of a class, by several methods.
 
 | occlusion          | drop in log p when the patch is painted over with the baseline color            |
-| gradient-attention | positive part of attention x gradient of log p, in the last layer               |
+| gradient-attention | attention x gradient of the class, through all layers: gradient rollout          |
 | integrated         | integrated gradients from the baseline to the image (Sundararajan et al. 2017)  |
 | random             | random numbers from 0 to 1, as the control for scoring.py                       |
 
 Occlusion and integrated gradients are in nats and have a sign: a patch can be evidence against the class. The
-baseline is an image of one color.
+baseline is an image of one color. Gradient-attention (rollout.py) takes the positive part for every head and
+query. If it averaged over them first, many maps of a model with mean pooling would be zero.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import InputError, printable, suggest
+from vitrail.inspect import rollout
 from vitrail.inspect.canvas import DIVERGING, add_colorbar, new_figure, overlay_map, show_image, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
-from vitrail.inspect.images import check_weights_fit
+from vitrail.inspect.images import tell_apart
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.inspect.targets import (
     BATCH,
@@ -34,7 +36,7 @@ from vitrail.inspect.targets import (
     log_probabilities,
     on_device,
 )
-from vitrail.model import ViT, record
+from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.model.tokens import patchify
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 METHODS = ("occlusion", "gradient-attention", "integrated", "random")
 _SIGNED = ("occlusion", "integrated")
 _MAX_ROWS = 8
+_RECORDED = 8  # images per backward pass that keeps all attention weights
 _MAX_GAP = 0.1  # largest acceptable completeness error of integrated gradients, as a fraction of the change
 
 
@@ -143,26 +146,13 @@ def _occlusion(inputs: _Explained, log_p: Tensor) -> Tensor:
 
 
 def _gradient_attention(inputs: _Explained) -> Tensor:
-    """relu(mean over heads of A dlog p/dA), where A is the last attention before the head.
-
-    The sum over queries selects those that the pool uses, since the others have no gradient. For a mean pool
-    the gradient contains the factor 1/N that makes this sum a mean.
-    """
-    config = inputs.model.config
-    pooled = config.pool == "attention"
-    check_weights_fit(inputs.model, min(BATCH, len(inputs.images)))
-    name = "pool.attention.weights" if pooled else f"blocks.{config.depth - 1}.attention.weights"
-    maps = []
-    for images, target in zip(inputs.images.split(BATCH), inputs.target.split(BATCH), strict=True):
-        with torch.enable_grad(), record(inputs.model, name) as tape:
-            log_p = inputs.log_p(
-                images.clone().requires_grad_(), target
-            )  # a graph even if the model is frozen
-            weights = tape[name]  # (B, k, T, T), or (B, k, 1, N) in the attention pool
-            (gradient,) = torch.autograd.grad(log_p.sum(), weights)
-        relevance = (weights.detach() * gradient).float().mean(dim=1).sum(dim=1)  # (B, T)
-        maps.append(relevance[:, 0 if pooled else config.prefix :].relu())
-    return torch.cat(maps).unflatten(1, config.grid)
+    """Gradient rollout, a few images at a time, as it needs the attention weights of all blocks."""
+    parts = zip(inputs.images.split(_RECORDED), inputs.target.split(_RECORDED), strict=True)
+    maps = [
+        rollout.compute(inputs.model, images, method="gradient", target=target).maps[0]
+        for images, target in parts
+    ]
+    return torch.from_numpy(np.concatenate(maps))
 
 
 def _integrated(inputs: _Explained, steps: int) -> Tensor:
@@ -203,12 +193,18 @@ def _check_methods(methods: Sequence[str], steps: int) -> None:
 
 
 @styled
-def draw(attribution: Attribution, pixels: NDArray[np.uint8], classes: Sequence[str] | None = None) -> Figure:
+def draw(
+    attribution: Attribution,
+    pixels: NDArray[np.uint8],
+    classes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+) -> Figure:
     """Each image and its maps. Every map is scaled by its own largest value, which is printed below it.
 
     Args:
         pixels: the images to draw, (B, H, W, C).
         classes: class names.
+        names: image names.
     """
     B, rows = len(attribution.target), min(len(attribution.target), _MAX_ROWS)
     if pixels.ndim != 4 or len(pixels) != B:
@@ -219,14 +215,16 @@ def draw(attribution: Attribution, pixels: NDArray[np.uint8], classes: Sequence[
     tall = min(2.0, max(0.5, pixels.shape[1] / pixels.shape[2]))
     wide = 1 + len(attribution.maps)
     title = "Contribution of each patch to the class" + (f" (the first {rows} of {B})" if rows < B else "")
-    figure = new_figure(1.5 * wide + 1.8, max(2.6, (1.45 * tall + 0.25) * rows + 0.55), title)
+    figure = new_figure(1.5 * wide + 1.8, max(2.6, (1.45 * tall + 0.35) * rows + 0.55), title)
     axes = figure.subplots(rows, wide, squeeze=False)
     images: dict[bool, Any] = {}  # one signed and one unsigned map, for the color bars
+    titles = tell_apart((names or [f"image {row}" for row in range(B)])[:rows])
     for row, line in enumerate(axes):
         name = (
             printable(classes[int(attribution.target[row])], 14) if classes else str(attribution.target[row])
         )
-        show_image(line[0], pixels[row], "image" if row == 0 else "")
+        show_image(line[0], pixels[row])
+        line[0].set_title(titles[row], fontsize=8, parse_math=False)
         _write_below(line[0], f"{name}: p = {attribution.probability[row]:.2f}")
         for axis, (method, maps) in zip(line[1:], attribution.maps.items(), strict=True):
             signed, largest = method in _SIGNED, float(np.abs(maps[row]).max())
@@ -255,7 +253,7 @@ def _overlay_signed(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.fl
 
 
 def _write_below(axis: Axes, text: str) -> None:
-    axis.text(0.5, -0.04, text, transform=axis.transAxes, ha="center", va="top", fontsize=8)
+    axis.text(0.5, -0.04, text, transform=axis.transAxes, ha="center", va="top", fontsize=8, parse_math=False)
 
 
 def caption(attribution: Attribution) -> str:
@@ -274,6 +272,9 @@ def caption(attribution: Attribution) -> str:
             f"one, {change:.3g} nats on average; with {attribution.steps} steps they are off by {error:.3g}"
             + ("." if error <= _MAX_GAP * change else ", which makes them unreliable; try more steps.")
         )
+    for method, maps in attribution.maps.items():
+        if empty := int((maps == 0).all(axis=(1, 2)).sum()):
+            text.append(f"The map of {method} is zero everywhere for {empty} of {len(maps)} images.")
     methods = [method for method in attribution.maps if method != "random"]
     if len(methods) > 1:
         pairs = [(a, b) for n, a in enumerate(methods) for b in methods[n + 1 :]]
@@ -307,10 +308,10 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn()
     attribution = compute(request.model, images.images, target=request.target)
     request.attributions = attribution.maps
-    return attribution, draw(attribution, images.pixels, request.bundle.labels)
+    return attribution, draw(attribution, images.pixels, request.bundle.labels, images.names)
 
 
-FIGURE = FigureSpec("attribution", "Attribution maps", _make, caption, table, photo=True)
+FIGURE = FigureSpec("attribution", "Attribution maps", _make, caption, table)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""Shared plotting helpers: style, color maps, overlays, and saving a figure."""
+"""Shared plotting helpers: style, color maps, overlays, and saving a figure.
+
+A figure is drawn for white paper. Its SVG has no background and a rule for dark pages: the text, lines
+and grid that are not part of the data become light. Colors of data stay as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -24,13 +32,23 @@ SEQUENTIAL = "viridis"
 OVERLAY = "magma"  # sequential, for maps drawn over images
 DIVERGING = "RdBu_r"  # for values around zero, which is white
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # safe for color-blind readers
-INK, FAINT = "#222222", "#8a8a8a"
+INK, FAINT, GRID = "#222222", "#8a8a8a", "#e4e4e4"
+ON_DATA = ("#000000", "#ffffff")  # text on light and on dark cells, the same on every page
+
+_DARK = {
+    INK: "#ececf0",
+    GRID: "#3a3a44",
+    LINES[0]: "#4ba3dc",
+}  # on a dark page; the others have enough contrast
+_BAR = (2.4, 0.13)  # length and width of a color bar, in inches
 
 _STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 9,
     "axes.labelsize": 9,
     "axes.edgecolor": FAINT,
+    "axes.facecolor": "none",
+    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "text.color": INK,
@@ -98,8 +116,14 @@ def overlay_map(
 
 
 def add_colorbar(figure: Figure, image: Any, axes: Any, label: str) -> None:
-    """Add a color bar for an image or map."""
-    colorbar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02, label=label)
+    """Add a color bar for an image or map, of the same size in all figures that are tall enough."""
+    tallest = max(axis.get_position().height for axis in np.ravel(axes))
+    span = tallest if np.size(axes) == 1 else 1.0
+    height = 0.85 * span * figure.bbox.height / 150
+    length = min(_BAR[0], 0.8 * height)
+    colorbar = figure.colorbar(
+        image, ax=axes, shrink=length / height, aspect=length / _BAR[1], pad=0.02, label=label
+    )
     colorbar.outline.set_visible(False)
 
 
@@ -108,7 +132,41 @@ def save_figure(figure: Figure, path: Path) -> list[Path]:
     import matplotlib
 
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), _any_letters():
         figure.savefig(files[0], metadata={"Software": None})
-        figure.savefig(files[1], metadata={"Date": None})
+    files[1].write_text(svg_text(figure), encoding="utf-8")
     return files
+
+
+def svg_text(figure: Figure) -> str:
+    """A figure as SVG for light and dark pages, without a background."""
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context(_STYLE), _any_letters():
+        figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
+    # Drop the XML declaration and the DOCTYPE, which contain URLs.
+    text = re.sub(r"^.*?(?=<svg)", "", file.getvalue(), count=1, flags=re.DOTALL)
+    return text.replace("<defs>", f"<style>{_dark_rule()}</style>\n<defs>", 1)
+
+
+def _dark_rule() -> str:
+    """Styles that replace the colors of text and lines where the reader prefers a dark page.
+
+    Viewers that know no media queries show the colors of a light page.
+    """
+    rules = [
+        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+        for light, dark in _DARK.items()
+        for kind in ("fill", "stroke")
+    ]
+    return f"@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}"
+
+
+@contextmanager
+def _any_letters() -> Iterator[None]:
+    """No warnings on letters that are missing from matplotlib's font; a browser has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s)Glyph .* missing from")
+        warnings.filterwarnings("ignore", message="(?s)Matplotlib currently does not support")
+        yield

@@ -15,7 +15,7 @@ from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import DIVERGING, LINES, new_figure, show_image, show_map, styled
 from vitrail.inspect.components import principal
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
-from vitrail.inspect.images import ImageBatch, check_finite, check_images, check_index
+from vitrail.inspect.images import ImageBatch, check_finite, check_images, check_index, tell_apart
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.model import ViT, record
 from vitrail.model.modes import eval_mode
@@ -188,8 +188,8 @@ def draw(features: Features, images: ImageBatch) -> Figure:
     axes = upper.subplots(5, count + 1, squeeze=False, width_ratios=[1] * count + [0.09])  # last: color bars
     for axis in axes[:3, -1]:
         axis.axis("off")
-    for n in range(count):
-        _draw_column(axes[:, n], features, images, n)
+    for n, name in enumerate(tell_apart(images.names[:count], 11)):
+        _draw_column(axes[:, n], features, images, n, name)
     rows = [
         "image",
         "components\n1, 2, 3 as\nred, green, blue",
@@ -206,10 +206,11 @@ def draw(features: Features, images: ImageBatch) -> Figure:
     return figure
 
 
-def _draw_column(axes: Any, features: Features, images: ImageBatch, n: int) -> None:
+def _draw_column(axes: Any, features: Features, images: ImageBatch, n: int, name: str) -> None:
     """The rows of one image, from top to bottom."""
     largest = float(features.norms[features.block].max())
-    show_image(axes[0], images.pixels[n], printable(images.names[n], 14))
+    show_image(axes[0], images.pixels[n])
+    axes[0].set_title(name, fontsize=7.5, parse_math=False)
     axes[1].imshow(features.colors[n])
     axes[2].imshow(np.where(features.foreground[n], 0.85, 0.15), cmap="gray", vmin=0, vmax=1)
     show_map(axes[3], features.norms[features.block, n], vmax=largest)
@@ -296,7 +297,7 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
     return features, draw(features, images)
 
 
-FIGURE = FigureSpec("features", "Patch features", _make, caption, table, photo=True)
+FIGURE = FigureSpec("features", "Patch features", _make, caption, table)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,6 @@ class FigureSpec:
     caption: Callable[[Any], str]
     table: Callable[[Any], tuple[list[str], list[list[object]]]]
     needs_images: bool = True
-    photo: bool = False
-    """Whether the figure shows images; a page then embeds it as PNG instead of SVG."""
 
 
 @dataclass(eq=False)
@@ -109,6 +107,7 @@ class InspectionRequest:
                 raise InputError(
                     f"None of the {len(self.paths):,} images could be read; error in the first: {reason}"
                 )
-            short_names = [Path(name).name for name in names[: self.max_images]]
-            self._drawn = from_pixels(np.stack(pixels[: self.max_images]), self.preprocess, short_names)
+            self._drawn = from_pixels(
+                np.stack(pixels[: self.max_images]), self.preprocess, names[: self.max_images]
+            )
         return self._drawn

@@ -1,4 +1,5 @@
-"""The registry of the figures of `vitrail inspect`, in the order of the page."""
+"""The registry of the figures of `vitrail inspect`, in the order of the page: first the user's images, then
+statistics over them, then the weights."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ from vitrail.inspect.images import check_images, check_index
 FIGURES: dict[str, FigureSpec] = {
     module.FIGURE.name: module.FIGURE
     for module in (
-        filters,
-        positions,
-        attention,
-        rollout,
         attribution,
-        scoring,
-        lens,
-        distance,
+        rollout,
+        attention,
         features,
+        lens,
+        scoring,
+        distance,
         similarity,
         ablation,
+        filters,
+        positions,
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +46,25 @@ def from_files(paths: Sequence[Path | PackedImage], preprocess: Preprocess) -> I
     with suppress_warnings():
         pixels = [preprocess.pixels(open_image(path)) for path in paths]
     return from_pixels(np.stack(pixels), preprocess, [path.name for path in paths])
+
+
+def tell_apart(names: Sequence[str], most: int = 16) -> list[str]:
+    """Short names that differ: without folders and endings where that is enough, shortened in the middle.
+
+    Photos of one camera often differ only in their last letters.
+    """
+    paths = [PurePath(name) for name in names]
+    for kind in ([path.stem for path in paths], [path.name for path in paths], list(map(str, paths))):
+        labels = [_shorten(text, most) for text in kind]
+        if len(set(labels)) == len(set(names)):
+            return labels
+    return [f"{number}: {_shorten(path.stem, most - 4)}" for number, path in enumerate(paths, start=1)]
+
+
+def _shorten(text: str, most: int) -> str:
+    """Printable text with as many letters of its start as of its end."""
+    text = printable(text, 2000)
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
 def check_images(model: ViT, images: Tensor | None = None) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from vitrail.errors import InputError, printable
-from vitrail.inspect.canvas import INK, LINES, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.inspect.canvas import INK, LINES, ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
+from vitrail.inspect.images import tell_apart
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.inspect.targets import BATCH, check_classes, check_classifier, choose_target, on_device
 from vitrail.model import ViT
@@ -188,15 +189,15 @@ def _draw_predictions(
     drawn = axis.imshow(lens.top_probability[:, :shown], cmap=SEQUENTIAL, vmin=0, vmax=1, aspect="auto")
     for (block, image), number in np.ndenumerate(lens.top[:, :shown]):
         text = printable(classes[int(number)], 14) if classes else str(number)
-        light = lens.top_probability[block, image] < 0.6
+        dark = lens.top_probability[block, image] < 0.6
         settled = block >= lens.settled[image]
         weight = "bold" if settled else "normal"
         axis.text(
             image, block, text, ha="center", va="center", fontsize=7, fontweight=weight,
-            color="white" if light else INK,
+            color=ON_DATA[int(dark)], parse_math=False,
         )  # fmt: skip
-    labels = [str(n) if names is None else printable(names[n], 14) for n in range(shown)]
-    axis.set_xticks(range(shown), labels, fontsize=8)
+    labels = [str(n) for n in range(shown)] if names is None else tell_apart(names[:shown], 13)
+    axis.set_xticks(range(shown), labels, fontsize=7.5, parse_math=False)
     axis.set_yticks(range(L), [str(block) for block in range(L)], fontsize=7)
     axis.tick_params(length=0)
     axis.set_ylabel("after block")

@@ -6,10 +6,14 @@ blocks are multiplied:
 
     R = A_L ... A_1,    A_l = fused heads + I, with each row normalized to sum to 1.
 
-It does not depend on a class. Gradient rollout (Chefer, Gur and Wolf 2021) multiplies each attention weight
-by the gradient of the class logit and keeps the positive part:
+It does not depend on a class. Gradient rollout (after Chefer, Gur and Wolf 2021) keeps the attention that
+raises the logit of a class:
 
-    R <- R + A_l R,    A_l = mean over heads of max(0, dlogit/dA * A),    R_0 = I.
+    R <- R + A_l R,    A_l = mean over heads of max(0, dlogit/dS),    A = softmax(S),    R_0 = I.
+
+In the paper it is max(0, A dlogit/dA). A row of A sums to 1, so a constant in its gradient means nothing, but
+if it is negative enough the whole map is zero, which happens with mean pooling. dlogit/dS = A (dlogit/dA -
+sum of A dlogit/dA over the row) has no such constant.
 
 The map is the row of R that the model pools: the class token, the mean over the patches, or the weights of
 the attention pool times R. Run it: `python -m vitrail.inspect.rollout`.
@@ -17,6 +21,7 @@ the attention pool times R. Run it: `python -m vitrail.inspect.rollout`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -42,6 +47,7 @@ from vitrail.inspect.images import (
     check_pixels,
     check_weights_fit,
     device_of,
+    tell_apart,
 )
 from vitrail.model import ViT, edit, record
 from vitrail.model.modes import eval_mode
@@ -235,16 +241,20 @@ def _gradient_rollout(
         score = logits.gather(1, classes[:, None]).sum()
         weights = list(tape.values())  # in the order of the forward pass
         gradients = torch.autograd.grad(score, weights)  # does not touch the .grad of any parameter
-    relevance = [
-        (attention * gradient).clamp_min(0).float().mean(dim=1)
-        for attention, gradient in zip(weights, gradients, strict=True)
-    ]
+    relevance = [_positive_part(*pair) for pair in zip(weights, gradients, strict=True)]
     flow = torch.eye(config.tokens, device=images.device).expand(len(images), -1, -1)
     for block in relevance[: config.depth]:
         flow = residual_weight(config) * flow + block.detach() @ flow  # (B, T, T)
     if row is None:
         return (pad(relevance[-1].detach(), (config.prefix, 0)) @ flow)[:, 0], classes
     return row @ flow - residual_weight(config) * row, classes
+
+
+def _positive_part(weights: Tensor, gradient: Tensor) -> Tensor:
+    """The positive part of the gradient with respect to the scores before softmax, mean over heads."""
+    product = weights * gradient
+    scores_gradient = product - weights * product.sum(dim=-1, keepdim=True)
+    return scores_gradient.clamp_min(0).float().mean(dim=1)
 
 
 def _check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None) -> Tensor:
@@ -269,23 +279,38 @@ def _check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None
 
 
 @styled
-def draw(rollout: Rollout, pixels: NDArray[np.uint8]) -> Figure:
-    """One column per image: the image, and below it one map per method."""
+def draw(
+    rollout: Rollout,
+    pixels: NDArray[np.uint8],
+    classes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+) -> Figure:
+    """One column per image: the image, and below it one map per method.
+
+    Args:
+        pixels: the images to draw, (B, H, W, C).
+        classes: class names.
+        names: image names.
+    """
     check_pixels(pixels, rollout.maps.shape[1])
     count, rows = len(pixels), 1 + len(rollout.methods)
-    tall = 1.3 * pixels.shape[1] / pixels.shape[2] + 0.27
+    tall = 1.3 * pixels.shape[1] / pixels.shape[2] + 0.36
     title = f"Relevance of each patch for {rollout.to}"
     figure = new_figure(max(1.35 * count + 1.2, 0.08 * len(title) + 0.5), tall * rows + 0.5, title)
     axes = figure.subplots(rows, count, squeeze=False)
     limit, label = color_limit(rollout.maps, "relevance")
+    titles = tell_apart(names or [""] * count)
     for number, image in enumerate(pixels):
         show_image(axes[0, number], image)
+        axes[0, number].set_title(titles[number], fontsize=7.5, parse_math=False)
         for index, method in enumerate(rollout.methods):
             axis = axes[1 + index, number]
             drawn = overlay_map(axis, image, rollout.maps[index, number], vmax=limit)
             axis.set_title(method, fontsize=7.5)
             if method == "gradient" and rollout.targets is not None:
-                axis.set_title(f"gradient, class {rollout.targets[number]}", fontsize=7.5)
+                target = int(rollout.targets[number])
+                name = printable(classes[target], 16) if classes else f"class {target}"
+                axis.set_title(f"gradient\n{name}", fontsize=7.5, parse_math=False)
     add_colorbar(figure, drawn, axes, label)
     return figure
 
@@ -350,10 +375,10 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn()
     method: Method = "both" if request.model.config.classes else "rollout"
     rollout = compute(request.model, images.images, method=method, target=request.target)
-    return rollout, draw(rollout, images.pixels)
+    return rollout, draw(rollout, images.pixels, request.bundle.labels, images.names)
 
 
-FIGURE = FigureSpec("rollout", "Attention rollout", _make, caption, table, photo=True)
+FIGURE = FigureSpec("rollout", "Attention rollout", _make, caption, table)
 
 
 if __name__ == "__main__":

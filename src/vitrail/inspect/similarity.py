@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.errors import InputError, printable, suggest
-from vitrail.inspect.canvas import SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.inspect.canvas import ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
 from vitrail.inspect.images import check_finite, check_images
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
@@ -117,7 +117,7 @@ def draw(similarity: Similarity) -> Figure:
     axis.spines[:].set_visible(False)
     if count <= 8:
         for (i, j), value in np.ndenumerate(similarity.cka):
-            shade = "black" if value > 0.6 else "white"
+            shade = ON_DATA[int(value <= 0.6)]
             axis.text(j, i, "-" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color=shade)
     add_colorbar(figure, image, axis, "CKA")
     return figure

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitrail.errors import printable
-from vitrail.inspect.canvas import FAINT, INK, LINES, add_colorbar, new_figure, styled
+from vitrail.inspect.canvas import (
+    FAINT,
+    GRID,
+    INK,
+    LINES,
+    ON_DATA,
+    add_colorbar,
+    new_figure,
+    styled,
+    svg_text,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from vitrail.evaluation.calibration import Calibration, ReliabilityBin
     from vitrail.evaluation.metrics import ClassMetrics
@@ -25,17 +31,6 @@ _MAX_LETTERS = 20  # of a class name beside an axis
 _LETTER = 0.08  # approximate width of a letter in inches
 _MAX_LABELED = 16  # with more classes the counts are not printed in the cells
 _CURVE_SIZE = (4.6, 3.0)  # inches; two charts fit side by side on a page, one on a phone
-
-
-def _svg(figure: Figure) -> str:
-    """The figure as SVG text. It holds no date, so it is reproducible."""
-    file = io.StringIO()
-    with warnings.catch_warnings():  # letters missing from matplotlib's font are drawn by the browser
-        warnings.filterwarnings("ignore", message="(?s)Glyph .* missing from")
-        warnings.filterwarnings("ignore", message="(?s)Matplotlib currently does not support")
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    # Drop the XML declaration and the DOCTYPE, which contain URLs.
-    return re.sub(r"^.*?(?=<svg)", "", file.getvalue(), count=1, flags=re.DOTALL)
 
 
 def _short(name: str) -> str:
@@ -70,11 +65,11 @@ def curve(
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("epoch")
     axis.set_ylabel(label)
-    axis.grid(axis="y", color="#e4e4e4", linewidth=0.6)
+    axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     if len(lines) > 1:
         axis.legend()
-    return _svg(figure)
+    return svg_text(figure)
 
 
 @styled
@@ -90,8 +85,8 @@ def scores(values: Sequence[float]) -> str:
     axis.set_ylim(len(values) + 0.6, 0.4)
     axis.set_xlabel("accuracy, %")
     axis.set_ylabel("fold")
-    axis.grid(axis="x", color="#e4e4e4", linewidth=0.6)
-    return _svg(figure)
+    axis.grid(axis="x", color=GRID, linewidth=0.6)
+    return svg_text(figure)
 
 
 # ---- classes --------------------------------------------------------------------------------
@@ -108,23 +103,30 @@ def confusion_matrix(counts: Sequence[Sequence[int]], names: Sequence[str]) -> s
     side = 1.0 + _LETTER * letters + cell * K
     figure = new_figure(side + 0.8, side)
     axis = figure.subplots()
-    image = axis.imshow(100 * fractions, cmap="Blues", vmin=0, vmax=100)
+    image = axis.imshow(100 * fractions, cmap=_from_clear(LINES[0]), vmin=0, vmax=100)
     _name_ticks(axis, names, rotated=letters * _LETTER > cell)
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
     axis.set_xticks(np.arange(1, K) - 0.5, minor=True)
     axis.set_yticks(np.arange(1, K) - 0.5, minor=True)
-    axis.grid(which="minor", color="white", linewidth=1)
+    axis.grid(which="minor", color=GRID, linewidth=0.6)
     axis.tick_params(which="both", length=0)
     axis.spines[:].set_visible(False)
     if K <= _MAX_LABELED:
         for (row, column), count in np.ndenumerate(table):
             dark = fractions[row, column] > 0.55
             text = f"{count:,}" + (f"\n{fractions[row, column]:.0%}" if K <= 6 and totals[row] else "")
-            color = "white" if dark else INK if count else FAINT
+            color = ON_DATA[1] if dark else INK if count else FAINT
             axis.text(column, row, text, ha="center", va="center", color=color, fontsize=8)
     add_colorbar(figure, image, axis, "% of the row")
-    return _svg(figure)
+    return svg_text(figure)
+
+
+def _from_clear(color: str) -> Any:
+    """A color map from transparent, which is the color of the page, to a color."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("from clear", [(color, 0.0), (color, 1.0)])
 
 
 def _name_ticks(axis: Axes, names: Sequence[str], rotated: bool) -> None:
@@ -149,10 +151,10 @@ def class_bars(per_class: Sequence[ClassMetrics]) -> str:
     axis.set_ylim(K - 0.4, -0.6)  # the first class on top
     axis.set_xlim(0, 100)
     axis.set_xlabel("%")
-    axis.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+    axis.grid(axis="x", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     figure.legend(loc="outside upper center", ncols=2)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 # ---- calibration ----------------------------------------------------------------------------
@@ -176,11 +178,11 @@ def reliability_diagram(calibration: Calibration) -> str:
     top.set_ylabel("accuracy, %")
     top.set_ylim(0, 102)
     top.legend(loc="upper left")
-    top.grid(color="#e4e4e4", linewidth=0.6)
+    top.grid(color=GRID, linewidth=0.6)
     below.set_ylabel("images")
     below.set_xlabel("confidence, %")
     below.set_xlim(0, 100.5)
-    return _svg(figure)
+    return svg_text(figure)
 
 
 def _histogram(axis: Axes, bins: Sequence[ReliabilityBin], index: int, color: str) -> None:

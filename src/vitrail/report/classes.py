@@ -8,8 +8,9 @@ from vitrail.report import charts
 from vitrail.report.numbers import percent
 from vitrail.report.page import Figure, Section, Table
 
-_PAIRS_WITH_MATRIX, _PAIRS_ALONE = 8, 20  # confused pairs in the table, with and without a drawn matrix
-_MAX_ROWS = 200  # in the table of classes
+_PAIRS_WITH_MATRIX, _PAIRS_ALONE = 8, 1000  # confused pairs in the table, with and without a drawn matrix
+_MAX_ROWS = 1000  # in the table of classes
+_SEARCHED = 30  # tables with more rows than this can be searched
 
 _MATRIX = (
     "Rows are true classes, columns are predicted classes. Correct predictions are on the diagonal; a dark "
@@ -37,11 +38,13 @@ def confusion_section(evaluation: Evaluation) -> list[Section]:
         worst = "{} mistaken for {} {:,} times".format(*pairs[0]) if pairs else "no mistakes"
         alt = f"Confusion matrix of {len(evaluation.classes)} classes: {worst}"
         figures = [Figure(charts.confusion_matrix(scores.confusion, evaluation.classes), alt, wide=True)]
-    caption = f"The {most} most frequent confusions" if len(pairs) == most else "All confusions"
+    caption = f"The {most:,} most frequent confusions" if len(pairs) == most else "All confusions"
+    caption += ", the most frequent first" if len(pairs) > _SEARCHED else ""
     rows = [[true, predicted, f"{count:,}", percent(fraction)] for true, predicted, count, fraction in pairs]
     header = ["true class", "predicted class", "images", "fraction of the true class"]
     text = [] if pairs else ["No class was mistaken for another."]
-    tables = [Table(caption, header, rows, text_columns=2)] if pairs else []
+    search = "class" if len(rows) > _SEARCHED else ""
+    tables = [Table(caption, header, rows, text_columns=2, search=search)] if pairs else []
     return [Section("Confusion", text, figures, tables=tables, how_to_read=_MATRIX if few else "")]
 
 
@@ -65,10 +68,13 @@ def class_section(evaluation: Evaluation) -> list[Section]:
         alt = f"Precision and recall of {len(per_class)} classes as bars; the numbers are in the table below"
         figures = [Figure(charts.class_bars(per_class), alt, wide=True)]
     ranked = sorted(per_class, key=lambda one: (one.recall is None, one.recall or 0.0))[:_MAX_ROWS]
-    caption = "All classes" if len(ranked) == len(per_class) else f"{_MAX_ROWS} of {len(per_class):,} classes"
+    caption = (
+        "All classes" if len(ranked) == len(per_class) else f"{_MAX_ROWS:,} of {len(per_class):,} classes"
+    )
     header = ["class", "images", "precision", "recall", "F1", *(["average precision"] if multi_label else [])]
     rows = [_class_row(one, multi_label) for one in ranked]
-    table = Table(f"{caption}, lowest recall first", header, rows)
+    search = "class" if len(rows) > _SEARCHED else ""
+    table = Table(f"{caption}, lowest recall first", header, rows, search=search)
     how_to_read = _METRICS + _AVERAGE_PRECISION * multi_label
     return [Section("Classes", figures=figures, tables=[table], how_to_read=how_to_read)]
 

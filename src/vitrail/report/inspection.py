@@ -34,8 +34,8 @@ def write_inspection(
 
 def _section(made: MadeFigure) -> Section:
     spec = made.spec
-    image = made.png.read_bytes() if spec.photo else made.svg.read_text(encoding="utf-8")
-    figure = Figure(image, f"{spec.title}: {made.caption}", wide=True, photo=spec.photo)
+    image = made.svg.read_text(encoding="utf-8")
+    figure = Figure(image, f"{spec.title}: {made.caption}", wide=True)
     files = f"Files: {spec.name}.png, {spec.name}.svg, {spec.name}.csv ({made.rows:,} rows)."
     return Section(spec.title, figures=[figure], how_to_read=made.caption, text=[files])
 

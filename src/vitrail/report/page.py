@@ -1,13 +1,14 @@
 """Self-contained HTML pages with sections of text, figures, images and tables.
 
-A page loads and runs nothing: images and style are embedded, and its content security policy forbids
-everything else. All strings in a `Page` are shown as literal text, since names of files and classes are
-untrusted.
+A page loads nothing: images and style are embedded, and its content security policy forbids everything else.
+The one script it may have searches long tables, which are complete without it. All strings in a `Page` are
+shown as literal text, since names of files and classes are untrusted.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +22,7 @@ from vitrail.io import write
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_TEMPLATES = Path(__file__).parent / "templates"
 _MAX_TEXT = 2000  # characters of a single string
 _MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by the first bytes of a file
 
@@ -30,13 +32,11 @@ class Figure:
     """An image with an alt text and a caption."""
 
     image: str | bytes
-    """SVG as text, or the bytes of a PNG or JPEG file."""
+    """SVG as text, which adapts itself to a dark page, or the bytes of a PNG or JPEG file."""
     alt: str
     caption: str = ""
     wide: bool = False
     """Whether it takes the full width of the page; other figures are side by side."""
-    photo: bool = False
-    """Whether it shows images, whose colors are not inverted on a dark page."""
     pixelated: bool = False
     """Whether pixels are shown as sharp squares, at the original size."""
 
@@ -50,6 +50,8 @@ class Table:
     rows: Sequence[Sequence[object]]
     text_columns: int = 1
     """Number of leading columns with text; the others hold numbers and are aligned right."""
+    search: str = ""
+    """What to search for in the columns of text, such as "class"; the table then scrolls in its own box."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,19 @@ def check_extras() -> None:
 
 def render(page: Page) -> str:
     """Render a page as HTML."""
-    return _template().render(page=page, version=__version__, uri=_data_uri)
+    searchable = any(table.search for section in page.sections for table in section.tables)
+    script = (_TEMPLATES / "search.js").read_text(encoding="utf-8") if searchable else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _template().render(
+        page=page, version=__version__, uri=_data_uri, script=_literal(script), script_hash=digest
+    )
+
+
+def _literal(text: str) -> Any:
+    """Text of our own, which is not escaped."""
+    from markupsafe import Markup
+
+    return Markup(text)
 
 
 @cache
@@ -124,7 +138,7 @@ def _template() -> Template:
         return value if isinstance(value, Markup) else printable(value, _MAX_TEXT)
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         finalize=finalize,
         undefined=StrictUndefined,

@@ -43,7 +43,7 @@ def _stage_section(stage: Stage, config: ViTConfig) -> Section:
     else:
         numbers = ", ".join(f"{name} {format_number(value)}" for name, value in summarize(tensor).items())
         image = _png(_enlarge(_draw(stage, config)))
-        figures = [Figure(image, f"{stage.name} as an image", photo=True, pixelated=True)]
+        figures = [Figure(image, f"{stage.name} as an image", pixelated=True)]
     shape = " × ".join(map(str, stage.shape))
     return Section(
         stage.name, [stage.meaning, f"Shape {shape}: {numbers}."], figures, equation=stage.equation

@@ -10,8 +10,27 @@ function bytes(text) {
   return array;
 }
 
-const weights = new Float32Array(bytes($("weights").textContent).buffer);
-const vit = new Vit(JSON.parse($("model").textContent), weights);
+/** The float32 value of each of the 65,536 float16 numbers. */
+const HALVES = Float32Array.from({ length: 65536 }, (_, bits) => {
+  const exponent = (bits >> 10) & 31, fraction = (bits & 1023) / 1024;
+  return (bits >> 15 ? -1 : 1) * (exponent ? 2 ** (exponent - 15) * (1 + fraction) : 2 ** -14 * fraction);
+});
+
+/** All tensors as float32, one after the other: matrices may be stored as float16 ("f2"), the rest is float32. */
+function readWeights(tensors, data) {
+  const weights = new Float32Array(tensors.reduce((sum, [, length]) => sum + length, 0));
+  let [at, start] = [0, 0];
+  for (const [, length, kind] of tensors) {
+    const part = data.buffer.slice(start, start += length * (kind === "f2" ? 2 : 4));
+    const half = () => Float32Array.from(new Uint16Array(part), (bits) => HALVES[bits]);
+    weights.set(kind === "f2" ? half() : new Float32Array(part), at);
+    at += length;
+  }
+  return weights;
+}
+
+const config = JSON.parse($("model").textContent);
+const vit = new Vit(config, readWeights(config.tensors, bytes($("weights").textContent)));
 const [H, W] = vit.size, [h, w] = vit.grid, n = vit.prefix.length, gray = vit.channels === 1;
 const PAPER = gray ? "black" : "white";
 const FINE = Math.max(1, Math.round(336 / Math.max(H, W)));  // canvas pixels per pixel of the model

@@ -42,6 +42,16 @@ function paintAnswer() {
   });
 }
 
+/** Remove the answer of the previous image, while the next one is being read or if it cannot be. */
+function clearAnswer() {
+  for (const { row, label, fill, number } of rows) {
+    [row.className, label.textContent, label.title, number.textContent] = ["", "", "", ""];
+    fill.style.width = "0";
+  }
+  for (const step of steps) [step.textContent, step.className] = ["", ""];
+  $("says").textContent = "";
+}
+
 function paintTokens() {
   maps.tokens.paint(null);
   const { width: D } = vit, { token } = state;

@@ -91,7 +91,12 @@ sheet.addEventListener("pointermove", (event) => {
 });
 for (const end of ["pointerup", "pointercancel"]) sheet.addEventListener(end, () => { stroke = null; schedule(); });
 
-$("clear").addEventListener("click", () => { blank(); state.drawn = true; readSheet(); });
+$("clear").addEventListener("click", () => {
+  blank();
+  $("message").textContent = $("file").value = "";
+  state.drawn = true;
+  readSheet();
+});
 $("center").addEventListener("change", readSheet);
 
 /** Show an image of the model's size, given as pixels. */
@@ -103,12 +108,15 @@ function show(pixels) {
   pen.drawImage(small, 0, 0, sheet.width, sheet.height);
   pen.imageSmoothingEnabled = true;
   [state.pixels, state.drawn] = [pixels, false];
+  $("message").textContent = $("file").value = "";  // they belong to the previous image
   compute();
 }
 
 /** Show an image file, resized and cropped as in the model's preprocessing. */
 async function openImage(file) {
   $("message").textContent = "";
+  blank();
+  clearAnswer();
   let image;
   try {
     image = await createImageBitmap(file);

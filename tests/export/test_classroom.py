@@ -168,7 +168,7 @@ def test_weights_that_half_precision_would_change_are_stored_as_float32(opened):
     torch.manual_seed(0)
     model = vt.ViT(vt.ViTConfig(**SMALL))
     with torch.no_grad():
-        model.head.weight.normal_(0, 3e4)  # scores so large that rounding moves them
+        model.head.weight[0, 0] = 1e6  # beyond the largest float16
     bundle = Bundle(model=model)
     stored, half = stored_model(bundle)
     assert not half
@@ -241,7 +241,7 @@ def circle(middle=(0.5, 0.5), radius=0.25):
 
 
 def test_drawn_digits_are_recognized(sample):
-    assert sample.inner_text("#says") == "Prediction: 3 (99%)."  # the page opens with an example
+    assert sample.inner_text("#says") == "Prediction: 3 (100%)."  # the page opens with an example
     sample.click("#clear")
     assert "empty" in sample.inner_text("#says")
     draw(sample, (0.5, 0.15), (0.48, 0.85))
@@ -339,7 +339,7 @@ def test_the_slider_shows_earlier_blocks(sample):
     sample.locator("#depth").focus()
     sample.keyboard.press("ArrowLeft")
     assert sample.inner_text("#depth-words") == "1 of 2 blocks"
-    model = sample_model().model.eval()
+    model, _ = stored_model(sample_model())
     with torch.no_grad():
         layer = model.encode(sample_images(4).images[3:], layers=[0]).layers[0]
         scores = model.head(layer.pooled)[0].softmax(dim=0)

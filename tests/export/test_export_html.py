@@ -42,7 +42,7 @@ def embedded_model(text):
 def test_the_command_writes_one_self_contained_file(export, tmp_path):
     assert export(SAMPLE_FILE, "--to", "html") == (
         0,
-        "Saved classroom.html (0.3 MB); open it in a browser.\n",
+        "Saved classroom.html (0.4 MB); open it in a browser.\n",
         "",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["classroom.html"]

@@ -42,7 +42,7 @@ def test_digits(tmp_path, monkeypatch):
         "1,437",
         "22 of 64 images",
         "epoch   1  loss ",
-        "on 360 held-out images.",
+        "on 360 held-out images, after epoch 1 of 1",
         "Saved runs/one/best.safetensors",
         "Saved runs/one/last.safetensors",
         "Saved runs/one/report.html",
@@ -66,7 +66,7 @@ def test_digits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["train", *options, "--resume"])
     assert done.exit_code == 0, done.output
-    assert "on 360 held-out images." in done.output
+    assert "on 360 held-out images, after epoch 1 of 1" in done.output
     assert file_hashes(tmp_path) == before
 
 
@@ -75,7 +75,7 @@ def test_a_folder_of_images_then_fine_tuning(tmp_path, monkeypatch):
     (tmp_path / "pets" / "bee" / "3.png").write_bytes(b"broken")
     options = ["pets", "--epochs=2", "--batch=8", "--lr=0.01", "--seed=3", "--set=model.size=16", *TINY]
     output = vitrail(*options, "--set=corrupt=warn", "--out=first", cwd=tmp_path).stdout
-    assert "(seed 3)" in output
+    assert "images are held out for validation, chosen by their content (val_fraction 0.2)." in output
     assert output.count("bee/3.png could not be read:") == 1
     assert [row["epoch"] for row in rows(tmp_path / "first")] == [1, 2]
     monkeypatch.chdir(tmp_path)

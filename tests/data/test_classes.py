@@ -108,8 +108,9 @@ def test_unused_arrays_are_noted(tmp_path):
 
 def test_the_first_pair_of_names_is_used(tmp_path):
     y, pixels = np.arange(12) % 2, np.full((12, 8, 8), 7, np.uint8)
+    pixels[:, 0, 0] = range(12)
     data = open_dataset(saved(tmp_path / "t.npz", y, x_train=pixels, y_train=y))
-    assert (data.train.images == 7).all()
+    assert (data.train.images[:, 1:] == 7).all()
     assert "not read: x, y." in data.notes[0]
 
 

@@ -111,7 +111,8 @@ def test_crops_of_files_have_the_configured_areas_and_ratios(tmp_path):
         (tmp_path / name).mkdir()
         for i in range(3):
             down, across = np.mgrid[:200, :200]
-            Image.fromarray(np.stack([down, across, 0 * down], -1).astype(np.uint8)).save(
+            third = 0 * down + 3 * i + (name == "b")  # equal images would all be in one set
+            Image.fromarray(np.stack([down, across, third], -1).astype(np.uint8)).save(
                 tmp_path / name / f"{i}.png"
             )
     split = open_dataset(tmp_path).train
@@ -265,7 +266,7 @@ def test_pillows_warnings_are_not_errors(tmp_path):
         (tmp_path / name).mkdir()
         for i in range(4):
             exif = b"Exif\0\0II*\0\x08\0\0\0\x09\0\x12\1\3\0"
-            Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.jpg", exif=exif)
+            Image.new("RGB", (9, 9), (50 * i, 0, 0)).save(tmp_path / name / f"{i}.jpg", exif=exif)
     split = open_dataset(tmp_path).train
     with warnings.catch_warnings():
         warnings.simplefilter("error")

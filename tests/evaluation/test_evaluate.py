@@ -133,13 +133,12 @@ def test_classes_without_names_are_matched_by_index(bundle, digits):
 
 def test_other_classes_are_refused(bundle, digits):
     named = dataclasses.replace(digits, classes=[*DIGITS[:8], "eight", "nine"])
-    with pytest.raises(InputError, match=r"only the model has 8, 9, only the data has eight, nine\. Rename"):
+    with pytest.raises(
+        InputError, match=r"2 classes .* not among the model's: eight, nine\. .* --map eight="
+    ):
         evaluate(bundle, named)
-    fewer = dataclasses.replace(digits, classes=DIGITS[:9])
-    with pytest.raises(InputError, match=r"predicts 10 classes and the data has 9; .* classes=0 and probe"):
-        evaluate(bundle, fewer)
     duplicate = dataclasses.replace(bundle, labels=[*DIGITS[:9], "8"])
-    with pytest.raises(InputError, match="only the model has a duplicate name, only the data has nine"):
+    with pytest.raises(InputError, match="One class of the data is not among the model's: nine"):
         evaluate(duplicate, dataclasses.replace(digits, classes=[*DIGITS[:9], "nine"]))
 
 
@@ -150,7 +149,7 @@ def test_the_split_is_test_or_else_val(bundle, digits):
     three = dataclasses.replace(digits, test=digits.val.take(np.arange(20)))
     assert [evaluate(bundle, three, split=s).images for s in (None, "val", "train")] == [20, 360, 1437]
     assert evaluate(bundle, three).split == "test"
-    with pytest.raises(InputError, match=r"digits has no split 'tset'\. Did you mean 'test'\?"):
+    with pytest.raises(InputError, match=r"Unknown split 'tset'\. Did you mean 'test'\?"):
         evaluate(bundle, three, split="tset")
     with pytest.raises(InputError, match="Choose from: train, val"):
         evaluate(bundle, digits, split="test")
@@ -215,5 +214,7 @@ def test_a_split_without_readable_images_is_refused(tmp_path):
     write_two_classes(tmp_path)
     for image in (tmp_path / "data" / "val").rglob("*.png"):
         image.write_bytes(b"not an image")
-    with pytest.raises(InputError, match=r"None of the 6 images in the val split of data .* first error: \S"):
+    with pytest.raises(
+        InputError, match=r"None of the 6 images of data \(split val\) could be read. The first error: \S"
+    ):
         evaluate(tmp_path / "two.safetensors", tmp_path / "data")

@@ -85,7 +85,7 @@ def test_numbers_are_those_of_the_evaluation():
         f"{scores.loss:.3f} cross-entropy loss",
         f"Always predicting “{max(scores.per_class, key=lambda one: one.count).name}”",
         "; ".join(bundle.preprocess.describe()),
-        "60 of noise, split val, 7 classes",
+        "60 of noise, split “val”, 7 classes",
         "vitrail evaluate x",
     ):
         assert words in read.text, words

@@ -187,8 +187,9 @@ def test_a_teacher_that_does_not_fit_is_an_error(bundle, message, data, tmp_path
 
 
 def test_multi_label_data_cannot_be_distilled(tmp_path):
-    labels = np.random.default_rng(0).integers(0, 2, (40, 2))
-    np.savez(tmp_path / "two.npz", images=np.zeros((40, 8, 8), np.uint8), labels=labels)
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), rng.integers(0, 2, (40, 2))
+    np.savez(tmp_path / "two.npz", images=images, labels=labels)
     with pytest.raises(InputError, match=r"one class per image.*multi-label"):
         train(
             tmp_path / "two.npz",

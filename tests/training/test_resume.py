@@ -214,7 +214,7 @@ def test_a_run_directory_of_version_0_1_is_refused_with_advice(data, uninterrupt
     """0.1 wrote no version, and other names of fields. Its weights load and can be started from."""
     out = shutil.copytree(uninterrupted("arrays"), tmp_path / "old")
     config = json.loads((out / "config.json").read_text())
-    assert config.pop("version") == 2
+    assert config.pop("version") == 3
     config["train"]["calm"] = config["train"].pop("mixing_off")
     config["data"] = {"images": 80, "held_out": 30, "classes": ["0", "1", "2"], "names": "0" * 16}
     (out / "config.json").write_text(json.dumps(config, indent=2))
@@ -233,6 +233,6 @@ def test_a_run_directory_of_version_0_1_is_refused_with_advice(data, uninterrupt
 def test_a_run_directory_of_a_later_version_is_refused(data, uninterrupted, tmp_path):
     out = shutil.copytree(uninterrupted("arrays"), tmp_path / "later")
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "version": 3}))
-    with pytest.raises(FileError, match=r"another version of Vitrail \(format 3\)"):
+    (out / "config.json").write_text(json.dumps({**config, "version": 99}))
+    with pytest.raises(FileError, match=r"another version of Vitrail \(format 99\)"):
         train(data["arrays"], out=out, resume=True, **SETTINGS)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from vitrail.cli import overrides as options
 from vitrail.cli.overrides import WorkersOption, parse_workers
 from vitrail.cli.progress import ProgressBars
 from vitrail.errors import printable
 
 if TYPE_CHECKING:
     from vitrail.data.doctor import DatasetReport
+    from vitrail.weights.fingerprint import Fingerprint
 
 _MAX_LINES = 5  # of each kind of finding; the JSON has all
 _WIDTH = 80
@@ -29,6 +31,14 @@ def doctor(
             help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits".'
         ),
     ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Count the images that this model was trained on. DATA needs no training set then.",
+        ),
+    ] = None,
+    offline: options.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
     workers: WorkersOption = "auto",
 ) -> None:
@@ -39,22 +49,51 @@ def doctor(
     training images or with almost the same name, and whatever training would refuse. Small classes,
     duplicates within a split and other files are only reported. It is 2 if the data cannot be opened.
     """
-    from vitrail.data.doctor import check_images, open_for_check, splits_of
+    from vitrail.data.doctor import check_images, count_trained, open_for_check, splits_of
+    from vitrail.data.sources import open_labeled
 
+    fingerprint = None if model is None else _read_fingerprint(model, offline)
     count = parse_workers(workers)
     with ProgressBars() as bars:
         bars("listing files", 0, None)
-        dataset, problems = open_for_check(data)
+        dataset, problems = open_for_check(data) if model is None else (open_labeled(data), [])
         total = sum(map(len, splits_of(dataset).values()))
         bars("listing files", total, total)
         report = check_images(dataset, count, lambda done: bars("decoding images", done, total))
     report.problems = problems
+    if fingerprint is not None:
+        report.trained_on = count_trained(dataset, fingerprint)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
+        if model is not None:
+            _print_wrapped(_trained_line(report, model))
         _show_report(report)
     if report.has_faults:
         raise typer.Exit(1)
+
+
+def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
+    """Which images a model was trained on, from its file alone."""
+    from vitrail.weights.bundle import stored_fingerprint
+    from vitrail.weights.folder import open_model
+    from vitrail.weights.hub import fetch_model
+
+    with open_model(fetch_model(model, offline=offline)[0]) as files:
+        return stored_fingerprint(files)
+
+
+def _trained_line(report: DatasetReport, model: str) -> str:
+    if report.trained_on is None:
+        return (
+            f"{printable(model)} does not record which images it was trained on; files that vitrail train "
+            "writes do."
+        )
+    counts, total = report.trained_on, sum(report.images.values())
+    parts = [f"{count:,} of {report.images[name]:,} in {name}" for name, count in counts.items()]
+    detail = f": {', '.join(parts)}" if len(parts) > 1 else ""
+    count = f"{sum(counts.values()):,}" if any(counts.values()) else "none"
+    return f"The model was trained on {count} of these {total:,} images{detail}."
 
 
 class _Section(NamedTuple):

@@ -32,7 +32,17 @@ def evaluate(
     ],
     split: Annotated[
         str | None,
-        typer.Option(help="The split to evaluate: train, val or test.", show_default="test, else val"),
+        typer.Option(
+            metavar="train|val|test|all",
+            help="The images to evaluate.",
+            show_default="test, else val, else all",
+        ),
+    ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", metavar="OLD=NEW", help="The model's name for a class of the data; may be repeated."
+        ),
     ] = None,
     classes: Annotated[
         Path | None,
@@ -83,7 +93,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model on labeled images: accuracy, calibration, mistakes, features.
 
-    Images that cannot be read are listed and skipped; the exit code is then 1. To probe the features of
+    All labeled images in DATA are evaluated; if it has splits, those of test, or else of val. Classes are
+    matched to the model's by name, and DATA may lack some. Images that cannot be read are listed and skipped;
+    the exit code is then 1. To probe the features of
     a model with other classes, remove its head with --set classes=0.
     """
     check_new_files({"--json": json_file, "--csv": csv_file, "--html": html_file, "--calibrate": calibrate})
@@ -101,8 +113,8 @@ def evaluate(
     from rich.console import Console
 
     from vitrail.data.class_names import rename_classes
-    from vitrail.data.sources import open_dataset
     from vitrail.evaluation.run import evaluate as evaluate_model
+    from vitrail.evaluation.selection import open_for_evaluation
     from vitrail.weights.load import load
 
     if html_file is not None:
@@ -110,13 +122,14 @@ def evaluate(
 
         check_extras()
     bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
-    dataset = open_dataset(data)
+    dataset = open_for_evaluation(data, split, probes)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars() as bars:
         result = evaluate_model(
             bundle,
             dataset,
             split=split,
+            map=_parse_map(mapping or []),
             batch=batch,
             workers=options.parse_workers(workers),
             real=real,
@@ -131,7 +144,8 @@ def evaluate(
     if csv_file is not None:
         _save_csv(csv_file, result)
     if html_file is not None:
-        _save_report(html_file, result, bundle, getattr(dataset, result.split), model)
+        assert result.evaluated is not None
+        _save_report(html_file, result, bundle, result.evaluated, model)
     if calibrate is not None:
         _save_calibrated(calibrate, result, bundle)
     if result.corrupt:
@@ -147,6 +161,18 @@ def _parse_layers(text: str | None) -> Any:
             f"--layers must be all, or block numbers such as 0,5,11, not {printable(repr(text))}."
         )
     return [int(number) for number in numbers]
+
+
+def _parse_map(texts: list[str]) -> dict[str, str]:
+    """OLD=NEW, each split at its last =, because a folder's name may contain one."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        old, equals, new = text.rpartition("=")
+        if not equals or not old or not new or old in pairs:
+            twice = f"{old!r} is mapped twice" if old in pairs else f"not {text!r}"
+            raise InputError(f"--map takes OLD=NEW, once for each class, such as --map tabby=cat; {twice}.")
+        pairs[old] = new
+    return pairs
 
 
 # ---- files ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def show_evaluation(result: Evaluation, model: str, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    console.print(Text(result.first_line()))
     table = Table.grid(padding=(0, 2, 0, 0))
     for name, value in _summary(result, model):
         table.add_row(Text(name, style="bold"), Text(value))
@@ -42,7 +43,8 @@ def show_evaluation(result: Evaluation, model: str, console: Console) -> None:
 def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
     """Names and values of the metrics that were computed."""
     yield "model", model
-    yield "data", f"{printable(result.data)}, {result.split} split: {result.images:,} images"
+    split = "all" if result.split == "all" else f"{result.split} split:"
+    yield "data", f"{printable(result.data)}, {split} {result.images:,} images"
     scores = result.metrics
     if scores is not None:
         if scores.count < result.images:
@@ -67,7 +69,8 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
 def _calibration_summary(calibration: Calibration, split: str) -> Iterator[tuple[str, str]]:
     yield "ECE", _percent(calibration.ece)
     if calibration.fitted:
-        fitted = f"temperature {calibration.temperature:.3f}, fitted on {split}"
+        images = "these images" if split == "all" else split
+        fitted = f"temperature {calibration.temperature:.3f}, fitted on {images}"
         yield "", f"{_percent(calibration.ece_scaled)} with {fitted}"
     if calibration.threshold is None:
         yield "threshold", f"none reaches an accuracy of {calibration.target_accuracy:.4g}"

@@ -77,12 +77,21 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "license": printable(card.license),
         "source": printable(card.source) or None,
         "metrics": {printable(name): value for name, value in card.metrics.items()} or None,
+        "trained on": _trained_on(files),
         "dtypes": dict(Counter(entry.dtype for entry in files.entries.values())),
         "extra tensors": [printable(name) for name in match.extras.values()] or None,
         "follows": match.family.profile.follows or None,
         "notes": [printable(note) for note in description.notes] or None,
         "config": _non_default(config),
     }
+
+
+def _trained_on(files: ModelFiles) -> str | None:
+    """The number of images in the fingerprint of a vitrail file."""
+    from vitrail.weights.bundle import read_header
+
+    counts = (read_header(files) or {}).get("fingerprint")
+    return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
 
 
 def _size_name(config: ViTConfig) -> str:

@@ -71,6 +71,8 @@ def inspect(
         request = InspectionRequest(
             bundle, paths, max_images=max_images, layer=layer, head=head, target=class_index, progress=bars
         )
+        if trained := request.trained_on():
+            print(trained)
         command = shlex.join(["vitrail", *sys.argv[1:]])
         missing = write_inspection(request, out, only=figures, command=command)
     for name, reason in missing.items():

@@ -136,7 +136,12 @@ def train(
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate.", show_default="from the recipe")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Random seed.", show_default="0")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Random seed; it does not change which images are held out.", show_default="0"
+        ),
+    ] = None,
     folds: Annotated[
         int | None,
         typer.Option(
@@ -197,8 +202,11 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
     with training_process() as (callback, is_main):
         run = run_training(data, out=out, callback=callback, **changes)
     if is_main:
-        last = run.metrics[-1]
-        print(f"Validation accuracy {last['val_accuracy']:.2%} on {last['val_images']:,} held-out images.")
+        best, epochs = run.best, run.metrics[-1]["epoch"]
+        print(
+            f"Accuracy {best['val_accuracy']:.2%} on {best['val_images']:,} held-out images, after epoch "
+            f"{best['epoch']} of {epochs}: best.safetensors."
+        )
         for name in ("best.safetensors", "last.safetensors", "report.html"):
             if (run.out / name).exists():
                 print(f"Saved {printable(run.out / name)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.data.classes import listed
-from vitrail.data.sources import MAX_CLASSES, Dataset, Split, too_many_classes
+from vitrail.data.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
 from vitrail.errors import FileError, InputError, printable, require_extra
 from vitrail.io.read import open_regular
 
@@ -53,16 +53,20 @@ def read_digits() -> Dataset:
 # ---- npz ------------------------------------------------------------------------------------
 
 
-def read_npz(file: Path) -> Dataset:
+def read_npz(file: Path, *, need_train: bool = True) -> Dataset:
     """An .npz file with x_train, y_train, x_test, ...; or train_images, train_labels, val_images, ...; or
-    images and labels."""
+    images and labels.
+
+    Args:
+        need_train: refuse a file without training images.
+    """
     arrays = _load_arrays(file)
     pairs: dict[str, tuple[str, str]] = {}
     for split, candidates in _NPZ_NAMES.items():
         for pair in candidates:
             if set(pair) <= set(arrays):
                 pairs.setdefault(split, pair)
-    if "train" not in pairs:
+    if not pairs or (need_train and "train" not in pairs):
         raise InputError(
             f"{printable(file)} must hold x_train and y_train, or train_images and train_labels, but holds: "
             f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
@@ -145,10 +149,14 @@ def _idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-def read_idx(folder: Path) -> Dataset:
-    """A folder of IDX files, the format of MNIST."""
+def read_idx(folder: Path, *, need_train: bool = True) -> Dataset:
+    """A folder of IDX files, the format of MNIST.
+
+    Args:
+        need_train: refuse a folder without training images.
+    """
     files = _idx_files(folder)
-    if "train" not in files:
+    if need_train and "train" not in files:
         raise InputError(
             f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
         )
@@ -259,4 +267,4 @@ def numbered_classes(name: str, splits: dict[str, Split], notes: list[str]) -> D
             "The labels are one-hot and are trained as multi-label; labels.argmax(1) has one class each."
         )
     classes = [str(number) for number in range(count)]
-    return Dataset(name, classes, splits["train"], splits.get("val"), splits.get("test"), notes)
+    return build_dataset(name, classes, splits, notes)

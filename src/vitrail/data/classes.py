@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,3 +113,20 @@ def check_empty_classes(data: Dataset) -> None:
             f"{len(empty):,} of the {len(data.classes):,} classes of {printable(data.name)} have no training "
             f"image; classes with images: {listed(used) or 'none'}. {_remedy(data)}"
         )
+
+
+def relabel(split: Split, numbers: Sequence[int], count: int) -> Split:
+    """A split with other class numbers; two classes with the same new number become one.
+
+    Args:
+        numbers: the new number of each class; -1 for a class without images in this split.
+        count: the number of new classes.
+    """
+    new = np.array(numbers, dtype=np.int64)
+    if split.labels.ndim == 1:
+        return replace(split, labels=new[split.labels])
+    labels = np.zeros((len(split), count), dtype=np.int64)
+    for old, number in enumerate(new.tolist()):
+        if number >= 0:
+            labels[:, number] |= split.labels[:, old]
+    return replace(split, labels=labels)

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vitrail.data.classes import check_empty_classes, class_counts, quoted, similar_names, without_images
+from vitrail.data.content import content_keys
 from vitrail.data.folders import FAULTS
-from vitrail.data.sources import Dataset, Split, check_dataset, hold_out_validation, read_data
+from vitrail.data.holdout import hold_out_validation
+from vitrail.data.sources import Dataset, Split, check_dataset, read_data
 from vitrail.errors import InputError, printable
 from vitrail.images.convert import to_uint8
 from vitrail.images.decode import decode_image, open_image
 from vitrail.images.packed import PackedImage
 from vitrail.images.workers import Task, Workers, choose_workers
 from vitrail.io.read import open_regular
+from vitrail.weights.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,6 +65,8 @@ class DatasetReport:
     """Images with a side of fewer than 32 pixels."""
     notes: list[str] = field(default_factory=list)
     """The notes of the data set."""
+    trained_on: dict[str, int] | None = None
+    """The number of images in each split that a model was trained on; None if that is unknown."""
 
     @property
     def has_faults(self) -> bool:
@@ -96,10 +101,18 @@ def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
             problems.append(str(error))
     if not (data.val or data.test) and len(data.train):
         try:
-            return hold_out_validation(data, 0.2, 0), problems
+            return hold_out_validation(data), problems
         except InputError as error:
             problems += [str(error)] if str(error) not in problems else []
     return data, problems
+
+
+def count_trained(data: Dataset, fingerprint: Fingerprint) -> dict[str, int]:
+    """The number of images in each split that a model was trained on."""
+    return {
+        name: int(fingerprint.contains(content_keys(split, data.source_of(name))).sum())
+        for name, split in data.splits.items()
+    }
 
 
 def check_images(
@@ -131,7 +144,7 @@ def check_images(
 
 
 def _report_classes(report: DatasetReport, data: Dataset) -> None:
-    for split, names in without_images(data).items():
+    for split, names in without_images(data).items() if data.train else ():
         report.empty_classes[split] = [printable(name) for name in names]
     report.similar_classes = [quoted(names) for names in similar_names(data.classes)]
     counts = class_counts(data.train, len(data.classes)).tolist()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.data.sources import Dataset, Split
+from vitrail.data.sources import Dataset, Split, build_dataset
 from vitrail.errors import InputError, printable
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -32,16 +32,23 @@ Skipped = dict[str, list[str]]
 """The names of skipped files and folders, relative to the root, by kind: a key of FAULTS or HARMLESS."""
 
 
-def read_folder(root: Path) -> Dataset:
-    """A data set in a folder. Classes are named by their folders, in alphabetical order."""
+def read_folder(root: Path, *, need_train: bool = True) -> Dataset:
+    """A data set in a folder. Classes are named by their folders, in alphabetical order.
+
+    Args:
+        need_train: refuse data without a training set, or with classes that it does not have.
+    """
     skipped: Skipped = {}
-    splits = _find_splits(root)
+    splits = _find_splits(root, need_train)
     if splits:
         folders = _class_folders(root, "", skipped)
         _skip(skipped, "folders", [name for name in folders if name not in splits.values()])
     else:
         splits = {"train": ""}
-    classes = _class_folders(root, splits["train"], skipped)
+    if need_train or list(splits) == ["train"]:
+        classes = _class_folders(root, splits["train"], skipped)
+    else:
+        classes = sorted({name for below in splits.values() for name in _class_folders(root, below, {})})
     if not classes:
         content = "images and no folders" if skipped.get("stray") else "no folders"
         raise InputError(
@@ -50,10 +57,10 @@ def read_folder(root: Path) -> Dataset:
         )
     data = {name: _read_split(root, folder, classes, skipped) for name, folder in splits.items()}
     name = root.resolve().name
-    return Dataset(name, classes, data["train"], data.get("val"), data.get("test"), skipped=skipped)
+    return build_dataset(name, classes, data, skipped=skipped)
 
 
-def _find_splits(root: Path) -> dict[str, str]:
+def _find_splits(root: Path, need_train: bool) -> dict[str, str]:
     """The folders of train, val and test by split; empty if the folders are classes."""
     names = _class_folders(root, "", {})
     splits: dict[str, str] = {}
@@ -67,6 +74,8 @@ def _find_splits(root: Path) -> dict[str, str]:
         if split is not None:
             splits[split] = name
     if splits and "train" not in splits and len(splits) == len(names):
+        if not need_train:
+            return splits
         raise InputError(
             f"{printable(root)} holds {' and '.join(map(printable, names))} but no train; "
             "add a folder train with a folder for each class."

@@ -2,7 +2,7 @@
 
 | DATA                                              | how it is read                              |
 |---------------------------------------------------|---------------------------------------------|
-| a folder with a folder for each class             | folders.py; a part is held out as val       |
+| a folder with a folder for each class             | folders.py; holdout.py holds out a part     |
 | a folder with train/ and val/ or test/ of these   | folders.py, with these splits               |
 | a .csv or .jsonl with columns path and label      | tables.py; the splits of a column `split`   |
 | a .npz with x_train, y_train or train_images, ... | arrays.py                                   |
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.classes import check_empty_classes, class_notes
+from vitrail.data.classes import class_notes
+from vitrail.data.content import Progress
+from vitrail.data.holdout import VAL_FRACTION, hold_out_validation
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Split:
     """The path of each image, if they are files or in a packed file."""
     images: NDArray[np.uint8] | None = None
     """(N, H, W, C), if they are in an array."""
+    keys: NDArray[np.uint64] | None = None
+    """(N,) the content key of each image (content.py), if they are known."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -56,6 +60,7 @@ class Split:
             [self.names[i] for i in indices],
             None if self.paths is None else [self.paths[i] for i in indices],
             None if self.images is None else self.images[indices],
+            None if self.keys is None else self.keys[indices],
         )
 
 
@@ -72,6 +77,10 @@ class Dataset:
     """Notes for the user on automatic choices and oddities, a sentence each."""
     skipped: Mapping[str, list[str]] = field(default_factory=dict)
     """The names of files and folders that are not read, by kind (folders.py)."""
+    source: str | None = None
+    """The path it was read from."""
+    held_out: bool = False
+    """Whether val was chosen from train (holdout.py); the data has no splits of its own then."""
 
     @property
     def multilabel(self) -> bool:
@@ -83,6 +92,16 @@ class Dataset:
         """The channels of arrays; None for files, which are read with those of the model."""
         return None if self.train.images is None else self.train.images.shape[3]
 
+    def source_of(self, split: str) -> str | None:
+        """The name of a split for the cache of content keys; None if the data was not read from a path."""
+        return None if self.source is None else f"{self.source}:{split}"
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that have images, by name."""
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: split for name, split in splits.items() if split}
+
     @property
     def eval_split(self) -> Split:
         """The split that a run is evaluated on: val, or test if there is no val."""
@@ -91,22 +110,76 @@ class Dataset:
         return split
 
 
-def open_dataset(path: Any, *, val_fraction: float = 0.2, seed: int = 0) -> Dataset:
-    """Open a data set; if it has neither val nor test, hold out a part of train as val.
+def build_dataset(
+    name: str,
+    classes: list[str],
+    splits: Mapping[str, Split],
+    notes: Sequence[str] = (),
+    skipped: Mapping[str, list[str]] | None = None,
+) -> Dataset:
+    """A data set of train, val and test; without train, the training set is empty."""
+    train = splits.get("train", next(iter(splits.values())).take(np.zeros(0, dtype=np.int64)))
+    return Dataset(name, classes, train, splits.get("val"), splits.get("test"), list(notes), skipped or {})
+
+
+def concatenate(splits: Sequence[Split]) -> Split:
+    """The images of all splits, one after the other."""
+    if len(splits) == 1:
+        return splits[0]
+    arrays = [split.images for split in splits if split.images is not None]
+    if len({array.shape[1:] for array in arrays}) > 1:
+        shapes = ", ".join(str(array.shape) for array in arrays)
+        raise InputError(
+            f"The images of all splits must have one shape to be used together, not {shapes}; use one split."
+        )
+    return Split(
+        np.concatenate([split.labels for split in splits]),
+        [name for split in splits for name in split.names],
+        None if arrays else [path for split in splits for path in split.paths or ()],
+        np.concatenate(arrays) if arrays else None,
+    )
+
+
+def open_dataset(
+    path: Any,
+    *,
+    val_fraction: float = VAL_FRACTION,
+    split_seed: int = 0,
+    progress: Progress = lambda done, total: None,
+) -> Dataset:
+    """Open a data set; if it has neither val nor test, hold out a part of train as val (holdout.py).
 
     Args:
         path: see the table above.
         val_fraction: the fraction of train that is held out.
-        seed: of the random choice of these images.
+        split_seed: another number than 0 holds out other images.
+        progress: called as progress(files read, files in total) while the held-out images are chosen.
     """
     data = read_data(path)
     check_dataset(data, printable(path))
     data = replace(data, notes=[*data.notes, *_skip_notes(data), *class_notes(data)])
-    return data if data.val or data.test else hold_out_validation(data, val_fraction, seed)
+    if data.val or data.test:
+        return data
+    return hold_out_validation(data, val_fraction, split_seed, progress)
 
 
-def read_data(path: Any) -> Dataset:
-    """The data set at a path, or of a torch Dataset, before checks and without a hold-out split."""
+def open_labeled(path: Any) -> Dataset:
+    """Open a data set to evaluate a model on: any labeled images, in the splits that the data has, if any.
+
+    Unlike training, this needs no training set, and neither two classes nor images of each.
+    """
+    data = read_data(path, need_train=False)
+    if not data.splits:
+        raise InputError(f"{printable(path)} has no images; check the path, or run vitrail doctor on it.")
+    return replace(data, notes=[*data.notes, *_skip_notes(data)])
+
+
+def read_data(path: Any, *, need_train: bool = True) -> Dataset:
+    """The data set at a path, or of a torch Dataset, before checks and without a hold-out split.
+
+    Args:
+        need_train: refuse data without a training set.
+    """
     from vitrail.data import arrays, class_names, folders, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
@@ -115,11 +188,15 @@ def read_data(path: Any) -> Dataset:
     if str(path) == "digits" and not file.exists():
         data = arrays.read_digits()
     elif file.is_dir():
-        data = arrays.read_idx(file) if arrays.has_idx(file) else folders.read_folder(file)
+        data = (
+            arrays.read_idx(file, need_train=need_train)
+            if arrays.has_idx(file)
+            else folders.read_folder(file, need_train=need_train)
+        )
     elif file.suffix.lower() in (".csv", ".jsonl") and file.is_file():
-        data = tables.read_table(file)
+        data = tables.read_table(file, need_train=need_train)
     elif file.suffix.lower() == ".npz" and file.is_file():
-        data = arrays.read_npz(file)
+        data = arrays.read_npz(file, need_train=need_train)
     else:
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
@@ -128,7 +205,8 @@ def read_data(path: Any) -> Dataset:
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))
-    return class_names.add_found_names(data, file) if file.exists() else data
+    data = class_names.add_found_names(data, file) if file.exists() else data
+    return replace(data, source=str(path))
 
 
 def check_dataset(data: Dataset, name: str) -> None:
@@ -151,29 +229,3 @@ def _skip_notes(data: Dataset) -> list[str]:
 
 def too_many_classes(count: int, name: str) -> InputError:
     return InputError(f"{name} has {count:,} classes, and the limit is {MAX_CLASSES:,}; check the labels.")
-
-
-def hold_out_validation(data: Dataset, fraction: float, seed: int) -> Dataset:
-    """Hold out a fraction of train as val: of every class alike, and reproducibly for a seed."""
-    from vitrail.data.rng import random_permutation
-
-    if not 0 < fraction < 1:
-        raise InputError(f"val_fraction must be between 0 and 1, such as 0.2, not {fraction}.")
-    order = random_permutation([seed, 0], len(data.train)).numpy()
-    labels = data.train.labels[order]
-    rank = np.zeros(len(order), dtype=np.int64)  # of an image among those with the same labels
-    kinds = labels if labels.ndim == 1 else np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
-    sizes = np.bincount(kinds)
-    by_kind = np.argsort(kinds, kind="stable")
-    rank[by_kind] = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    counts = np.where(sizes > 1, np.maximum(1, np.round(sizes * fraction)), 0)  # a single one stays in train
-    out = rank < counts[kinds]
-    if not out.any() or out.all():
-        check_empty_classes(data)  # whose message is more specific if labels are not class numbers
-        raise InputError(
-            f"{printable(data.name)} has too few images for a validation set: "
-            f"{len(data.train):,} in {len(data.classes):,} classes. Some class must have at least two."
-        )
-    val, train = np.sort(order[out]), np.sort(order[~out])
-    note = f"{len(val):,} of {len(order):,} images are held out for validation (seed {seed})."
-    return replace(data, train=data.train.take(train), val=data.train.take(val), notes=[*data.notes, note])

@@ -10,7 +10,7 @@ import numpy as np
 
 from vitrail.data.folders import SPLITS
 from vitrail.data.rows import Row, find_surrogate, read_rows, row_error
-from vitrail.data.sources import MAX_CLASSES, Dataset, Split, too_many_classes
+from vitrail.data.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
 from vitrail.errors import InputError, printable
 
 _PATH_COLUMNS = ("path", "image", "file", "filename", "filepath")
@@ -23,9 +23,13 @@ class _BadValue(ValueError):
     """A value that cannot be used; the caller adds the line number."""
 
 
-def read_table(file: Path) -> Dataset:
+def read_table(file: Path, *, need_train: bool = True) -> Dataset:
     """A data set in a table. Paths are relative to the table. Several labels of an image are a list in JSONL,
-    and joined by | in CSV. The column `split` is train, val or test."""
+    and joined by | in CSV. The column `split` is train, val or test.
+
+    Args:
+        need_train: refuse a table without training rows.
+    """
     rows = list(read_rows(file, (_PATH_COLUMNS, _LABEL_COLUMNS)))
     notes: list[str] = []
     path_column, label_column = (
@@ -50,10 +54,9 @@ def read_table(file: Path) -> Dataset:
         notes.append(f"{without_split:,} rows of {printable(file.name)} have no split: they go to train.")
     images = Split(numbers, names, [file.parent / name for name in names])
     parts = {name: images.take(_rows_of_split(splits, name)) for name in ("train", "val", "test")}
-    if not len(parts["train"]):
+    if need_train and not len(parts["train"]):
         raise InputError(f"{printable(file)} has no training rows; set split to train in some of its rows.")
-    val, test = (parts[name] if len(parts[name]) else None for name in ("val", "test"))
-    return Dataset(file.stem, classes, parts["train"], val, test, notes)
+    return build_dataset(file.stem, classes, {name: part for name, part in parts.items() if len(part)}, notes)
 
 
 def _find_column(row: Row, names: tuple[str, ...], notes: list[str]) -> str:

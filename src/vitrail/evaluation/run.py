@@ -7,7 +7,7 @@ result.scores.top1, result.calibration.temperature, result.probes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.data.loader import CorruptFiles
-from vitrail.data.sources import Dataset, Split, open_dataset
-from vitrail.errors import InputError, printable, suggest
+from vitrail.data.sources import Split
+from vitrail.errors import InputError, printable
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
+from vitrail.evaluation.overlap import TrainedOn, find_trained, score_others
 from vitrail.evaluation.predictions import ImagePredictions, predict_images
 from vitrail.evaluation.probes import (
     LabeledFeatures,
@@ -37,12 +38,12 @@ from vitrail.evaluation.probes import (
 )
 from vitrail.evaluation.real import read_real_labels, real_accuracy
 from vitrail.evaluation.scale import Scale, load_scale
+from vitrail.evaluation.selection import Selection, select_images
 from vitrail.evaluation.thresholds import DEFAULT
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.model import ViT
 from vitrail.weights.bundle import Bundle
-from vitrail.weights.labels import match_labels
 from vitrail.weights.load import as_bundle
 from vitrail.weights.scores import Scores
 
@@ -86,18 +87,36 @@ class Evaluation:
     seconds: float = 0.0
     predictions: ImagePredictions | None = field(default=None, repr=False, compare=False)
     """The prediction for each image that could be read; None for a model without a head."""
+    trained_on: TrainedOn | None = None
+    """The images that the model was trained on; None if its file does not say which these were."""
+    evaluated: Split | None = field(default=None, repr=False, compare=False)
+    """The images, with labels that count in `classes`."""
+
+    def first_line(self) -> str:
+        """Which images were evaluated, and how many of them the model was trained on."""
+        count = f"{self.images:,} image{'s' * (self.images != 1)}"
+        data = printable(self.data)
+        of = (
+            f"All {count} of {data}."
+            if self.split == "all"
+            else f"The {self.split} split of {data}: {count}."
+        )
+        return of if self.trained_on is None else f"{of} {self.trained_on.sentence()}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as nested dictionaries and lists, ready for JSON."""
+        """The result as nested dictionaries and lists, ready for JSON; without the images."""
+        fields = asdict(replace(self, predictions=None, evaluated=None))
+        del fields["evaluated"]
         rows = None if self.predictions is None else list(self.predictions.as_rows())
-        return {**asdict(replace(self, predictions=None)), "predictions": rows}
+        return {**fields, "predictions": rows}
 
 
 def evaluate(
     bundle: Bundle | ViT | str | Path,
-    data: Dataset | str | Path,
+    data: Any,
     *,
     split: str | None = None,
+    map: Mapping[str, str] | None = None,
     batch: int = BATCH,
     workers: int | Literal["auto"] = "auto",
     real: str | Path | Sequence[Sequence[int]] | None = None,
@@ -110,8 +129,11 @@ def evaluate(
 
     Args:
         bundle: a bundle, a ViT with default preprocessing, or anything that `vitrail.load` accepts.
-        data: a data set, or anything that `open_dataset` accepts.
-        split: train, val or test. By default test, or val if there is no test split.
+        data: a data set, or anything that `open_dataset` accepts. It may lack classes of the model, and
+            have a test set only.
+        split: train, val, test or all. By default test, or val if there is no test split, or all images if
+            the data has no splits; then train and val are those of training by default.
+        map: names of the data's classes that the model has under other names: {"tabby": "cat"}.
         batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
             the results.
         workers: processes or threads that decode files; "auto" chooses by the cores and the images.
@@ -128,48 +150,53 @@ def evaluate(
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = as_bundle(bundle)
     config = bundle.model.config
-    data = data if isinstance(data, Dataset) else open_dataset(data)
-    name, images = _select_split(data, split)
-    _check_model(bundle, data, probes)
-    notes = list(data.notes)
-    columns = match_classes(bundle, data.classes, notes) if config.classes else None
+    selected = select_images(bundle, data, split, map, probes)
+    name, images, classes, columns = selected.split, selected.images, selected.classes, selected.columns
+    notes, multilabel = selected.notes, images.labels.ndim == 2
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
     blocks = check_layers(layers, config.depth) if probes else []
     corrupt = CorruptFiles("skip")
     options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
 
+    trained = find_trained(
+        bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
+    )
     logits, features, valid = _run_split(bundle, images, blocks, name, **options)
     if not valid.any():
         reason = next(iter(corrupt.reasons.values()), "check the data")
         raise InputError(
-            f"None of the {len(valid):,} images in the {name} split of {printable(data.name)} could be read. "
+            f"None of the {len(valid):,} images of {printable(selected.data)} (split {name}) could be read. "
             f"The first error: {reason}"
         )
-    metrics = calibration = predictions = None
+    metrics = calibration = predictions = matched = None
     if columns is not None:
         matched = logits.numpy()[:, columns]
-        scale = match_scale(bundle, columns, data.multilabel)
+        scale = match_scale(bundle, columns, multilabel)
         how = Scores(activation=scale.activation, thresholds=scale.thresholds)
-        metrics = compute_metrics(matched, images.labels, data.classes, valid, images.names, scores=how)
-        predictions = predict_images(matched, images.labels, data.classes, valid, images.names, scale)
-        if not data.multilabel:
+        metrics = compute_metrics(matched, images.labels, classes, valid, images.names, scores=how)
+        predictions = predict_images(matched, images.labels, classes, valid, images.names, scale)
+        if not multilabel:
             stored = dict(bundle.card.metrics)
             calibration = calibrate(
                 matched[valid], images.labels[valid], target_accuracy, stored, scale.activation
             )
             if not calibration.fitted:
                 notes.append("No temperature could be fitted to these images; it stays 1.")
+    overlap = None
+    if trained is not None and bundle.fingerprint is not None:
+        exact = bundle.fingerprint.is_exact
+        overlap = score_others(trained, valid, matched, images.labels, classes, exact)
     results = []
     if probes:
         test = LabeledFeatures(features[valid], torch.from_numpy(images.labels)[valid])
-        results = _probe(bundle, data, probes, blocks, test, options)
-        if name == "train":
+        results = _probe(bundle, selected, probes, blocks, test, options)
+        if name in ("train", "all"):
             notes.append("The probes were evaluated on the images they were fitted on.")
     return Evaluation(
-        data=data.name,
+        data=selected.data,
         split=name,
         images=len(images),
-        classes=list(data.classes),
+        classes=classes,
         metrics=metrics,
         calibration=calibration,
         real=RealAccuracy(*real_accuracy(logits.numpy(), real_labels, valid)) if real_labels else None,
@@ -178,21 +205,23 @@ def evaluate(
         notes=notes,
         seconds=time.perf_counter() - start,
         predictions=predictions,
+        trained_on=overlap,
+        evaluated=images,
     )
 
 
 def _probe(
     bundle: Bundle,
-    data: Dataset,
+    selected: Selection,
     names: Sequence[str],
     layers: Sequence[int],
     test: LabeledFeatures,
     options: dict[str, Any],
 ) -> list[ProbeResult]:
     """Collect the features of the training split and run the probes."""
-    _, features, valid = _run_split(bundle, data.train, layers, "train", **options)
-    train = LabeledFeatures(features[valid], torch.from_numpy(data.train.labels)[valid])
-    return run_probes(names, train, test, len(data.classes), layers, _device(bundle))
+    _, features, valid = _run_split(bundle, selected.train, layers, "train", **options)
+    train = LabeledFeatures(features[valid], torch.from_numpy(selected.train.labels)[valid])
+    return run_probes(names, train, test, len(selected.classes), layers, _device(bundle))
 
 
 def _device(bundle: Bundle) -> torch.device:
@@ -265,36 +294,6 @@ def _all_reduce(
     return sums[0], sums[1]
 
 
-# ---- model and data -------------------------------------------------------------------------
-
-
-def _select_split(data: Dataset, requested: str | None) -> tuple[str, Split]:
-    """The name and the images of a split; by default test, or val if there is no test split."""
-    splits = {name: getattr(data, name) for name in ("train", "val", "test") if getattr(data, name)}
-    name = requested if requested is not None else "test" if "test" in splits else "val"
-    if name not in splits:
-        raise InputError(f"{printable(data.name)} has no split {name!r}. {suggest(name, splits)}")
-    return name, splits[name]
-
-
-def _check_model(bundle: Bundle, data: Dataset, probes: Sequence[str]) -> None:
-    config = bundle.model.config
-    if bundle.preprocess is None:
-        raise InputError(f"Only models for images can be evaluated; this one takes {config.input}.")
-    if data.channels not in (None, config.channels):
-        raise InputError(
-            f"The images of {printable(data.name)} have {data.channels} channels and the model takes "
-            f"{config.channels}; load the model with channels={data.channels}."
-        )
-    if not config.classes and not probes:
-        raise InputError("A model without a head can only be probed; request the probe knn or linear.")
-    if data.multilabel and probes:
-        raise InputError(
-            f"Probes need exactly one class per image, and {printable(data.name)} is multi-label; evaluate "
-            "it without probes."
-        )
-
-
 def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scale:
     """How the logits of these columns become scores, as `predict` computes them.
 
@@ -304,8 +303,3 @@ def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Sca
     if multilabel and not scale.multilabel:
         return Scale(scale.labels, activation="sigmoid", thresholds=(DEFAULT,) * len(columns))
     return scale
-
-
-def match_classes(bundle: Bundle, classes: Sequence[str], notes: list[str]) -> list[int]:
-    """The model's output index for each class of the data; see `match_labels`."""
-    return match_labels(bundle.labels, bundle.model.config.classes, classes, notes)

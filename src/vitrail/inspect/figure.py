@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.data.content import content_keys
 from vitrail.data.loader import CorruptFiles, Reader
 from vitrail.data.sources import Split
 from vitrail.errors import InputError
@@ -87,6 +88,18 @@ class InspectionRequest:
                 self.progress(name, min((number + 1) * _BATCH, len(names)), len(names))
         finally:
             reader.close()
+
+    def trained_on(self) -> str:
+        """How many of the images the model was trained on; "" if its file does not say so."""
+        if self.bundle.fingerprint is None or not self.paths:
+            return ""
+        names = [str(path) for path in self.paths]
+        split = Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
+        keys = content_keys(split, progress=lambda done, total: self.progress("content keys", done, total))
+        count = int(self.bundle.fingerprint.contains(keys).sum())
+        about = "" if self.bundle.fingerprint.is_exact else "about "
+        images = f"{len(names):,} image{'s' * (len(names) > 1)}"
+        return f"The model was trained on {f'{about}{count:,}' if count else 'none'} of these {images}."
 
     def batches(self, name: str) -> Iterator[Tensor]:
         """The same as model inputs, (b, C, H, W)."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
+from vitrail.data.holdout import VAL_FRACTION
 from vitrail.data.mixing import Mixing
 from vitrail.errors import ConfigError
 from vitrail.fields import (
@@ -15,6 +16,7 @@ from vitrail.fields import (
     Config,
     as_integer,
     as_tuples,
+    boolean,
     choice,
     declare,
     documented,
@@ -167,6 +169,18 @@ class TrainConfig(Config):
     )
 
     # ---- images
+    val_fraction: float = number(
+        "Fraction of the images held out for validation, where the data has neither val nor test",
+        "above 0 and below 1",
+        lambda x: 0 < x < 1,
+        VAL_FRACTION,
+    )
+    split_seed: int = integer(
+        "Which images are held out: 0 chooses by their content, another number draws others",
+        least=0,
+        most=MAX_SEED,
+        default=0,
+    )
     augment: Augment = _nested(Augment, "Data augmentation")  # noqa: RUF009
     mixing: Mixing = _nested(Mixing, "Mixup and cutmix")  # noqa: RUF009
     mixing_off: float = probability("Fraction of the steps, at the end, without mixup and cutmix")
@@ -177,7 +191,9 @@ class TrainConfig(Config):
     )
 
     # ---- machine
-    seed: int = integer("Random seed", least=0, most=MAX_SEED, default=0)
+    seed: int = integer(
+        "Random seed of weights, order, augmentation and dropout", least=0, most=MAX_SEED, default=0
+    )
     workers: int | Literal["auto"] = declare(
         "Processes that decode files (threads for fewer than 400 images); auto chooses by the cores that "
         "this process may use, 0 decodes in the calling thread",
@@ -210,6 +226,10 @@ class TrainConfig(Config):
     )
 
     # ---- run directory
+    fingerprint: bool = boolean(
+        "Whether run and model files record which images were trained on, so that an evaluation can tell",
+        default=True,
+    )
     keep: int = integer("Checkpoints to keep", default=2)
     save_every: int = integer("Epochs between checkpoints", default=1)
     evaluate_every: int = integer("Epochs between evaluations", default=1)

@@ -70,16 +70,23 @@ def lead(evaluation: Evaluation) -> list[str]:
     scores = evaluation.metrics
     if scores is None:
         return ["This model has no classification head. Its features are evaluated with probes below."]
-    images = f"{scores.count:,} images of {printable(evaluation.data)} (split “{evaluation.split}”)"
+    images = f"{scores.count:,} images of {printable(evaluation.data)} ({split_name(evaluation)})"
     if scores.top1 is None:
         return [f"Multi-label evaluation on {images}."]
     correct = round(scores.top1 * scores.count)
+    seen = evaluation.trained_on
+    trained = [] if seen is None else [f"Training images among them: {seen.sentence()}"]
     most = max(scores.per_class, key=lambda one: one.count)
     return [
         f"The model predicts {correct:,} of {images} correctly, an accuracy of {percent(scores.top1)}. "
         f"Always predicting “{printable(most.name, 60)}”, the most frequent of the "
-        f"{len(evaluation.classes):,} classes, would reach {percent(most.count / scores.count)}."
+        f"{len(evaluation.classes):,} classes, would reach {percent(most.count / scores.count)}.",
+        *trained,
     ]
+
+
+def split_name(evaluation: Evaluation) -> str:
+    return "all images" if evaluation.split == "all" else f"split “{evaluation.split}”"
 
 
 def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
@@ -163,7 +170,7 @@ def setup_section(evaluation: Evaluation, bundle: Bundle) -> Section:
     """The data, the preprocessing and the model of the evaluation."""
     config, spec = bundle.model.config, bundle.preprocess
     count = sum(parameter.numel() for parameter in bundle.model.parameters())
-    data = f"{printable(evaluation.data)}, split {evaluation.split}"
+    data = f"{printable(evaluation.data)}, {split_name(evaluation)}"
     model = f"{count:,} parameters, {config.depth} layers, width {config.width}, {config.heads} heads"
     facts: list[tuple[str, object]] = [
         ("images", f"{evaluation.images:,} of {data}, {len(evaluation.classes):,} classes"),

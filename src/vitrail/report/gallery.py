@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vitrail.data.sources import Split
-from vitrail.evaluation.run import Evaluation, match_classes, match_scale
+from vitrail.evaluation.run import Evaluation, match_scale
 from vitrail.report.images import ExplainedImage, explain_images
 from vitrail.report.numbers import percent
 from vitrail.report.page import ImageTile, Section
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.labels import match_labels
 
 _MISTAKES = 12
 _EXAMPLES = 8
@@ -57,7 +58,7 @@ def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
     """Evenly spaced images of the split, with predictions and attention rollout."""
     if evaluation.metrics is None:
         return []
-    columns = match_classes(bundle, evaluation.classes, [])
+    columns = match_labels(bundle.labels, bundle.model.config.classes, evaluation.classes, [])
     scale = replace(match_scale(bundle, columns, split.labels.ndim == 2), threshold=None)
     explained = explain_images(bundle, split, evenly_spaced(len(split), _EXAMPLES))
     tiles = []

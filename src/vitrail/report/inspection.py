@@ -64,5 +64,5 @@ def _page(request: InspectionRequest, inspection: Inspection, command: str) -> P
     if request.corrupt.reasons:
         points = [f"{file}: {reason}" for file, reason in request.corrupt.reasons.items()]
         sections.append(Section("Images that could not be read", points=points))
-    lead = [f"Figures of {name}, computed from its weights{images}."]
+    lead = [f"Figures of {name}, computed from its weights{images}.", *filter(None, [request.trained_on()])]
     return Page(f"Inspection of {printable(name)}", lead=lead, sections=sections, command=command)

@@ -58,14 +58,19 @@ def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation
     )
 
 
+def best_row(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> Mapping[str, Any]:
+    """The metrics of the epoch whose weights are in best.safetensors: the best on val, or the last one."""
+    evaluated = [row for row in rows if "val_accuracy" in row]
+    return max(evaluated, key=lambda row: row["val_accuracy"]) if dataset.val else evaluated[-1]
+
+
 def describe_selection(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> str:
     """Which epoch the weights are from, and whether they were selected on the evaluated images."""
     if not dataset.val:
         last = f"These are the weights of the last epoch, {rows[-1]['epoch']}"
         return f"{last}; the test set was not used to select them."
-    evaluated = [row for row in rows if "val_accuracy" in row]
-    best = max(evaluated, key=lambda row: row["val_accuracy"])
-    if len(evaluated) == 1:
+    best = best_row(rows, dataset)
+    if sum("val_accuracy" in row for row in rows) == 1:
         return "The validation set was evaluated once, after the last epoch."
     return (
         f"These are the weights of epoch {best['epoch']} of {rows[-1]['epoch']}, the best on this validation "
@@ -136,6 +141,7 @@ def _file_section(out: Path) -> Section:
     contents = {
         "best.safetensors": "the evaluated model, for vitrail.load",
         "last.safetensors": "the model after the last step",
+        "fingerprint.npz": "the content keys of the training images",
         "metrics.jsonl": "metrics of every epoch",
         "config.json": "settings",
         "environment.json": "machine, versions, command",

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.data.class_names import ClassNames, rename_classes
-from vitrail.data.classes import check_empty_classes
-from vitrail.data.sources import Dataset, open_dataset
+from vitrail.data.class_names import ClassNames
+from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, InputError, printable
-from vitrail.fields import as_integer, short_repr
+from vitrail.fields import short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
 from vitrail.recipes.auto import RunContext
-from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig, unknown_setting
+from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.precision import choose_device
 from vitrail.training.report import write_report
@@ -95,10 +95,11 @@ def train(
             name is called "name": dict(name="Ti/16", depth=6).
     """
     saved = read_saved_run(Path(out)) if resume else None
+    callback = callback or NullCallback()
     if saved is not None:
-        setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes)
+        setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, callback)
     elif data is not None:
-        setup = _new_setup(data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes)
+        setup = _new_setup(data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes, callback)
     else:
         raise InputError(_no_data(Path(out), resume))
     run = run_training(
@@ -115,7 +116,7 @@ def train(
     if report:
         ranks = init_process_group()
         device = choose_device("auto", ranks.local_rank).device
-        write_report(run.out, run.bundle, setup.dataset, ranks, device, callback or NullCallback())
+        write_report(run.out, run.bundle, setup.dataset, ranks, device, callback)
     return run
 
 
@@ -127,10 +128,10 @@ def _new_setup(
     teacher: str | Path | Bundle | None,
     size: int | tuple[int, int] | None,
     changes: Mapping[str, Any],
+    callback: Callback,
 ) -> _Setup:
     """The settings of a recipe with the changes applied, and the data."""
-    seed = as_integer("seed", changes.get("seed", 0), 0, MAX_SEED)
-    dataset = _open_data(data, seed, classes)
+    dataset = open_training_data(data, classes, changes, callback)
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
     resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
@@ -147,12 +148,14 @@ def _saved_setup(
     teacher: str | Path | Bundle | None,
     size: int | tuple[int, int] | None,
     changes: Mapping[str, Any],
+    callback: Callback,
 ) -> _Setup:
     """The settings and the data of a run that is resumed; what is given again is checked."""
     saved.check_name("recipe", recipe)
     fields, model, nested = _split_changes(changes)
     resolved = saved.with_changes(fields, _named_fields(_with_size(model, size)), nested)
-    dataset = _open_data(saved.locate("data") if data is None else data, resolved.train.seed, classes)
+    split = {name: getattr(resolved.train, name) for name in SPLIT_FIELDS}
+    dataset = open_training_data(saved.locate("data") if data is None else data, classes, split, callback)
     if classes is None and saved.request.get("classes"):
         dataset = replace(dataset, classes=list(saved.request["classes"]))
     start = None
@@ -165,13 +168,6 @@ def _saved_setup(
         teacher = saved.locate("teacher")
     request = saved.moved({"data": data, "from": from_, "teacher": teacher})
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
-
-
-def _open_data(data: Data, seed: int, classes: ClassNames | None) -> Dataset:
-    dataset = data if isinstance(data, Dataset) else open_dataset(data, seed=seed)
-    dataset = dataset if classes is None else rename_classes(dataset, classes)
-    check_empty_classes(dataset)
-    return dataset
 
 
 def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:

@@ -18,9 +18,11 @@ from vitrail.io.write import write_text
 from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
+from vitrail.report.run import best_row
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.lora import check_rank, merge_lora
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
@@ -34,6 +36,7 @@ from vitrail.training.teacher import Teacher, bundle_digest
 from vitrail.training.threads import CpuWait, Threads, choose_threads, describe_busy, use_threads
 from vitrail.training.trainer import Interrupted, Trainer
 from vitrail.weights.bundle import Bundle, Card
+from vitrail.weights.fingerprint import Fingerprint
 from vitrail.weights.load import load
 
 _BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
@@ -50,6 +53,8 @@ class Run:
     """The best weights: their EMA if there is one."""
     metrics: list[dict[str, Any]]
     """One row per epoch, as in metrics.jsonl."""
+    best: Mapping[str, Any]
+    """The row of the epoch whose weights are in `bundle` and best.safetensors."""
 
 
 def run_training(
@@ -79,7 +84,7 @@ def run_training(
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
-        return _finished_run(out)
+        return _finished_run(out, dataset)
     log.open()
     log.on_message(f"Computing on {compute.reason}.")
     for note in (*dataset.notes, *recipe.notes):
@@ -95,11 +100,13 @@ def run_training(
         record_resolved(out, {"precision": compute.precision, "threads": threads.count}, log)
     session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log, threads)
     session.start = read_config(out / "config.json")["start"]
+    if recipe.train.fingerprint and ranks.is_main:  # which writes the files
+        session.fingerprint = run_fingerprint(out, dataset, start, log)
     with use_threads(threads.count):
         if resume:
             session.resume()
         session.run()
-    return Run(out, load(out / "best.safetensors"), session.history)
+    return Run(out, load(out / "best.safetensors"), session.history, best_row(session.history, dataset))
 
 
 def _describe_origin(
@@ -136,9 +143,9 @@ def _initial_model(recipe: Recipe, start: Bundle | None, log: Callback) -> ViT:
     return model
 
 
-def _finished_run(out: Path) -> Run:
+def _finished_run(out: Path, dataset: Dataset) -> Run:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return Run(out, load(out / "best.safetensors"), rows)
+    return Run(out, load(out / "best.safetensors"), rows, best_row(rows, dataset))
 
 
 @dataclass
@@ -164,6 +171,8 @@ class TrainingSession:
     """Corrupt files that have been reported."""
     busy: CpuWait | None = field(default_factory=CpuWait)
     """Watches for other processes; None once it has been said that there are some."""
+    fingerprint: Fingerprint | None = None
+    """Which images the weights were trained on."""
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
@@ -289,15 +298,19 @@ class TrainingSession:
         t = self.trainer
         model = merge_lora(model) if t.settings.tune == "lora" else model
         rows = [row for row in self.history if "val_accuracy" in row]
-        metrics = {"accuracy": rows[-1]["val_accuracy"]} if rows else {}
+        metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
         source = f"trained on {t.data.name}"
         if self.start.get("source"):
             source += f", from {self.start['source']}"
         license = self.start.get("license", "unknown")  # of the weights that it started from
         card = Card(name=t.data.name, source=source, license=license, metrics=metrics)
-        scores = initial_scores(t.data, t.settings)
         return Bundle(
-            model=model, preprocess=t.preprocess, labels=list(t.data.classes), scores=scores, card=card
+            model=model,
+            preprocess=t.preprocess,
+            labels=list(t.data.classes),
+            scores=initial_scores(t.data, t.settings),
+            card=card,
+            fingerprint=self.fingerprint,
         )
 
     def finish(self) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
-from vitrail.evaluation.run import match_classes
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.head import DistilledHead
 from vitrail.training.precision import ComputeDevice
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.labels import match_labels
 
 
 class Teacher:
@@ -84,7 +84,7 @@ def _check_teacher(bundle: Bundle, data: Dataset, channels: int) -> Preprocess:
 def _class_columns(bundle: Bundle, data: Dataset, notes: list[str]) -> list[int]:
     """The teacher's class for each class of the data."""
     try:
-        return match_classes(bundle, data.classes, notes)
+        return match_labels(bundle.labels, bundle.model.config.classes, data.classes, notes)
     except InputError as error:
         raise InputError(f"the teacher must have the classes of the data. {error}") from error
 

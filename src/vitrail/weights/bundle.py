@@ -4,9 +4,10 @@
     bundle.model(bundle.preprocess(image)[None])
     bundle.save("pets-2.safetensors")
 
-The file is a safetensors file. Its tensors are the model's state dict, `extras/...` and `golden/...`;
-its metadata holds one JSON object under "vitrail". The golden inputs are four images of uint8 pixels, with
-the logits they gave when the file was written: `vitrail verify` checks that they still do.
+The file is a safetensors file. Its tensors are the model's state dict, `extras/...`, `golden/...` and
+`fingerprint/...` (fingerprint.py); its metadata holds one JSON object under "vitrail". The golden inputs are
+four images of uint8 pixels, with the logits they gave when the file was written: `vitrail verify` checks that
+they still do.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import parse_json
 from vitrail.weights.files import write_safetensors
+from vitrail.weights.fingerprint import Fingerprint, read_fingerprint
 from vitrail.weights.folder import ModelFiles
 from vitrail.weights.scores import Scores, parse_scores
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from vitrail.model import ViT
@@ -39,7 +42,7 @@ _OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
     *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
 )
-_PARTS = ("format", "config", "preprocess", "labels", "scores", "card", "source", "notes")
+_PARTS = ("format", "config", "preprocess", "labels", "scores", "card", "source", "notes", "fingerprint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,8 @@ class Bundle:
     source: Source | None = None
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the original file that the model does not use, such as a mask token."""
+    fingerprint: Fingerprint | None = None
+    """Which images the model was trained on, if that is known."""
     notes: list[str] = field(default_factory=list)
     """What was assumed or changed when the model was loaded, a sentence each."""
 
@@ -112,12 +117,16 @@ class Bundle:
 
     def write(self, path: str | Path, inputs: Tensor, logits: Tensor) -> None:
         """Write the file with these golden inputs and their logits."""
+        import torch
+
         state = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         tensors = {
             **in_source_dtype(state, self.source),
             **{f"extras/{n}": t for n, t in self.extras.items()},
         }
         tensors |= {"golden/inputs": inputs, "golden/logits": logits}
+        if self.fingerprint is not None:
+            tensors |= {n: torch.from_numpy(array) for n, array in self.fingerprint.arrays().items()}
         # Only one entry: safetensors writes several in varying order, and equal models would give different
         # files.
         write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
@@ -133,6 +142,7 @@ class Bundle:
             "card": {**asdict(self.card), "versions": versions()},
             "source": None if self.source is None else asdict(self.source),
             "notes": self.notes,
+            "fingerprint": None if self.fingerprint is None else self.fingerprint.describe(),
         }
 
     def golden_logits(self, inputs: Tensor) -> Tensor:
@@ -263,6 +273,24 @@ def read_header(file: ModelFiles) -> dict[str, Any] | None:
     if unknown or not isinstance(header.get("config"), dict):
         raise _damaged(file, f"it has unknown keys {unknown}" if unknown else "it has no config")
     return header
+
+
+def stored_fingerprint(file: ModelFiles) -> Fingerprint | None:
+    """Which images the model of a vitrail file was trained on; None if it does not say so. No torch."""
+    import numpy as np
+
+    header = read_header(file)
+    if header is None:
+        return None
+    entries = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+
+    def read(name: str) -> NDArray[Any]:
+        return np.concatenate([np.zeros(0, dtype=entries[name][0]), *file.chunks(name)])
+
+    try:
+        return read_fingerprint(header.get("fingerprint"), entries, read)
+    except ValueError as error:
+        raise _damaged(file, str(error)) from error
 
 
 def _damaged(file: ModelFiles, reason: str) -> FileError:

@@ -11,7 +11,7 @@ from vitrail.config import format_sides
 from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import fit_preprocess
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle import Bundle, stored_fingerprint
 from vitrail.weights.describe import FileDescription, describe
 from vitrail.weights.folder import ModelFiles, open_model
 from vitrail.weights.hub import fetch_model
@@ -135,6 +135,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         card=description.card,
         source=description.source,
         extras=extras,
+        fingerprint=stored_fingerprint(files),
         notes=list(description.notes),
     )
 

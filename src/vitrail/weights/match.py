@@ -121,7 +121,7 @@ def match_family(
 
 
 def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
-    """Match a file of our own names: the model's tensors, extras/... and golden/...."""
+    """Match a file of our own names: the model's tensors, extras/..., golden/... and fingerprint/...."""
     placeholders = _find_placeholders(family, entries) if family.detect.anchors else {"w": "", "p": ""}
     if placeholders is None:
         return None
@@ -132,7 +132,7 @@ def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | No
             match.unknown.append(name)
         elif name.startswith("extras/"):
             match.extras[name.removeprefix("extras/")] = name
-        elif not name.startswith("golden/"):
+        elif not name.startswith(("golden/", "fingerprint/")):
             match.shapes[ours] = entry.shape
             match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
     return match

@@ -1,0 +1,117 @@
+"""The validation set of data that has none: chosen by the content of each image.
+
+An image is held out if its content key (content.py), as a fraction of 2^64, is below `val_fraction`. So the
+choice depends neither on the seed of a run, nor on names or folders, nor on the other images: adding an image
+moves no other one, and equal images land in the same set. Three rules come before it:
+
+- a class with a single image trains on it;
+- a class with two or more of which none is held out gives its lowest key to validation;
+- a class with two or more of which all are held out gives its highest key to training.
+
+In multi-label data they hold for each label. Equal images count as one, and follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitrail.data.classes import check_empty_classes
+from vitrail.data.content import Progress, content_keys
+from vitrail.errors import InputError, printable
+from vitrail.fields import as_integer, is_real, short_repr
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from vitrail.data.sources import Dataset
+
+VAL_FRACTION = 0.2
+_MAX_SEED = 2**63 - 1
+
+
+def hold_out_validation(
+    data: Dataset,
+    fraction: float = VAL_FRACTION,
+    split_seed: int = 0,
+    progress: Progress = lambda done, total: None,
+) -> Dataset:
+    """Hold out a part of train as val.
+
+    Args:
+        fraction: the expected fraction of the images.
+        split_seed: 0 compares the keys themselves; another number draws another set.
+        progress: called as progress(files read, files in total).
+    """
+    if not is_real(fraction) or not 0 < fraction < 1:
+        raise InputError(f"val_fraction must be between 0 and 1, such as 0.2, not {short_repr(fraction)}.")
+    as_integer("split_seed", split_seed, 0, _MAX_SEED)
+    train = replace(data.train, keys=content_keys(data.train, data.source, progress))
+    assert train.keys is not None
+    out = choose_held_out(_draw(train.keys, split_seed), train.labels, fraction)
+    if not out.any() or out.all():
+        check_empty_classes(data)  # whose message is more specific if labels are not class numbers
+        different = len(np.unique(train.keys))
+        equal = f" ({different:,} different)" if different < len(train) else ""
+        raise InputError(
+            f"{printable(data.name)} has too few images for a validation set: {len(train):,}{equal} in "
+            f"{len(data.classes):,} classes. Some class must have at least two different images."
+        )
+    held_out, rest = np.flatnonzero(out), np.flatnonzero(~out)
+    redrawn = f", split_seed {split_seed}" if split_seed else ""
+    note = (
+        f"{len(held_out):,} of {len(out):,} images are held out for validation, chosen by their "
+        f"content (val_fraction {fraction:g}{redrawn})."
+    )
+    notes = [*data.notes, note]
+    return replace(data, train=train.take(rest), val=train.take(held_out), notes=notes, held_out=True)
+
+
+def _draw(keys: NDArray[np.uint64], split_seed: int) -> NDArray[np.uint64]:
+    """The number that decides for each key; equal keys have equal numbers."""
+    if not split_seed:
+        return keys
+    import torch
+
+    from vitrail.data.rng import random_integers
+
+    numbers = random_integers([split_seed, torch.from_numpy(keys.view(np.int64))], 1)[:, 0]
+    return numbers.numpy().view(np.uint64)
+
+
+def choose_held_out(
+    numbers: NDArray[np.uint64], labels: NDArray[np.int64], fraction: float
+) -> NDArray[np.bool_]:
+    """(N,) which images are held out.
+
+    Args:
+        numbers: (N,) uniform over all uint64, equal for equal images.
+        labels: (N,) class numbers, or (N, K) of 0 and 1.
+    """
+    if not labels.size:
+        return np.zeros(len(labels), dtype=bool)
+    contents, content_of = np.unique(numbers, return_inverse=True)  # in ascending order
+    out = contents < np.uint64(int(fraction * 2**64))
+    rows, classes = np.nonzero(labels) if labels.ndim == 2 else (np.arange(len(labels)), labels)
+    pairs = np.unique(classes.astype(np.int64) * len(contents) + content_of[rows])
+    owner, content = np.divmod(pairs, len(contents))  # by class, each from its lowest to its highest
+    starts = np.flatnonzero(np.diff(owner, prepend=-1))
+    several = np.diff(starts, append=len(pairs)) > 1
+    alone = np.zeros(len(contents), dtype=bool)
+    alone[content[starts[~several]]] = True
+    out &= ~alone
+    without_val = several & (_count(out, content, starts) == 0)
+    lowest = np.minimum.reduceat(np.where(alone[content], len(contents), content), starts)[without_val]
+    out[lowest[lowest < len(contents)]] = True
+    without_train = several & (_count(~out, content, starts) == 0)
+    out[np.maximum.reduceat(content, starts)[without_train]] = False
+    return out[content_of]
+
+
+def _count(
+    chosen: NDArray[np.bool_], content: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many of the contents of each class are chosen."""
+    return np.add.reduceat(chosen[content].astype(np.int64), starts)

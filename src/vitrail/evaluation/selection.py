@@ -1,0 +1,150 @@
+"""What is evaluated: which images of the data, and which classes.
+
+All labeled images, unless the data has splits: then test, or val if there is no test. Classes are matched to
+the model's by name. The data may lack some of them; the model can still predict these, which is a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.classes import class_counts, relabel
+from vitrail.data.holdout import hold_out_validation
+from vitrail.data.sources import Dataset, Split, concatenate, open_labeled
+from vitrail.errors import InputError, printable, suggest
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.labels import map_classes, match_labels
+from vitrail.weights.match import join_names
+
+SPLITS = ("train", "val", "test", "all")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Images to evaluate a model on."""
+
+    data: str
+    """The name of the data set."""
+    split: str
+    """train, val, test or all."""
+    images: Split
+    train: Split
+    """The training images, for probes."""
+    classes: list[str]
+    """The classes of the labels."""
+    columns: list[int] | None
+    """The model's output for each class; None for a model without a head."""
+    notes: list[str]
+    source: str | None
+    """The path of the data set and the split, for the cache of content keys."""
+
+
+def select_images(
+    bundle: Bundle,
+    data: Any,
+    split: str | None = None,
+    mapping: Mapping[str, str] | None = None,
+    probes: Sequence[str] = (),
+) -> Selection:
+    """Open the data, choose a split, and match its classes to the model's.
+
+    Args:
+        data: an open Dataset, or what `open_dataset` takes.
+        split: train, val, test or all; see `open_for_evaluation` for data without splits.
+        mapping: from names of the data's classes to names of the model's.
+        probes: the probes that will be fitted on the training images.
+    """
+    if split is not None and split not in SPLITS:
+        raise InputError(f"Unknown split {split!r}. {suggest(split, SPLITS)}")
+    opened = data if isinstance(data, Dataset) else open_for_evaluation(data, split, probes)
+    name, images = _choose_split(opened, split)
+    _check_model(bundle, opened, images, probes)
+    notes, train = list(opened.notes), opened.train
+    source = opened.source_of(name)
+    if not bundle.model.config.classes:
+        if mapping:
+            raise InputError("map renames classes for a model's head, and this model has none; leave it out.")
+        return Selection(opened.name, name, images, train, list(opened.classes), None, notes, source)
+    needed = [images, train] if probes else [images]
+    classes, numbers, columns = _match_classes(bundle, opened.classes, needed, mapping or {}, notes)
+    images = relabel(images, numbers, len(classes))
+    train = relabel(train, numbers, len(classes)) if probes else train
+    return Selection(opened.name, name, images, train, classes, columns, notes, source)
+
+
+def open_for_evaluation(path: Any, split: str | None = None, probes: Sequence[str] = ()) -> Dataset:
+    """Open a data set.
+
+    If it has neither val nor test, and `split` is train or val or there are probes to fit, a part is held
+    out, the same as in training by default.
+    """
+    data = open_labeled(path)
+    if not (data.val or data.test) and (split in ("train", "val") or probes):
+        return hold_out_validation(data)
+    return data
+
+
+def _choose_split(data: Dataset, requested: str | None) -> tuple[str, Split]:
+    """The name and the images of a split; by default test, or val, or all images of data without these."""
+    splits = data.splits
+    name = requested or next((name for name in ("test", "val") if name in splits), "all")
+    if name == "all":
+        return name, concatenate(list(splits.values()))
+    if name not in splits:
+        choices = [*splits, "all"]
+        raise InputError(f"{printable(data.name)} has no split {name!r}. {suggest(name, choices)}")
+    return name, splits[name]
+
+
+def _match_classes(
+    bundle: Bundle,
+    classes: Sequence[str],
+    splits: Sequence[Split],
+    mapping: Mapping[str, str],
+    notes: list[str],
+) -> tuple[list[str], list[int], list[int]]:
+    """The classes to evaluate, the number among them of each class of the data, and the model's outputs."""
+    labels, outputs = bundle.labels, bundle.model.config.classes
+    names = map_classes(classes, mapping, labels, outputs)
+    if not mapping and len(names) == outputs:
+        with suppress(InputError):
+            return list(classes), list(range(outputs)), match_labels(labels, outputs, names, notes)
+    used = np.sum([class_counts(split, len(classes)) for split in splits], axis=0) > 0
+    present = list(dict.fromkeys(name for name, is_used in zip(names, used.tolist(), strict=True) if is_used))
+    found = dict(zip(present, match_labels(labels, outputs, present, notes, subset=True), strict=True))
+    every = [str(number) for number in range(outputs)] if labels is None else list(labels)
+    missing = [name for number, name in enumerate(every) if number not in set(found.values())]
+    if missing:
+        notes.append(
+            f"The data has images of {outputs - len(missing):,} of the model's {outputs:,} classes, and none "
+            f"of: {join_names(missing)}."
+        )
+    return every, [found.get(name, -1) for name in names], list(range(outputs))
+
+
+def _check_model(bundle: Bundle, data: Dataset, images: Split, probes: Sequence[str]) -> None:
+    config = bundle.model.config
+    if bundle.preprocess is None:
+        raise InputError(f"Only models for images can be evaluated; this one takes {config.input}.")
+    channels = None if images.images is None else images.images.shape[3]
+    if channels not in (None, config.channels):
+        raise InputError(
+            f"The images of {printable(data.name)} have {channels} channels and the model takes "
+            f"{config.channels}; load the model with channels={channels}."
+        )
+    if not config.classes and not probes:
+        raise InputError("A model without a head can only be probed; request the probe knn or linear.")
+    if data.multilabel and probes:
+        raise InputError(
+            f"Probes need exactly one class per image, and {printable(data.name)} is multi-label; evaluate "
+            "it without probes."
+        )
+    if probes and not data.train:
+        raise InputError(
+            f"Probes are fitted on training images, and {printable(data.name)} has none; add them as train."
+        )

@@ -1,23 +1,26 @@
 """Training steps on one GPU: ours beside the peers in their best mode, and beside a hand-written loop.
 
-    python -m bench.steps --size B/16 --out bench/results/steps-B16.json
-    python -m bench.steps --recipe mnist --out bench/results/steps-mnist.json
+    python -m bench.steps B/16 mnist --out bench/results
 
-`--size`: forward, cross-entropy, backward and fused AdamW at batch 256 with fp32 weights under bf16 autocast.
-Peers eager, compiled, and compiled and captured as a CUDA graph; ours compiled, captured, and with what
-`vitrail.training.lean` changes. `--recipe`: the steps of a recipe, from uint8 pixels to the metrics, as
-`vitrail train` takes them; and a hand-written CUDA graph of the same compiled model without augmentation,
-clipping, EMA and metrics, which is what is left to gain.
+A size, such as B/16: forward, cross-entropy, backward and fused AdamW at batch 256, with fp32 weights under
+bf16 autocast. Peers compiled, compiled and captured as a CUDA graph, and transformers eager, its fastest;
+ours compiled and captured, with what `vitrail.training.lean` changes. A recipe, mnist or cifar10-small: its
+steps from uint8 pixels to the metrics, as `vitrail train` takes them; and a hand-written CUDA graph of the
+same compiled model without augmentation, clipping, EMA and metrics, which is what is left to gain.
+
+Every row has a process of its own. All compile at the same time; then they take turns, round by round.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,85 +42,125 @@ from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 Step = Callable[[], object]
+RECIPES = {"mnist": (60_000, 28, 1), "cifar10-small": (50_000, 32, 3)}  # images, side, channels
+BATCH = 256  # of the sizes
 sync = torch.cuda.synchronize
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--size", help="a model's size, such as B/16")
-    what.add_argument("--recipe", choices=["mnist", "cifar10-small"])
-    parser.add_argument("--batch", type=int, default=256, help="with --size")
+    parser.add_argument("what", nargs="+", help="sizes, such as B/16, and recipes: mnist, cifar10-small")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=10, help="steps in one timed round")
-    parser.add_argument("--only", default="", help="rows, separated by semicolons; default: all")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--without", nargs="*", default=[], help="rows to leave out")
+    parser.add_argument("--out", type=Path, help="a folder for the results")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench/steps.py needs a CUDA device; there is none here.")
+    started = {
+        what: {name: start(what, name) for name in row_names(what) if name not in args.without}
+        for what in args.what
+    }
+    ready = {what: wait_for(processes) for what, processes in started.items()}
+    for what, found in ready.items():
+        repeats = args.repeats * (5 if what in RECIPES else 1)
+        jobs = {name: functools.partial(ask, started[what][name], repeats) for name in found}
+        batch = batch_of(what)
+        speeds = rates(interleave(jobs, args.rounds), batch)
+        rows = [{"row": name, **found[name], **speeds[name]} for name in found]
+        for row in rows:
+            row["ms_per_step"] = round(1000 * batch / row["images_per_s"], 3)
+            print(
+                f"{what:13} {row['row']:28} {row['images_per_s']:9,.0f} images/s "
+                f"{row['ms_per_step']:8.2f} ms {row['peak_gib']:6.1f} GiB",
+                flush=True,
+            )
+        if args.out:
+            settings = {"what": what, "batch": batch, "rounds": args.rounds, "repeats": repeats}
+            file = args.out / f"steps-{what.replace('/', '')}.json"
+            save({**settings, "rows": rows, "environment": environment()}, file)
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+
+def start(what: str, name: str) -> Connection:
+    """Start the process of a row; it sends what `prepare` measures, then waits to be asked."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=answer, args=(theirs, what, name), daemon=True).start()
+    theirs.close()  # so that the end of the process is noticed
+    return ours
+
+
+def wait_for(processes: dict[str, Connection]) -> dict[str, dict[str, float]]:
+    """What the processes measured while they prepared, without those that failed."""
+    found = {}
+    for name, connection in processes.items():
+        try:
+            found[name] = connection.recv()
+            print(f"{name}: ready after {found[name]['ready_s']:.0f} s", flush=True)
+        except EOFError:
+            print(f"{name}: its process has ended with an error", flush=True)
+    return found
+
+
+def answer(connection: Connection, what: str, name: str) -> None:
     make_torchvision_importable()
-    candidates = large_steps(preset(args.size), args.batch) if args.size else recipe_steps(args.recipe)
-    chosen = args.only.split(";") if args.only else list(candidates)
-    jobs, rows = {}, {}
-    for name in chosen:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        step = candidates[name]()
-        for _ in range(6):
-            step()
-        sync()
-        ready = time.perf_counter() - begin
-        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-        rows[name] = {"row": name, "ready_s": round(ready, 1), "peak_gib": round(peak, 2)}
-        print(f"{name}: ready after {ready:.0f} s", flush=True)
-        jobs[name] = functools.partial(clock, step, args.repeats, sync)
-    batch = args.batch if args.size else recipe_batch(args.recipe)
-    found = rates(interleave(jobs, args.rounds), batch) if args.rounds else {}
-    for name in found:
-        rows[name] |= {**found[name], "ms_per_step": round(1000 * batch / found[name]["images_per_s"], 3)}
-        row = rows[name]
-        print(
-            f"{args.size or args.recipe} {name:34} {row['images_per_s']:9,.0f} images/s "
-            f"{row['ms_per_step']:8.2f} ms {row['peak_gib']:6.1f} GiB"
-        )
-    if args.out and args.rounds:
-        settings = {"rounds": args.rounds, "repeats": args.repeats, "batch": batch}
-        what = {"size": args.size} if args.size else {"recipe": args.recipe}
-        save({**what, **settings, "rows": list(rows.values()), "environment": environment()}, args.out)
+    torch.manual_seed(0)
+    torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    step = recipe_step(what, name) if what in RECIPES else large_step(preset(what), name)
+    for _ in range(6):
+        step()
+    sync()
+    ready, peak = time.perf_counter() - begin, torch.cuda.max_memory_allocated() / 2**30
+    connection.send({"ready_s": round(ready, 1), "peak_gib": round(peak, 2)})
+    while True:
+        connection.send(clock(step, connection.recv(), sync))
+
+
+def ask(connection: Connection, repeats: int) -> float:
+    connection.send(repeats)
+    return connection.recv()
+
+
+def row_names(what: str) -> list[str]:
+    if what in RECIPES:
+        return [*_RECIPE_ROWS, "by hand"]
+    return list(_LARGE_ROWS)
+
+
+def batch_of(what: str) -> int:
+    return recipe(what, random_images(what)).train.batch if what in RECIPES else BATCH
 
 
 # ---- large models ---------------------------------------------------------------------------
 
 
-def large_steps(config: ViTConfig, batch: int) -> dict[str, Callable[[], Step]]:
-    """What builds each candidate's step."""
-    torch.manual_seed(0)
-    images = torch.randn(batch, config.channels, *config.pixels, device="cuda")
-    labels = torch.randint(config.classes, (batch,), device="cuda")
+_LARGE_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vitrail, fp32 residual": ("vitrail", {"compiled": True, "graph": True}),
+    "vitrail, bf16 residual": ("vitrail", {"compiled": True, "graph": True}),
+    "timm, compiled": ("timm", {"compiled": True, "graph": False}),
+    "timm, compiled and captured": ("timm", {"compiled": True, "graph": True}),
+    "transformers, eager": ("transformers", {"compiled": False, "graph": False}),
+}
 
-    def ours(residual: str, lean: bool, graph: bool) -> Step:
-        model, compute = ViT(config), choose_device("bf16")
-        if residual == "bf16":
-            use_bf16_residual(model)
-        if lean:
-            use_fast_gelu(model)
-            use_short_attention(model)
-        return training_step(model, images, labels, compute.autocast, compiled=True, graph=graph)
 
-    def peer(name: str, compiled: bool, graph: bool) -> Step:
+def large_step(config: ViTConfig, name: str) -> Step:
+    """The step of a row; ours in the precision, with the kernels and changes of `vitrail train`."""
+    library, how = _LARGE_ROWS[name]
+    images = torch.randn(BATCH, config.channels, *config.pixels, device="cuda")
+    labels = torch.randint(config.classes, (BATCH,), device="cuda")
+    model = PEERS[library](config)
+    if not isinstance(model, ViT):
         cast = functools.partial(torch.autocast, "cuda", torch.bfloat16)
-        return training_step(PEERS[name](config), images, labels, cast, compiled, graph)
-
-    return {
-        "vitrail, plain step compiled": functools.partial(ours, "fp32", False, False),
-        "vitrail, fp32 residual": functools.partial(ours, "fp32", True, True),
-        "vitrail, bf16 residual": functools.partial(ours, "bf16", True, True),
-        "timm, compiled": functools.partial(peer, "timm", True, False),
-        "timm, compiled and captured": functools.partial(peer, "timm", True, True),
-        "transformers, eager": functools.partial(peer, "transformers", False, False),
-        "transformers, captured": functools.partial(peer, "transformers", False, True),
-    }
+        return training_step(model, images, labels, cast, **how)
+    if "bf16" in name:
+        use_bf16_residual(model)
+    use_fast_gelu(model)
+    use_short_attention(model)
+    return training_step(model, images, labels, choose_device("bf16").autocast, **how)
 
 
 def training_step(
@@ -149,53 +192,49 @@ def capture(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+
+    def replay(tensors: Step = step) -> None:  # the graph does not keep what the step reads
+        graph.replay()
+
+    return replay
 
 
 # ---- recipes --------------------------------------------------------------------------------
 
 
-def recipe_steps(name: str) -> dict[str, Callable[[], Step]]:
-    """What builds each way to take a recipe's steps, on random images of the same size."""
-    data = random_images(name)
-    plan = recipe(name, data)
+_RECIPE_ROWS: dict[str, dict[str, Any]] = {
+    "plain": {"compile": False, "cuda_graph": False},
+    "captured": {"compile": False, "cuda_graph": True},
+    "compiled": {"compile": True, "cuda_graph": False},
+    "compiled and captured": {"compile": True, "cuda_graph": True},
+}
 
-    def ours(**changes: Any) -> Step:
-        settings = replace(plan.train, **changes)
-        trainer = Trainer(ViT(plan.model), plan.preprocess, data, settings, choose_device("auto"))
-        return functools.partial(trainer.take_step, endless_batches(trainer))
 
-    def by_hand() -> Step:
-        batch = plan.train.batch
-        images = torch.randn(batch, plan.model.channels, *plan.model.pixels, device="cuda")
-        labels = torch.randint(plan.model.classes, (batch,), device="cuda")
+def recipe_step(what: str, name: str) -> Step:
+    """The step of a row, on random images of the data set's size."""
+    data = random_images(what)
+    plan = recipe(what, data)
+    if name == "by hand":
+        images = torch.randn(plan.train.batch, plan.model.channels, *plan.model.pixels, device="cuda")
+        labels = torch.randint(plan.model.classes, (plan.train.batch,), device="cuda")
         cast = choose_device("auto").autocast
         return training_step(ViT(plan.model), images, labels, cast, compiled=True, graph=True)
-
-    return {
-        "plain": functools.partial(ours, compile=False, cuda_graph=False),
-        "captured": functools.partial(ours, compile=False, cuda_graph=True),
-        "compiled": functools.partial(ours, compile=True, cuda_graph=False),
-        "compiled and captured": functools.partial(ours, compile=True, cuda_graph=True),
-        "by hand": by_hand,
-    }
-
-
-def recipe_batch(name: str) -> int:
-    return recipe(name, random_images(name)).train.batch
+    settings = replace(plan.train, **_RECIPE_ROWS[name])
+    trainer = Trainer(ViT(plan.model), plan.preprocess, data, settings, choose_device("auto"))
+    return functools.partial(trainer.take_step, endless_batches(trainer))
 
 
 @functools.cache
-def random_images(name: str) -> Dataset:
+def random_images(what: str) -> Dataset:
     """As many images of the same size as the recipe's data set has."""
-    count, side, channels = {"mnist": (60_000, 28, 1), "cifar10-small": (50_000, 32, 3)}[name]
+    count, side, channels = RECIPES[what]
     rng = np.random.default_rng(0)
 
     def split(count: int) -> Split:
         images = rng.integers(0, 256, (count, side, side, channels), dtype=np.uint8)
         return Split(rng.integers(0, 10, count), [str(i) for i in range(count)], images=images)
 
-    return Dataset(name, [str(i) for i in range(10)], train=split(count), val=split(100))
+    return Dataset(what, [str(i) for i in range(10)], train=split(count), val=split(100))
 
 
 def endless_batches(trainer: Trainer) -> Iterator[Batch]:

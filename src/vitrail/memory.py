@@ -99,6 +99,18 @@ def training_bytes(config: ViTConfig, images: int) -> int:
     return parameters + config.depth * forward_bytes(config, images)
 
 
+def activation_bytes(config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES) -> int:
+    """About what the blocks keep for the backward pass of a training step; no lower bound."""
+    values = config.tokens * (10 * config.width + 3 * config.heads_width + 2 * config.F)
+    return images * config.depth * values * itemsize
+
+
+def step_bytes(config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES) -> int:
+    """About what a training step takes: weights, gradients, two moments, EMA and activations."""
+    parameters = 5 * _FLOAT_BYTES * sum(config.parameter_counts.values())
+    return parameters + activation_bytes(config, images, itemsize)
+
+
 def check_fits(needed: int, config: ViTConfig, images: int, what: str, advice: str) -> None:
     """Refuse an operation on a batch of images that needs more than the available memory.
 

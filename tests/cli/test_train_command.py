@@ -181,6 +181,7 @@ WRONG = [  # options, and a pattern in the message
     (["data.npz", "--set=seed=x"], "seed must be"),
     (["data.npz", "--set=model.classes=9"], "classes"),
     (["data.npz", "--lr=-1"], "lr must be above 0 and at most 100"),
+    (["data.npz", "--batch=all"], "or auto"),
     (["data.npz", "--set=batch=30", "--set=accumulate=4"], "accumulate"),
     (["data.npz", "--from=nowhere.pth"], "nowhere.pth"),
     (["data.npz", "--from=a.pth", "--model=Ti/16"], "--from 'a.pth' and --model 'Ti/16'"),

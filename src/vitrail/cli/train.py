@@ -130,8 +130,12 @@ def train(
         typer.Option(min=1, help="Passes over the training set.", show_default="from the recipe"),
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Images per step.", show_default="from the recipe"),
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help='Images per step; "auto" for the largest batch that fits in memory.',
+            show_default="from the recipe",
+        ),
     ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate.", show_default="from the recipe")
@@ -175,7 +179,7 @@ def train(
     `vitrail train --out RUN --resume` continues exactly where it was. Training goes on if the terminal or the
     pipe it prints to is closed.
     """
-    options = {"epochs": epochs, "batch": batch, "lr": lr, "seed": seed, "tune": tune}
+    options = {"epochs": epochs, "batch": _parse_batch(batch), "lr": lr, "seed": seed, "tune": tune}
     options["threads"] = threads and parse_value(threads)
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if model is not None:
@@ -247,6 +251,15 @@ def check_options(arguments: list[str]) -> None:
         if ours in TrainConfig.__dataclass_fields__:
             use = f"--{ours}" if ours in known else f"--set {ours}=VALUE"
             raise InputError(f"there is no option {printable(argument.partition('=')[0])}; use {use}.")
+
+
+def _parse_batch(text: str | None) -> int | str | None:
+    value = None if text is None or text == "auto" else parse_value(text)
+    if value is None:
+        return text
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"--batch must be a number of images, at least 1, or auto, not {printable(text)!r}.")
+    return value
 
 
 def apply_setting(changes: dict[str, Any], text: str) -> None:

@@ -20,6 +20,7 @@ from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
 from vitrail.recipes.auto import RunContext
 from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
+from vitrail.training.batch_size import choose_batch
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     Data = str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]]
 
 _DEFAULT_RECIPE = "auto"
+AUTO_BATCH = "auto"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
 _PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
 _DISTILL_FIELDS = ("distill", "distill_weight", "distill_temperature")
@@ -90,7 +92,8 @@ def train(
             which extend the run, and data that has moved.
         report: at the end, evaluate the best weights and write `out`/report.html.
         callback: receives messages, progress and metrics (`vitrail.training.callbacks.Callback`).
-        changes: fields of TrainConfig, such as epochs=10 or tune="lora"; and model=, augment= and mixing=
+        changes: fields of TrainConfig, such as epochs=10 or tune="lora" (batch="auto" is the largest that
+            fits in memory); and model=, augment= and mixing=
             with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
             name is called "name": dict(name="Ti/16", depth=6).
     """
@@ -133,6 +136,12 @@ def _new_setup(
     """The settings of a recipe with the changes applied, and the data."""
     dataset = open_training_data(data, classes, changes, callback)
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
+    if changes.get("batch") == AUTO_BATCH:
+        ranks = init_process_group()
+        compute = choose_device(resolved.train.precision, ranks.local_rank)
+        batch, note = choose_batch(resolved, dataset, compute, ranks)
+        resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size)
+        resolved = replace(resolved, notes=(*resolved.notes, note))
     resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
     request["classes"] = None if classes is None else dataset.classes
@@ -241,6 +250,8 @@ def _split_changes(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
     """Fields of TrainConfig, of the model, and of augment and mixing, checked for unknown names."""
     fields = dict(changes)
+    if fields.get("batch") == AUTO_BATCH:
+        del fields["batch"]  # a new run chooses it (`choose_batch`), and a saved one has chosen
     model = fields.pop("model", {})
     model = {"name": model} if isinstance(model, str) else model
     nested: dict[str, Any] = {part: fields.pop(part) for part in ("augment", "mixing") if part in fields}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vitrail.memory import activation_bytes
 from vitrail.training.trainer import Trainer
 
 
@@ -75,8 +76,7 @@ def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
     Activations of frozen blocks are not kept: there is one block's at a time.
     """
     c = trainer.model.config
-    depth = c.depth if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1
-    images = trainer.batch / trainer.ranks.count / trainer.settings.accumulate
+    kept = 1.0 if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1 / c.depth
+    images = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
     itemsize = 2 if trainer.compute.dtype == torch.bfloat16 else 4
-    block = c.tokens * (10 * c.width + 3 * c.heads_width + 2 * c.F)
-    return 4 * (count + 3 * trained) + images * depth * block * itemsize
+    return 4 * (count + 3 * trained) + kept * activation_bytes(c, images, itemsize)

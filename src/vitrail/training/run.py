@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
+from vitrail.training.batch_size import fitting_batch
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.epoch import evaluate_epoch
@@ -331,7 +333,13 @@ class TrainingSession:
 def _out_of_memory(trainer: Trainer) -> VitrailError:
     s, size = trainer.settings, format_sides(trainer.preprocess.target)
     parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
+    processes = trainer.ranks.count
+    part = trainer.batch // processes // s.accumulate
+    fitting = fitting_batch(trainer.model.config, trainer.compute, part)
+    accumulate = s.accumulate * 2 ** math.ceil(math.log2(part / fitting))
     return ConfigError(
         f"a step of {trainer.batch} images of {size}{parts} ({trainer.compute.dtype}) does not fit in the "
-        f"device's memory; use --set accumulate={2 * s.accumulate}, which computes the same in smaller parts."
+        f"device's memory. A batch of {fitting * processes * s.accumulate} should fit: use --batch "
+        f"{fitting * processes * s.accumulate}, or --set accumulate={accumulate}, which computes the same in "
+        "smaller parts."
     )

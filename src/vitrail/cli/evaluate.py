@@ -85,6 +85,7 @@ def evaluate(
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 128,
     workers: options.WorkersOption = "auto",
+    device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -121,7 +122,9 @@ def evaluate(
         from vitrail.report.page import check_extras
 
         check_extras()
-    bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
+    bundle = load(
+        model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    )
     dataset = open_for_evaluation(data, split, probes)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars() as bars:

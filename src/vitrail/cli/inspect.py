@@ -46,6 +46,7 @@ def inspect(
     max_images: Annotated[
         int, typer.Option(min=1, max=64, help="Images to draw; statistics use all of them.")
     ] = 8,
+    device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -64,7 +65,9 @@ def inspect(
 
     check_empty_folder("--out", out)
     paths = expand_paths(images or [])
-    bundle = load(model, **options.load_arguments(family, keys, settings, size, offline=offline or None))
+    bundle = load(
+        model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    )
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
     with ProgressBars() as bars:

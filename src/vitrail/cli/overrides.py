@@ -39,6 +39,10 @@ WorkersOption = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="cpu|cuda|cuda:1|mps", help="The device of the model.", show_default="cpu"),
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 

@@ -62,6 +62,7 @@ def predict(
         bool,
         typer.Option("--null", "-0", help="Paths on stdin end with a zero byte, as from find -print0."),
     ] = False,
+    device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -86,7 +87,7 @@ def predict(
     from vitrail.predict.rows import format_rows
 
     format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
-    overrides = options.load_arguments(family, keys, settings, size, offline=offline or None)
+    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
     if not config.classes:

@@ -50,9 +50,7 @@ def serve(
     ] = 64,
     deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
-    device: Annotated[
-        str | None, typer.Option(help="The device of the model, such as cuda.", show_default="cpu")
-    ] = None,
+    device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,

@@ -152,6 +152,17 @@ def train(
             min=2, help="Cross-validation: train one model per fold and report mean and spread.", metavar="K"
         ),
     ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Stop after N epochs without a better validation accuracy (early stopping).",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute.", show_default="auto")
+    ] = None,
     threads: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="CPU threads that compute.", show_default="auto"),
@@ -180,6 +191,7 @@ def train(
     pipe it prints to is closed.
     """
     options = {"epochs": epochs, "batch": _parse_batch(batch), "lr": lr, "seed": seed, "tune": tune}
+    options |= {"patience": patience, "device": device}
     options["threads"] = threads and parse_value(threads)
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if model is not None:

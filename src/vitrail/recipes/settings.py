@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -83,6 +84,16 @@ def _threads(doc: str) -> Any:
     return declare(doc, check, "auto", f"an integer from 1 to {_MAX_THREADS:,}")
 
 
+def _device(doc: str) -> Any:
+    def check(name: str, value: Any, hint: Any) -> str:
+        if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+            return value
+        advice = " Training on mps is not supported: it has no float64." if value == "mps" else ""
+        raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, not {short_repr(value)}.{advice}")
+
+    return declare(doc, check, "auto", "`auto`, `cpu`, `cuda`, `cuda:1`")
+
+
 @documented
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
@@ -91,6 +102,11 @@ class TrainConfig(Config):
     # ---- length
     epochs: int = integer("Passes over the training set", most=1_000_000, default=50)
     batch: int = integer("Images per optimizer step, over all processes", default=64)
+    patience: int | None = integer(
+        "Early stopping: end the run after this many epochs without a better validation accuracy; None "
+        "trains to the end. The learning rate schedule is that of all epochs",
+        default=None,
+    )
     accumulate: int = integer("Micro-batches per step (gradient accumulation)", default=1)
 
     # ---- optimizer
@@ -191,6 +207,7 @@ class TrainConfig(Config):
     )
 
     # ---- machine
+    device: str = _device("Where to compute; auto is a GPU if there is one, and the CPU otherwise")
     seed: int = integer(
         "Random seed of weights, order, augmentation and dropout", least=0, most=MAX_SEED, default=0
     )

@@ -118,7 +118,7 @@ def train(
     )
     if report:
         ranks = init_process_group()
-        device = choose_device("auto", ranks.local_rank).device
+        device = choose_device("auto", ranks.local_rank, setup.recipe.train.device).device
         write_report(run.out, run.bundle, setup.dataset, ranks, device, callback)
     return run
 

@@ -43,28 +43,43 @@ class ComputeDevice:
             yield
 
 
-def choose_device(precision: str, local_rank: int = 0) -> ComputeDevice:
+def choose_device(precision: str, local_rank: int = 0, device: str = "auto") -> ComputeDevice:
     """The GPU of this rank if there is one; bf16 where the GPU supports it, fp32 otherwise.
 
     bf16 on a CPU is refused: where the processor only claims to support it, the process would be killed
     without an error.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1", if it is not to be chosen.
     """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        name = torch.cuda.get_device_name(device)
-        if precision == "fp32":
-            return ComputeDevice(device, torch.float32, f"{name}, fp32 as requested")
-        if torch.cuda.is_bf16_supported():
-            return ComputeDevice(device, torch.bfloat16, f"{name}, bf16")
-        if precision == "bf16":
-            raise ConfigError(
-                f"precision='bf16' needs a GPU that supports it, and {name} does not; use fp32."
-            )
-        return ComputeDevice(device, torch.float32, f"{name}, fp32: it does not support bf16")
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        return _choose_gpu(precision, _gpu_number(device, local_rank))
     if precision == "bf16":
         raise ConfigError(
             "precision='bf16' needs a GPU; on a CPU it is slow or kills the process. Use precision fp32 or "
             "auto."
         )
-    why = "there is no GPU" if precision == "auto" else "as requested"
+    why = "there is no GPU" if precision == "auto" and device == "auto" else "as requested"
     return ComputeDevice(torch.device("cpu"), torch.float32, f"the CPU, fp32: {why}")
+
+
+def _gpu_number(device: str, local_rank: int) -> int:
+    """The number of a GPU that exists; each process of torchrun has its own."""
+    _, colon, number = device.partition(":")
+    index, count = int(number) if colon else local_rank, torch.cuda.device_count()
+    if not torch.cuda.is_available() or index >= count:
+        there = f"there {'is' if count == 1 else 'are'} {count}" if count else "torch finds none"
+        raise ConfigError(f"--device {device} needs GPU {index}, and {there}; use --device cpu or auto.")
+    return index
+
+
+def _choose_gpu(precision: str, index: int) -> ComputeDevice:
+    device = torch.device("cuda", index)
+    name = torch.cuda.get_device_name(device)
+    if precision == "fp32":
+        return ComputeDevice(device, torch.float32, f"{name}, fp32 as requested")
+    if torch.cuda.is_bf16_supported():
+        return ComputeDevice(device, torch.bfloat16, f"{name}, bf16")
+    if precision == "bf16":
+        raise ConfigError(f"precision='bf16' needs a GPU that supports it, and {name} does not; use fp32.")
+    return ComputeDevice(device, torch.float32, f"{name}, fp32: it does not support bf16")

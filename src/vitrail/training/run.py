@@ -23,6 +23,7 @@ from vitrail.report.run import best_row
 from vitrail.training.batch_size import fitting_batch
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
+from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
@@ -81,7 +82,8 @@ def run_training(
     ranks, out = init_process_group(), Path(out)
     log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
     reuse = reuse or {}
-    compute = choose_device(reuse.get("precision", recipe.train.precision), ranks.local_rank)
+    precision = reuse.get("precision", recipe.train.precision)
+    compute = choose_device(precision, ranks.local_rank, recipe.train.device)
     _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
@@ -125,7 +127,12 @@ def _describe_origin(
 
 
 def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:
-    """Check that batch and LoRA rank are possible, and that a step fits in memory (GPUs raise their own)."""
+    """Check that the settings fit the data, and that a step fits in memory (GPUs raise their own error)."""
+    if recipe.train.patience is not None and not dataset.val:
+        raise ConfigError(
+            "patience needs a validation set, and this data has only a test set, which must not decide when "
+            "training stops; remove patience, or add a validation set."
+        )
     batch = global_batch_size(dataset, recipe.train, ranks)
     check_rank(recipe.model, recipe.train)
     if compute.device.type == "cpu":
@@ -229,8 +236,9 @@ class TrainingSession:
         if row["epoch"] % s.evaluate_every == 0 or last:
             row |= self.val_metrics()
             t.clock.evaluated()
+            t.stopped = early_stop(self.history, s.patience) is not None
         row["time"], row["seconds"] = t.clock.end_epoch()
-        row["seconds_left"] = round(t.seconds_left or 0.0, 1)
+        row["seconds_left"] = 0.0 if t.stopped else round(t.seconds_left or 0.0, 1)
         if t.ranks.is_main:
             lines = "".join(json.dumps(one) + "\n" for one in self.history)
             write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
@@ -240,7 +248,9 @@ class TrainingSession:
         self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
         self.pending = False
-        if row["epoch"] % s.save_every == 0 or last:
+        if t.stopped and not last:
+            self.log.on_message(early_stop(self.history, s.patience) or "")
+        if row["epoch"] % s.save_every == 0 or last or t.stopped:
             self.checkpoints.save(self.checkpoint())
 
     def val_metrics(self) -> dict[str, Any]:
@@ -289,6 +299,7 @@ class TrainingSession:
             return
         self.trainer.restore(checkpoint)
         self.history, self.pending = list(checkpoint.state["history"]), bool(checkpoint.state["pending"])
+        self.trainer.stopped = early_stop(self.history, self.trainer.settings.patience) is not None
         self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
         self.reported = set(self.trainer.corrupt.reasons)
         scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]

@@ -18,7 +18,13 @@ from vitrail.weights.bundle import Bundle
 
 VERSION = 3  # of a run directory; 0.1 wrote none, 0.2 held out other images
 MAY_CHANGE = ("workers", "keep", "cuda_graph", "checkpoint_blocks")  # settings that do not change the result
-CHANGES_BITS = ("precision", "compile", "threads")  # settings that may change too, but then bits do
+CHANGES_BITS = (
+    "precision",
+    "compile",
+    "threads",
+    "device",
+    "patience",
+)  # may change, too, but then the result does
 
 
 def read_config(path: Path) -> dict[str, Any]:

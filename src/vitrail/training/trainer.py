@@ -69,6 +69,8 @@ class Trainer:
     teacher: Teacher | None = None
     step: int = 0
     """The number of steps taken."""
+    stopped: bool = False
+    """Whether `run` ends after this step, although more are planned."""
     corrupt: CorruptFiles = field(default_factory=CorruptFiles)
     """Training images that could not be read."""
     on_message: Callable[[str], None] = lambda text: None
@@ -142,7 +144,7 @@ class Trainer:
         slow = Interval(LOG_SECONDS)
         try:
             batches = reader.batches(self.micro_batch_indices())
-            while self.step < self.steps:
+            while self.step < self.steps and not self.stopped:
                 self.take_step(batches)
                 ended = self.step % self.steps_per_epoch == 0
                 if ended or self.step % LOG_EVERY == 0 or (self.ranks.count == 1 and slow()):

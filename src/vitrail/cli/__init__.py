@@ -25,6 +25,7 @@ from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
 from vitrail.cli.malloc import keep_freed_memory
+from vitrail.cli.pack import pack
 from vitrail.cli.predict import predict
 from vitrail.cli.serve import serve
 from vitrail.cli.streams import discard_output, open_streams, print_error
@@ -44,7 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(demo, train, sweep, evaluate, predict, serve, doctor, inspect, walk, lab, notes, check),
+    *(demo, train, sweep, evaluate, predict, serve, doctor, pack, inspect, walk, lab, notes, check),
     *(export, info, convert, verify),
 )
 for command in _COMMANDS:

@@ -27,7 +27,8 @@ def evaluate(
     data: Annotated[
         str,
         typer.Argument(
-            help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits".'
+            help="A folder with one folder of images per class, a .csv, .jsonl, .npz or packed file, or "
+            '"digits".'
         ),
     ],
     split: Annotated[

@@ -47,7 +47,8 @@ def train(
     data: Annotated[
         str | None,
         typer.Argument(
-            help='A folder with one folder of images per class, a .csv, .jsonl or .npz file, or "digits"; '
+            help="A folder with one folder of images per class, a .csv, .jsonl, .npz or packed file, or "
+            '"digits"; '
             "not needed with --resume.",
             metavar="[DATA]",
             show_default=False,
@@ -174,6 +175,12 @@ def train(
             help="Resume the run in --out from its newest checkpoint; more --epochs extend it.",
         ),
     ] = False,
+    cache: Annotated[
+        bool,
+        typer.Option(
+            "--cache", help="Decode and resize image files once, into the cache folder; see vitrail pack."
+        ),
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -194,6 +201,8 @@ def train(
     options |= {"patience": patience, "device": device}
     options["threads"] = threads and parse_value(threads)
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if cache:
+        changes["cache"] = True
     if model is not None:
         changes["model"] = {"name": model}
     for text in settings or []:

@@ -7,6 +7,7 @@
 | a .csv or .jsonl with columns path and label      | tables.py; the splits of a column `split`   |
 | a .npz with x_train, y_train or train_images, ... | arrays.py                                   |
 | a folder with IDX files (the format of MNIST)     | arrays.py                                   |
+| a packed file (`vitrail pack`)                    | packed.py                                   |
 | the word `digits`                                 | arrays.py: the digits of scikit-learn       |
 | a torch Dataset of (image, label)                 | torch_dataset.py                            |
 
@@ -180,7 +181,7 @@ def read_data(path: Any, *, need_train: bool = True) -> Dataset:
     Args:
         need_train: refuse data without a training set.
     """
-    from vitrail.data import arrays, class_names, folders, tables, torch_dataset
+    from vitrail.data import arrays, class_names, folders, packed, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
         return torch_dataset.read_torch_dataset(path)
@@ -195,13 +196,15 @@ def read_data(path: Any, *, need_train: bool = True) -> Dataset:
         )
     elif file.suffix.lower() in (".csv", ".jsonl") and file.is_file():
         data = tables.read_table(file, need_train=need_train)
+    elif packed.is_packed(file):
+        data = packed.read_packed(file)
     elif file.suffix.lower() == ".npz" and file.is_file():
         data = arrays.read_npz(file, need_train=need_train)
     else:
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
             f"{printable(path)} {problem}; DATA must be a folder of images with a folder for each class, "
-            "a .csv, .jsonl or .npz file, or the word digits."
+            "a .csv, .jsonl, .npz or packed file, or the word digits."
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))

@@ -78,9 +78,9 @@ class PackedImage:
 
     def _read(self, start: int, count: int) -> bytearray:
         data = bytearray(count)  # writable, so that torch takes it without a warning
-        at = 0
+        at, opened = 0, _open(self.file)  # held: another thread may have opened the one that stays
         while at < count:
-            part = os.preadv(_open(self.file), [memoryview(data)[at:]], start + at)
+            part = os.preadv(opened.number, [memoryview(data)[at:]], start + at)
             if not part:
                 raise BrokenImage(
                     f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
@@ -96,10 +96,15 @@ def as_image(pixels: NDArray[np.uint8]) -> Image:
     return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
 
 
-@lru_cache(maxsize=64)
-def _open_once(file: str, process: int) -> BinaryIO:
-    return open_regular(file, "a packed file")
+class _Descriptor:
+    """A file that stays open while it is in the cache below."""
+
+    def __init__(self, file: str) -> None:
+        with open_regular(file, "a packed file") as opened:
+            self.number = os.dup(opened.fileno())
+
+    def __del__(self) -> None:
+        os.close(self.number)
 
 
-def _open(file: str) -> int:
-    return _open_once(file, os.getpid()).fileno()  # a fork must not share the parent's
+_open = lru_cache(maxsize=64)(_Descriptor)

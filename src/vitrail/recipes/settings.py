@@ -211,6 +211,10 @@ class TrainConfig(Config):
     seed: int = integer(
         "Random seed of weights, order, augmentation and dropout", least=0, most=MAX_SEED, default=0
     )
+    cache: bool = boolean(
+        "Whether to decode and resize image files once, into the cache folder, as vitrail pack does",
+        default=False,
+    )
     workers: int | Literal["auto"] = declare(
         "Processes that decode files (threads for fewer than 400 images); auto chooses by the cores that "
         "this process may use, 0 decodes in the calling thread",

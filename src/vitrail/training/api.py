@@ -11,6 +11,7 @@ import torch
 
 from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.data.class_names import ClassNames
+from vitrail.data.pack_cache import cached_dataset
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, InputError, printable
 from vitrail.fields import short_repr
@@ -105,6 +106,9 @@ def train(
         setup = _new_setup(data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes, callback)
     else:
         raise InputError(_no_data(Path(out), resume))
+    if setup.recipe.train.cache:
+        cached = cached_dataset(setup.dataset, setup.recipe.preprocess, callback.on_message)
+        setup = replace(setup, dataset=cached)
     run = run_training(
         setup.dataset,
         setup.recipe,

@@ -1,0 +1,106 @@
+"""`vitrail pack`: decode and resize the images of a data set once, into one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.overrides import WorkersOption, parse_workers
+from vitrail.cli.progress import ProgressBars
+from vitrail.errors import InputError, printable
+
+_MOST = 5  # names that are printed of a kind
+
+
+def pack(
+    data: Annotated[
+        str | None,
+        typer.Argument(help="A folder with one folder of images per class, or a .csv or .jsonl file."),
+    ] = None,
+    out: Annotated[Path | None, typer.Argument(help="The packed file to write, such as pets.pack.")] = None,
+    size: Annotated[
+        int, typer.Option(min=1, max=65_535, help="The short side that larger images are resized to.")
+    ] = 256,
+    jpeg: Annotated[
+        bool, typer.Option("--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Write nothing: check that OUT is intact and DATA has not changed since."
+        ),
+    ] = False,
+    clear_cache: Annotated[
+        bool, typer.Option("--clear-cache", help="Empty the cache folder, which train --cache fills.")
+    ] = False,
+    workers: WorkersOption = "auto",
+) -> None:
+    """Decode and resize the images of a data set once, into one file.
+
+    Every command takes the packed file as DATA. It has the labels, classes and splits of the data, and
+    feeds a GPU several times as fast as image files do. Images that cannot be read are listed, and stay
+    unreadable in the packed file. An interrupted pack resumes when the same command is run again. With
+    --check, the exit code is 1 if the packed file is damaged or its source has changed.
+    """
+    if clear_cache:
+        _clear_cache(given=data is not None or out is not None)
+        return
+    if data is None or out is None:
+        raise InputError("vitrail pack takes DATA and OUT, such as vitrail pack pets/ pets.pack.")
+    if check:
+        _check(data, out)
+        return
+    from vitrail.data.pack import pack_dataset
+    from vitrail.data.sources import read_data
+
+    count = parse_workers(workers)
+    with ProgressBars() as bars:
+        bars("listing files", 0, None)
+        dataset = read_data(data)
+        bars("listing files", len(dataset.train), len(dataset.train))
+        result = pack_dataset(
+            dataset,
+            out,
+            size=size,
+            jpeg=jpeg,
+            workers=count,
+            progress=lambda done, total: bars("packing images", done, total),
+        )
+    if result.resumed:
+        print(f"Resumed after {result.resumed:,} images.")
+    _print_names("could not be read, and stay unreadable", list(result.unreadable))
+    print(f"Packed {result.images:,} images into {printable(out)} ({result.bytes / 1e6:,.1f} MB).")
+
+
+def _check(data: str, out: Path) -> None:
+    from vitrail.data.pack_check import check_packed
+    from vitrail.data.sources import read_data
+
+    with ProgressBars() as bars:
+        check = check_packed(read_data(data), out, lambda done, total: bars("checking images", done, total))
+    _print_names("damaged in the packed file", check.damaged)
+    _print_names("changed since it was packed", check.changed)
+    _print_names("no longer in the data", check.missing)
+    _print_names("new in the data", check.new)
+    if not check.is_current:
+        print("The packed file is not current; pack the data again.")
+        raise typer.Exit(1)
+    print(f"All {check.images:,} images are intact, and their sources unchanged.")
+
+
+def _clear_cache(given: bool) -> None:
+    from vitrail.data.pack_cache import clear_cache
+    from vitrail.io.cache import cache_folder
+
+    if given:
+        raise InputError("--clear-cache takes neither DATA nor OUT; run vitrail pack --clear-cache.")
+    count, size = clear_cache()
+    print(f"Deleted {count:,} files ({size / 1e6:,.1f} MB) from {printable(cache_folder())}.")
+
+
+def _print_names(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _MOST:,} more" if len(names) > _MOST else ""
+        print(f"{len(names):,} {what}: {', '.join(map(printable, names[:_MOST]))}{more}")

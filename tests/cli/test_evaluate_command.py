@@ -79,6 +79,15 @@ def test_digits(file, bundle, digits, tmp_path):
     assert "Probes" not in again
 
 
+def test_json_to_standard_output_is_all_there_is(file, bundle, digits, tmp_path):
+    table = tmp_path / "rows.csv"
+    done = run(file, "digits", "--json", "-", "--csv", table)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["images"] == 360
+    assert "Saved" in done.stderr  # not among the results
+    assert table.exists()
+
+
 def test_a_row_per_image_in_csv_and_json(file, bundle, digits, tmp_path):
     table, out = tmp_path / "rows.csv", tmp_path / "out.json"
     done = run(file, "digits", "--csv", table, "--json", out)

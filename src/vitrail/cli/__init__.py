@@ -40,7 +40,6 @@ app = typer.Typer(
     help="Train, inspect and deploy Vision Transformers.",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # otherwise the line breaks of docstrings are kept
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,10 @@ def evaluate(
     ] = 0.95,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Save all results, with each prediction, to this new JSON file."),
+        typer.Option(
+            "--json",
+            help="Save all results, with each prediction, to this new JSON file, or print them (-).",
+        ),
     ] = None,
     csv_file: Annotated[
         Path | None,
@@ -100,6 +104,8 @@ def evaluate(
     the exit code is then 1. To probe the features of
     a model with other classes, remove its head with --set classes=0.
     """
+    print_json = json_file == Path("-")
+    json_file = None if print_json else json_file
     check_new_files({"--json": json_file, "--csv": csv_file, "--html": html_file, "--calibrate": calibrate})
     if calibrate is not None and calibrate.suffix != ".safetensors":
         raise InputError(
@@ -142,16 +148,20 @@ def evaluate(
             target_accuracy=target_accuracy,
             progress=bars,
         )
-    show_evaluation(result, printable(model), Console(highlight=False))
-    if json_file is not None:
-        _save_json(json_file, result, model)
-    if csv_file is not None:
-        _save_csv(csv_file, result)
-    if html_file is not None:
-        assert result.evaluated is not None
-        _save_report(html_file, result, bundle, result.evaluated, model)
-    if calibrate is not None:
-        _save_calibrated(calibrate, result, bundle)
+    if print_json:
+        print(_as_json(result, model))
+    else:
+        show_evaluation(result, printable(model), Console(highlight=False))
+    with redirect_stdout(sys.stderr if print_json else sys.stdout):
+        if json_file is not None:
+            _save_json(json_file, result, model)
+        if csv_file is not None:
+            _save_csv(csv_file, result)
+        if html_file is not None:
+            assert result.evaluated is not None
+            _save_report(html_file, result, bundle, result.evaluated, model)
+        if calibrate is not None:
+            _save_calibrated(calibrate, result, bundle)
     if result.corrupt:
         raise typer.Exit(1)
 
@@ -182,10 +192,14 @@ def _parse_map(texts: list[str]) -> dict[str, str]:
 # ---- files ----------------------------------------------------------------------------------
 
 
+def _as_json(result: Evaluation, model: str) -> str:
+    return json.dumps({"model": model, **result.as_dict()}, indent=1)
+
+
 def _save_json(path: Path, result: Evaluation, model: str) -> None:
     from vitrail.io.write import write_text
 
-    write_text(path, json.dumps({"model": model, **result.as_dict()}, indent=1) + "\n")
+    write_text(path, _as_json(result, model) + "\n")
     print(f"Saved {printable(path)}")
 
 

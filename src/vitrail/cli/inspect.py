@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.completion import FIGURES, figure_names
 from vitrail.cli.outputs import check_empty_folder
 from vitrail.cli.progress import ProgressBars
 from vitrail.errors import InputError, printable, suggest
@@ -17,10 +18,7 @@ from vitrail.errors import InputError, printable, suggest
 if TYPE_CHECKING:
     from vitrail.weights.bundle import Bundle
 
-_FIGURES = (
-    "filters, positions; with images also attribution, rollout, attention, features, lens, scoring, "
-    "distance, similarity, ablation"
-)
+_FIGURES = f"{', '.join(FIGURES[:2])}; with images also {', '.join(FIGURES[2:])}"
 
 
 def inspect(
@@ -29,7 +27,11 @@ def inspect(
     out: Annotated[Path, typer.Option(help="The output folder, new or empty.")] = Path("inspection"),
     only: Annotated[
         str | None,
-        typer.Option(help=f"Figures to draw, separated by commas: {_FIGURES}.", show_default="all possible"),
+        typer.Option(
+            help=f"Figures to draw, separated by commas: {_FIGURES}.",
+            show_default="all possible",
+            autocompletion=figure_names,
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="The block whose attention is drawn, from 0.", show_default="the last")

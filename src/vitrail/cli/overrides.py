@@ -8,9 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.cli.completion import family_names
 from vitrail.errors import InputError, printable, suggest
 
-Family = Annotated[str | None, typer.Option(help="Read the file as one of this family.")]
+Family = Annotated[
+    str | None, typer.Option(help="Read the file as one of this family.", autocompletion=family_names)
+]
 Keys = Annotated[
     Path | None,
     typer.Option(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.cli.completion import recipe_names
 from vitrail.cli.console import training_process
 from vitrail.cli.overrides import Offline, parse_sides, parse_value
 from vitrail.cli.streams import outlasting
@@ -68,6 +69,7 @@ def train(
         typer.Option(
             metavar="NAME",
             help="Where the default settings come from; auto chooses by data and device; see --recipes.",
+            autocompletion=recipe_names,
             show_default="auto",
         ),
     ] = None,

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import app
 from vitrail.errors import InputError
+from vitrail.evaluation.ood import fit_statistics
 from vitrail.predict import Predictor
 from vitrail.predict.embeddings import writing_rows
 
@@ -139,6 +141,27 @@ def test_predictions_below_the_threshold(good, bundle):
     assert all(row["top"][0]["label"] in LABELS for row in rows)
     for form in ("table", "csv"):
         assert run("photos", "--format", form).stdout.count("don't know") == 3
+
+
+def test_images_out_of_distribution_are_marked(good, bundle):
+    assert json.loads(run("photos", "--format", "jsonl").stdout.splitlines()[0])["ood"] is None
+    embeddings = np.stack([one.embedding for one in answers(bundle).values()])
+    rng = np.random.default_rng(0)
+    train, val = (rng.choice(embeddings, 200) + rng.normal(size=(200, 1)) for _ in range(2))
+    statistics = fit_statistics(train, np.zeros(200, np.int64), val, 10**9)
+    distances = statistics.distances(embeddings)
+    half = replace(statistics, threshold=np.array([np.median(distances)], np.float32))
+    vt.Bundle(model=bundle.model, labels=LABELS, statistics=half).save("model.safetensors")
+    expected = half.scores(embeddings)
+    assert 0 < (expected > 1).sum() < len(expected)
+    rows = [json.loads(line) for line in run("photos", "--format", "jsonl").stdout.splitlines()]
+    assert [row["ood_score"] for row in rows] == pytest.approx(expected, rel=1e-4)
+    assert [row["ood"] for row in rows] == [score > 1 for score in expected]
+    table = list(csv.DictReader(io.StringIO(run("photos", "--format", "csv").stdout)))
+    assert list(table[0]) == ["file", "label", "score", "ood", "ood_score", "error"]
+    assert [row["ood"] for row in table] == ["yes" if row["ood"] else "no" for row in rows]
+    lines = run("photos").stdout.splitlines()[1:]
+    assert [line.endswith("  (out of distribution)") for line in lines] == [row["ood"] for row in rows]
 
 
 def test_multi_label_rows(good, bundle):

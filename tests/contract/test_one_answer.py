@@ -44,9 +44,9 @@ def folder(tmp_path_factory):
             images.mkdir(parents=True)
             for number in range(count):
                 write_image(kind, number + 100 * (split == "val"), images / f"{number}.jpg")
-    small = dict(width=16, depth=2, heads=2)
+    small = dict(recipe="small", model=dict(width=16, depth=2, heads=2))
     run = vt.train(
-        root / "photos", out=root / "run", epochs=30, lr=0.01, ema=None, size=32, model=small, report=False
+        root / "photos", out=root / "run", epochs=30, lr=0.01, ema=None, size=32, report=False, **small
     )
     run.bundle.save(root / "model.safetensors")
     write_onnx(run.bundle, root / "model.onnx")
@@ -73,6 +73,16 @@ def differences(scores, expected):
     return (theirs - logits.double().softmax(dim=1)).abs().max().item()
 
 
+def check_ood(said, folder):
+    """Check {path: (ood, ood_score)} against the statistics in the file and the embeddings in PyTorch."""
+    statistics = vt.load(folder / "model.safetensors").statistics
+    for one in vt.Predictor(folder / "model.safetensors")([*said]):
+        (expected,) = statistics.scores(one.embedding[None])
+        ood, score = said[one.name]
+        assert score == pytest.approx(expected, rel=1e-3)
+        assert ood == (score > 1)
+
+
 def test_pixels_are_bit_equal(folder, expected):
     paths, pixels, _, _ = expected
     preprocess = vt.load(folder / "model.safetensors").preprocess
@@ -91,11 +101,12 @@ def test_on_the_command_line(folder, expected, file, limit):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     scores = {row["file"]: {entry["label"]: entry["score"] for entry in row["top"]} for row in rows}
     assert differences(scores, expected) < limit
+    check_ood({row["file"]: (row["ood"], row["ood_score"]) for row in rows}, folder)
 
 
 @pytest.mark.parametrize(("file", "limit"), [("model.safetensors", SAME), ("model.onnx", OTHER_RUNTIME)])
 def test_over_http(folder, expected, file, limit):
-    scores = {}
+    scores, ood = {}, {}
     with serve_command(folder / file) as address:
         for path in expected[0]:
             request = urllib.request.Request(
@@ -104,4 +115,16 @@ def test_over_http(folder, expected, file, limit):
             with urllib.request.urlopen(request, timeout=60) as response:
                 (prediction,) = json.load(response)["predictions"]
             scores[str(path)] = {entry["label"]: entry["score"] for entry in prediction["top"]}
+            ood[str(path)] = prediction["ood"], prediction["ood_score"]
     assert differences(scores, expected) < limit
+    check_ood(ood, folder)
+
+
+def test_at_most_five_percent_of_the_validation_images_are_out_of_distribution(folder, expected):
+    predict = vt.Predictor(folder / "model.safetensors")
+    flagged = [one.ood for one in predict([str(path) for path in expected[0]])]
+    assert flagged.count(True) <= 0.05 * len(flagged)
+    path = folder / "run" / "best.safetensors"
+    assert 0 < vt.load(path).statistics.bytes <= 0.05 * path.stat().st_size
+    blank = predict(np.full((64, 64, 3), 255, np.uint8))
+    assert blank.ood_score > max(one.ood_score for one in predict([str(path) for path in expected[0]]))

@@ -55,6 +55,8 @@ def test_predictions_are_bit_equal_to_the_predictor(server, bundle):
         label=expected.label,
         score=expected.score,
         unsure=False,
+        ood=None,
+        ood_score=None,
         labels=guesses[:1],
         top=guesses,
         error=None,

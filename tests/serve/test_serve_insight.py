@@ -143,7 +143,8 @@ def test_no_lens_without_classes():
     found = insight.explain(predictor, some_levels(predictor))
     assert "no head" in found["lens"]["reason"]
     assert found["prediction"] == {
-        "name": None, "label": None, "score": None, "unsure": False, "labels": [], "top": [], "error": None
+        "name": None, "label": None, "score": None, "unsure": False, "ood": None,
+        "ood_score": None, "labels": [], "top": [], "error": None
     }  # fmt: skip
 
 

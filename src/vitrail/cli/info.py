@@ -14,6 +14,7 @@ from vitrail.cli import overrides as options
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
+    from vitrail.weights.arrays import Entry
     from vitrail.weights.describe import FileDescription
     from vitrail.weights.folder import ModelFiles
 
@@ -62,6 +63,7 @@ def info(
 def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
     """Everything that is shown, by name."""
     from vitrail.errors import printable
+    from vitrail.weights.feature_statistics import PREFIX
 
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
@@ -78,7 +80,14 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "source": printable(card.source) or None,
         "metrics": {printable(name): value for name, value in card.metrics.items()} or None,
         "trained on": _trained_on(files),
-        "dtypes": dict(Counter(entry.dtype for entry in files.entries.values())),
+        "dtypes": dict(
+            Counter(
+                entry.dtype
+                for name, entry in files.entries.items()
+                if not name.startswith((PREFIX, "fingerprint/"))
+            )
+        ),
+        "feature statistics": _feature_statistics(files.entries.get(f"{PREFIX}means")),
         "extra tensors": [printable(name) for name in match.extras.values()] or None,
         "follows": match.family.profile.follows or None,
         "notes": [printable(note) for note in description.notes] or None,
@@ -92,6 +101,11 @@ def _trained_on(files: ModelFiles) -> str | None:
 
     counts = (read_header(files) or {}).get("fingerprint")
     return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
+
+
+def _feature_statistics(means: Entry | None) -> str | None:
+    """Whether the file can tell images that are out of distribution, and by how many means."""
+    return None if means is None else f"{means.shape[0]:,} means, to tell images out of distribution"
 
 
 def _size_name(config: ViTConfig) -> str:

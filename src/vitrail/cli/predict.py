@@ -73,7 +73,8 @@ def predict(
 
     An image that cannot be read gets a row with the reason; the exit code is then 1. If the file has a
     temperature and a threshold (see vitrail evaluate --calibrate), scores are calibrated, and predictions
-    below the threshold are "don't know".
+    below the threshold are "don't know". An image that is unlike those the model was trained on is marked
+    as out of distribution, if the file has statistics of their features.
     """
     inputs = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
     if not inputs:
@@ -92,7 +93,8 @@ def predict(
     config = predictor.config
     if not config.classes:
         _check_headless(top, embeddings)
-    header, format_row = format_rows(form, top or 1, config.classes)
+    has_statistics = predictor.engine.statistics is not None
+    header, format_row = format_rows(form, top or 1, config.classes, has_statistics)
     if explain is not None:
         predictor.require_bundle()  # fails before the folder is created
         explain.mkdir(exist_ok=True)

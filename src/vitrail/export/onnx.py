@@ -13,7 +13,7 @@ from vitrail.export.graph import Graph, Plan, explain_errors, plan_for, quiet, t
 from vitrail.export.proof import Proof, Run, prove
 from vitrail.export.writing import check_output, write_checked
 from vitrail.predict.engine import OnnxEngine, open_session
-from vitrail.predict.onnx_file import EXPORT_KEY, MAX_BYTES, MODEL_KEY
+from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MAX_BYTES, MODEL_KEY
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle
 
@@ -104,7 +104,10 @@ def build_metadata(bundle: Bundle, plan: Plan) -> dict[str, str]:
     """The metadata: the description in a vitrail file, and what this graph takes."""
     description = {**bundle.describe(), "source": None}  # the original tensors are not in this file
     graph = {"takes": plan.input, "any_size": plan.any_size}
-    return {MODEL_KEY: json.dumps(description), EXPORT_KEY: json.dumps(graph)}
+    metadata = {MODEL_KEY: json.dumps(description), EXPORT_KEY: json.dumps(graph)}
+    if bundle.statistics is not None:
+        metadata[FEATURES_KEY] = json.dumps(bundle.statistics.describe())
+    return metadata
 
 
 def _strip_source_locations(graph: Any) -> None:

@@ -21,6 +21,7 @@ from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
+from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
 from vitrail.weights.scores import Scores
 
@@ -41,6 +42,7 @@ class Engine(ABC):
     preprocess: Preprocess
     labels: list[str] | None
     scores: Scores
+    statistics: FeatureStatistics | None
     card: Card
     bundle: Bundle | None = None
     """The model with its weights; None for an ONNX file."""
@@ -89,6 +91,7 @@ class TorchEngine(Engine):
         self.bundle, self.model = bundle, bundle.model
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
         self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
+        self.statistics = bundle.statistics
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
@@ -105,7 +108,7 @@ class OnnxEngine(Engine):
         onnxruntime = import_onnxruntime()
         file = read_onnx(path)
         self.path, self.config, self.labels = path, file.config, file.labels
-        self.scores, self.card = file.scores, file.card
+        self.scores, self.statistics, self.card = file.scores, file.statistics, file.card
         self.resizes = self.one_by_one = file.resizes
         self.preprocess = _FullSize(**asdict(file.preprocess)) if file.resizes else file.preprocess
         try:

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.config import ViTConfig
-from vitrail.errors import FileError, printable
+from vitrail.errors import ConfigError, FileError, printable
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import open_regular
 from vitrail.weights.bundle import Card, parse_header, read_header
+from vitrail.weights.feature_statistics import FeatureStatistics, parse_statistics
 from vitrail.weights.folder import unique_keys
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from vitrail.weights.folder import ModelFiles
 
-MODEL_KEY, EXPORT_KEY = "vitrail", "vitrail.export"  # keys of the metadata
+MODEL_KEY, EXPORT_KEY, FEATURES_KEY = "vitrail", "vitrail.export", "vitrail.features"  # keys of the metadata
 MAX_BYTES = 2**31 - 1  # the largest protobuf message
 _MAX_NESTING = 4  # graphs inside graphs
 
@@ -46,6 +47,7 @@ class OnnxDescription:
     preprocess: Preprocess
     labels: list[str] | None
     scores: Scores
+    statistics: FeatureStatistics | None
     card: Card
     resizes: bool
     """Whether the graph takes images of any size and resizes them itself."""
@@ -78,8 +80,22 @@ def read_onnx(path: Path) -> OnnxDescription:
         raise bad_onnx(path, "it has no preprocessing")
     if not isinstance(parts["card"].metrics, dict):
         raise bad_onnx(path, "its card has no table of metrics")
+    statistics = _read_statistics(path, metadata.get(FEATURES_KEY), parts["config"])
     fields = {name: parts[name] for name in ("config", "preprocess", "labels", "scores", "card")}
-    return OnnxDescription(data=data, resizes=export.get("takes") == "raw_images", **fields)
+    resizes = export.get("takes") == "raw_images"
+    return OnnxDescription(data=data, resizes=resizes, statistics=statistics, **fields)
+
+
+def _read_statistics(path: Path, text: str | None, config: ViTConfig) -> FeatureStatistics | None:
+    """The feature statistics in the metadata; None if there are none."""
+    if text is None:
+        return None
+    try:
+        statistics = parse_statistics(json.loads(text, object_pairs_hook=unique_keys))
+        statistics.check_width(config.pooled_width)
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
+        raise bad_onnx(path, f"its feature statistics are damaged ({error})") from error
+    return statistics
 
 
 def bad_onnx(path: Path, reason: str) -> FileError:

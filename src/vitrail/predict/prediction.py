@@ -25,6 +25,9 @@ class Prediction:
     model, None if no class is above its threshold."""
     score: float | None = None
     """The score of the most likely class: its probability, by softmax or by sigmoid."""
+    ood_score: float | None = None
+    """How unlike the training images this one is: above 1 it is out of distribution. None if the file has no
+    feature statistics."""
     error: str | None = None
     """Why there is no prediction, mostly why the image could not be read."""
     embedding: NDArray[np.float32] | None = field(default=None, repr=False)
@@ -37,6 +40,11 @@ class Prediction:
     def unsure(self) -> bool:
         """Whether the score is below the calibrated threshold; `top` still lists the classes."""
         return self.score is not None and self.label is None and not self.scale.multilabel
+
+    @property
+    def ood(self) -> bool | None:
+        """Whether the image is unlike those the model was trained on; None if the file cannot tell."""
+        return None if self.ood_score is None else self.ood_score > 1
 
     @property
     def labels(self) -> list[tuple[str, float]]:

@@ -116,13 +116,18 @@ class Predictor:
 
     def _predict_pixels(self, pixels: Sequence[NDArray[np.uint8]]) -> Iterator[dict[str, Any]]:
         """The fields of a Prediction for each image."""
-        for embedding, logits in zip(*self.run(pixels), strict=True):
+        embeddings, all_logits = self.run(pixels)
+        statistics = self.engine.statistics
+        distances = None if statistics is None else statistics.scores(embeddings)
+        for row, (embedding, logits) in enumerate(zip(embeddings, all_logits, strict=True)):
             if not np.isfinite(logits).all():
                 yield {
                     "error": "The model's output is NaN or infinite; check its parameters for such values."
                 }
                 continue
-            fields = {"embedding": embedding.copy()}  # a view would keep the whole batch in memory
+            fields: dict[str, Any] = {"embedding": embedding.copy()}  # a view would keep the batch in memory
+            if distances is not None:
+                fields["ood_score"] = float(distances[row])
             yield fields | self._label(logits.copy()) if self.scale.labels else fields
 
     def _label(self, logits: np.ndarray) -> dict[str, Any]:

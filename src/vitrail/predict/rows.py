@@ -16,6 +16,7 @@ from vitrail.predict.prediction import Prediction
 
 FORMATS = ("table", "csv", "jsonl")
 UNSURE = "don't know"
+OOD = "out of distribution"
 NO_LABEL = "none"  # a multi-label model: no class is above its threshold
 WIDTH = 24  # of a label in the table
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet may take such a cell for a formula
@@ -23,12 +24,13 @@ FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a spreadsheet may take such a cell 
 Line = Callable[[Prediction], str]
 
 
-def format_rows(form: str, top: int, classes: int) -> tuple[str, Line]:
+def format_rows(form: str, top: int, classes: int, ood: bool = False) -> tuple[str, Line]:
     """The header line, which may be empty, and a function from a prediction to its line.
 
     Args:
         top: how many classes are listed per image.
         classes: the number of classes of the model; without any, a line is the name and the error.
+        ood: whether the model tells images that are out of distribution; CSV then has columns for it.
     """
     if form not in FORMATS:
         raise InputError(f"unknown format {form!r}. {suggest(form, FORMATS)}")
@@ -38,7 +40,8 @@ def format_rows(form: str, top: int, classes: int) -> tuple[str, Line]:
     if form == "csv":
         guesses = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "score")]
         said = [*(["label", "score"] if top else []), *(guesses if top > 1 else [])]
-        return as_csv(["file", *said, "error"]), lambda prediction: as_csv(cells(prediction, top))
+        said += ["ood", "ood_score"] if ood else []
+        return as_csv(["file", *said, "error"]), lambda prediction: as_csv(cells(prediction, top, ood))
     heading = f"{'score':6}  {'label':{WIDTH}}  file\n" if top else ""
     return heading, lambda prediction: as_table(prediction, top)
 
@@ -57,7 +60,8 @@ def as_table(prediction: Prediction, top: int) -> str:
     if prediction.unsure or prediction.scale.multilabel:
         said, more = [(label_text(prediction, ", "), guesses[0][1])], guesses if top > 1 else []
     first, *others = (f"{score:6.4f}  {printable(label, WIDTH):{WIDTH}}" for label, score in (*said, *more))
-    return "".join(f"{line}\n" for line in (f"{first}  {name}", *(other.rstrip() for other in others)))
+    hint = f"  ({OOD})" if prediction.ood else ""
+    return "".join(f"{line}\n" for line in (f"{first}  {name}{hint}", *(other.rstrip() for other in others)))
 
 
 def label_text(prediction: Prediction, joint: str) -> str:
@@ -70,7 +74,7 @@ def label_text(prediction: Prediction, joint: str) -> str:
 # ---- CSV -----------------------------------------------------------------------
 
 
-def cells(prediction: Prediction, top: int) -> list[str | float]:
+def cells(prediction: Prediction, top: int, ood: bool = False) -> list[str | float]:
     """The cells of a row; scores with all their digits, empty where an image could not be read."""
     guesses = prediction.top(top) if top else []
     said: list[str | float] = []
@@ -78,6 +82,9 @@ def cells(prediction: Prediction, top: int) -> list[str | float]:
         said = ["", ""] if prediction.score is None else [label_text(prediction, "|"), prediction.score]
     if top > 1:
         said += [part for guess in guesses for part in guess] or [""] * (2 * top)
+    if ood:
+        unknown = prediction.ood_score is None
+        said += ["", ""] if unknown else ["yes" if prediction.ood else "no", prediction.ood_score or 0.0]
     return [prediction.name, *said, prediction.error or ""]
 
 
@@ -104,4 +111,5 @@ def as_json(prediction: Prediction, top: int) -> str:
             for pairs in (prediction.labels, prediction.top(top))
         )
         row |= {"label": prediction.label, "score": prediction.score, "labels": labels, "top": guesses}
+        row |= {"ood": prediction.ood, "ood_score": prediction.ood_score}
     return json.dumps({**row, "error": prediction.error}) + "\n"

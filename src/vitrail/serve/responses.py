@@ -18,18 +18,16 @@ MAX_LABELS = 1000  # listed in /v1/model
 def prediction_json(result: Prediction | HTTPError, name: str | None, top: int) -> dict[str, Any]:
     """The prediction for one image, or the reason why there is none."""
     error = str(result) if isinstance(result, HTTPError) else result.error
-    body: dict[str, Any] = dict(
-        name=name, label=None, score=None, unsure=False, labels=[], top=[], error=error
-    )
+    none: dict[str, Any] = dict(label=None, score=None, unsure=False, ood=None, ood_score=None)
+    body = dict(name=name, **none, labels=[], top=[], error=error)
     if isinstance(result, HTTPError) or result.logits is None:  # an error, or a model without a head
         return body
     labels, guesses = (
         [{"label": label, "score": score} for label, score in pairs]
         for pairs in (result.labels, result.top(top))
     )
-    return body | dict(
-        label=result.label, score=result.score, unsure=result.unsure, labels=labels, top=guesses
-    )
+    said = {name: getattr(result, name) for name in none}
+    return {**body, **said, "labels": labels, "top": guesses}
 
 
 def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: str | None) -> dict[str, Any]:

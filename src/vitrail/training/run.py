@@ -333,12 +333,23 @@ class TrainingSession:
             self.checkpoints.save_best(self.bundle(t.averaged_model))
         t.ranks.barrier()
         finished = FinishedModel(t.data, t.settings, t.compute.device, t.ranks, self.check_stop)
-        best = finished.complete(load(out / "best.safetensors"))
-        last = finished.complete(self.bundle(t.model))
+        best, last = load(out / "best.safetensors"), self.bundle(t.model)
+        same = _same_weights(best.model, last.model)
+        best = finished.complete(best)
+        if same:
+            last = replace(last, scores=best.scores, statistics=best.statistics)
+        else:
+            last = finished.complete(last)
         if t.ranks.is_main:
             self.checkpoints.save_best(best)
             self.checkpoints.save_last(last)
         t.ranks.barrier()
+
+
+def _same_weights(one: ViT, other: ViT) -> bool:
+    """Whether the best weights are the last ones, as after a run without EMA that improved to the end."""
+    theirs = other.state_dict()
+    return all(torch.equal(tensor, theirs[name].cpu()) for name, tensor in one.state_dict().items())
 
 
 def _out_of_memory(trainer: Trainer) -> VitrailError:

@@ -1,4 +1,4 @@
-"""What the file of a trained model says about its scores: the activation, and thresholds by validation."""
+"""What the file of a trained model says about its scores, and about images unlike those it was trained on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Dataset, Split
 from vitrail.evaluation.forward import run_model
+from vitrail.evaluation.ood import fit_statistics
 from vitrail.evaluation.thresholds import DEFAULT, choose_thresholds
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
@@ -19,8 +21,10 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+MAX_IMAGES = 5000  # of the training set, whose features are computed
+MAX_FRACTION = 0.05  # of the bytes of the weights, for the feature statistics
 
 
 def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
@@ -29,6 +33,17 @@ def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
         return Scores()
     thresholds = (DEFAULT,) * len(data.classes) if data.multilabel else None
     return Scores(activation="sigmoid", thresholds=thresholds)
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model computes for the images of a split that could be read."""
+
+    features: NDArray[np.float32]
+    """Pooled vectors, (N, D)."""
+    logits: NDArray[np.float32]
+    """(N, K)"""
+    labels: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,29 +61,51 @@ class FinishedModel:
     on_batch: Callable[[int], None] = lambda done: None
 
     def complete(self, bundle: Bundle) -> Bundle:
-        """The bundle with thresholds that were chosen on the validation set."""
-        if bundle.scores.thresholds is None or self.data.val is None:
-            return bundle  # the test set must not choose thresholds
-        logits, valid = self._run(bundle, self.data.val)
-        thresholds = choose_thresholds(logits[valid], self.data.val.labels[valid])
-        return replace(bundle, scores=replace(bundle.scores, thresholds=thresholds))
+        """The bundle with thresholds of multi-label scores, and with statistics of its features.
 
-    def _run(self, bundle: Bundle, split: Split) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Logits (N, K), and which images could be read; equal in all processes."""
+        Both need a validation set: the test set must not choose anything.
+        """
+        if self.data.val is None:
+            return bundle
+        train, val = self._run(bundle, _sample(self.data.train)), self._run(bundle, self.data.val)
+        scores = bundle.scores
+        if scores.thresholds is not None:
+            scores = replace(scores, thresholds=choose_thresholds(val.logits, val.labels))
+        size = sum(tensor.nbytes for tensor in bundle.model.state_dict().values())
+        statistics = fit_statistics(train.features, train.labels, val.features, int(MAX_FRACTION * size))
+        return replace(bundle, scores=scores, statistics=statistics)
+
+    def _run(self, bundle: Bundle, split: Split) -> Outputs:
+        """Equal in all processes, whatever their number."""
         assert bundle.preprocess is not None  # training is on images
         model = copy.deepcopy(bundle.model).to(self.device)
-        width = model.config.classes
+        width, classes = model.config.pooled_width, model.config.classes
+
+        def compute(images: torch.Tensor) -> torch.Tensor:
+            pooled = model.encode(images).pooled
+            return torch.cat([pooled, model.head(pooled)], dim=1).float()
+
         rows, valid = run_model(
             model,
             split,
             bundle.preprocess,
+            compute=compute,
             rank=self.ranks.rank,
             ranks=self.ranks.count,
             workers=self.settings.workers,
             corrupt=CorruptFiles("skip"),
             progress=self.on_batch,
         )
-        if rows.shape[1] != width:  # there was no batch for this process
-            rows = torch.zeros(len(split), width)
+        if rows.shape[1] != width + classes:  # there was no batch for this process
+            rows = torch.zeros(len(split), width + classes)
         rows, valid = (self.ranks.sum(part.to(self.device)).cpu() for part in (rows, valid))
-        return rows.numpy(), valid.numpy() > 0
+        kept = valid.numpy() > 0
+        features, logits = rows.numpy()[kept, :width], rows.numpy()[kept, width:]
+        return Outputs(features, logits, split.labels[kept])
+
+
+def _sample(split: Split) -> Split:
+    """At most `MAX_IMAGES` images, evenly spaced, so that sorted classes keep their fractions."""
+    if len(split) <= MAX_IMAGES:
+        return split
+    return split.take(np.linspace(0, len(split) - 1, MAX_IMAGES).astype(np.int64))

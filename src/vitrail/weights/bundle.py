@@ -4,10 +4,10 @@
     bundle.model(bundle.preprocess(image)[None])
     bundle.save("pets-2.safetensors")
 
-The file is a safetensors file. Its tensors are the model's state dict, `extras/...`, `golden/...` and
-`fingerprint/...` (fingerprint.py); its metadata holds one JSON object under "vitrail". The golden inputs are
-four images of uint8 pixels, with the logits they gave when the file was written: `vitrail verify` checks that
-they still do.
+The file is a safetensors file. Its tensors are the model's state dict, `extras/...`, `golden/...`,
+`features/...` (feature_statistics.py) and `fingerprint/...` (fingerprint.py); its metadata holds one JSON
+object under "vitrail". The golden inputs are four images of uint8 pixels, with the logits they gave when the
+file was written: `vitrail verify` checks that they still do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vitrail.fields import as_tuples, short_repr
 from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import parse_json
+from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.files import write_safetensors
 from vitrail.weights.fingerprint import Fingerprint, read_fingerprint
 from vitrail.weights.folder import ModelFiles
@@ -81,6 +82,8 @@ class Bundle:
     """How logits become scores: by softmax, or by sigmoid with a threshold per class."""
     card: Card = field(default_factory=Card)
     source: Source | None = None
+    statistics: FeatureStatistics | None = None
+    """Of the features of the training set, to tell images that are unlike them; None if there are none."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of the original file that the model does not use, such as a mask token."""
     fingerprint: Fingerprint | None = None
@@ -102,6 +105,8 @@ class Bundle:
         if self.labels is not None:
             self.labels = _check_labels(self.labels, config.classes)
         self.scores.check_classes(config.classes)
+        if self.statistics is not None:
+            self.statistics.check_width(config.pooled_width)
 
     def save(self, path: str | Path) -> None:
         """Write the file as safetensors, completely or not at all. An existing file is replaced."""
@@ -127,6 +132,8 @@ class Bundle:
         tensors |= {"golden/inputs": inputs, "golden/logits": logits}
         if self.fingerprint is not None:
             tensors |= {n: torch.from_numpy(array) for n, array in self.fingerprint.arrays().items()}
+        if self.statistics is not None:
+            tensors |= {PREFIX + n: torch.from_numpy(a) for n, a in self.statistics.arrays().items()}
         # Only one entry: safetensors writes several in varying order, and equal models would give different
         # files.
         write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})

@@ -13,6 +13,8 @@ from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.weights.bundle import Bundle, stored_fingerprint
 from vitrail.weights.describe import FileDescription, describe
+from vitrail.weights.families.vitrail import VITRAIL
+from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.folder import ModelFiles, open_model
 from vitrail.weights.hub import fetch_model
 from vitrail.weights.keys import Keys
@@ -78,6 +80,8 @@ def load(
     _adapt(bundle, description, {"classes": classes, **requested})
     # Only now, since a given resize_to is for the size that the model has in the end.
     bundle.preprocess = override_preprocess(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
+    if bundle.model.config != description.config or overrides or preprocess is not None:
+        bundle.statistics = None  # they are of the features of the model as it was trained
     bundle.model.to(target)
     return bundle
 
@@ -134,10 +138,25 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         scores=description.scores,
         card=description.card,
         source=description.source,
+        statistics=_read_statistics(files, description),
         extras=extras,
         fingerprint=stored_fingerprint(files),
         notes=list(description.notes),
     )
+
+
+def _read_statistics(files: ModelFiles, description: FileDescription) -> FeatureStatistics | None:
+    """The feature statistics of a vitrail file; None if it has none."""
+    names = [name for name in files.entries if name.startswith(PREFIX)]
+    if description.match.family is not VITRAIL or not names:
+        return None
+    try:
+        arrays = {name.removeprefix(PREFIX): files.tensor(name).numpy() for name in names}
+        statistics = FeatureStatistics(**arrays)
+        statistics.check_width(description.config.pooled_width)
+    except (TypeError, ConfigError) as error:
+        raise FileError(f"{printable(files.path)} is damaged: {printable(error)}. Save it again.") from error
+    return statistics
 
 
 def _check_tensors(files: ModelFiles, shapes: Mapping[str, tuple[int, ...]], model: ViT) -> None:

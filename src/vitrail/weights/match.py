@@ -11,6 +11,7 @@ from itertools import count
 from vitrail.errors import printable
 from vitrail.weights.arrays import Entry
 from vitrail.weights.family import ANY_PREFIX, Detection, Family
+from vitrail.weights.feature_statistics import PREFIX
 from vitrail.weights.layout import Shape, Sizes
 from vitrail.weights.rows import Row
 
@@ -121,7 +122,7 @@ def match_family(
 
 
 def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
-    """Match a file of our own names: the model's tensors, extras/..., golden/... and fingerprint/...."""
+    """Match a file of our own names: the model's tensors, and extras/..., golden/... beside them."""
     placeholders = _find_placeholders(family, entries) if family.detect.anchors else {"w": "", "p": ""}
     if placeholders is None:
         return None
@@ -132,7 +133,7 @@ def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | No
             match.unknown.append(name)
         elif name.startswith("extras/"):
             match.extras[name.removeprefix("extras/")] = name
-        elif not name.startswith(("golden/", "fingerprint/")):
+        elif not name.startswith(("golden/", "fingerprint/", PREFIX)):
             match.shapes[ours] = entry.shape
             match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
     return match

@@ -86,6 +86,7 @@ function clearPrediction() {
   headline("No prediction", true);
   showStatus("");
   $("score").textContent = $("took").textContent = "";
+  $("ood").hidden = true;
   $("bars").replaceChildren();
   if (state.inside) $("inside").hidden = true;
 }
@@ -108,7 +109,7 @@ async function fetchLayer(layer) {
   return layers.get(layer);
 }
 
-function paintPrediction({ label, score, unsure, labels, top, error }, took) {
+function paintPrediction({ label, score, unsure, ood, labels, top, error }, took) {
   const none = state.model.multilabel && !error && !labels.length;
   $("answer").classList.toggle("unsure", unsure);
   headline(error ? "No prediction" : unsure ? "Not sure" : none ? "None of the classes"
@@ -117,6 +118,7 @@ function paintPrediction({ label, score, unsure, labels, top, error }, took) {
   showStatus(error ?? (unsure ? `The highest score is ${percent(score)}, below the threshold for a label.`
     : none ? "No score is above the threshold of its class."
     : label === null ? "This model has no head: it computes embeddings, not classes." : ""));
+  $("ood").hidden = !ood;
   $("bars").replaceChildren();
   $("bars").classList.toggle("short", top.every(({ label: one }) => one.length < 4));
   const predicted = new Set(labels.map((one) => one.label));

@@ -1,5 +1,7 @@
 """How a step is computed: with numbers or tensors, checkpointed or lean, and what is chosen automatically."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from vitrail.errors import ConfigError
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
+from vitrail.training import step_mode
 from vitrail.training.cuda_graph import StepValues
 from vitrail.training.lean import FastGELU, use_bf16_residual, use_fast_gelu
 from vitrail.training.parallel import ProcessGroup
@@ -129,6 +132,33 @@ def test_on_a_cpu_nothing_is_compiled_and_the_plan_says_so(data, tmp_path):
     callback = Plan()
     train(data, out=tmp_path / "run", callback=callback, **{**SETTINGS, "epochs": 1})
     assert callback.plan["step"] == "not compiled, on a CPU"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "launch_bound", "memory", "settings", "compiles", "captures", "words"),
+    [
+        (0.03, True, 0.1, {}, False, True, "not compiled (would take"),
+        (30.0, False, 0.1, {}, True, True, "saves about 60 s), captured as one CUDA graph"),
+        (30.0, False, 0.6, {}, True, False, "not captured as a CUDA graph: a step needs 60% of the device"),
+        (30.0, False, 0.1, dict(compile=False, cuda_graph=False), False, False, "not compiled"),
+        (0.03, True, 0.6, dict(compile=True, cuda_graph=True), True, True, "compiled, captured as one CUDA"),
+        (30.0, False, 0.1, dict(checkpoint_blocks=1), True, False, "random generator"),
+    ],
+)
+def test_choices_on_a_gpu(
+    data, monkeypatch, seconds, launch_bound, memory, settings, compiles, captures, words
+):
+    """Ten steps, with what a pass costs given."""
+    cost = step_mode._PassCost(seconds, launch_bound, memory)
+    monkeypatch.setattr(step_mode, "_measure_pass", lambda trainer: cost)
+    monkeypatch.setattr(step_mode, "find_spec", lambda name: name)  # Triton
+    trainer = build_trainer(data, **settings)
+    trainer.compute = replace(trainer.compute, device=torch.device("cuda"))
+    mode = step_mode.choose_step_mode(trainer)
+    assert (mode.compile, mode.cuda_graph) == (compiles, captures)
+    assert words in mode.reason
+    if not settings:
+        assert mode.seconds == pytest.approx(seconds * (0.2 if launch_bound else 0.8))
 
 
 def test_what_a_cuda_graph_cannot_hold_is_named(data):

@@ -18,6 +18,7 @@ from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 
 _ONE_PROCESS = ProcessGroup()
+_GPU_TOKENS = 2**18  # in a batch, about
 
 
 def evaluate_epoch(
@@ -39,6 +40,8 @@ def evaluate_epoch(
     """
     corrupt = CorruptFiles() if corrupt is None else corrupt
     how: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.count, "workers": workers}
+    if compute.device.type == "cuda":  # small models would wait for the launches of their kernels
+        how["batch"] = min(4096, max(128, 2 ** (_GPU_TOKENS // model.config.tokens).bit_length() // 2))
     with compute.autocast():
         logits, valid = run_model(model, split, preprocess, corrupt=corrupt, progress=on_batch, **how)
     corrupt.reasons = ranks.union(corrupt.reasons)

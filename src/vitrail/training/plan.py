@@ -46,6 +46,11 @@ def training_plan(trainer: Trainer, threads: str = "") -> dict[str, Any]:
 def estimate_seconds(trainer: Trainer) -> float:
     """The time of the remaining steps, from one forward and backward pass on random images."""
     s, compute = trainer.settings, trainer.compute
+    parts = s.accumulate * (trainer.steps - trainer.step)
+    if trainer.mode is not None and trainer.mode.seconds is not None and trainer.teacher is None:
+        return (
+            trainer.mode.seconds * parts
+        )  # on a GPU: the model itself would run neither compiled nor captured
     count = trainer.batch // trainer.ranks.count // s.accumulate
     images = torch.rand(count, *trainer.model.config.input_shape, device=compute.device)
     seconds = 0.0
@@ -60,7 +65,7 @@ def estimate_seconds(trainer: Trainer) -> float:
             torch.cuda.synchronize(compute.device)
         seconds = time.perf_counter() - start
     trainer.optimizer.zero_grad(set_to_none=True)
-    return seconds * s.accumulate * (trainer.steps - trainer.step)
+    return seconds * parts
 
 
 def _format_time(seconds: float) -> str:

@@ -28,6 +28,8 @@ class StepMode:
     cuda_graph: bool
     reason: str
     """What was chosen and why, for the plan."""
+    seconds: float | None = None
+    """The estimated duration of a micro-batch; None if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,13 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
         obstacle = f"a step needs {cost.memory:.0%} of the device's memory"
     graph = bool(s.cuda_graph) and not obstacle
     compiles, why = _choose_compile(trainer, cost, graph)
+    if graph and cost.launch_bound:
+        fraction = _COMPILED_AND_CAPTURED if compiles else _CAPTURED
+    else:
+        fraction = _COMPILED if compiles else 1.0
     if s.cuda_graph:
         why += f", not captured as a CUDA graph: {obstacle}" if obstacle else ", captured as one CUDA graph"
-    return StepMode(compiles, graph, why)
+    return StepMode(compiles, graph, why, cost.seconds * fraction or None)
 
 
 def _choose_compile(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[bool, str]:

@@ -133,11 +133,13 @@ def concatenate(splits: Sequence[Split]) -> Split:
         raise InputError(
             f"The images of all splits must have one shape to be used together, not {shapes}; use one split."
         )
+    keys = [split.keys for split in splits if split.keys is not None]
     return Split(
         np.concatenate([split.labels for split in splits]),
         [name for split in splits for name in split.names],
         None if arrays else [path for split in splits for path in split.paths or ()],
         np.concatenate(arrays) if arrays else None,
+        np.concatenate(keys) if len(keys) == len(splits) else None,
     )
 
 

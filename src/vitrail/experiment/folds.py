@@ -6,7 +6,6 @@ several percent more or less. Here every image is predicted once, by a model tha
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.classes import check_empty_classes
-from vitrail.data.sources import Dataset, Split, open_dataset
-from vitrail.errors import FileError, InputError, MissingExtra, VitrailError, printable
+from vitrail.data.content import content_keys
+from vitrail.data.sources import Dataset, concatenate, open_dataset
+from vitrail.errors import FileError, InputError, MissingExtra, printable
 from vitrail.experiment.interval import confidence_interval
 from vitrail.fields import as_integer
-from vitrail.io.read import open_regular
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.report.folds import folds_page
 from vitrail.report.page import check_extras, write_page
@@ -111,8 +110,10 @@ def cross_validate(
     folder, log = Path(out), callback or NullCallback()
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
     check_empty_classes(dataset)
-    images = join_splits(dataset)
-    numbers = assign_folds(content_keys(images), images.labels, count)
+    images = concatenate([split for split in (dataset.train, dataset.val) if split])
+    keys = content_keys(images, dataset.source_of("folds"))
+    images = replace(images, keys=keys)  # for the fingerprint of each fold
+    numbers = assign_folds(keys, images.labels, count)
     _check_sizes(dataset, numbers, count)
     _prepare_folder(folder, resume, count)
     done = []
@@ -140,37 +141,6 @@ def cross_validate(
     except MissingExtra:
         log.on_message("No report: install vitrail[inspect].")
     return result
-
-
-def content_keys(split: Split) -> NDArray[np.uint64]:
-    """(N,) the first 64 bits of the SHA-256 of each image's file, or of its pixels."""
-
-    def content(i: int) -> bytes:
-        if split.paths is None:
-            assert split.images is not None
-            return split.images[i].tobytes()
-        try:
-            with open_regular(str(split.paths[i]), "an image") as file:
-                return file.read()
-        except (OSError, VitrailError):  # training reports it
-            return split.names[i].encode("utf-8", "surrogatepass")
-
-    digests = (hashlib.sha256(content(i)).digest() for i in range(len(split)))
-    return np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
-
-
-def join_splits(data: Dataset) -> Split:
-    """The images of train and val together."""
-    if data.val is None:
-        return data.train
-    a, b = data.train, data.val
-    arrays = a.images is not None and b.images is not None
-    return Split(
-        np.concatenate([a.labels, b.labels]),
-        [*a.names, *b.names],
-        None if a.paths is None or b.paths is None else [*a.paths, *b.paths],
-        np.concatenate([a.images, b.images]) if arrays else None,
-    )
 
 
 def assign_folds(keys: NDArray[np.uint64], labels: NDArray[np.int64], folds: int) -> NDArray[np.int64]:

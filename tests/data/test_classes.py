@@ -120,7 +120,7 @@ def test_the_first_pair_of_names_is_used(tmp_path):
         (np.array([0, 1, None, "a"], dtype=object), r"y is not an array of plain numbers"),
         (np.array(list("abcd")), r"y is not an array of plain numbers.* arrays of integers"),
         (np.array([0, 1, 2, 2**64 - 1], dtype=np.uint64), r"highest label .* 18,446,744,073,709,551,615"),
-        (np.array([0, 1, np.nan, 2]), r"must be integers.* float64"),
+        (np.array([0, 1, np.nan, 2]), r"decimal fractions \(float64\)"),
         (np.array([0, 1, -3, 2]), r"count from 0; .* from -3 to 2"),
         (np.zeros((4, 1, 1), int), r"of shape \(4, 1, 1\)"),
         (np.zeros(5, int), r"4 images and 5 labels"),

@@ -8,8 +8,8 @@ ours compiled and captured, with what `vitrail.training.lean` changes. A recipe,
 steps from uint8 pixels to the metrics, as `vitrail train` takes them; and a hand-written CUDA graph of the
 same compiled model without augmentation, clipping, EMA and metrics, which is what is left to gain.
 
-Every row has a process of its own. All compile at the same time; then they take turns, round by round. All must
-fit on the card: the rows of L/16 take some 45 GiB each, so leave out all but two (`--without`).
+Every row has a process of its own. All compile at the same time; then they take turns, round by round. All
+must fit on the card: the rows of L/16 take some 45 GiB each, so leave out all but two (`--without`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from vitrail.report.folds import folds_page
 from vitrail.report.page import check_extras, write_page
 from vitrail.training.api import train
 from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.parallel import init_process_group
 from vitrail.training.run_directory import environment
 
 _RECORD, _REPORT = "folds.json", "report.html"
@@ -107,6 +108,8 @@ def cross_validate(
         options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
     """
     count = as_integer("folds", folds, 2, _MAX_FOLDS)
+    if init_process_group().count > 1:
+        raise InputError("cross-validation runs in one process; start it without torchrun.")
     folder, log = Path(out), callback or NullCallback()
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
     check_empty_classes(dataset)
@@ -128,9 +131,8 @@ def cross_validate(
         )
         path = folder / f"fold-{number + 1}"
         log.on_message(f"Fold {number + 1} of {count}.")
-        row = train(part, out=path, resume=path.exists(), report=False, callback=callback, **options).metrics[
-            -1
-        ]
+        run = train(part, out=path, resume=path.exists(), report=False, callback=callback, **options)
+        row = run.metrics[-1]
         scores = row["val_accuracy"], row["val_loss"]
         done.append(Fold(number + 1, len(part.train), int(held_out.sum()), *scores, path.name))
     result = CrossValidation(folder, dataset.name, done, len(dataset.test or ()))

@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.data.sources import Dataset, open_dataset
+from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, InputError, printable
 from vitrail.fields import as_integer, is_real, short_repr
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import write_text
 from vitrail.model import ViT
 from vitrail.training.api import resolve_recipe
+from vitrail.training.callbacks import NullCallback
 from vitrail.training.metrics import Diverged
+from vitrail.training.open_data import open_training_data
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Interrupted, Trainer
 
@@ -94,7 +96,7 @@ def find_lr(
             f"low and high must be learning rates, low < high <= 100, not {short_repr((low, high))}."
         )
     folder = None if out is None else _check_folder(Path(out))
-    dataset = data if isinstance(data, Dataset) else open_dataset(data)
+    dataset = open_training_data(data, None, changes, NullCallback())
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
     torch.manual_seed(resolved.train.seed)
     model = ViT(resolved.model)

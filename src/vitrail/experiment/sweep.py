@@ -19,13 +19,15 @@ from typing import Any
 from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.data.rng import random_uniform
-from vitrail.data.sources import Dataset, open_dataset
+from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, printable
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
 from vitrail.training.api import resolve_recipe
+from vitrail.training.callbacks import NullCallback
+from vitrail.training.open_data import open_training_data
 from vitrail.training.run_directory import environment
 from vitrail.weights.bundle import Bundle
 
@@ -101,7 +103,7 @@ def sweep(
         changes: changes to the recipe for all runs, such as epochs=27, as `vitrail.train` takes them.
     """
     count, seed = as_integer("trials", trials, 2, 1000), as_integer("seed", seed, 0, MAX_SEED)
-    folder, dataset = Path(out), data if isinstance(data, Dataset) else open_dataset(data)
+    folder, dataset = Path(out), open_training_data(data, None, changes, NullCallback())
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
     _check_folder(folder)
     candidates = draw_candidates(base.train, count, seed)

@@ -75,7 +75,7 @@ def lead(evaluation: Evaluation) -> list[str]:
         return [f"Multi-label evaluation on {images}."]
     correct = round(scores.top1 * scores.count)
     seen = evaluation.trained_on
-    trained = [] if seen is None else [f"Training images among them: {seen.sentence()}"]
+    trained = [] if seen is None else [seen.sentence()]
     most = max(scores.per_class, key=lambda one: one.count)
     return [
         f"The model predicts {correct:,} of {images} correctly, an accuracy of {percent(scores.top1)}. "

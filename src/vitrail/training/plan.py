@@ -71,7 +71,8 @@ def estimate_seconds(trainer: Trainer) -> float:
 def _format_time(seconds: float) -> str:
     """40 seconds, 8 minutes, 3.5 hours."""
     if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
+        count = max(1, round(seconds))
+        return f"{count} second{'s' * (count > 1)}"
     return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
 
 

@@ -16,7 +16,7 @@ class Pretrained(NamedTuple):
     advice: str
 
 
-# Sizes and licenses are those of the models' pages.
+# Looked up in November 2026; sizes of four bytes per parameter where the page has none.
 PRETRAINED = (
     Pretrained(
         "hf:facebook/deit-tiny-patch16-224",

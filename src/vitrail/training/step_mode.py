@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from vitrail.training.trainer import Trainer
 
-# Estimates for an H200 with 16 cores (torch 2.11), from the steps in docs/benchmarks.md; a wrong one costs time.
+# Estimates for an H200 with 16 cores, from the steps in docs/benchmarks.md. A wrong one only costs time.
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_BLOCK = 12.0, 1.5
 _COMPILED = 0.8  # of the time of the same step without compiling
 _LAUNCH_BOUND = 0.7  # of the time of a step passes until its last kernel is launched

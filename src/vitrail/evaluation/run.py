@@ -43,6 +43,7 @@ from vitrail.evaluation.thresholds import DEFAULT
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.model import ViT
+from vitrail.summary import Summary
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import as_bundle
 from vitrail.weights.scores import Scores
@@ -65,8 +66,8 @@ class RealAccuracy:
     count: int
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@dataclass(frozen=True, repr=False)
+class Evaluation(Summary):
     """Result of evaluating a model on a data set."""
 
     data: str
@@ -85,11 +86,11 @@ class Evaluation:
     notes: list[str] = field(default_factory=list)
     """Automatic decisions, one sentence each."""
     seconds: float = 0.0
-    predictions: ImagePredictions | None = field(default=None, repr=False, compare=False)
+    predictions: ImagePredictions | None = field(default=None, compare=False)
     """The prediction for each image that could be read; None for a model without a head."""
     trained_on: TrainedOn | None = None
     """The images that the model was trained on; None if its file does not say which these were."""
-    evaluated: Split | None = field(default=None, repr=False, compare=False)
+    evaluated: Split | None = field(default=None, compare=False)
     """The images, with labels that count in `classes`."""
 
     def first_line(self) -> str:
@@ -102,6 +103,24 @@ class Evaluation:
             else f"The {self.split} split of {data}: {count}."
         )
         return of if self.trained_on is None else f"{of} {self.trained_on.sentence()}"
+
+    def summary(self) -> dict[str, str]:
+        """The images, and the main metrics."""
+        rows = {"images": self.first_line()}
+        if (metrics := self.metrics) is not None:
+            values = {
+                "accuracy": metrics.top1,
+                "top-5 accuracy": metrics.top5,
+                "mean average precision": metrics.mean_ap,
+                "macro-F1": metrics.macro_f1,
+                "calibration error": metrics.ece,
+            }
+            rows |= {name: f"{value:.2%}" for name, value in values.items() if value is not None}
+        if best := max(self.probes, key=lambda probe: probe.top1, default=None):
+            rows["best probe"] = f"{best.probe} {best.setting} at block {best.layer}: {best.top1:.2%}"
+        if self.corrupt:
+            rows["could not be read"] = f"{len(self.corrupt):,}"
+        return rows
 
     def as_dict(self) -> dict[str, Any]:
         """The result as nested dictionaries and lists, ready for JSON; without the images."""

@@ -9,13 +9,17 @@ import numpy as np
 
 from vitrail.errors import InputError
 from vitrail.evaluation.scale import Scale
+from vitrail.summary import Summary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, eq=False)
-class Prediction:
+_SHOWN = 3  # classes in a summary
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prediction(Summary):
     """The prediction for one image."""
 
     name: str
@@ -30,11 +34,11 @@ class Prediction:
     feature statistics."""
     error: str | None = None
     """Why there is no prediction, mostly why the image could not be read."""
-    embedding: NDArray[np.float32] | None = field(default=None, repr=False)
+    embedding: NDArray[np.float32] | None = None
     """The pooled vector, (D,)."""
-    logits: NDArray[np.float32] | None = field(default=None, repr=False)
+    logits: NDArray[np.float32] | None = None
     """Before any temperature, (K,)."""
-    scale: Scale = field(default=Scale(()), repr=False)
+    scale: Scale = field(default=Scale(()))
 
     @property
     def unsure(self) -> bool:
@@ -56,6 +60,21 @@ class Prediction:
             return []
         scores = self.scale.scores(self.logits[None])[0]
         return [(self.scale.labels[k], float(scores[k])) for k in self.scale.predicted(scores)]
+
+    def summary(self) -> dict[str, str]:
+        """The image, and its predicted classes or the reason why there are none."""
+        rows = {"image": self.name}
+        if self.error is not None:
+            return {**rows, "error": self.error}
+        if self.logits is not None:
+            guesses = ", ".join(f"{label} {score:.1%}" for label, score in self.labels[:_SHOWN])
+            rows["label"] = guesses or ("don't know" if self.unsure else "none")
+            rows["top"] = ", ".join(f"{label} {score:.1%}" for label, score in self.top(_SHOWN))
+        if self.ood:
+            rows["unlike the training images"] = "yes"
+        if self.embedding is not None:
+            rows["embedding"] = f"{len(self.embedding)} numbers"
+        return rows
 
     def top(self, count: int = 5) -> list[tuple[str, float]]:
         """The most likely classes with their scores; empty for an image that could not be read."""

@@ -20,6 +20,7 @@ from vitrail.memory import check_fits, is_out_of_memory, training_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
+from vitrail.summary import Summary
 from vitrail.training.batch_size import fitting_batch
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
@@ -47,8 +48,8 @@ _BUSY_SECONDS = 60.0  # that is measured over
 _PLAN_SECONDS = 1.0  # before the first step, at least
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Summary):
     """A finished run."""
 
     out: Path
@@ -58,6 +59,12 @@ class Run:
     """One row per epoch, as in metrics.jsonl."""
     best: Mapping[str, Any]
     """The row of the epoch whose weights are in `bundle` and best.safetensors."""
+
+    def summary(self) -> dict[str, str]:
+        """The run directory, and the accuracy of the best weights."""
+        accuracy = f"{self.best['val_accuracy']:.2%} on {self.best['val_images']:,} held-out images"
+        epochs = f"{self.best['epoch']} of {self.metrics[-1]['epoch']}"
+        return {"run": str(self.out), "accuracy": accuracy, "best epoch": epochs}
 
 
 def run_training(

@@ -25,6 +25,7 @@ from vitrail.fields import as_tuples, short_repr
 from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import parse_json
+from vitrail.summary import Summary, first_names
 from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.files import write_safetensors
 from vitrail.weights.fingerprint import Fingerprint, read_fingerprint
@@ -71,8 +72,8 @@ class Source:
     """The rows of the user's key table, if it was read by one."""
 
 
-@dataclass(kw_only=True)
-class Bundle:
+@dataclass(kw_only=True, repr=False)
+class Bundle(Summary):
     """A model with everything needed to use it. What is not given has a sensible default."""
 
     model: ViT
@@ -107,6 +108,19 @@ class Bundle:
         self.scores.check_classes(config.classes)
         if self.statistics is not None:
             self.statistics.check_width(config.pooled_width)
+
+    def summary(self) -> dict[str, str]:
+        """Size, input and classes of the model, and where it comes from."""
+        config, card = self.model.config, self.card
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        rows = {
+            "name": card.name,
+            "model": f"ViT of width {config.width}, depth {config.depth}, {parameters:,} parameters",
+            "input": f"{config.input} {config.input_shape}",
+            "classes": first_names(self.labels or [], config.classes),
+            "license": "" if card.license == "unknown" else card.license,
+        }
+        return {name: text for name, text in rows.items() if text}
 
     def save(self, path: str | Path) -> None:
         """Write the file as safetensors, completely or not at all. An existing file is replaced."""

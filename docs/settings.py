@@ -55,7 +55,7 @@ def table(config: type[Config], names: list[str], prefix: str = "") -> str:
 def shown(default: object) -> str:
     """A default as it is written after --set."""
     if isinstance(default, tuple):
-        return ",".join(map(shown, default))
+        return ",".join(map(shown, default)) or "none"
     if isinstance(default, float):
         return f"{default:.3g}"
     return str(default).lower() if default is None or isinstance(default, bool) else str(default)

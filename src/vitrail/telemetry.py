@@ -15,6 +15,8 @@ from vitrail.errors import require_extra
 SWITCHES = {
     "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime
     "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub, and with it hf_xet, transformers and timm
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",  # reports of its own errors
 }
 
 

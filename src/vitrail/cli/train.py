@@ -170,6 +170,14 @@ def train(
         str | None,
         typer.Option(metavar="N|auto", help="CPU threads that compute.", show_default="auto"),
     ] = None,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Loggers that get the metrics of every epoch, joined by commas: csv, tensorboard, mlflow, "
+            "wandb.",
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -200,7 +208,7 @@ def train(
     pipe it prints to is closed.
     """
     options = {"epochs": epochs, "batch": _parse_batch(batch), "lr": lr, "seed": seed, "tune": tune}
-    options |= {"patience": patience, "device": device}
+    options |= {"patience": patience, "device": device, "log": log}
     options["threads"] = threads and parse_value(threads)
     changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if cache:

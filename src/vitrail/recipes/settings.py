@@ -11,7 +11,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
 from vitrail.data.holdout import VAL_FRACTION
 from vitrail.data.mixing import Mixing
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, suggest
 from vitrail.fields import (
     FOREIGN_NAMES,
     Config,
@@ -33,6 +33,7 @@ from vitrail.images.workers import check_workers
 
 MAX_SEED = 2**63 - 1  # what torch takes
 _MAX_THREADS = 1024
+LOGGERS = ("csv", "tensorboard", "mlflow", "wandb")
 
 
 def _nested(kind: type[Any], doc: str) -> Any:
@@ -92,6 +93,19 @@ def _device(doc: str) -> Any:
         raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, not {short_repr(value)}.{advice}")
 
     return declare(doc, check, "auto", "`auto`, `cpu`, `cuda`, `cuda:1`")
+
+
+def _loggers(doc: str) -> Any:
+    def check(name: str, value: Any, hint: Any) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else () if value is None else value
+        if not isinstance(names, (tuple, list)):
+            raise ConfigError(f"{name} must be names of loggers, such as csv, not {short_repr(value)}.")
+        for one in names:
+            if one not in LOGGERS:
+                raise ConfigError(f"there is no logger {short_repr(one)}. {suggest(str(one), LOGGERS)}")
+        return tuple(dict.fromkeys(names))
+
+    return declare(doc, check, (), "names joined by commas: " + ", ".join(f"`{one}`" for one in LOGGERS))
 
 
 @documented
@@ -251,6 +265,7 @@ class TrainConfig(Config):
         "Whether run and model files record which images were trained on, so that an evaluation can tell",
         default=True,
     )
+    log: tuple[str, ...] = _loggers("Loggers that get the rows of metrics.jsonl as well")
     keep: int = integer("Checkpoints to keep", default=2)
     save_every: int = integer("Epochs between checkpoints", default=1)
     evaluate_every: int = integer("Epochs between evaluations", default=1)

@@ -28,6 +28,7 @@ from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
+from vitrail.training.loggers import Loggers, check_loggers
 from vitrail.training.lora import check_rank, merge_lora
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.plan import training_plan
@@ -92,6 +93,7 @@ def run_training(
     precision = reuse.get("precision", recipe.train.precision)
     compute = choose_device(precision, ranks.local_rank, recipe.train.device)
     _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
+    check_loggers(recipe.train.log)
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
@@ -189,6 +191,8 @@ class TrainingSession:
     """Watches for other processes; None once it has been said that there are some."""
     fingerprint: Fingerprint | None = None
     """Which images the weights were trained on."""
+    loggers: Loggers | None = None
+    """In the main process, while training."""
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
@@ -199,6 +203,8 @@ class TrainingSession:
                 record_resolved(self.checkpoints.out, {"compile": mode.compile}, self.log)
             self.log.on_plan(training_plan(t, f"{self.threads.count}; {self.threads.reason}"))
             self.report_busy(_PLAN_SECONDS)
+            if t.ranks.is_main:
+                self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
             t.clock.start(t.step)
             with self.stop.handle(t.ranks.count):  # also while it saves
                 try:
@@ -216,6 +222,13 @@ class TrainingSession:
             raise
         finally:
             t.workers.close()
+            if self.loggers is not None:
+                self.loggers.close()
+
+    @property
+    def evaluated_rows(self) -> list[dict[str, Any]]:
+        """The rows that are complete: without the last one, if it is not evaluated yet."""
+        return self.history[:-1] if self.pending else self.history
 
     def on_progress(self, progress: Progress) -> None:
         self.log.on_progress(progress)
@@ -249,6 +262,8 @@ class TrainingSession:
         if t.ranks.is_main:
             lines = "".join(json.dumps(one) + "\n" for one in self.history)
             write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
+            if self.loggers is not None:
+                self.loggers.log(self.history)
             if t.data.val and row.get("val_accuracy", -1.0) > self.best:
                 self.best = row["val_accuracy"]
                 self.checkpoints.save_best(self.bundle(t.averaged_model))

@@ -17,7 +17,13 @@ from vitrail.training.checkpoint import list_checkpoints
 from vitrail.weights.bundle import Bundle
 
 VERSION = 3  # of a run directory; 0.1 wrote none, 0.2 held out other images
-MAY_CHANGE = ("workers", "keep", "cuda_graph", "checkpoint_blocks")  # settings that do not change the result
+MAY_CHANGE = (
+    "workers",
+    "keep",
+    "cuda_graph",
+    "checkpoint_blocks",
+    "log",
+)  # settings that do not change the result
 CHANGES_BITS = (
     "precision",
     "compile",

@@ -1,0 +1,199 @@
+"""Loggers by name get the rows of metrics.jsonl, continue on resume, and never change or stop a run.
+
+csv and tensorboard are real; mlflow and wandb are stand-ins with the calls that their documentation has.
+"""
+
+import csv
+import os
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.tiny_runs import (
+    SETTINGS,
+    RecordingCallback,
+    fingerprints,
+    one_thread,
+    rows,
+    stopped_and_resumed,
+    train,
+    write_arrays,
+)
+from vitrail.cli import app
+
+__all__ = ["one_thread"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+@pytest.fixture(scope="module")
+def plain(data, tmp_path_factory):
+    """A run without loggers."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    train(data, out=out, **SETTINGS)
+    return fingerprints(out)
+
+
+def numbers(out):
+    """The numbers in metrics.jsonl."""
+    return [{k: v for k, v in row.items() if not isinstance(v, str)} for row in rows(out)]
+
+
+def read_csv(out):
+    with (out / "metrics.csv").open() as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def read_events(out):
+    """The scalars that TensorBoard shows, a row for each epoch."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    table = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            assert name not in table.setdefault(event.step, {}), f"{name} twice"
+            table[event.step][name] = event.value
+    return [table[epoch] for epoch in sorted(table)]
+
+
+@pytest.mark.parametrize("at", [7, "evaluate", "save"])
+def test_csv_and_tensorboard_continue_when_a_run_is_resumed(data, plain, tmp_path, at):
+    out = tmp_path / "run"
+    stopped_and_resumed(data, out, at, log="csv,tensorboard", **SETTINGS)
+    assert fingerprints(out) == plain
+    assert read_csv(out) == numbers(out)
+    assert read_events(out) == [pytest.approx(row, rel=1e-6) for row in numbers(out)]
+
+
+def test_a_logger_that_is_added_on_resume_gets_the_earlier_epochs(data, tmp_path):
+    out = tmp_path / "run"
+    train(data, out=out, log="csv", **SETTINGS)
+    train(out=out, resume=True, epochs=4, log="tensorboard")
+    assert [row["epoch"] for row in read_events(out)] == [1, 2, 3, 4]
+    assert len(read_csv(out)) == 3
+
+
+def test_a_logger_that_fails_is_reported_once_and_the_run_goes_on(data, plain, tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    def no_space(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", no_space)
+    callback = RecordingCallback()
+    train(data, out=tmp_path / "run", log=["tensorboard", "csv"], callback=callback, **SETTINGS)
+    said = [note for note in callback.notes if "logger" in note]
+    assert said == [
+        "The logger tensorboard failed and is off from now on: no space left. metrics.jsonl has all rows."
+    ]
+    assert fingerprints(tmp_path / "run") == plain
+    assert len(read_csv(tmp_path / "run")) == 3
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
+def test_a_missing_package_is_named_before_training(data, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    done = CliRunner().invoke(app, ["train", str(data), "--out", str(tmp_path / "run"), "--log", name])
+    assert re.search(rf'package {name}, .* pip install "vitrail\[{name}\]"', str(done.exception))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("tensorbord", "there is no logger 'tensorbord'. Did you mean 'tensorboard'? Choose from: csv, "),
+        ("csv,", "there is no logger ''. Choose from: csv, tensorboard, mlflow, wandb."),
+    ],
+)
+def test_unknown_names(data, tmp_path, value, message):
+    done = CliRunner().invoke(app, ["train", str(data), "--out", str(tmp_path / "run"), "--log", value])
+    assert message in str(done.exception)
+    assert not (tmp_path / "run").exists()
+
+
+# ---- stand-ins -----------------------------------------------------------------------------------
+
+
+def test_mlflow_continues_its_run(data, plain, tmp_path, monkeypatch):
+    stores = {}  # by address: the metrics of each run
+
+    class MlflowClient:
+        def __init__(self, tracking_uri):
+            assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+            self.store = stores.setdefault(tracking_uri, {"experiments": [], "runs": {}})
+
+        def get_experiment_by_name(self, name):
+            return SimpleNamespace(experiment_id="1") if name in self.store["experiments"] else None
+
+        def create_experiment(self, name):
+            self.store["experiments"].append(name)
+            return "1"
+
+        def search_runs(self, experiment_ids, max_results):
+            return [SimpleNamespace(info=SimpleNamespace(run_id=one)) for one in self.store["runs"]]
+
+        def create_run(self, experiment_id, run_name):
+            assert run_name == "run"
+            self.store["runs"]["r1"] = []
+            return SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+
+        def update_run(self, run_id, status):
+            self.store["status"] = status
+
+        def set_terminated(self, run_id):
+            self.store["status"] = "FINISHED"
+
+        def get_metric_history(self, run_id, key):
+            return [metric for metric in self.store["runs"][run_id] if metric.key == key]
+
+        def log_batch(self, run_id, metrics):
+            self.store["runs"][run_id] += metrics
+
+    def metric(key, value, timestamp, step):
+        return SimpleNamespace(key=key, value=value, timestamp=timestamp, step=step)
+
+    mlflow, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    mlflow.MlflowClient, entities.Metric = MlflowClient, metric
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    out = tmp_path / "run"
+    stopped_and_resumed(data, out, "save", log="mlflow", **SETTINGS)
+    assert fingerprints(out) == plain
+    [(address, store)] = stores.items()
+    assert address == (out / "mlruns").as_uri()
+    assert store["status"] == "FINISHED"
+    logged = store["runs"]["r1"]
+    expected = [(row["epoch"], k, v) for row in numbers(out) for k, v in row.items()]
+    assert [(metric.step, metric.key, metric.value) for metric in logged] == expected
+
+
+@pytest.mark.parametrize("mode", [None, "online"])
+def test_wandb_is_offline_and_continues_its_run(data, tmp_path, monkeypatch, mode):
+    starts, logged = [], []
+
+    def init(**how):
+        assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+        starts.append(how)
+        return SimpleNamespace(log=lambda row, step: logged.append((step, row)), finish=lambda: None)
+
+    wandb = ModuleType("wandb")
+    wandb.init = init
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    out = tmp_path / "run"
+    stopped_and_resumed(data, out, 7, log="wandb", **SETTINGS)
+    first, second = starts
+    assert first == second
+    assert (first["mode"], first["dir"], first["resume"]) == (mode or "offline", str(out), "allow")
+    assert logged == list(enumerate(numbers(out), start=1))

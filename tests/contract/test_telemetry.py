@@ -186,6 +186,8 @@ def test_commands(guard, tmp_path):
         ["walk", model, photo],
         ["inspect", model, photo, "--out", "figures", "--only", "attention"],
         ["train", photos, "--epochs", "1", "--out", "run"],
+        ["pack", photos, "photos.pack"],
+        ["sweep", photos, "--trials", "2", "--epochs", "2", "--out", "sweep"],
         ["export", model, "--to", "torch-export"],
         ["export", model, "--to", "html"],
         ["check", str(solution)],
@@ -204,7 +206,7 @@ def test_commands(guard, tmp_path):
     assert [code, done] == [0, expected], error
     assert " ".join(out.split()).count("itself, on the golden inputs") == 2  # so both libraries were loaded
     inputs, outputs = ["photos", "toy.safetensors"], ["classroom.html", "evaluation.html", "figures", "hf"]
-    outputs += ["lab-activation", "model.pt2", "model.pt2.proof.json", "run", "timm"]
+    outputs += ["lab-activation", "model.pt2", "model.pt2.proof.json", "photos.pack", "run", "sweep", "timm"]
     assert guard.written() == ([], sorted(inputs + outputs))
 
 

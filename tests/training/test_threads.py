@@ -81,7 +81,7 @@ def test_without_a_rehearsal(trainer, timed):
         2, "torch's own number; the run is too short to measure others"
     )
     timed({})
-    assert choose_threads(trainer, 5) == threads.Threads(5, "as before")
+    assert choose_threads(trainer, 5) == threads.Threads(5, "as chosen before")
     torch.set_num_threads(1)
     assert choose_threads(trainer, None).count == 1
 

@@ -132,6 +132,12 @@ def train(
         int | None,
         typer.Option(min=1, help="Passes over the training set.", show_default="from the recipe"),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="M", help="Reduce the number of epochs until training and evaluation fit in M minutes."
+        ),
+    ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -218,6 +224,7 @@ def train(
     for text in settings or []:
         apply_setting(changes, text)
     changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
+    changes["minutes"] = minutes
     changes["size"] = None if size is None else parse_sides(size)
 
     if offline:  # for the weights and the teacher, and in the processes of a distributed run

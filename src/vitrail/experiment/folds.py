@@ -108,6 +108,11 @@ def cross_validate(
         options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
     """
     count = as_integer("folds", folds, 2, _MAX_FOLDS)
+    if options.get("minutes") is not None:
+        raise InputError(
+            "--folds and --minutes exclude each other: all folds must have the same number of epochs, which "
+            "the time would decide; use --epochs."
+        )
     if init_process_group().count > 1:
         raise InputError("cross-validation runs in one process; start it without torchrun.")
     folder, log = Path(out), callback or NullCallback()

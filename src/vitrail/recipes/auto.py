@@ -241,7 +241,8 @@ def _reason(data: Dataset, context: RunContext, machine: _Machine, model: ViTCon
     stem = "with a convolutional stem" if model.embedding == "conv" else "without a stem"
     own = f"a ViT of width {model.width} and depth {model.depth} {stem} at {H}x{W} pixels, "
     where = "on a GPU" if context.gpu else "on two idle cores"
-    given = "as given" if context.epochs is not None else f"meant for minutes {where}"
+    meant = "minutes" if context.minutes is None else f"{context.minutes:g} minutes"
+    given = "as given" if context.epochs is not None else f"meant for {meant} {where}"
     return (
         f"Recipe auto: for {len(data.train):,} training images on {machine.name}, "
         f"{'' if context.model else own}{epochs} epochs ({given})."

@@ -23,6 +23,7 @@ from vitrail.recipes.auto import RunContext
 from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.training.batch_size import choose_batch
 from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.minutes import TimeBudget
 from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.precision import choose_device
@@ -66,6 +67,7 @@ def train(
     from_: str | Path | None = None,
     teacher: str | Path | Bundle | None = None,
     size: int | tuple[int, int] | None = None,
+    minutes: float | None = None,
     resume: bool = False,
     report: bool = True,
     callback: Callback | None = None,
@@ -88,6 +90,8 @@ def train(
             the data. The field `distill` selects hard (the default) or soft distillation.
         size: the image size, one side or (H, W), of the model and its preprocessing. The position embedding
             of a weight file is resampled.
+        minutes: a time budget for training and evaluation: the number of epochs is reduced until they fit, by
+            a short rehearsal.
         resume: resume the run in `out` from its newest complete checkpoint. The run directory has the
             settings and knows its data; what is given again must be the same, except for more `epochs`,
             which extend the run, and data that has moved.
@@ -98,12 +102,18 @@ def train(
             with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
             name is called "name": dict(name="Ti/16", depth=6).
     """
+    budget = None if minutes is None else TimeBudget(minutes)
     saved = read_saved_run(Path(out)) if resume else None
     callback = callback or NullCallback()
     if saved is not None:
+        saved.check_name("minutes", minutes)
+        if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
+            changes.pop("epochs", None)  # the same command again, not an extension
         setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, callback)
     elif data is not None:
-        setup = _new_setup(data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, changes, callback)
+        setup = _new_setup(
+            data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, minutes, changes, callback
+        )
     else:
         raise InputError(_no_data(Path(out), resume))
     if setup.recipe.train.cache:
@@ -118,6 +128,7 @@ def train(
         resume=resume,
         request=setup.request,
         reuse=setup.reuse,
+        budget=budget,
         callback=callback,
     )
     if report:
@@ -134,20 +145,22 @@ def _new_setup(
     from_: str | Path | None,
     teacher: str | Path | Bundle | None,
     size: int | tuple[int, int] | None,
+    minutes: float | None,
     changes: Mapping[str, Any],
     callback: Callback,
 ) -> _Setup:
     """The settings of a recipe with the changes applied, and the data."""
     dataset = open_training_data(data, classes, changes, callback)
-    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
+    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
     if changes.get("batch") == AUTO_BATCH:
         ranks = init_process_group()
         compute = choose_device(resolved.train.precision, ranks.local_rank)
         batch, note = choose_batch(resolved, dataset, compute, ranks)
-        resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size)
+        resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size, minutes)
         resolved = replace(resolved, notes=(*resolved.notes, note))
     resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
+    request["minutes"] = minutes
     request["classes"] = None if classes is None else dataset.classes
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, {})
 
@@ -202,10 +215,11 @@ def resolve_recipe(
     from_: str | Path | None,
     changes: Mapping[str, Any],
     size: int | tuple[int, int] | None = None,
+    minutes: float | None = None,
 ) -> tuple[Recipe, Bundle | None]:
     """The recipe of this name with the changes applied, and the weights to start from."""
     fields, model, nested = _split_changes(changes)
-    recipe = recipe_for(name, data, _run_context(from_, fields, model, size))
+    recipe = recipe_for(name, data, _run_context(from_, fields, model, size, minutes))
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
@@ -232,7 +246,11 @@ def resolve_recipe(
 
 
 def _run_context(
-    from_: str | Path | None, fields: Mapping[str, Any], model: Mapping[str, Any], size: Any
+    from_: str | Path | None,
+    fields: Mapping[str, Any],
+    model: Mapping[str, Any],
+    size: Any,
+    minutes: float | None,
 ) -> RunContext:
     """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
     size = size if size is not None else model.get("size")
@@ -245,6 +263,7 @@ def _run_context(
         from_file=from_ is not None,
         size=size if valid else None,
         epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,
+        minutes=minutes,
         model=bool(model),
     )
 

@@ -30,6 +30,7 @@ from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.loggers import Loggers, check_loggers
 from vitrail.training.lora import check_rank, merge_lora
+from vitrail.training.minutes import TimeBudget, fit_minutes
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
@@ -78,6 +79,7 @@ def run_training(
     resume: bool = False,
     request: Mapping[str, Any] | None = None,
     reuse: Mapping[str, Any] | None = None,
+    budget: TimeBudget | None = None,
     callback: Callback | None = None,
 ) -> Run:
     """Train by a recipe, from the first step or from the newest checkpoint in `out`.
@@ -86,6 +88,7 @@ def run_training(
         start: the weights to start from; not needed if there is a checkpoint.
         request: what the user asked for, for config.json (`describe_request`).
         reuse: what automatic settings were resolved to when the run started.
+        budget: for a new run, the time that the number of epochs is reduced to fit.
     """
     ranks, out = init_process_group(), Path(out)
     log = LogFile(callback or NullCallback(), out / "log.txt", enabled=ranks.is_main)
@@ -96,6 +99,12 @@ def run_training(
     check_loggers(recipe.train.log)
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
+    if budget is not None and not (out / "config.json").exists():
+        model = ViT(recipe.model)
+        rehearsal = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
+        train, chosen, reason = fit_minutes(rehearsal, budget)
+        recipe, reuse = replace(recipe, train=train, notes=(*recipe.notes, reason)), {"threads": chosen.count}
+        del model, rehearsal  # their memory is needed
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
         return _finished_run(out, dataset)
     log.open()

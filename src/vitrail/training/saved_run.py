@@ -125,10 +125,10 @@ class SavedRun:
             "--resume"
         )
 
-    def check_name(self, what: str, given: str | None) -> None:
-        """Check that a name, if it is given again, is the run's."""
-        if given is not None and given != self.request[what]:
-            raise different_setting(what, given, self.request[what])
+    def check_name(self, what: str, given: object) -> None:
+        """Check that a name or number, if it is given again, is the run's."""
+        if given is not None and given != self.request.get(what):
+            raise different_setting(what, given, self.request.get(what))
 
     def with_changes(
         self, fields: Mapping[str, Any], model: Mapping[str, Any], nested: Mapping[str, Mapping[str, Any]]

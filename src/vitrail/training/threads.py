@@ -50,7 +50,7 @@ def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
     if asked != "auto":
         return Threads(asked, "as requested")
     if reused is not None:
-        return Threads(reused, "as before")
+        return Threads(reused, "as chosen before")
     if trainer.compute.device.type != "cpu" or trainer.ranks.count > 1 or default == 1:
         return Threads(default, "torch's own number")
     seconds = estimate_seconds(trainer)

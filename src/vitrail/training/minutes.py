@@ -1,0 +1,155 @@
+"""`--minutes`: as many epochs as fit in a time budget, by a rehearsal with real images."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
+from signal import SIGTERM
+
+import numpy as np
+import torch
+
+from vitrail.data.loader import CorruptFiles
+from vitrail.errors import ConfigError
+from vitrail.fields import is_real, short_repr
+from vitrail.memory import is_out_of_memory
+from vitrail.recipes.settings import TrainConfig
+from vitrail.training.clock import format_seconds
+from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.metrics import Diverged
+from vitrail.training.scores import MAX_IMAGES
+from vitrail.training.threads import Threads, choose_threads, use_threads
+from vitrail.training.trainer import Interrupted, Trainer
+
+_REHEARSAL, _MOST_SECONDS = 0.03, 10.0  # of the budget, and at most
+_LEAST_STEPS = 3  # of the rehearsal; the first one warms up
+_BATCHES = 4  # that are evaluated in the rehearsal, at most
+_RESERVE = 0.1  # of the time, for what a short rehearsal does not show
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """The minutes that a run may take, from now on."""
+
+    minutes: float
+    start: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if not is_real(self.minutes) or not 0 < self.minutes < 1e6:
+            raise ConfigError(
+                f"minutes must be a number above 0, such as 30, not {short_repr(self.minutes)}."
+            )
+
+    @property
+    def seconds_left(self) -> float:
+        return 60 * self.minutes - (time.monotonic() - self.start)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a rehearsal has measured, in seconds."""
+
+    first_step: float
+    """With all that happens once, such as compiling."""
+    step: float
+    evaluation: float
+    """Of all held-out images."""
+    closing: float
+    """For what follows the last epoch: files and the report."""
+
+    def total(self, epochs: int, steps_per_epoch: int, evaluate_every: int) -> float:
+        """The time of a run of so many epochs."""
+        training = self.first_step + epochs * steps_per_epoch * self.step
+        return training + math.ceil(epochs / evaluate_every) * self.evaluation + self.closing
+
+
+def fit_minutes(rehearsal: Trainer, budget: TimeBudget) -> tuple[TrainConfig, Threads, str]:
+    """The settings with as many epochs as fit, at most those of the settings; the threads; and the reason.
+
+    Args:
+        rehearsal: the run as it would be with all epochs; it is trained for a few steps, and of no use then.
+    """
+    t = rehearsal
+    threads = choose_threads(t, None)
+    try:
+        with use_threads(threads.count):
+            pace = rehearse(t, min(_MOST_SECONDS, _REHEARSAL * 60 * budget.minutes))
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):  # the run itself reports it, with advice
+            return t.settings, threads, "The rehearsal for --minutes ran out of memory."
+        raise
+    finally:
+        t.workers.close()
+    measured = torch.tensor([*astuple(pace), budget.seconds_left], device=t.compute.device)
+    *seconds, left = (t.ranks.sum(measured) / t.ranks.count).tolist()  # the same in all processes
+    epochs, reason = choose_epochs(
+        t.settings, Pace(*seconds), t.steps_per_epoch, (1 - _RESERVE) * left, budget.minutes
+    )
+    return replace(t.settings, epochs=epochs), threads, reason
+
+
+def choose_epochs(
+    settings: TrainConfig, pace: Pace, steps_per_epoch: int, seconds: float, minutes: float
+) -> tuple[int, str]:
+    """As many epochs as end within so many seconds, at least one, and a sentence that says why."""
+
+    def total(epochs: int) -> float:
+        return pace.total(epochs, steps_per_epoch, settings.evaluate_every)
+
+    most, given = settings.epochs, f"{minutes:g} minute{'s' * (minutes != 1)}"
+    epoch = steps_per_epoch * pace.step + pace.evaluation / settings.evaluate_every
+    fits = bisect_right(range(1, most + 1), seconds, key=total)
+    if fits == 0:
+        return 1, (
+            f"One epoch is trained, although it does not fit in {given}: with evaluation it takes about "
+            f"{format_seconds(total(1))} here. To be quicker, use a smaller --size or --model, "
+            "or fewer images."
+        )
+    if fits == most:
+        plural = f"All {most} epochs are" if most > 1 else "The one epoch is"
+        return most, f"{plural} trained: that takes about {format_seconds(total(most))} of the {given}."
+    return fits, (
+        f"{fits} of {most} epochs are trained, as many as fit in {given}: an epoch with its evaluation takes "
+        f"about {format_seconds(epoch)} here."
+    )
+
+
+def rehearse(trainer: Trainer, seconds: float) -> Pace:
+    """Take real steps for about so long, with loading and augmentation, and evaluate some images."""
+    marks = [time.perf_counter()]
+
+    def stop() -> int | None:
+        if trainer.compute.device.type == "cuda":
+            torch.cuda.synchronize(trainer.compute.device)
+        marks.append(time.perf_counter())
+        return SIGTERM if len(marks) > _LEAST_STEPS and marks[-1] - marks[0] > seconds else None
+
+    with suppress(Interrupted, Diverged):
+        trainer.run(stop=stop)
+    first = marks[1] - marks[0]
+    step = (marks[-1] - marks[1]) / (len(marks) - 2) if len(marks) > 2 else first
+    forward, data = _time_forward(trainer), trainer.data
+    sampled = min(MAX_IMAGES, len(data.train)) + len(data.eval_split) if data.val else 0
+    closing = 2 * sampled + len(data.eval_split)  # images of the best and the last weights, and of the report
+    return Pace(first, step, forward * len(data.eval_split), forward * closing)
+
+
+def _time_forward(trainer: Trainer) -> float:
+    """The time of a held-out image, by some of them."""
+    split, t = trainer.data.eval_split, trainer
+    count = min(len(split), _BATCHES * t.batch)
+    some = split.take(np.arange(count))
+    start = time.perf_counter()
+    evaluate_epoch(
+        t.averaged_model,
+        some,
+        t.preprocess,
+        t.compute,
+        ranks=t.ranks,
+        workers=t.workers,
+        corrupt=CorruptFiles(t.settings.corrupt),
+    )
+    return (time.perf_counter() - start) / count

@@ -100,6 +100,7 @@ def run_training(
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
     if budget is not None and not (out / "config.json").exists():
+        log.on_message("Timing some steps, to choose the number of epochs by the minutes.")
         model = ViT(recipe.model)
         rehearsal = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
         train, chosen, reason = fit_minutes(rehearsal, budget)

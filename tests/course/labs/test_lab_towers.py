@@ -196,7 +196,7 @@ def test_other_data_is_rejected(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=color, y_train=np.arange(12) % 2)
     with pytest.raises(InputError, match=r"the ten digits as gray images.* not 2 classes with 3 channel"):
         towers.run(tmp_path, "small", tmp_path / "own.npz")
-    gray = np.zeros((40, 8, 8), dtype=np.uint8)
+    gray = np.random.default_rng(0).integers(0, 256, (40, 8, 8), dtype=np.uint8)
     labels = np.where(np.arange(40) % 10 == 4, 9, np.arange(40) % 10)
     np.savez(tmp_path / "nine.npz", x_train=gray, y_train=labels)
     with pytest.raises(InputError, match=r"Every digit must occur.* has no 4"):

@@ -65,7 +65,7 @@ def test_every_arm_gets_its_best_learning_rate():
 
 def test_worker_processes_give_the_same_results():
     with ProcessPool(2) as pool:
-        (score, state), _ = pool.each(train_classifier, [classifier_run(steps=5), classifier_run(steps=1)])
+        (score, state), _ = pool.map(train_classifier, [classifier_run(steps=5), classifier_run(steps=1)])
         assert pool.pool is not None, "a worker process was used"
     again, same = train_classifier(classifier_run(steps=5))
     assert score == again

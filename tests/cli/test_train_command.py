@@ -242,3 +242,32 @@ def test_invalid_option_values(option, folder):
     assert done.exit_code == 2
     assert option.split("=")[0] in done.output
     assert not (folder / "new").exists()
+
+
+def test_dry_run_prints_plan_and_settings_and_writes_nothing(tmp_path):
+    options = ["digits", "--recipe", "digits", "--epochs=1", "--out", "run", *TINY]
+    done = vitrail(*options, "--dry-run", "--lr=0.002", cwd=tmp_path)
+    for text in ("Computing on ", "22 of 64 images", "lr ", "0.002", "model.width", "16", "preprocess.size"):
+        assert text in done.stdout, text
+    assert "epoch   1" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    quiet = vitrail(*options, "--dry-run", "--quiet", cwd=tmp_path).stdout
+    assert "Computing" not in quiet
+    assert "model.width" in quiet
+
+
+def test_dry_run_refuses_what_a_run_refuses(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for options in (["digits", "--lr=-3"], ["digits", "--out", "full"], [], ["digits", "--patience=0"]):
+        dry = vitrail(*options, "--dry-run", cwd=tmp_path, code=2).stderr
+        assert dry == vitrail(*options, cwd=tmp_path, code=2).stderr
+    assert "remove --resume" in vitrail("digits", "--dry-run", "--resume", cwd=tmp_path, code=2).stderr
+
+
+def test_quiet_prints_the_result_only(tmp_path):
+    options = ["digits", "--recipe", "digits", "--epochs=1", "--out", "run", *TINY]
+    done = vitrail(*options, "--quiet", cwd=tmp_path)
+    assert done.stdout.startswith("Accuracy ")
+    assert len(done.stdout.splitlines()) == 4  # and three saved files
+    assert "Computing on" in (tmp_path / "run" / "log.txt").read_text()

@@ -77,10 +77,13 @@ class ConsoleCallback:
 
 
 @contextmanager
-def training_process() -> Iterator[tuple[Callback, bool]]:
+def training_process(*, quiet: bool = False) -> Iterator[tuple[Callback, bool]]:
     """The callback of this process, and whether it is the main one, which alone prints.
 
     A signal that stops a run becomes the exit code.
+
+    Args:
+        quiet: print nothing about the run; its log.txt has it.
     """
     from vitrail.training.callbacks import NullCallback
     from vitrail.training.parallel import destroy_process_group, init_process_group
@@ -89,7 +92,7 @@ def training_process() -> Iterator[tuple[Callback, bool]]:
     is_main = init_process_group().is_main
     try:
         with ConsoleCallback() as console:
-            yield (console if is_main else NullCallback()), is_main
+            yield (console if is_main and not quiet else NullCallback()), is_main
     except Interrupted as stop:
         sys.stdout.flush()
         raise typer.Exit(128 + stop.signal) from None

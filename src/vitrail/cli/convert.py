@@ -34,6 +34,7 @@ def convert(
     family: options.Family = None,
     keys: options.Keys = None,
     given: options.Set = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write a model as a file of another library, and report what was changed and how close the logits are.
 
@@ -57,7 +58,7 @@ def convert(
     }
     for name, value in lines.items():
         print(f"{name:<25} {printable(value)}")
-    for note in report.notes:
+    for note in [] if quiet else report.notes:
         print(f"note: {printable(note)}")
     if not report.holds:
         typer.echo("vitrail: the other library's logits are NaN or infinity; do not use OUT.", err=True)

@@ -42,6 +42,7 @@ def doctor(
     offline: options.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
     workers: WorkersOption = "auto",
+    quiet: options.Quiet = False,
 ) -> None:
     """Check a data set: corrupt files, images in two splits, suspicious classes.
 
@@ -55,7 +56,7 @@ def doctor(
 
     fingerprint = None if model is None else _read_fingerprint(model, offline)
     count = parse_workers(workers)
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
         dataset, problems = open_for_check(data) if model is None else (open_labeled(data), [])
         total = sum(map(len, splits_of(dataset).values()))
@@ -69,7 +70,7 @@ def doctor(
     else:
         if model is not None:
             _print_wrapped(_trained_line(report, model))
-        _show_report(report)
+        _show_report(report, notes=not quiet)
     if report.has_faults:
         raise typer.Exit(1)
 
@@ -105,12 +106,12 @@ class _Section(NamedTuple):
     lines: list[str]
 
 
-def _show_report(report: DatasetReport) -> None:
+def _show_report(report: DatasetReport, *, notes: bool) -> None:
     counts = ", ".join(f"{count:,} in {name}" for name, count in report.images.items()) or "none"
     _print_wrapped(f"images: {counts}; {report.classes:,} class{'es' * (report.classes != 1)}")
     modes = ", ".join(f"{mode} {count:,}" for mode, count in report.modes.items()) or "none"
     _print_wrapped(f"color modes: {modes}")
-    for note in report.notes:
+    for note in report.notes if notes else []:
         _print_wrapped(printable(note, 400))
     faults, remarks = list(_faults(report)), list(_remarks(report))
     for title, sections in (("MUST BE REPAIRED", faults), ("WORTH KNOWING", remarks)):

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,6 +97,7 @@ def evaluate(
     keys: options.Keys = None,
     settings: options.Set = None,
     offline: options.Offline = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Evaluate a model on labeled images: accuracy, calibration, mistakes, features.
 
@@ -134,7 +136,7 @@ def evaluate(
     )
     dataset = open_for_evaluation(data, split, probes)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         result = evaluate_model(
             bundle,
             dataset,
@@ -151,7 +153,8 @@ def evaluate(
     if print_json:
         print(_as_json(result, model))
     else:
-        show_evaluation(result, printable(model), Console(highlight=False))
+        shown = replace(result, notes=[]) if quiet else result
+        show_evaluation(shown, printable(model), Console(highlight=False))
     with redirect_stdout(sys.stderr if print_json else sys.stdout):
         if json_file is not None:
             _save_json(json_file, result, model)

@@ -54,6 +54,7 @@ def export(
     keys: options.Keys = None,
     settings: options.Set = None,
     offline: options.Offline = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Export a model, and check that the outputs are the same.
 
@@ -72,7 +73,7 @@ def export(
         if dynamic is not None or with_preprocess:
             option = "--dynamic" if dynamic is not None else "--with-preprocess"
             raise InputError(f"{option} is not for --to html; remove it.")
-        _export_page(model, path, overrides, examples or [])
+        _export_page(model, path, overrides, examples or [], quiet)
         return
     if examples:
         raise InputError(f"--examples is for --to html, not --to {to}; remove it.")
@@ -100,7 +101,9 @@ def _parse_dynamic(dynamic: str | None) -> tuple[str, ...]:
     return names
 
 
-def _export_page(model: str, path: Path, overrides: dict[str, Any], examples: list[Path]) -> None:
+def _export_page(
+    model: str, path: Path, overrides: dict[str, Any], examples: list[Path], quiet: bool
+) -> None:
     from vitrail.cli.inspect import expand_paths
     from vitrail.export.html import check_page_path, write_classroom
     from vitrail.weights.load import load
@@ -108,7 +111,8 @@ def _export_page(model: str, path: Path, overrides: dict[str, Any], examples: li
     check_page_path(path)
     images = expand_paths(examples)
     bundle = load(model, **overrides)
-    for note in write_classroom(bundle, path, name=Path(model).stem, examples=images):
+    notes = write_classroom(bundle, path, name=Path(model).stem, examples=images)
+    for note in [] if quiet else notes:
         print(f"note: {note}")
     print(f"Saved {printable(path)} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser.")
 

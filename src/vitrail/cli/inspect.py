@@ -54,6 +54,7 @@ def inspect(
     keys: options.Keys = None,
     settings: options.Set = None,
     offline: options.Offline = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Draw figures of a model: filters, attention, attribution and more, on one HTML page.
 
@@ -72,7 +73,7 @@ def inspect(
     )
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         request = InspectionRequest(
             bundle, paths, max_images=max_images, layer=layer, head=head, target=class_index, progress=bars
         )
@@ -80,7 +81,7 @@ def inspect(
             print(trained)
         command = shlex.join(["vitrail", *sys.argv[1:]])
         missing = write_inspection(request, out, only=figures, command=command)
-    for name, reason in missing.items():
+    for name, reason in ({} if quiet else missing).items():
         print(f"No figure {name}: {reason}")
     for file, reason in request.corrupt.reasons.items():
         print(f"{file} could not be read: {reason}")

@@ -39,6 +39,9 @@ WorkersOption = Annotated[
         "decodes in the main thread.",
     ),
 ]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress and no notes.")
+]
 Offline = Annotated[
     bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
 ]

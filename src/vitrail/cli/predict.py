@@ -68,6 +68,7 @@ def predict(
     keys: options.Keys = None,
     settings: options.Set = None,
     offline: options.Offline = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Classify images and print one row per image, in order.
 
@@ -102,7 +103,8 @@ def predict(
     with ExitStack() as stack:
         write = stack.enter_context(_open_rows(out))
         add = stack.enter_context(writing_rows(embeddings, config.pooled_width)) if embeddings else None
-        bars = stack.enter_context(ProgressBars(enabled=out is not None or not sys.stdout.isatty()))
+        shows_rows = out is None and sys.stdout.isatty()
+        bars = stack.enter_context(ProgressBars(enabled=not quiet and not shows_rows))
         total = _count_images(inputs) if bars.enabled else None
         write(header)
         for prediction in predictor.stream(_list_paths(inputs, b"\0" if null else b"\n")):

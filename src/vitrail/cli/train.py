@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.completion import recipe_names
-from vitrail.cli.console import training_process
-from vitrail.cli.overrides import Offline, parse_sides, parse_value
+from vitrail.cli.console import print_rows, training_process
+from vitrail.cli.overrides import Offline, Quiet, parse_sides, parse_value
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
@@ -191,6 +191,11 @@ def train(
             help="Resume the run in --out from its newest checkpoint; more --epochs extend it.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the plan and every setting, then exit; no run is started."),
+    ] = False,
+    quiet: Quiet = False,
     cache: Annotated[
         bool,
         typer.Option(
@@ -223,25 +228,42 @@ def train(
         changes["model"] = {"name": model}
     for text in settings or []:
         apply_setting(changes, text)
-    changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher, "resume": resume}
+    changes |= {"classes": classes, "recipe": recipe, "from_": start, "teacher": teacher}
     changes["minutes"] = minutes
     changes["size"] = None if size is None else parse_sides(size)
 
     if offline:  # for the weights and the teacher, and in the processes of a distributed run
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if dry_run:
+        if resume or folds is not None:
+            other = "--resume" if resume else "--folds"
+            raise InputError(f"--dry-run is for a new run; remove {other}.")
+        _print_dry_run(data, out, changes, quiet)
+        return
+    changes["resume"] = resume
     if folds is not None:
         with outlasting(printable(out / "fold-*" / "log.txt")):
-            _run_folds(data, out, folds, changes)
+            _run_folds(data, out, folds, changes, quiet)
         return
     with outlasting(printable(out / "log.txt")):
-        _run_training(data, out, changes)
+        _run_training(data, out, changes, quiet)
 
 
-def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
+def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
+    """Print what a run would do: its plan, and its settings by the names that --set takes."""
+    from vitrail.training.dry_run import dry_run
+
+    with training_process(quiet=quiet) as (callback, is_main):
+        settings = dry_run(data, out=out, callback=callback, **changes)
+    if is_main:
+        print_rows(settings)
+
+
+def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
     """Train; only the main process prints."""
     from vitrail.training.api import train as run_training
 
-    with training_process() as (callback, is_main):
+    with training_process(quiet=quiet) as (callback, is_main):
         run = run_training(data, out=out, callback=callback, **changes)
     if is_main:
         best, epochs = run.best, run.metrics[-1]["epoch"]
@@ -254,13 +276,13 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any]) -> None:
                 print(f"Saved {printable(run.out / name)}")
 
 
-def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any]) -> None:
+def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any], quiet: bool) -> None:
     """Train a model for each fold; only the main process prints."""
     from vitrail.experiment.folds import cross_validate
 
     if data is None:
         raise InputError("--folds needs DATA, also with --resume: vitrail train DATA --folds 5 --out DIR.")
-    with training_process() as (callback, is_main):
+    with training_process(quiet=quiet) as (callback, is_main):
         result = cross_validate(data, out=out, folds=folds, callback=callback, **changes)
     if is_main:
         low, high = result.interval

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Data = str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]]
 
-_DEFAULT_RECIPE = "auto"
+DEFAULT_RECIPE = "auto"
 AUTO_BATCH = "auto"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
 _PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
@@ -111,11 +111,11 @@ def train(
             changes.pop("epochs", None)  # the same command again, not an extension
         setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, callback)
     elif data is not None:
-        setup = _new_setup(
-            data, classes, recipe or _DEFAULT_RECIPE, from_, teacher, size, minutes, changes, callback
+        setup = new_setup(
+            data, classes, recipe or DEFAULT_RECIPE, from_, teacher, size, minutes, changes, callback
         )
     else:
-        raise InputError(_no_data(Path(out), resume))
+        raise InputError(no_data(Path(out), resume))
     if setup.recipe.train.cache:
         cached = cached_dataset(setup.dataset, setup.recipe.preprocess, callback.on_message)
         setup = replace(setup, dataset=cached)
@@ -138,7 +138,7 @@ def train(
     return run
 
 
-def _new_setup(
+def new_setup(
     data: Data,
     classes: ClassNames | None,
     recipe: str,
@@ -200,7 +200,7 @@ def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:
     return teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
 
 
-def _no_data(out: Path, resume: bool) -> str:
+def no_data(out: Path, resume: bool) -> str:
     """The message for a run without data."""
     if not resume:
         return "training needs DATA: a folder of images, a .csv, .jsonl or .npz file, or the word digits."

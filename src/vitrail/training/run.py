@@ -22,6 +22,7 @@ from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
 from vitrail.summary import Summary
 from vitrail.training.batch_size import fitting_batch
+from vitrail.training.build import build_trainer, fit_recipe
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.early_stop import early_stop
@@ -30,7 +31,7 @@ from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.loggers import Loggers, check_loggers
 from vitrail.training.lora import check_rank, merge_lora
-from vitrail.training.minutes import TimeBudget, fit_minutes
+from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
@@ -95,29 +96,18 @@ def run_training(
     reuse = reuse or {}
     precision = reuse.get("precision", recipe.train.precision)
     compute = choose_device(precision, ranks.local_rank, recipe.train.device)
-    _check_batch(dataset, recipe, compute, ranks)  # before there is a folder
+    check_batch(dataset, recipe, compute, ranks)  # before there is a folder
     check_loggers(recipe.train.log)
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
     if budget is not None and not (out / "config.json").exists():
-        log.on_message("Timing some steps, to choose the number of epochs by the minutes.")
-        model = ViT(recipe.model)
-        rehearsal = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, distiller)
-        train, chosen, reason = fit_minutes(rehearsal, budget)
-        recipe, reuse = replace(recipe, train=train, notes=(*recipe.notes, reason)), {"threads": chosen.count}
-        del model, rehearsal  # their memory is needed
+        recipe, count = fit_recipe(recipe, dataset, budget, compute, ranks, distiller, log)
+        reuse = {"threads": count}
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
         return _finished_run(out, dataset)
     log.open()
-    log.on_message(f"Computing on {compute.reason}.")
-    for note in (*dataset.notes, *recipe.notes):
-        log.on_message(note)
-    for note in distiller.notes if distiller else []:
-        log.on_message(f"The teacher: {note}")
-    model = _initial_model(recipe, start, log)
-    settings = replace(recipe.train, compile=reuse.get("compile", recipe.train.compile))
-    trainer = Trainer(model, recipe.preprocess, dataset, settings, compute, ranks, distiller)
-    trainer.on_message = log.on_message
+    recipe = replace(recipe, train=replace(recipe.train, compile=reuse.get("compile", recipe.train.compile)))
+    trainer = build_trainer(dataset, recipe, start, distiller, compute, ranks, log)
     threads = choose_threads(trainer, reuse.get("threads"))
     if ranks.is_main:
         record_resolved(out, {"precision": compute.precision, "threads": threads.count}, log)
@@ -145,7 +135,7 @@ def _describe_origin(
     return Origin(digests, request)
 
 
-def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:
+def check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks: ProcessGroup) -> None:
     """Check that the settings fit the data, and that a step fits in memory (GPUs raise their own error)."""
     if recipe.train.patience is not None and not dataset.val:
         raise ConfigError(
@@ -158,17 +148,6 @@ def _check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks
         part = batch // ranks.count // recipe.train.accumulate
         advice = "use a smaller --size, --batch or model, or --set accumulate=2"
         check_fits(training_bytes(recipe.model, part), recipe.model, part, "A training step", advice)
-
-
-def _initial_model(recipe: Recipe, start: Bundle | None, log: Callback) -> ViT:
-    """Random weights from the seed, or those to start from."""
-    torch.manual_seed(recipe.train.seed)
-    model = ViT(recipe.model)
-    if start is not None:
-        for note in start.notes:
-            log.on_message(note)
-        model.load_state_dict(start.model.state_dict())
-    return model
 
 
 def _finished_run(out: Path, dataset: Dataset) -> Run:
@@ -228,7 +207,7 @@ class TrainingSession:
                     raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise _out_of_memory(t) from error
+                raise out_of_memory(t) from error
             raise
         finally:
             t.workers.close()
@@ -384,7 +363,7 @@ def _same_weights(one: ViT, other: ViT) -> bool:
     return all(torch.equal(tensor, theirs[name].cpu()) for name, tensor in one.state_dict().items())
 
 
-def _out_of_memory(trainer: Trainer) -> VitrailError:
+def out_of_memory(trainer: Trainer) -> VitrailError:
     s, size = trainer.settings, format_sides(trainer.preprocess.target)
     parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
     processes = trainer.ranks.count

@@ -52,7 +52,7 @@ def prepare_run_directory(
     path = out / "config.json"
     saved = check_same_run(path, config) if resume and path.exists() else None
     if saved is None:
-        _check_empty(out, resume)
+        check_empty(out, resume)
     elif recipe.train.epochs > saved["train"]["epochs"]:
         _check_extension(out)
     ranks.barrier()  # all processes have checked; now the main one may write
@@ -158,7 +158,7 @@ def check_same_run(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def _check_empty(out: Path, resume: bool) -> None:
+def check_empty(out: Path, resume: bool) -> None:
     """Refuse a folder with anything in it but the traces of a run killed while its folder was created."""
     ours = {"environment.json"} if resume else set()
     names = [p.name for p in out.iterdir()] if out.is_dir() else []

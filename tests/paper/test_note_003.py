@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
 
 def test_feed_forward_is_our_mlp_with_relu():
     config = DecoderConfig(vocabulary=9, width=12, depth=1, heads=2, length=8)
-    ours, theirs = MLP(config.encoder_like), FeedForward(12)
+    ours, theirs = MLP(config.as_vit_config), FeedForward(12)
     assert config.activation == "relu"
     add_noise(theirs)
     ours.fc1.load_state_dict(theirs.net[0].state_dict())

@@ -22,7 +22,7 @@ def standardize(z, eps, rms):
 
 def like(model):
     """The config of the model's tokens and blocks; a decoder's are those of a ViT for texts."""
-    return model.config.encoder_like if isinstance(model, vt.Decoder) else model.config
+    return model.config.as_vit_config if isinstance(model, vt.Decoder) else model.config
 
 
 def normed(z, module, config):

@@ -261,8 +261,10 @@ def resume_command(data, out, **how):
 def test_a_full_disk_is_an_error_and_leaves_the_old_checkpoint(data, halfway, complete, tmp_path):
     out = shutil.copytree(halfway, tmp_path / "run")
     before = {name: file_hashes(out / "checkpoints" / name) for name in names(out)}
-    most = (out / "checkpoints" / "step-00000012" / "model.safetensors").stat().st_size
-    done = resume_command(data, out, preexec_fn=limited(most + 2000))  # the optimizer is twice as large
+    checkpoint = out / "checkpoints" / "step-00000012"
+    most = (out / "best.safetensors").stat().st_size + 2000  # the optimizer is larger
+    assert most < (checkpoint / "optimizer.safetensors").stat().st_size
+    done = resume_command(data, out, preexec_fn=limited(most))
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith("vitrail: ")
     assert "could not be written" in done.stderr
@@ -296,6 +298,9 @@ def test_a_read_only_run_directory(data, halfway, complete):
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         out, file = shutil.copytree(halfway, Path(folder) / "run"), shutil.copy(data, folder)
+        config = json.loads((out / "config.json").read_text())
+        config["request"]["data"] = {"given": str(file), "path": str(file)}  # else it would be updated
+        (out / "config.json").write_text(json.dumps(config))
         before = file_hashes(out)
         message = r"log\.txt could not be written: Permission denied"
         with read_only(out), pytest.raises(FileError, match=message):

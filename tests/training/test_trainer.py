@@ -500,8 +500,10 @@ def test_from_a_weight_file_with_other_classes(file, overrides, weights, data, t
     assert any("The head for 5 classes was replaced" in note for note in callback.notes)
     assert run.bundle.model.config.drop_path == 0.2
     assert run.bundle.labels == ["0", "1", "2"]
-    with pytest.raises(ConfigError, match=r"start\.from_file is False|model\."):
-        train(data, out=tmp_path / "run", resume=True, **{**settings, "model": dict(heads=2)})
+    again = train(out=tmp_path / "run", resume=True)  # the run knows the file
+    assert torch.equal(again.bundle.model.head.weight, run.bundle.model.head.weight)
+    with pytest.raises(ConfigError, match=r"model\.depth"):
+        train(out=tmp_path / "run", resume=True, model=dict(depth=3))
 
 
 def test_with_the_same_classes_the_head_is_kept(weights, tmp_path, monkeypatch):

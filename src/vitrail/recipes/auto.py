@@ -74,6 +74,7 @@ _MANY = 10_000  # training images from which a CPU gets no more than _SIDE_OF_MA
 _SIDE_OF_MANY = 64
 _MOST_PATCHES = 14  # along a side
 _HEADERS = 16  # files whose size is read
+MAX_SIDE = 2**16  # larger images are not planned for; the config refuses them, or memory does
 _LR, _MAX_LR = 1e-3, 2e-3  # the first for a batch of 16; it grows with the square root of the batch
 
 

@@ -19,7 +19,7 @@ from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
-from vitrail.recipes.auto import RunContext
+from vitrail.recipes.auto import MAX_SIDE, RunContext
 from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.training.batch_size import choose_batch
 from vitrail.training.callbacks import Callback, NullCallback
@@ -257,7 +257,8 @@ def _run_context(
     if size is None and "@" in str(model.get("name", "")):
         size = preset(model["name"]).size
     epochs = fields.get("epochs")
-    valid = isinstance(size, int) or (isinstance(size, tuple) and len(size) == 2)
+    sides = size if isinstance(size, tuple) else (size, size)
+    valid = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
     return RunContext(
         gpu=torch.cuda.is_available(),
         from_file=from_ is not None,

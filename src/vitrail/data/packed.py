@@ -78,7 +78,7 @@ def is_packed(file: Path) -> bool:
     try:
         with open_regular(file) as opened:
             return opened.read(len(MAGIC)) == MAGIC
-    except (OSError, VitrailError):
+    except (OSError, ValueError, VitrailError):  # ValueError: a NUL byte in the path
         return False
 
 

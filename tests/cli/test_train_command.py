@@ -54,6 +54,7 @@ def test_digits(tmp_path, monkeypatch):
         "checkpoints",
         "config.json",
         "environment.json",
+        "fingerprint.npz",
         "last.safetensors",
         "log.txt",
         "metrics.jsonl",

@@ -213,9 +213,9 @@ def test_other_signals_are_ignored(model):
 EARLY = """
 import os, signal, sys
 import vitrail as vt
-from vitrail.serve.server import run
+from vitrail.serve.server import run_server
 from vitrail.serve.settings import ServeConfig
-run(
+run_server(
     vt.Predictor(sys.argv[1]),
     ServeConfig(port=0),
     started=lambda address: os.kill(os.getpid(), signal.SIGTERM),

@@ -31,7 +31,7 @@ CHILD = """
 import json, os, signal, sys, torch
 torch.set_num_threads(1)
 import vitrail as vt
-from vitrail.serve.server import run
+from vitrail.serve.server import run_server
 from vitrail.serve.settings import ServeConfig
 settings = ServeConfig(**json.loads(sys.argv[2]))
 exec(sys.argv[3])
@@ -45,7 +45,7 @@ if sys.argv[4:]:  # after the warm-up, each prediction is one PyTorch call of ma
             torch.linalg.matrix_power(torch.eye(4000), 2**12)
         return original(some)
     predictor.predict_batch = predict_batch
-run(predictor, settings, name="toy", started=lambda address: print(address, flush=True), ended=os._exit)
+run_server(predictor, settings, name="toy", started=lambda address: print(address, flush=True), ended=os._exit)
 """
 
 

@@ -32,16 +32,15 @@ class Summary:
         return html_table([[name, text] for name, text in self._rows().items()], type(self).__name__)
 
 
-def html_table(rows: Iterable[Iterable[object]], title: str = "", header: Iterable[object] = ()) -> str:
+def html_table(rows: Iterable[Iterable[object]], title: str = "") -> str:
     """An HTML table of text; nothing in it is read as HTML."""
-    body = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in rows)
+    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     caption = f"<caption>{escape(title)}</caption>" if title else ""
-    head = f"<thead><tr>{cells}</tr></thead>" if (cells := _cells(header, "th")) else ""
-    return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
+    return f"<table>{caption}<tbody>{body}</tbody></table>"
 
 
-def _cells(row: Iterable[object], tag: str) -> str:
-    return "".join(f'<{tag} style="text-align:left">{escape(str(cell))}</{tag}>' for cell in row)
+def _cells(row: Iterable[object]) -> str:
+    return "".join(f'<td style="text-align:left">{escape(str(cell))}</td>' for cell in row)
 
 
 def first_names(names: Iterable[str], count: int) -> str:

@@ -7,65 +7,15 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.browser import needs_chromium
+from tests.support.classroom import WatchedPage
 from tests.support.models import add_noise
-from vitrail.export.html import stored_model, write_classroom
+from vitrail.export.html import stored_model
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record
 from vitrail.weights.bundle import Bundle, Card
 
 pytestmark = needs_chromium
-
-
-class WatchedPage:
-    """A page with a record of its requests, errors and console messages."""
-
-    def __init__(self, browser, file, **options):
-        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options})
-        self.page = self.context.new_page()
-        self.requests, self.errors = [], []
-        self.context.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.errors.append(message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.errors.append(dialog.message))
-        self.address = file.as_uri()
-        self.page.goto(self.address)
-        assert self.page.evaluate("window.vitrail !== undefined")
-
-    def close(self):
-        """Check that only the file itself was loaded and nothing failed."""
-        self.context.close()
-        assert [url for url in self.requests if not url.startswith("data:,")] == [self.address]
-        assert self.errors == []
-
-
-@pytest.fixture
-def opened(browser, tmp_path):
-    pages = []
-
-    def open_page(bundle, **options):
-        file = tmp_path / f"page-{len(pages)}.html"
-        assert write_classroom(bundle, file) == []
-        pages.append(WatchedPage(browser, file, **options))
-        return pages[-1].page
-
-    yield open_page
-    for page in pages:
-        page.close()
-
-
-@pytest.fixture(scope="module")
-def sample_file(tmp_path_factory):
-    file = tmp_path_factory.mktemp("classroom") / "sample.html"
-    write_classroom(sample_model(), file)
-    return file
-
-
-@pytest.fixture
-def sample(browser, sample_file):
-    watched = WatchedPage(browser, sample_file)
-    yield watched.page
-    watched.close()
 
 
 # ---- numbers ---------------------------------------------------------------------------------------
@@ -293,21 +243,22 @@ def test_pointing_at_a_patch_shows_its_attention(sample):
     canvas = sample.locator("#attention-map canvas.patches")
     before, size = sample.evaluate(shown), canvas.bounding_box()
     canvas.hover(position={"x": size["width"] * 3.5 / 7, "y": size["height"] * 2.5 / 7})
-    sample.get_by_role("group", name="Head").get_by_role("radio", name="2").check()
-    sample.get_by_role("group", name="Block").get_by_role("radio", name="1").check()
+    choices = sample.locator("#attention")
+    choices.get_by_role("group", name="Head").get_by_role("radio", name="1").check()
+    choices.get_by_role("group", name="Block").get_by_role("radio", name="0").check()
     token = 1 + 2 * 7 + 3
     assert sample.evaluate("vitrail.state.token") == token
     assert sample.evaluate(shown) != before
     row, words = row_of(0, 1, token), sample.inner_text("#attention-words")
     best = int(row[1:].argmax())
-    assert words.startswith("In block 1, in head 2, the patch in row 3, column 4 attends most to ")
-    assert f"row {best // 7 + 1}, column {best % 7 + 1} ({percent(row[1:].max())})" in words
+    assert words.startswith("In block 0, in head 1, the patch in row 2, column 3 attends most to ")
+    assert f"row {best // 7}, column {best % 7} ({percent(row[1:].max())})" in words
     assert (
         f"{percent(row[token])} of its attention goes to itself, {percent(row[0])} goes to the class token"
         in words
     )
-    assert "row 3, column 4" in sample.inner_text("#token-words")
-    assert "row 3, column 4" in sample.inner_text("#positions-words")
+    assert "row 2, column 3" in sample.inner_text("#token-words")
+    assert "row 2, column 3" in sample.inner_text("#positions-words")
 
 
 def percent(fraction):
@@ -320,7 +271,7 @@ def test_the_keyboard_moves_from_patch_to_patch(sample):
     assert "the class token attends most" in sample.inner_text("#attention-words")
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the first one goes to the first patch
         sample.keyboard.press(key)
-    assert "the patch in row 2, column 2 attends most" in sample.inner_text("#attention-words")
+    assert "the patch in row 1, column 1 attends most" in sample.inner_text("#attention-words")
     sample.get_by_role("group", name="Prefix tokens").first.get_by_role("button", name="class").click()
     assert sample.inner_text("#token-words") == "The class token:"
 
@@ -357,7 +308,7 @@ def test_it_fits_a_phone(scheme, browser, sample_file):
     page = watched.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.locator("#attention-map canvas.patches").tap(position={"x": 5, "y": 5})
-    assert "row 1, column 1" in page.inner_text("#attention-words")
+    assert "row 0, column 0" in page.inner_text("#attention-words")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, paper[4:-1].split(","))) < 64) == (scheme == "dark")
     watched.close()

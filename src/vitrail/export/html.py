@@ -1,7 +1,7 @@
 """The classroom page: a small trained model in one HTML file that runs it live in the browser.
 
 The file contains the weights (little-endian, base64), a ViT in plain JavaScript (classroom/vit.js) and the
-user interface (map.js, page.js, sheet.js). Matrices are stored as float16, half the size, if that changes no
+user interface (the other files). Matrices are stored as float16, half the size, if that changes no
 answer: see `stored_model`. The page makes no network requests; its content security policy forbids them.
 """
 
@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PARTS = Path(__file__).parent / "classroom"
-SCRIPTS = ("vit.js", "map.js", "page.js", "sheet.js")
+SCRIPTS = (
+    *("vit.js", "map.js", "strips.js", "weight.js", "layers.js", "filters.js", "experiment.js", "flow.js"),
+    *("page.js", "tour.js", "sheet.js"),
+)
+STYLES = ("style.css", "parts.css")
 MAX_PARAMETERS = 6_000_000  # a Ti/16 has 5.7 million
 MAX_TOKENS = 1024  # attention is stored for every pair of them
 EXAMPLES = 10
@@ -143,7 +147,7 @@ def _render(bundle: Bundle, name: str, names: Sequence[str], pixels: NDArray[np.
         "examples": [] if pixels is None else _encode_examples(names, pixels),
         "tensors": [[key, array.size, array.dtype.str[1:]] for key, array in tensors.items()],
     }
-    style = _read_part("style.css")
+    style = "".join(map(_read_part, STYLES))
     script = "".join(map(_read_part, SCRIPTS))
     parts = {
         "title": html.escape(model["name"]),
@@ -192,6 +196,7 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
         "last_norm": config.pool_norm,
         "position": config.position,
         "reads": reads,
+        "accuracy": _describe_accuracy(bundle),
         "labels": [printable(label, 60) for label in labels],
         "scores": bundle.scores.activation,
         "thresholds": bundle.scores.thresholds,
@@ -201,6 +206,17 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
             "shortest": spec.resize == "shortest",
         },
     }
+
+
+def _describe_accuracy(bundle: Bundle) -> str:
+    """How accurate the model is, by its card."""
+    accuracy = bundle.card.metrics.get("accuracy")
+    if accuracy is None:
+        return "Its file does not say how accurate it is; vitrail evaluate measures that."
+    return (
+        f"Its card says that it predicts {100 * accuracy:.1f}% of the images held out from training "
+        "correctly. The others it gets wrong, some with high confidence."
+    )
 
 
 def _export_tensors(model: ViT) -> list[tuple[str, Tensor]]:

@@ -35,11 +35,14 @@ const [H, W] = vit.size, [h, w] = vit.grid, n = vit.prefix.length, gray = vit.ch
 const PAPER = gray ? "black" : "white";
 const FINE = Math.max(1, Math.round(336 / Math.max(H, W)));  // canvas pixels per pixel of the model
 
-/** What is shown now. Tokens, blocks and heads count from 0; a head of -1 is the mean over all heads. */
+/** What is shown now. Everything counts from 0; a head of -1 is the mean over all heads. `plain` is the result
+ *  without the experiment in `change`, and `order` says which patch is shown at each place, if they are shuffled. */
 const state = {
-  pixels: new Uint8Array(H * W * vit.channels), result: null, drawn: false,
+  pixels: new Uint8Array(H * W * vit.channels), shown: null, result: null, plain: null, drawn: false,
   token: vit.prefix.includes("class") ? 0 : n + Math.floor(h / 2) * w + Math.floor(w / 2),
-  block: vit.depth - 1, head: -1, depth: vit.depth,
+  key: n + Math.floor(h / 2) * w + Math.floor(w / 2),
+  block: vit.depth - 1, head: -1, depth: vit.depth, channel: 0, filter: 0, norm: "norm1",
+  change: { ...NO_CHANGE, silenced: new Set() }, order: null,
 };
 
 const percent = (fraction) => `${(100 * fraction).toFixed(fraction < 0.0995 ? 1 : 0)}%`;
@@ -47,7 +50,7 @@ const largest = (values) => values.reduce((best, value, i) => value > values[bes
 const range = (count) => [...Array(count).keys()];
 
 function named(token) {
-  const [row, column] = [Math.floor((token - n) / w) + 1, (token - n) % w + 1];
+  const [row, column] = [Math.floor((token - n) / w), (token - n) % w];
   if (token >= n) return `the patch in row ${row}, column ${column}`;
   return vit.prefix[token].startsWith("register") ? vit.prefix[token] : `the ${vit.prefix[token]} token`;
 }
@@ -95,13 +98,16 @@ function rgb(pixels, i) {
 
 /** Patches on a canvas, with the prefix tokens as buttons above it. Pointing at a token selects it. */
 class TokenMap {
-  constructor(id) {
+  /** `field` is the field of the state that holds the selected token. */
+  constructor(id, field = "token") {
     const parent = $(id);
+    this.field = field;
+    const choose = (token) => select(token, field);
     const attributes = { class: "chips", role: "group", "aria-label": "Prefix tokens" };
     this.chips = element("div", parent, "", attributes);
     this.buttons = vit.prefix.map((name, token) => {
       const button = element("button", this.chips, "", { type: "button" });
-      button.addEventListener("click", () => select(token));
+      button.addEventListener("click", () => choose(token));
       const swatch = element("i", button);
       element("span", button, `${name} `);
       return { button, swatch, number: element("span", button) };
@@ -118,15 +124,15 @@ class TokenMap {
         const box = this.canvas.getBoundingClientRect();
         const row = Math.floor((at.clientY - box.top) / box.height * H / vit.patch[0]);
         const column = Math.floor((at.clientX - box.left) / box.width * W / vit.patch[1]);
-        if (row >= 0 && row < h && column >= 0 && column < w) select(n + row * w + column);
+        if (row >= 0 && row < h && column >= 0 && column < w) choose(n + row * w + column);
       });
     }
     this.canvas.addEventListener("keydown", (event) => {
       const step = { ArrowUp: -w, ArrowDown: w, ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (!step) return;
       event.preventDefault();
-      const patch = state.token < n ? 0 : state.token - n + step;
-      if (patch >= 0 && patch < vit.N) select(n + patch);
+      const patch = state[field] < n ? 0 : state[field] - n + step;
+      if (patch >= 0 && patch < vit.N) choose(n + patch);
     });
   }
 
@@ -137,7 +143,7 @@ class TokenMap {
     this.paintPatches(hues, imageWeight);
     this.paintSelection();
     this.buttons.forEach(({ button, swatch, number }, token) => {
-      button.setAttribute("aria-pressed", token === state.token);
+      button.setAttribute("aria-pressed", token === state[this.field]);
       swatch.hidden = !values;
       if (values) swatch.style.background = `rgb(${hues[token].map(Math.round)})`;
       number.textContent = values ? format(values[token]) : "";
@@ -154,7 +160,7 @@ class TokenMap {
     const small = document.createElement("canvas");
     dots(small, W, H, (i) => {
       const row = Math.floor(Math.floor(i / W) / vit.patch[0]), column = Math.floor((i % W) / vit.patch[1]);
-      const own = rgb(state.pixels, i);
+      const own = rgb(state.shown, i);
       if (!hues || row >= h || column >= w) return own;
       const [red, green, blue] = hues[n + row * w + column], hueWeight = 1 - imageWeight;
       const light = imageWeight * (own[0] + own[1] + own[2]) / 3;
@@ -172,8 +178,9 @@ class TokenMap {
     pen.strokeStyle = "rgba(150, 150, 160, .55)";
     for (let row = 0; row < h; row++)
       for (let column = 0; column < w; column++) pen.strokeRect(column * Q, row * P, Q, P);
-    if (state.token < n) return;
-    const [top, left] = [Math.floor((state.token - n) / w) * P, (state.token - n) % w * Q];
+    const token = state[this.field];
+    if (token < n) return;
+    const [top, left] = [Math.floor((token - n) / w) * P, (token - n) % w * Q];
     for (const [ink, wide] of [["black", 6], ["white", 2.5]]) {  // visible on any color
       [pen.strokeStyle, pen.lineWidth] = [ink, wide];
       pen.strokeRect(left + 2, top + 2, Q - 4, P - 4);
@@ -181,11 +188,14 @@ class TokenMap {
   }
 }
 
-const NAMES = ["tokens", "attention", "rollout", "positions"];
+const NAMES = ["tokens", "filters", "attention", "rollout", "positions"];
 const maps = Object.fromEntries(NAMES.map((name) => [name, new TokenMap(`${name}-map`)]));
+maps.weight = new TokenMap("weight-map", "key");
+maps.filters.chips.hidden = true;  // a filter sees pixels, and prefix tokens have none
 
-function select(token) {
-  if (token === state.token) return;
-  state.token = token;
-  paintSelected();
+function select(token, field = "token") {
+  if (token === state[field]) return;
+  state[field] = token;
+  if (field === "token") paintSelected();
+  else paintWeight();
 }

@@ -5,8 +5,8 @@
 const rows = range(Math.min(10, vit.labels.length)).map(() => {
   const row = element("li", $("bars"));
   const part = (name, within = row) => element("span", within, "", { class: name });
-  const [label, fill, number] = [part("label"), part("fill", part("track")), part("number")];
-  return { row, label, fill, number };
+  const [label, track, number] = [part("label"), part("track"), part("number")];
+  return { row, label, fill: part("fill", track), was: part("was", track), number };
 });
 const steps = range(vit.depth + 1).map(() => element("li", $("depths")));
 
@@ -23,9 +23,11 @@ function verdict(scores, best) {
 
 function paintAnswer() {
   const scores = scoresOf(state.result.lens[state.depth]), best = largest(scores);
-  const order = range(scores.length);
+  const plain = scoresOf(state.plain.lens[state.depth]), order = range(scores.length);
   if (order.length > rows.length) order.sort((a, b) => scores[b] - scores[a]);  // otherwise in their own order
-  rows.forEach(({ row, label, fill, number }, i) => {
+  rows.forEach(({ row, label, fill, was, number }, i) => {
+    was.style.left = `${100 * plain[order[i]]}%`;
+    was.hidden = isPlain(state);
     row.className = order[i] === best ? "first" : "";
     label.textContent = label.title = vit.labels[order[i]];
     fill.style.width = `${100 * scores[order[i]]}%`;
@@ -37,7 +39,8 @@ function paintAnswer() {
   $("depth-words").textContent = `${state.depth} of ${vit.depth} blocks`;
   state.result.lens.forEach((logits, l) => {
     const probabilities = scoresOf(logits), top = largest(probabilities);
-    steps[l].textContent = `${l === 0 ? "no block" : `block ${l}`}: ${vit.labels[top]}, ${percent(probabilities[top])}`;
+    const after = l === 0 ? "no block" : `${l} block${l > 1 ? "s" : ""}`;
+    steps[l].textContent = `${after}: ${vit.labels[top]}, ${percent(probabilities[top])}`;
     steps[l].className = l === state.depth ? "now" : "";
   });
 }
@@ -83,8 +86,8 @@ function paintAttention() {
   const row = attentionRow(), patches = row.subarray(n), best = n + largest(patches);
   maps.attention.paint(row, { max: row[best] });
   const before = row.slice(0, n).reduce((a, b) => a + b, 0);
-  const how = state.head < 0 ? "averaged over the heads" : `in head ${state.head + 1}`;
-  $("attention-words").textContent = `In block ${state.block + 1}, ${how}, ${named(state.token)} attends most to `
+  const how = state.head < 0 ? "averaged over the heads" : `in head ${state.head}`;
+  $("attention-words").textContent = `In block ${state.block}, ${how}, ${named(state.token)} attends most to `
     + `${best === state.token ? "itself (among the patches)" : named(best)} (${percent(row[best])}). `
     + `${percent(row[state.token])} of its attention goes to itself`
     + (n > 1 ? `, ${percent(before)} goes to the prefix tokens.`
@@ -111,9 +114,19 @@ function paintPositions() {
     : `The position most similar to ${selected} is ${other} (${format(cosines[best])}).`;
 }
 
+/** What depends on the block, the head and the selected token. */
+function paintBlock() {
+  paintAttention();
+  paintWeight();
+  paintNorm();
+  paintMlp();
+  paintFlow();
+}
+
 function paintSelected() {
   paintTokens();
-  paintAttention();
+  paintFilters();
+  paintBlock();
   paintRollout();
   paintPositions();
 }
@@ -121,25 +134,46 @@ function paintSelected() {
 let took = 0;  // milliseconds of the last forward pass
 
 function compute() {
+  state.shown = state.order ? shufflePatches(state.pixels, state.order) : state.pixels;
   const start = performance.now();
-  state.result = vit.forward(state.pixels);
+  state.result = vit.forward(state.shown, state.change);
   took = performance.now() - start;
+  state.plain = isPlain(state) ? state.result : vit.forward(state.pixels);
   paintAnswer();
+  paintExperiment();
   paintSelected();
 }
 
 // ---- text and controls that depend on the model ------------------------------------------------------
 
-/** A group of radio buttons. */
-function addChoices(name, choices, selected, onChange) {
-  const row = element("div", $(name));
-  choices.forEach(([value, text]) => {
-    const label = element("label", row, "", { class: "choice" });
-    const input = element("input", label, "", { type: "radio", name, value });
-    input.checked = value === selected;
-    element("span", label, text);
-    input.addEventListener("change", () => onChange(value));
-  });
+const choices = [];  // all radio buttons, with the field of the state that they set
+
+/** Radio buttons in each element of a class; all of them show the same choice. */
+function addChoices(name, values, field, onChange) {
+  for (const parent of document.querySelectorAll(`.choose-${name}`)) {
+    const row = element("div", parent), group = `${name}-${choices.length}`;
+    for (const [value, text] of values) {
+      if (value < 0 && parent.dataset.mean === "no") continue;
+      const label = element("label", row, "", { class: "choice" });
+      const input = element("input", label, "", { type: "radio", name: group, value });
+      element("span", label, text);
+      input.addEventListener("change", () => onChange(value));
+      choices.push({ input, value, field, alone: parent.dataset.mean === "no" });
+    }
+  }
+}
+
+/** Check the radio buttons that the state says; where there is no mean over the heads, head 0 stands for it. */
+function syncChoices() {
+  for (const { input, value, field, alone } of choices)
+    input.checked = value === (alone ? Math.max(state[field], 0) : state[field]);
+}
+
+function chooseHead(head) {
+  state.head = head;
+  syncChoices();
+  paintAttention();
+  paintWeight();
 }
 
 /** Eq. 4 for this model: which token or mean of tokens is read, and where the norm is. */
@@ -159,6 +193,8 @@ function fill() {
   $("name").textContent = vit.name;
   $("shape").textContent = `with ${count(vit.parameters, "parameter")}, ${count(vit.depth, "block")} of `
     + `${count(vit.heads, "head")} and tokens of ${vit.width} numbers`;
+  $("accuracy").textContent = vit.accuracy;
+  $("filters-count").textContent = FILTERS.order.length < vit.width ? `the ${FILTERS.order.length} longest of ${vit.width}` : `all ${vit.width}`;
   $("draw-title").textContent = gray ? "Draw" : "Show it an image";
   $("how").textContent = gray ? "Draw with mouse, pen or finger, or choose an example."
     : "Choose an image or drop one on the canvas; draw on it with mouse, pen or finger.";
@@ -179,10 +215,14 @@ function fill() {
   const rules = { ".only-gray": gray, ".only-color": !gray, ".only-position": vit.tensors.position };
   for (const [selector, shown] of Object.entries(rules))
     for (const part of document.querySelectorAll(selector)) part.hidden = !shown;
-  const blocks = range(vit.depth).map((l) => [l, l + 1]);
-  addChoices("blocks", blocks, state.block, (l) => { state.block = l; paintAttention(); });
-  const heads = [[-1, "mean"], ...range(vit.heads).map((i) => [i, i + 1])];
-  addChoices("heads", heads, state.head, (i) => { state.head = i; paintAttention(); });
+  addChoices("block", range(vit.depth).map((l) => [l, l]), "block", (l) => chooseBlock(l));
+  addChoices("head", [[-1, "mean"], ...range(vit.heads).map((i) => [i, i])], "head", chooseHead);
+  addChoices("norm", [["norm1", "before attention"], ["norm2", "before the MLP"]], "norm",
+    (norm) => chooseBlock(state.block, norm));
+  syncChoices();
+  fillFlow();
+  fillExperiment();
+  paintSheetOfFilters();
   $("depth").max = $("depth").value = vit.depth;
   $("depth").addEventListener("input", () => {
     state.depth = Number($("depth").value);

@@ -62,6 +62,9 @@ function residual(z, branch, factors) {
   return z.map((value, i) => value + branch[i] * (factors ? factors[i % factors.length] : 1));
 }
 
+/** The experiments of the page: all off. `silenced` has "block.head" of each head whose output is set to 0. */
+const NO_CHANGE = Object.freeze({ positions: true, scale: true, temperature: 1, silenced: new Set() });
+
 class Vit {
   /** config: the JSON in the page; weights: a Float32Array with all tensors, one after the other. */
   constructor(config, weights) {
@@ -97,52 +100,67 @@ class Vit {
     return flat;
   }
 
-  /** From pixels to logits, with the intermediate activations that the page shows. */
-  forward(pixels) {
+  /** From pixels to logits, with the activations that the page shows. `change` is an experiment (NO_CHANGE). */
+  forward(pixels, change = NO_CHANGE) {
     const flat = this.patchify(this.normalize(pixels));
     const embedded = this.linear(flat, "embed", flat.length / this.N);  // x_p E: (N, D)
     const tokens = new Float32Array(this.T * this.width);
     tokens.set(this.tensors.prefix ?? []);  // x_class and the other prefix tokens
     tokens.set(embedded, tokens.length - embedded.length);
-    const z = [this.tensors.position ? residual(tokens, this.tensors.position) : tokens];  // Eq. 1
-    const attention = [];
+    const positions = change.positions && this.tensors.position;
+    const z = [positions ? residual(tokens, positions) : tokens];  // Eq. 1
+    const blocks = [];
     for (let l = 0; l < this.depth; l++) {
-      const msa = this.attend(this.norm(z[l], `blocks.${l}.norm1`), l);
+      const norm1 = this.norm(z[l], `blocks.${l}.norm1`), msa = this.attend(norm1, l, change);
       const middle = residual(z[l], msa.out, this.tensors[`blocks.${l}.scale1`]);  // Eq. 2: z'
-      const mlp = this.feedForward(this.norm(middle, `blocks.${l}.norm2`), l);
-      z.push(residual(middle, mlp, this.tensors[`blocks.${l}.scale2`]));  // Eq. 3
-      attention.push(msa.weights);
+      const norm2 = this.norm(middle, `blocks.${l}.norm2`), mlp = this.feedForward(norm2, l);
+      z.push(residual(middle, mlp.out, this.tensors[`blocks.${l}.scale2`]));  // Eq. 3
+      blocks.push({ norm1, ...msa, middle, norm2, before: mlp.before, hidden: mlp.hidden, mlp: mlp.out });
     }
     const lens = z.map((tokens) => this.classify(tokens));  // the logits after 0, 1, ... L blocks
-    return { embedded, z, attention, lens, logits: lens[this.depth] };
+    const attention = blocks.map((block) => block.weights);
+    return { embedded, z, blocks, attention, lens, logits: lens[this.depth] };
   }
 
-  /** MSA: the attention weights (k, T, T) and the output (T, D). */
-  attend(z, l) {
-    const { T, heads: k, d } = this, inner = k * d;
-    const qkv = this.linear(z, `blocks.${l}.qkv`, this.width);  // (T, 3 k d): q, k and v of all heads
+  /** The factor of q k^T in an experiment. */
+  factor(change) {
+    return (change.scale ? this.scale : 1) / change.temperature;
+  }
+
+  /** MSA: q, k and v (T, 3 k d), the attention weights (k, T, T), the heads (T, k d) and the output (T, D). */
+  attend(z, l, change) {
+    const { T, heads: k, d } = this, inner = k * d, factor = this.factor(change);
+    const qkv = this.linear(z, `blocks.${l}.qkv`, this.width);
     const weights = new Float32Array(k * T * T), mixed = new Float32Array(T * inner);
     for (let head = 0; head < k; head++) for (let from = 0; from < T; from++) {
       const q = from * 3 * inner + head * d, scores = new Float64Array(T);
       for (let to = 0; to < T; to++) {
         const key = to * 3 * inner + inner + head * d;
-        for (let i = 0; i < d; i++) scores[to] += this.scale * qkv[q + i] * qkv[key + i];
+        for (let i = 0; i < d; i++) scores[to] += factor * qkv[q + i] * qkv[key + i];
       }
       const row = softmax(scores);
       weights.set(row, (head * T + from) * T);
+      if (change.silenced.has(`${l}.${head}`)) continue;  // its output stays 0
       for (let i = 0; i < d; i++) {
         let sum = 0;
         for (let to = 0; to < T; to++) sum += row[to] * qkv[to * 3 * inner + 2 * inner + head * d + i];
         mixed[from * inner + head * d + i] = sum;
       }
     }
-    return { weights, out: this.linear(mixed, `blocks.${l}.out`, inner) };
+    return { qkv, weights, mixed, out: this.linear(mixed, `blocks.${l}.out`, inner) };
   }
 
-  /** The MLP, applied to each token. */
+  /** q, k or v of one head and token: a row of d numbers. */
+  part(qkv, letter, head, token) {
+    const inner = this.heads * this.d, start = (token * 3 + "qkv".indexOf(letter)) * inner + head * this.d;
+    return qkv.subarray(start, start + this.d);
+  }
+
+  /** The MLP, applied to each token, with its hidden units before and after the activation. */
   feedForward(z, l) {
-    const hidden = this.linear(z, `blocks.${l}.fc1`, this.width).map(ACTIVATIONS[this.activation]);
-    return this.linear(hidden, `blocks.${l}.fc2`, this.mlp);
+    const before = this.linear(z, `blocks.${l}.fc1`, this.width);
+    const hidden = before.map(ACTIVATIONS[this.activation]);
+    return { before, hidden, out: this.linear(hidden, `blocks.${l}.fc2`, this.mlp) };
   }
 
   /** Eq. 4 and the head: the logits if the encoder ended with these tokens. */

@@ -34,7 +34,8 @@ from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import Recipe
-from vitrail.training.api import resolve_recipe, train
+from vitrail.training.api import train
+from vitrail.training.resolve import resolve_recipe
 
 DATA = ("flowers10", "hymenoptera", "mnist", "cifar10")
 MODELS = ("cnn", "auto", "deit")

@@ -32,15 +32,17 @@ class Summary:
         return html_table([[name, text] for name, text in self._rows().items()], type(self).__name__)
 
 
-def html_table(rows: Iterable[Iterable[object]], title: str = "") -> str:
-    """An HTML table of text; nothing in it is read as HTML."""
+def html_table(rows: Iterable[Iterable[object]], title: str = "", columns: Iterable[object] = ()) -> str:
+    """An HTML table of text, with the names of its columns; nothing in it is read as HTML."""
     body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     caption = f"<caption>{escape(title)}</caption>" if title else ""
-    return f"<table>{caption}<tbody>{body}</tbody></table>"
+    names = _cells(columns, "th")
+    head = f"<thead><tr>{names}</tr></thead>" if names else ""
+    return f"<table>{caption}{head}<tbody>{body}</tbody></table>"
 
 
-def _cells(row: Iterable[object]) -> str:
-    return "".join(f'<td style="text-align:left">{escape(str(cell))}</td>' for cell in row)
+def _cells(row: Iterable[object], tag: str = "td") -> str:
+    return "".join(f'<{tag} style="text-align:left">{escape(str(cell))}</{tag}>' for cell in row)
 
 
 def first_names(names: Iterable[str], count: int) -> str:

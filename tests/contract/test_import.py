@@ -16,7 +16,7 @@ ROOT = Path(vitrail.__file__).parent
 # and from those listed before it in its own layer.
 LAYERS = {
     "Plain data and errors. No torch, no files.": [
-        *("errors", "summary", "telemetry", "fields", "config", "memory", "presets"),
+        *("errors", "summary", "progress", "telemetry", "fields", "config", "memory", "presets"),
     ],
     "Files and images, which know nothing of models.": ["io", "images"],
     "The paper's model. model/ imports only torch, config, memory, fields and errors.": ["model", "build"],

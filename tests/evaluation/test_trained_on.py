@@ -155,7 +155,7 @@ def test_the_closing_line_is_of_the_best_epoch(folder, tmp_path, monkeypatch):
     """One number for a run: closing line, best.safetensors and report are of the same epoch."""
     scores = iter([0.5, 0.75, 0.6])
     monkeypatch.setattr(
-        "vitrail.training.run.evaluate_epoch",
+        "vitrail.training.session.evaluate_epoch",
         lambda *args, **kwargs: {"val_loss": 1.0, "val_accuracy": next(scores), "val_images": 12},
     )
     monkeypatch.setattr("vitrail.training.api.write_report", lambda *args: None)

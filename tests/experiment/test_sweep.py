@@ -20,7 +20,7 @@ from vitrail.experiment import sweep as module
 from vitrail.experiment.lr_finder import find_lr, suggest_lr
 from vitrail.experiment.sweep import draw_candidates, scale_augmentation, sweep
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.api import resolve_recipe
+from vitrail.training.resolve import resolve_recipe
 
 __all__ = ["one_thread"]
 

@@ -10,7 +10,7 @@ import vitrail as vt
 from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.recipes import recipe
 from vitrail.recipes.auto import RunContext, _multiplications
-from vitrail.training.api import resolve_recipe
+from vitrail.training.resolve import resolve_recipe
 
 TWO_CORES = 2.4e10  # multiplications per second
 GPU = RunContext(gpu=True)

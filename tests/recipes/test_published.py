@@ -12,7 +12,7 @@ from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.recipes import published, recipe, recipes
-from vitrail.training.api import resolve_recipe
+from vitrail.training.resolve import resolve_recipe
 
 PUBLISHED = ["paper-finetune", "augreg", "simple-vit", "deit3", "mae-finetune"]
 TINY = dict(width=16, depth=2, heads=2, patch=8, size=32)

@@ -7,7 +7,7 @@ import pytest
 import vitrail as vt
 from vitrail.data.sources import open_dataset
 from vitrail.recipes.settings import Recipe
-from vitrail.training.api import resolve_recipe
+from vitrail.training.resolve import resolve_recipe
 
 NOTE = "The recipe's settings for a weight file: "
 

@@ -21,10 +21,10 @@ from vitrail.training.api import train as train_and_report
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.clock import TIME_COLUMNS
-from vitrail.training.run import TrainingSession
+from vitrail.training.session import TrainingSession
 from vitrail.training.trainer import Interrupted, Trainer
 
-train = partial(train_and_report, report=False)  # the report takes longer than the run
+train = partial(train_and_report, report=False, verbose=False)  # the report takes longer than the run
 
 # Everything that is random or has state is switched on.
 SETTINGS = dict(

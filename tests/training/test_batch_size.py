@@ -12,10 +12,10 @@ from vitrail.errors import ConfigError
 from vitrail.memory import step_bytes
 from vitrail.presets import preset
 from vitrail.training import batch_size
-from vitrail.training.api import resolve_recipe
 from vitrail.training.batch_size import choose_batch, fitting_batch, largest_power
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import choose_device
+from vitrail.training.resolve import resolve_recipe
 
 __all__ = ["one_thread"]
 

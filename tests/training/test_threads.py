@@ -21,8 +21,8 @@ from vitrail.errors import ConfigError
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import threads
-from vitrail.training.api import resolve_recipe
 from vitrail.training.precision import choose_device
+from vitrail.training.resolve import resolve_recipe
 from vitrail.training.threads import CpuWait, choose_threads
 from vitrail.training.trainer import Interrupted, Trainer
 

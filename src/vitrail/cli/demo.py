@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli.console import ConsoleCallback, print_rows
 from vitrail.cli.outputs import check_empty_folder, is_empty
+from vitrail.training.console import ConsoleCallback, print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console

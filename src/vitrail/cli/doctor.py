@@ -13,8 +13,8 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.overrides import WorkersOption, parse_workers
-from vitrail.cli.progress import ProgressBars
 from vitrail.errors import printable
+from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.data.doctor import DatasetReport

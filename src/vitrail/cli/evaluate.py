@@ -15,8 +15,8 @@ import typer
 from vitrail.cli import overrides as options
 from vitrail.cli.evaluation_tables import show_evaluation
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.progress import ProgressBars
 from vitrail.errors import InputError, printable
+from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.data.sources import Split

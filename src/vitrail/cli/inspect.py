@@ -12,8 +12,8 @@ import typer
 from vitrail.cli import overrides as options
 from vitrail.cli.completion import FIGURES, figure_names
 from vitrail.cli.outputs import check_empty_folder
-from vitrail.cli.progress import ProgressBars
 from vitrail.errors import InputError, printable, suggest
+from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.weights.bundle import Bundle

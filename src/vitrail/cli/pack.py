@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.overrides import WorkersOption, parse_workers
-from vitrail.cli.progress import ProgressBars
 from vitrail.errors import InputError, printable
+from vitrail.progress import ProgressBars
 
 _MOST = 5  # names that are printed of a kind
 

@@ -14,9 +14,9 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files
-from vitrail.cli.progress import ProgressBars
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
+from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor

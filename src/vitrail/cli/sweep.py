@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.overrides import Offline, parse_sides
-from vitrail.cli.progress import ProgressBars
 from vitrail.cli.train import apply_setting
 from vitrail.errors import printable
+from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.experiment.sweep import Sweep

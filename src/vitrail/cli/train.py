@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.completion import recipe_names
-from vitrail.cli.console import print_rows, training_process
+from vitrail.cli.console import training_process
 from vitrail.cli.overrides import Offline, Quiet, parse_sides, parse_value
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
@@ -251,6 +251,7 @@ def train(
 
 def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
     """Print what a run would do: its plan, and its settings by the names that --set takes."""
+    from vitrail.training.console import print_rows
     from vitrail.training.dry_run import dry_run
 
     with training_process(quiet=quiet) as (callback, is_main):
@@ -264,7 +265,7 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: b
     from vitrail.training.api import train as run_training
 
     with training_process(quiet=quiet) as (callback, is_main):
-        run = run_training(data, out=out, callback=callback, **changes)
+        run = run_training(data, out=out, callback=callback, verbose=False, **changes)
     if is_main:
         best, epochs = run.best, run.metrics[-1]["epoch"]
         print(
@@ -283,7 +284,7 @@ def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any],
     if data is None:
         raise InputError("--folds needs DATA, also with --resume: vitrail train DATA --folds 5 --out DIR.")
     with training_process(quiet=quiet) as (callback, is_main):
-        result = cross_validate(data, out=out, folds=folds, callback=callback, **changes)
+        result = cross_validate(data, out=out, folds=folds, callback=callback, verbose=False, **changes)
     if is_main:
         low, high = result.interval
         for fold in result.folds:

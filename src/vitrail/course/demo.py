@@ -59,7 +59,9 @@ def load_digits() -> Dataset:
 
 def train_demo(digits: Dataset, out: Path, *, epochs: int, seed: int, callback: Callback) -> Run:
     """Train with the recipe `digits`."""
-    return run_training(digits, out=out, recipe="digits", epochs=epochs, seed=seed, callback=callback)
+    return run_training(
+        digits, out=out, recipe="digits", epochs=epochs, seed=seed, callback=callback, verbose=False
+    )
 
 
 def predict_digits(bundle: Bundle, digits: Split) -> DemoPredictions:

@@ -27,6 +27,7 @@ from vitrail.report.folds import folds_page
 from vitrail.report.page import check_extras, write_page
 from vitrail.training.api import train
 from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.display import show_run
 from vitrail.training.parallel import init_process_group
 from vitrail.training.run_directory import environment
 
@@ -91,6 +92,7 @@ def cross_validate(
     out: str | Path,
     folds: int = 5,
     resume: bool = False,
+    verbose: bool = True,
     callback: Callback | None = None,
     **options: Any,
 ) -> CrossValidation:
@@ -105,6 +107,8 @@ def cross_validate(
             and report.html.
         folds: how many, at least 2.
         resume: run only what is missing; an unfinished fold is resumed.
+        verbose: show each run, as `vitrail.train` does.
+        callback: receives the events of all runs.
         options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
     """
     count = as_integer("folds", folds, 2, _MAX_FOLDS)
@@ -115,7 +119,7 @@ def cross_validate(
         )
     if init_process_group().count > 1:
         raise InputError("cross-validation runs in one process; start it without torchrun.")
-    folder, log = Path(out), callback or NullCallback()
+    folder = Path(out)
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
     check_empty_classes(dataset)
     images = concatenate([split for split in (dataset.train, dataset.val) if split])
@@ -135,8 +139,10 @@ def cross_validate(
             notes=[],
         )
         path = folder / f"fold-{number + 1}"
-        log.on_message(f"Fold {number + 1} of {count}.")
-        run = train(part, out=path, resume=path.exists(), report=False, callback=callback, **options)
+        with show_run(callback, verbose) as log:
+            log.on_message(f"Fold {number + 1} of {count}.")
+            shared: dict[str, Any] = {"report": False, "verbose": False, "callback": log, **options}
+            run = train(part, out=path, resume=path.exists(), **shared)
         row = run.metrics[-1]
         scores = row["val_accuracy"], row["val_loss"]
         done.append(Fold(number + 1, len(part.train), int(held_out.sum()), *scores, path.name))
@@ -146,7 +152,7 @@ def cross_validate(
         check_extras()
         write_page(folder / _REPORT, folds_page(result.as_json()), overwrite=True)
     except MissingExtra:
-        log.on_message("No report: install vitrail[inspect].")
+        (callback or NullCallback()).on_message("No report: install vitrail[inspect].")
     return result
 
 

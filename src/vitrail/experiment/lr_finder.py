@@ -22,11 +22,11 @@ from vitrail.fields import as_integer, is_real, short_repr
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import write_text
 from vitrail.model import ViT
-from vitrail.training.api import resolve_recipe
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.metrics import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.precision import choose_device
+from vitrail.training.resolve import resolve_recipe
 from vitrail.training.trainer import Interrupted, Trainer
 
 if TYPE_CHECKING:

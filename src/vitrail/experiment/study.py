@@ -38,7 +38,7 @@ from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
-from vitrail.training.api import resolve_recipe
+from vitrail.training.resolve import resolve_recipe
 from vitrail.training.run_directory import environment
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
-from vitrail.training.api import resolve_recipe
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.open_data import open_training_data
+from vitrail.training.resolve import resolve_recipe
 from vitrail.training.run_directory import environment
 from vitrail.weights.bundle import Bundle
 

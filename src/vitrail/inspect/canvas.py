@@ -76,9 +76,9 @@ def styled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def new_figure(width: float, height: float, title: str = "") -> Figure:
     """Create an empty white figure of a size in inches, with constrained layout."""
-    from matplotlib.figure import Figure
+    from vitrail.inspect.notebook import NotebookFigure
 
-    figure = Figure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+    figure = NotebookFigure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
     if title:
         figure.suptitle(title, fontsize=10, color=INK)
     return figure
@@ -129,13 +129,20 @@ def add_colorbar(figure: Figure, image: Any, axes: Any, label: str) -> None:
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
     """Save a figure as PNG and SVG beside `path`. Neither holds a date, so the files are reproducible."""
-    import matplotlib
-
     files = [path.with_suffix(".png"), path.with_suffix(".svg")]
-    with matplotlib.rc_context(_STYLE), _any_letters():
-        figure.savefig(files[0], metadata={"Software": None})
+    files[0].write_bytes(png_bytes(figure))
     files[1].write_text(svg_text(figure), encoding="utf-8")
     return files
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """A figure as PNG, on white."""
+    import matplotlib
+
+    file = io.BytesIO()
+    with matplotlib.rc_context(_STYLE), _any_letters():
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
 
 
 def svg_text(figure: Figure) -> str:

@@ -22,6 +22,7 @@ from vitrail.inspect.canvas import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from vitrail.evaluation.calibration import Calibration, ReliabilityBin
     from vitrail.evaluation.metrics import ClassMetrics
@@ -40,10 +41,17 @@ def _short(name: str) -> str:
 # ---- training -------------------------------------------------------------------------------
 
 
-@styled
 def curve(
     rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str], label: str, percent: bool = False
 ) -> str:
+    """`curve_figure` as SVG."""
+    return svg_text(curve_figure(rows, lines, label, percent))
+
+
+@styled
+def curve_figure(
+    rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str], label: str, percent: bool = False
+) -> Figure:
     """Columns of metrics.jsonl over epochs.
 
     Args:
@@ -69,7 +77,7 @@ def curve(
     axis.set_axisbelow(True)
     if len(lines) > 1:
         axis.legend()
-    return svg_text(figure)
+    return figure
 
 
 @styled

@@ -7,32 +7,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.data.class_names import ClassNames
 from vitrail.data.pack_cache import cached_dataset
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, InputError, printable
-from vitrail.fields import short_repr
-from vitrail.images.fit import fit_preprocess
-from vitrail.images.preprocess import Preprocess
-from vitrail.presets import preset
-from vitrail.recipes import recipe as recipe_for
-from vitrail.recipes.auto import MAX_SIDE, RunContext
-from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
+from vitrail.errors import InputError, printable
+from vitrail.recipes.settings import Recipe
 from vitrail.training.batch_size import choose_batch
-from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.callbacks import Callback
+from vitrail.training.display import show_run
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
-from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
+from vitrail.training.parallel import init_process_group
 from vitrail.training.precision import choose_device
 from vitrail.training.report import write_report
+from vitrail.training.resolve import (
+    AUTO_BATCH,
+    named_fields,
+    resolve_distillation,
+    resolve_recipe,
+    split_changes,
+    with_size,
+)
 from vitrail.training.run import Run, run_training
 from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
-from vitrail.weights.pretrained import FEW_IMAGES, pretrained_note
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset as TorchDataset
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     Data = str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]]
 
 DEFAULT_RECIPE = "auto"
-AUTO_BATCH = "auto"
-_DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file
-_PRESET_FIELDS = ("width", "depth", "heads", "head_width", "mlp_width", "patch")  # given by a model's name
-_DISTILL_FIELDS = ("distill", "distill_weight", "distill_temperature")
 
 
 @dataclass(frozen=True)
@@ -70,10 +65,14 @@ def train(
     minutes: float | None = None,
     resume: bool = False,
     report: bool = True,
+    verbose: bool = True,
     callback: Callback | None = None,
     **changes: Any,
 ) -> Run:
     """Train a model on labelled images.
+
+    The run is shown while it trains: in a notebook as a table and curves that are updated in place, at a
+    terminal with a progress bar, elsewhere as lines of text. `verbose=False` shows nothing.
 
     Args:
         data: a folder of images, a table, an array file, "digits", or an open Dataset; a torch Dataset of
@@ -96,7 +95,9 @@ def train(
             settings and knows its data; what is given again must be the same, except for more `epochs`,
             which extend the run, and data that has moved.
         report: at the end, evaluate the best weights and write `out`/report.html.
-        callback: receives messages, progress and metrics (`vitrail.training.callbacks.Callback`).
+        verbose: show the run on standard output or in the notebook.
+        callback: receives messages, the plan, progress and metrics as well, and may raise an exception to end
+            the run (`vitrail.training.callbacks.Callback`).
         changes: fields of TrainConfig, such as epochs=10 or tune="lora" (batch="auto" is the largest that
             fits in memory); and model=, augment= and mixing=
             with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
@@ -104,18 +105,24 @@ def train(
     """
     budget = None if minutes is None else TimeBudget(minutes)
     saved = read_saved_run(Path(out)) if resume else None
-    callback = callback or NullCallback()
-    if saved is not None:
-        saved.check_name("minutes", minutes)
-        if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
-            changes.pop("epochs", None)  # the same command again, not an extension
-        setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, callback)
-    elif data is not None:
-        setup = new_setup(
-            data, classes, recipe or DEFAULT_RECIPE, from_, teacher, size, minutes, changes, callback
-        )
-    else:
-        raise InputError(no_data(Path(out), resume))
+    with show_run(callback, verbose) as log:
+        if saved is not None:
+            saved.check_name("minutes", minutes)
+            if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
+                changes.pop("epochs", None)  # the same command again, not an extension
+            setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, log)
+        elif data is not None:
+            name = recipe or DEFAULT_RECIPE
+            setup = new_setup(data, classes, name, from_, teacher, size, minutes, changes, log)
+        else:
+            raise InputError(no_data(Path(out), resume))
+        return _run_setup(setup, Path(out), resume, budget, report, log)
+
+
+def _run_setup(
+    setup: _Setup, out: Path, resume: bool, budget: TimeBudget | None, report: bool, callback: Callback
+) -> Run:
+    """Train, and write the report."""
     if setup.recipe.train.cache:
         cached = cached_dataset(setup.dataset, setup.recipe.preprocess, callback.on_message)
         setup = replace(setup, dataset=cached)
@@ -158,7 +165,7 @@ def new_setup(
         batch, note = choose_batch(resolved, dataset, compute, ranks)
         resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size, minutes)
         resolved = replace(resolved, notes=(*resolved.notes, note))
-    resolved = replace(resolved, train=_resolve_distillation(resolved.train, changes, teacher is not None))
+    resolved = replace(resolved, train=resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
     request["minutes"] = minutes
     request["classes"] = None if classes is None else dataset.classes
@@ -178,8 +185,8 @@ def _saved_setup(
 ) -> _Setup:
     """The settings and the data of a run that is resumed; what is given again is checked."""
     saved.check_name("recipe", recipe)
-    fields, model, nested = _split_changes(changes)
-    resolved = saved.with_changes(fields, _named_fields(_with_size(model, size)), nested)
+    fields, model, nested = split_changes(changes)
+    resolved = saved.with_changes(fields, named_fields(with_size(model, size)), nested)
     split = {name: getattr(resolved.train, name) for name in SPLIT_FIELDS}
     dataset = open_training_data(saved.locate("data") if data is None else data, classes, split, callback)
     if classes is None and saved.request.get("classes"):
@@ -207,190 +214,3 @@ def no_data(out: Path, resume: bool) -> str:
     if (out / "config.json").exists():
         return f"{printable(out)} does not record its data; resume it with DATA and the run's settings."
     return f"there is no run to resume in {printable(out)}; check --out, or give DATA to start a run."
-
-
-def resolve_recipe(
-    name: str,
-    data: Dataset,
-    from_: str | Path | None,
-    changes: Mapping[str, Any],
-    size: int | tuple[int, int] | None = None,
-    minutes: float | None = None,
-) -> tuple[Recipe, Bundle | None]:
-    """The recipe of this name with the changes applied, and the weights to start from."""
-    fields, model, nested = _split_changes(changes)
-    recipe = recipe_for(name, data, _run_context(from_, fields, model, size, minutes))
-    base, notes = recipe.train, recipe.notes
-    if from_ is not None and recipe.train_from_file:
-        base, notes = _fine_tuning_settings(recipe, fields)
-    inner = {part: replace(getattr(base, part), **values) for part, values in nested.items()}
-    settings = replace(base, **fields, **inner)
-    if recipe.lr_at_batch is not None and "lr" not in fields:
-        settings, notes = _scale_lr(settings, recipe.lr_at_batch, data, notes)
-    model = _with_size(model, size)
-    if from_ is None:
-        config, preprocess = _new_model(recipe, model)
-        start = None
-        if data.train.paths is not None and len(data.train) < FEW_IMAGES and config.channels == 3:
-            notes = (*notes, pretrained_note(len(data.train)))
-    else:
-        start, config = _load_start(from_, data, {**recipe.model_from_file, **model})
-        preprocess = start.preprocess or recipe.preprocess
-    if config.classes != len(data.classes) or data.channels not in (None, config.channels):
-        raise ConfigError(
-            f"the model has {config.classes} classes and {config.channels} channels, and the data "
-            f"{len(data.classes)} classes and {data.channels} channels; remove model.classes and "
-            "model.channels from the settings."
-        )
-    return Recipe(config, preprocess, settings, notes=notes), start
-
-
-def _run_context(
-    from_: str | Path | None,
-    fields: Mapping[str, Any],
-    model: Mapping[str, Any],
-    size: Any,
-    minutes: float | None,
-) -> RunContext:
-    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
-    size = size if size is not None else model.get("size")
-    if size is None and "@" in str(model.get("name", "")):
-        size = preset(model["name"]).size
-    epochs = fields.get("epochs")
-    sides = size if isinstance(size, tuple) else (size, size)
-    valid = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
-    return RunContext(
-        gpu=torch.cuda.is_available(),
-        from_file=from_ is not None,
-        size=size if valid else None,
-        epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,
-        minutes=minutes,
-        model=bool(model),
-    )
-
-
-def _split_changes(
-    changes: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
-    """Fields of TrainConfig, of the model, and of augment and mixing, checked for unknown names."""
-    fields = dict(changes)
-    if fields.get("batch") == AUTO_BATCH:
-        del fields["batch"]  # a new run chooses it (`choose_batch`), and a saved one has chosen
-    model = fields.pop("model", {})
-    model = {"name": model} if isinstance(model, str) else model
-    nested: dict[str, Any] = {part: fields.pop(part) for part in ("augment", "mixing") if part in fields}
-    for part, values in [("model", model), *nested.items()]:
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{part} must be a mapping of its fields, such as dict(...), not {short_repr(values)}."
-            )
-    for name in fields:
-        if name not in TrainConfig.__dataclass_fields__:
-            raise ConfigError(unknown_setting(name))
-    return fields, dict(model), nested
-
-
-def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The recipe's settings for a start from a weight file, and a note of those that `changes` do not set.
-
-    Its learning rate is for training all weights; where only few are trained, the one from scratch is kept.
-    """
-    few = changes.get("tune", "full") not in ("full", "llrd")
-    settings = {name: value for name, value in recipe.train_from_file.items() if not (few and name == "lr")}
-    text = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in changes)
-    notes = (*recipe.notes, f"The recipe's settings for a weight file: {text}.") if text else recipe.notes
-    return replace(recipe.train, **settings), notes
-
-
-def _scale_lr(
-    settings: TrainConfig, lr_at_batch: tuple[float, int], data: Dataset, notes: tuple[str, ...]
-) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The learning rate scaled linearly with the batch size, and a note of it."""
-    (lr, base), batch = lr_at_batch, global_batch_size(data, settings, ProcessGroup())
-    settings = replace(settings, lr=lr * batch / base)
-    note = f"lr {settings.lr:g} = {lr:g} x {batch} / {base}: it is proportional to the batch size."
-    return settings, (*notes, note)
-
-
-# ---- the model ------------------------------------------------------------------------------
-
-
-def _with_size(model: Mapping[str, Any], size: int | tuple[int, int] | None) -> dict[str, Any]:
-    """The model's fields with the size, which may be given in one place only."""
-    if size is None:
-        return dict(model)
-    if "size" in model or "@" in str(model.get("name", "")):
-        other = " and ".join(f"{k}={short_repr(v)}" for k, v in model.items())
-        raise ConfigError(
-            f"the image size is given twice: by size={short_repr(size)} and by the model's {other}; remove "
-            "one."
-        )
-    return {**model, "size": size}
-
-
-def _named_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's fields, with those of a preset instead of its name."""
-    fields = dict(model)
-    if (name := fields.pop("name", None)) is None:
-        return fields
-    named = preset(name)
-    given = (*_PRESET_FIELDS, "size") if "@" in name else _PRESET_FIELDS
-    return {**{field: getattr(named, field) for field in given}, "embedding": "linear", **fields}
-
-
-def _new_model(recipe: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Preprocess]:
-    """The recipe's model with the changes applied, and preprocessing that fits it.
-
-    A name gives width, depth, heads and patch, linear embedding, and the size if it has "@"; the recipe gives
-    the rest. Its convolutional stem is dropped where a patch is not a multiple of its stride.
-    """
-    fields = _named_fields(model)
-    if fields.get("position", recipe.model.position) != recipe.model.position:
-        fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
-    if not _stem_fits(recipe.model.embedding, fields.get("patch", recipe.model.patch)):
-        fields.setdefault("embedding", "linear")
-    config, preprocess = replace(recipe.model, **fields), recipe.preprocess
-    if config.pixels != preprocess.target or config.channels != preprocess.channels:
-        preprocess = fit_preprocess(preprocess, config)
-    return config, preprocess
-
-
-def _stem_fits(embedding: str, patch: Any) -> bool:
-    """Whether patches of this size can be cut from the recipe's stem."""
-    sides = patch if isinstance(patch, tuple) else (patch,)
-    stride = STEM_STRIDES.get(embedding, 1)
-    return all(isinstance(side, int) and side % stride == 0 for side in sides)
-
-
-def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> tuple[Bundle, ViTConfig]:
-    """The model of a weight file with a head for this data, and its config with the dropout fields."""
-    if "name" in model:
-        raise ConfigError(
-            f"--from {short_repr(str(from_))} and --model {short_repr(model['name'])} exclude each other; "
-            "remove --model to start from the file, or --from to train a new model."
-        )
-    dropout = {key: value for key, value in model.items() if key in _DROPOUT_FIELDS}
-    overrides = {key: value for key, value in model.items() if key not in _DROPOUT_FIELDS}
-    start = load(from_, **{"classes": data.classes, "channels": data.channels, **overrides})
-    return start, replace(start.model.config, **dropout)
-
-
-# ---- the teacher ----------------------------------------------------------------------------
-
-
-def _resolve_distillation(
-    settings: TrainConfig, changes: Mapping[str, Any], has_teacher: bool
-) -> TrainConfig:
-    """With a teacher, distillation is hard by default; without one, none of its fields may be set."""
-    if has_teacher and settings.distill == "none" and "distill" not in changes:
-        return replace(settings, distill="hard")
-    if has_teacher and settings.distill == "none":
-        raise ConfigError("distill='none' excludes a teacher; remove one of the two.")
-    set_alone = [name for name in _DISTILL_FIELDS if changes.get(name, "none") != "none"]
-    if not has_teacher and (set_alone or settings.distill != "none"):
-        name = [*set_alone, "distill"][0]
-        raise ConfigError(
-            f"{name}={short_repr(getattr(settings, name))} needs a teacher; add --teacher FILE (in Python "
-            f"teacher=), or remove {name}."
-        )
-    return settings

@@ -16,8 +16,9 @@ from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import init_process_group
 from vitrail.training.plan import training_plan
 from vitrail.training.precision import choose_device
-from vitrail.training.run import check_batch, out_of_memory
+from vitrail.training.run import check_batch
 from vitrail.training.run_directory import check_empty
+from vitrail.training.session import out_of_memory
 from vitrail.training.teacher import Teacher
 from vitrail.training.threads import choose_threads, use_threads
 

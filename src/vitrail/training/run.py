@@ -1,54 +1,36 @@
-"""A training run from start to finish: the trainer, evaluation, checkpoints and messages, wired together."""
+"""A training run from start to finish: everything a run needs, wired together."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vitrail.config import format_sides
-from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, VitrailError
-from vitrail.io.write import write_text
-from vitrail.memory import check_fits, is_out_of_memory, training_bytes
-from vitrail.model import ViT
+from vitrail.errors import ConfigError
+from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
 from vitrail.summary import Summary
-from vitrail.training.batch_size import fitting_batch
 from vitrail.training.build import build_trainer, fit_recipe
-from vitrail.training.callbacks import Callback, NullCallback, Progress
-from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.early_stop import early_stop
-from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
-from vitrail.training.loggers import Loggers, check_loggers
-from vitrail.training.lora import check_rank, merge_lora
+from vitrail.training.loggers import check_loggers
+from vitrail.training.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
-from vitrail.training.plan import training_plan
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
-from vitrail.training.scores import FinishedModel, initial_scores
-from vitrail.training.signals import StopSignal
+from vitrail.training.session import TrainingSession
 from vitrail.training.teacher import Teacher, bundle_digest
-from vitrail.training.threads import CpuWait, Threads, choose_threads, describe_busy, use_threads
-from vitrail.training.trainer import Interrupted, Trainer
-from vitrail.weights.bundle import Bundle, Card
-from vitrail.weights.fingerprint import Fingerprint
+from vitrail.training.threads import choose_threads, use_threads
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
-
-_BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
-_BUSY_SECONDS = 60.0  # that is measured over
-_PLAN_SECONDS = 1.0  # before the first step, at least
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,226 +135,3 @@ def check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks:
 def _finished_run(out: Path, dataset: Dataset) -> Run:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return Run(out, load(out / "best.safetensors"), rows, best_row(rows, dataset))
-
-
-@dataclass
-class TrainingSession:
-    """The progress of a run: its history, and what happens when an epoch ends."""
-
-    trainer: Trainer
-    checkpoints: CheckpointManager
-    log: Callback
-    threads: Threads
-    stop: StopSignal = field(default_factory=StopSignal)
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """One row of metrics per epoch."""
-    pending: bool = False
-    """Whether the last epoch is over but not evaluated yet."""
-    best: float = -1.0
-    """The best validation accuracy."""
-    corrupt_eval: dict[str, str] = field(default_factory=dict)
-    """Held-out images that could not be read."""
-    start: Mapping[str, Any] = field(default_factory=dict)
-    """Where the weights came from, as config.json has it: license and source."""
-    reported: set[str] = field(default_factory=set)
-    """Corrupt files that have been reported."""
-    busy: CpuWait | None = field(default_factory=CpuWait)
-    """Watches for other processes; None once it has been said that there are some."""
-    fingerprint: Fingerprint | None = None
-    """Which images the weights were trained on."""
-    loggers: Loggers | None = None
-    """In the main process, while training."""
-
-    def run(self) -> None:
-        """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
-        t = self.trainer
-        try:
-            mode = t.choose_mode()
-            if t.ranks.is_main:
-                record_resolved(self.checkpoints.out, {"compile": mode.compile}, self.log)
-            self.log.on_plan(training_plan(t, f"{self.threads.count}; {self.threads.reason}"))
-            self.report_busy(_PLAN_SECONDS)
-            if t.ranks.is_main:
-                self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
-            t.clock.start(t.step)
-            with self.stop.handle(t.ranks.count):  # also while it saves
-                try:
-                    if self.pending:  # stopped during evaluation
-                        self.evaluate()
-                    t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
-                    self.finish()
-                except Interrupted:
-                    self.checkpoints.save(self.checkpoint())
-                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with --resume.")
-                    raise
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                raise out_of_memory(t) from error
-            raise
-        finally:
-            t.workers.close()
-            if self.loggers is not None:
-                self.loggers.close()
-
-    @property
-    def evaluated_rows(self) -> list[dict[str, Any]]:
-        """The rows that are complete: without the last one, if it is not evaluated yet."""
-        return self.history[:-1] if self.pending else self.history
-
-    def on_progress(self, progress: Progress) -> None:
-        self.log.on_progress(progress)
-        self.report_busy(_BUSY_SECONDS)
-
-    def report_busy(self, least: float) -> None:
-        """Say once that the machine is busy, by what at least so many seconds show."""
-        on_cpu = self.trainer.compute.device.type == "cpu"
-        fraction = self.busy.fraction(least) if self.busy and on_cpu else None
-        if fraction is not None and fraction > _BUSY:
-            self.log.on_message(describe_busy(fraction))
-            self.busy = None
-
-    # ---- epochs -----------------------------------------------------------------------------
-
-    def end_epoch(self, metrics: dict[str, Any]) -> None:
-        self.history.append({**metrics, "images_per_second": self.trainer.clock.end_training()})
-        self.pending = True
-        self.evaluate()
-
-    def evaluate(self) -> None:
-        """Evaluate the last epoch, then write metrics, the best weights and a checkpoint, as configured."""
-        t, s, row = self.trainer, self.trainer.settings, self.history[-1]
-        last = row["epoch"] == s.epochs
-        if row["epoch"] % s.evaluate_every == 0 or last:
-            row |= self.val_metrics()
-            t.clock.evaluated()
-            t.stopped = early_stop(self.history, s.patience) is not None
-        row["time"], row["seconds"] = t.clock.end_epoch()
-        row["seconds_left"] = 0.0 if t.stopped else round(t.seconds_left or 0.0, 1)
-        if t.ranks.is_main:
-            lines = "".join(json.dumps(one) + "\n" for one in self.history)
-            write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
-            if self.loggers is not None:
-                self.loggers.log(self.history)
-            if t.data.val and row.get("val_accuracy", -1.0) > self.best:
-                self.best = row["val_accuracy"]
-                self.checkpoints.save_best(self.bundle(t.averaged_model))
-        self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
-        self.log.on_epoch(row)
-        self.pending = False
-        if t.stopped and not last:
-            self.log.on_message(early_stop(self.history, s.patience) or "")
-        if row["epoch"] % s.save_every == 0 or last or t.stopped:
-            self.checkpoints.save(self.checkpoint())
-
-    def val_metrics(self) -> dict[str, Any]:
-        t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
-        metrics = evaluate_epoch(
-            t.averaged_model,
-            t.data.eval_split,
-            t.preprocess,
-            t.compute,
-            ranks=t.ranks,
-            workers=t.workers,
-            corrupt=corrupt,
-            on_batch=self.check_stop,
-        )
-        self.corrupt_eval = corrupt.reasons
-        return metrics
-
-    def check_stop(self, done: int) -> None:
-        """Stop between two batches; several processes would have to stop at the same batch."""
-        if self.stop.number is not None and self.trainer.ranks.count == 1:
-            raise Interrupted(self.stop.number)
-
-    def report_corrupt_files(self, corrupt: dict[str, str]) -> None:
-        """Name the files that could not be read, each once; or report how many there are so far."""
-        new = {name: reason for name, reason in corrupt.items() if name not in self.reported}
-        if self.trainer.settings.corrupt == "warn":
-            for name, reason in new.items():
-                self.log.on_message(f"{name} could not be read: {reason}")
-        elif new:
-            count = f"{len(corrupt):,} file{'s' * (len(corrupt) > 1)}"
-            self.log.on_message(f"{count} could not be read so far; --set corrupt=warn names them.")
-        self.reported |= set(new)
-
-    # ---- checkpoints ------------------------------------------------------------------------
-
-    def checkpoint(self) -> Checkpoint:
-        state = self.trainer.state()
-        own = {"history": self.history, "pending": self.pending, "seconds": self.trainer.clock.epoch_seconds}
-        return Checkpoint(state.step, state.tensors, {**own, **state.state})
-
-    def resume(self) -> None:
-        """Restore the newest complete checkpoint, if there is one."""
-        checkpoint = self.checkpoints.restore_newest(self.log.on_message)
-        if checkpoint is None:
-            self.log.on_message("There is no complete checkpoint; training starts at step 0.")
-            return
-        self.trainer.restore(checkpoint)
-        self.history, self.pending = list(checkpoint.state["history"]), bool(checkpoint.state["pending"])
-        self.trainer.stopped = early_stop(self.history, self.trainer.settings.patience) is not None
-        self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
-        self.reported = set(self.trainer.corrupt.reasons)
-        scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]
-        self.best = max(scores, default=-1.0)
-        self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
-
-    def bundle(self, model: ViT) -> Bundle:
-        """The model as a bundle; LoRA updates are merged into its weights."""
-        t = self.trainer
-        model = merge_lora(model) if t.settings.tune == "lora" else model
-        rows = [row for row in self.history if "val_accuracy" in row]
-        metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
-        source = f"trained on {t.data.name}"
-        if self.start.get("source"):
-            source += f", from {self.start['source']}"
-        license = self.start.get("license", "unknown")  # of the weights that it started from
-        card = Card(name=t.data.name, source=source, license=license, metrics=metrics)
-        return Bundle(
-            model=model,
-            preprocess=t.preprocess,
-            labels=list(t.data.classes),
-            scores=initial_scores(t.data, t.settings),
-            card=card,
-            fingerprint=self.fingerprint,
-        )
-
-    def finish(self) -> None:
-        """Write last.safetensors, and best.safetensors anew: with all that a finished model's file holds."""
-        t, out = self.trainer, self.checkpoints.out
-        if not t.data.val and t.ranks.is_main:  # the test set must not select a model: the last weights it is
-            self.checkpoints.save_best(self.bundle(t.averaged_model))
-        t.ranks.barrier()
-        finished = FinishedModel(t.data, t.settings, t.compute.device, t.ranks, self.check_stop)
-        best, last = load(out / "best.safetensors"), self.bundle(t.model)
-        same = _same_weights(best.model, last.model)
-        best = finished.complete(best)
-        if same:
-            last = replace(last, scores=best.scores, statistics=best.statistics)
-        else:
-            last = finished.complete(last)
-        if t.ranks.is_main:
-            self.checkpoints.save_best(best)
-            self.checkpoints.save_last(last)
-        t.ranks.barrier()
-
-
-def _same_weights(one: ViT, other: ViT) -> bool:
-    """Whether the best weights are the last ones, as after a run without EMA that improved to the end."""
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name].cpu()) for name, tensor in one.state_dict().items())
-
-
-def out_of_memory(trainer: Trainer) -> VitrailError:
-    s, size = trainer.settings, format_sides(trainer.preprocess.target)
-    parts = f" in {s.accumulate} parts" if s.accumulate > 1 else ""
-    processes = trainer.ranks.count
-    part = trainer.batch // processes // s.accumulate
-    fitting = fitting_batch(trainer.model.config, trainer.compute, part)
-    accumulate = s.accumulate * 2 ** math.ceil(math.log2(part / fitting))
-    return ConfigError(
-        f"a step of {trainer.batch} images of {size}{parts} ({trainer.compute.dtype}) does not fit in the "
-        f"device's memory. A batch of {fitting * processes * s.accumulate} should fit: use --batch "
-        f"{fitting * processes * s.accumulate}, or --set accumulate={accumulate}, which computes the same in "
-        "smaller parts."
-    )

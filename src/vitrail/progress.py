@@ -1,4 +1,4 @@
-"""Progress bars, the same for all commands: on stderr, only at a terminal, removed when the command ends."""
+"""Progress bars of commands and runs: on stderr, only at a terminal, removed at the end."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_what_cannot_be_packed(folder, packed, tmp_path):
 
     assert "already exists" in output(folder, packed)
     assert "an array" in output("digits", tmp_path / "d.pack")
-    assert "packed file already" in output(packed, tmp_path / "d.pack")
+    assert "packed already" in output(packed, tmp_path / "d.pack")
     assert "takes DATA and OUT" in output(folder)
     assert "neither DATA nor OUT" in output(folder, packed, "--clear-cache")
     assert "does not exist" in output(tmp_path / "none", tmp_path / "d.pack")

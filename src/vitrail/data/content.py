@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitrail.errors import VitrailError
-from vitrail.images.packed import PackedImage
+from vitrail.images.stored import StoredImage
 from vitrail.io.cache import cache_folder
 from vitrail.io.read import open_regular, read_limited
 from vitrail.io.write import write_bytes
@@ -66,20 +66,27 @@ def _first_bits(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
+def bytes_key(data: bytes | bytearray | memoryview) -> int:
+    """The content key of a file with these bytes."""
+    return _first_bits(hashlib.sha256(data).digest())
+
+
+def name_key(name: str) -> int:
+    """What stands for the content key of a file that is empty or cannot be read."""
+    return bytes_key(name.encode("utf-8", "surrogatepass"))
+
+
 def _array_key(image: NDArray[np.uint8]) -> int:
     digest = hashlib.sha256(repr(image.shape).encode())
     digest.update(np.ascontiguousarray(image).data)
     return _first_bits(digest.digest())
 
 
-def file_key(path: Path | PackedImage) -> int:
-    """The content key of a file, or of an image in a packed file that does not carry its source's key."""
+def file_key(path: Path | StoredImage) -> int:
+    """The content key of a file, or of the bytes of a stored image."""
     digest = hashlib.sha256()
-    if isinstance(path, PackedImage):
-        with open_regular(path.file, "a packed file") as file:
-            file.seek(path.offset)
-            digest.update(file.read(path.size))
-        return _first_bits(digest.digest())
+    if isinstance(path, StoredImage):
+        return bytes_key(path.read_bytes())
     with open_regular(path, "an image") as file:
         while piece := file.read(_PIECE):
             digest.update(piece)
@@ -90,7 +97,7 @@ def file_key(path: Path | PackedImage) -> int:
 
 
 def _file_keys(
-    paths: Sequence[Path | PackedImage], names: Sequence[str], source: str | Path | None, progress: Progress
+    paths: Sequence[Path | StoredImage], names: Sequence[str], source: str | Path | None, progress: Progress
 ) -> NDArray[np.uint64]:
     start, now = time.monotonic(), time.time()
     cache = _Cache(source)
@@ -110,9 +117,9 @@ def _file_keys(
     return keys
 
 
-def _read_key(path: Path | PackedImage, name: str, cache: _Cache, now: float) -> tuple[int, int]:
+def _read_key(path: Path | StoredImage, name: str, cache: _Cache, now: float) -> tuple[int, int]:
     """What a file is cached by, and its content key."""
-    if isinstance(path, PackedImage):
+    if isinstance(path, StoredImage):
         return 0, file_key(path)
     try:
         status = os.stat(path)
@@ -128,7 +135,7 @@ def _read_key(path: Path | PackedImage, name: str, cache: _Cache, now: float) ->
     except (OSError, ValueError):  # missing, forbidden, a pipe, an impossible name: reading it will say so
         key = None
     if key is None:
-        return 0, _first_bits(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest())
+        return 0, name_key(name)
     return (identity if max(times) < (now - _FRESH) * 1e9 else 0), key
 
 

@@ -19,7 +19,7 @@ from vitrail.data.sources import Dataset, Split, check_dataset, read_data
 from vitrail.errors import InputError, printable
 from vitrail.images.convert import to_uint8
 from vitrail.images.decode import decode_image, open_image
-from vitrail.images.packed import PackedImage
+from vitrail.images.stored import StoredImage
 from vitrail.images.workers import Task, Workers, choose_workers
 from vitrail.io.read import open_regular
 from vitrail.weights.fingerprint import Fingerprint
@@ -203,12 +203,12 @@ def _check_images(splits: dict[str, Split], workers: int | Literal["auto"]) -> I
         running.close()
 
 
-def _check_image(split: str, index: int, image: Path | PackedImage | NDArray[np.uint8]) -> _CheckedImage:
+def _check_image(split: str, index: int, image: Path | StoredImage | NDArray[np.uint8]) -> _CheckedImage:
     """Decode one image completely. Pixels are compared upright and in RGB, whatever the file format."""
     if isinstance(image, np.ndarray):
         return _CheckedImage(split, index, _digest(image), f"{image.shape[2]} channels", min(image.shape[:2]))
     try:
-        if isinstance(image, PackedImage):
+        if isinstance(image, StoredImage):
             opened: Image = open_image(image)
         else:
             with open_regular(image) as file:

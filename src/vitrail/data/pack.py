@@ -127,7 +127,7 @@ def _file_splits(data: Dataset) -> list[tuple[int, Split]]:
             f"{printable(data.name)} is an array, which needs no decoding; vitrail pack is for image files."
         )
     if any(not isinstance(path, Path) for path in data.train.paths[:1]):
-        raise InputError(f"{printable(data.name)} is a packed file already.")
+        raise InputError(f"{printable(data.name)} is packed already; vitrail pack is for image files.")
     return [
         (number, replace(split, keys=content_keys(split)))
         for number, split in enumerate(splits)

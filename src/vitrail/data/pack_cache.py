@@ -39,7 +39,7 @@ def cached_dataset(
     size = max(preprocess.target) * 8 // 7
     splits = [split for split in (data.train, data.val, data.test) if split is not None]
     if data.train.paths is None or not all(isinstance(path, Path) for path in data.train.paths[:1]):
-        why = "the images are in memory" if data.train.paths is None else "the data is a packed file"
+        why = "the images are in memory" if data.train.paths is None else "they are in one file already"
         return replace(data, notes=[*data.notes, f"Not used, since {why}: cache."])
     everything = _in_one_split(data, splits)
     out = packed_folder() / f"{pack_identity(everything, size, jpeg=False).hex()[:32]}.pack"

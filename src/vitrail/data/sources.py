@@ -8,6 +8,7 @@
 | a .npz with x_train, y_train or train_images, ... | arrays.py                                   |
 | a folder with IDX files (the format of MNIST)     | arrays.py                                   |
 | a packed file (`vitrail pack`)                    | packed.py                                   |
+| a .tar, a folder of these, photos-{000..127}.tar  | shards.py: WebDataset's layout              |
 | the word `digits`                                 | arrays.py: the digits of scikit-learn       |
 | a torch Dataset of (image, label)                 | torch_dataset.py                            |
 
@@ -26,26 +27,28 @@ import numpy as np
 from vitrail.data.classes import class_notes
 from vitrail.data.content import Progress
 from vitrail.data.holdout import VAL_FRACTION, hold_out_validation
+from vitrail.data.lazy import Indices, take_items, take_values
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.images.packed import PackedImage
+    from vitrail.images.stored import StoredImage
 
 MAX_CLASSES = 100_000
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labeled images: files or an array."""
+    """Labeled images: files or an array. Names and paths of very large data are read when they are needed."""
 
     labels: NDArray[np.int64]
-    """(N,) class numbers; or (N, K) of 0 and 1 for multi-label images."""
+    """(N,) class numbers, of a smaller type if there are very many; or (N, K) of 0 and 1 for multi-label
+    images."""
     names: Sequence[str]
     """The name of each image in messages and reports."""
-    paths: Sequence[Path | PackedImage] | None = None
-    """The path of each image, if they are files or in a packed file."""
+    paths: Sequence[Path | StoredImage] | None = None
+    """The path of each image, if they are files, or its place in a packed file or a shard."""
     images: NDArray[np.uint8] | None = None
     """(N, H, W, C), if they are in an array."""
     keys: NDArray[np.uint64] | None = None
@@ -54,14 +57,14 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, indices: NDArray[np.int64]) -> Split:
+    def take(self, indices: Indices) -> Split:
         """The images at these indices, in this order."""
         return Split(
-            self.labels[indices],
-            [self.names[i] for i in indices],
-            None if self.paths is None else [self.paths[i] for i in indices],
-            None if self.images is None else self.images[indices],
-            None if self.keys is None else self.keys[indices],
+            take_values(self.labels, indices),
+            take_items(self.names, indices),
+            None if self.paths is None else take_items(self.paths, indices),
+            None if self.images is None else take_values(self.images, indices),
+            None if self.keys is None else take_values(self.keys, indices),
         )
 
 
@@ -156,9 +159,10 @@ def open_dataset(
         path: see the table above.
         val_fraction: the fraction of train that is held out.
         split_seed: another number than 0 holds out other images.
-        progress: called as progress(files read, files in total) while the held-out images are chosen.
+        progress: called as progress(files read, files in total) while shards without an index are read, and
+            while the held-out images are chosen.
     """
-    data = read_data(path)
+    data = read_data(path, progress=progress)
     check_dataset(data, printable(path))
     data = replace(data, notes=[*data.notes, *_skip_notes(data), *class_notes(data)])
     if data.val or data.test:
@@ -177,19 +181,24 @@ def open_labeled(path: Any) -> Dataset:
     return replace(data, notes=[*data.notes, *_skip_notes(data)])
 
 
-def read_data(path: Any, *, need_train: bool = True) -> Dataset:
+def read_data(
+    path: Any, *, need_train: bool = True, progress: Progress = lambda done, total: None
+) -> Dataset:
     """The data set at a path, or of a torch Dataset, before checks and without a hold-out split.
 
     Args:
         need_train: refuse data without a training set.
+        progress: called while shards without an index are read.
     """
-    from vitrail.data import arrays, class_names, folders, packed, tables, torch_dataset
+    from vitrail.data import arrays, class_names, folders, packed, shards, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
         return torch_dataset.read_torch_dataset(path)
     file = Path(path)
     if str(path) == "digits" and not file.exists():
         data = arrays.read_digits()
+    elif shards.is_shards(path):
+        data = shards.read_shards(path, need_train=need_train, progress=progress)
     elif file.is_dir():
         data = (
             arrays.read_idx(file, need_train=need_train)
@@ -206,11 +215,11 @@ def read_data(path: Any, *, need_train: bool = True) -> Dataset:
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
             f"{printable(path)} {problem}; DATA must be a folder of images with a folder for each class, "
-            "a .csv, .jsonl, .npz or packed file, or the word digits."
+            "a .csv, .jsonl, .npz or packed file, tar shards, or the word digits."
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))
-    data = class_names.add_found_names(data, file) if file.exists() else data
+    data = class_names.add_found_names(data, file) if file.exists() or shards.is_shards(path) else data
     return replace(data, source=str(path))
 
 

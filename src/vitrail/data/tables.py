@@ -76,7 +76,7 @@ def _encode_labels(
     file: Path, labels: list[list[str]], multilabel: bool
 ) -> tuple[list[str], np.ndarray[Any, np.dtype[np.int64]]]:
     """The sorted classes, and the labels as class numbers (N,), or as rows (N, K) of 0 and 1."""
-    classes = sorted({label for row in labels for label in row}, key=_numeric_order)
+    classes = sorted({label for row in labels for label in row}, key=numeric_order)
     _check_not_regression(file, classes, len(labels))
     if len(classes) > MAX_CLASSES:
         raise too_many_classes(len(classes), printable(file))
@@ -176,6 +176,6 @@ def _json_type(value: Any) -> str:
     return "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else "null"
 
 
-def _numeric_order(label: str) -> tuple[int, int, str]:
+def numeric_order(label: str) -> tuple[int, int, str]:
     """A sort key: numeric labels in numeric order, then the others."""
     return (0, int(label), label) if label.isdecimal() and len(label) < 20 else (1, 0, label)

@@ -17,6 +17,7 @@ from torch import Tensor
 from vitrail.images.convert import apply_orientation, resize_array
 from vitrail.images.decode import open_image
 from vitrail.images.packed import PackedImage
+from vitrail.images.stored import StoredImage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,7 +95,7 @@ def place_one_crop(proposals: Sequence[Sequence[float]], height: int, width: int
 
 
 def read_crop(
-    path: Path | PackedImage, preprocess: Preprocess, proposals: Sequence[Sequence[float]], max_ratio: float
+    path: Path | StoredImage, preprocess: Preprocess, proposals: Sequence[Sequence[float]], max_ratio: float
 ) -> NDArray[np.uint8]:
     """A random crop of an image file as uint8 pixels (H, W, C) in the size of `preprocess`.
 

@@ -32,6 +32,7 @@ from vitrail.images.limits import (
     check_work,
 )
 from vitrail.images.packed import PackedImage, as_image
+from vitrail.images.stored import StoredImage
 from vitrail.io.read import open_regular
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ __all__ = [
     "suppress_warnings",
 ]
 
-ImagePath = str | Path | PackedImage
+ImagePath = str | Path | StoredImage
 """What `open_image` opens."""
 MinSize = tuple[int, int] | Callable[[int, int], tuple[int, int]]
 _LIMITS = DecodeLimits()
@@ -64,10 +65,10 @@ def open_image(
     limits: DecodeLimits = _LIMITS,
     preprocess: Preprocess | None = None,
 ) -> Image:
-    """Open and decode an image file or a packed image; see `decode_image`."""
-    if isinstance(path, PackedImage):
+    """Open and decode an image file or a stored image; see `decode_image`."""
+    if isinstance(path, StoredImage):
         path.check_readable()
-        if path.is_array:
+        if isinstance(path, PackedImage) and path.is_array:
             return as_image(path.read_rows(0, path.height))
         return decode_image(path.open_file(), printable(path), min_size, limits, preprocess)
     with open_regular(path, "an image") as file:
@@ -122,13 +123,13 @@ def decode_image(
 
 
 def read_size(path: ImagePath) -> tuple[int, int]:
-    """(H, W) of an image file or a packed image, from its header."""
-    if isinstance(path, PackedImage):
+    """(H, W) of an image file or a stored image, from its header."""
+    if isinstance(path, StoredImage):
         path.check_readable()
-        if path.is_array:
+        if isinstance(path, PackedImage) and path.is_array:
             return path.height, path.width
     with (
-        path.open_file() if isinstance(path, PackedImage) else open_regular(path, "an image") as file,
+        path.open_file() if isinstance(path, StoredImage) else open_regular(path, "an image") as file,
         suppress_warnings(),
     ):
         read_header(file, printable(path), _LIMITS)

@@ -1,33 +1,26 @@
 """Images inside a packed file (`vitrail pack`): decoded and resized pixels, or JPEGs.
 
-A packed image takes the place of the path of an image file. Its bytes are read from the open file when they
-are needed, and only the rows that a crop covers. They are not mapped into memory: a file that is cut off
-while it is in use would end the process with a bus error, and is a sentence here.
+Of an image that is stored as pixels, only the rows that a crop covers are read.
 """
 
 from __future__ import annotations
 
-import io
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vitrail.errors import printable
 from vitrail.images.limits import BrokenImage
-from vitrail.io.read import open_regular
+from vitrail.images.stored import StoredImage, read_at
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
-
     from numpy.typing import NDArray
     from PIL.Image import Image
 
 
 @dataclass(frozen=True, slots=True)
-class PackedImage:
+class PackedImage(StoredImage):
     """An image in a packed file, in place of the path of an image file."""
 
     file: str
@@ -43,14 +36,6 @@ class PackedImage:
     reason: str = ""
     """Why the source could not be read when it was packed."""
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.image_name}"
-
-    @property
-    def name(self) -> str:
-        """The last part of its name, as of a path."""
-        return os.path.basename(self.image_name)
-
     @property
     def is_array(self) -> bool:
         """Whether it is stored as pixels, and can be read in parts."""
@@ -62,9 +47,9 @@ class PackedImage:
         data = self._read(self.offset + top * row, count * row)
         return np.frombuffer(data, dtype=np.uint8).reshape(count, self.width, self.channels)
 
-    def open_file(self) -> BinaryIO:
-        """The file of an image that is stored as a JPEG."""
-        return io.BytesIO(self._read(self.offset, self.size))
+    def read_bytes(self) -> bytearray:
+        """Its pixels, or the bytes of a JPEG."""
+        return self._read(self.offset, self.size)
 
     def load(self, channels: int) -> NDArray[np.uint8] | Image:
         """The pixels (h, w, C) of a stored array; an image, if it has other channels than asked for."""
@@ -77,16 +62,8 @@ class PackedImage:
             raise BrokenImage(f"{printable(self)} could not be read when it was packed: {self.reason}")
 
     def _read(self, start: int, count: int) -> bytearray:
-        data = bytearray(count)  # writable, so that torch takes it without a warning
-        at, opened = 0, _open(self.file)  # held: another thread may have opened the one that stays
-        while at < count:
-            part = os.preadv(opened.number, [memoryview(data)[at:]], start + at)
-            if not part:
-                raise BrokenImage(
-                    f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
-                )
-            at += part
-        return data
+        cut_off = f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
+        return read_at(self.file, start, count, cut_off)
 
 
 def as_image(pixels: NDArray[np.uint8]) -> Image:
@@ -94,17 +71,3 @@ def as_image(pixels: NDArray[np.uint8]) -> Image:
     from PIL import Image
 
     return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
-
-
-class _Descriptor:
-    """A file that stays open while it is in the cache below."""
-
-    def __init__(self, file: str) -> None:
-        with open_regular(file, "a packed file") as opened:
-            self.number = os.dup(opened.fileno())
-
-    def __del__(self) -> None:
-        os.close(self.number)
-
-
-_open = lru_cache(maxsize=64)(_Descriptor)

@@ -19,6 +19,7 @@ from torch import Tensor
 from vitrail.errors import InputError, printable
 from vitrail.images.decode import MinSize, open_image, suppress_warnings
 from vitrail.images.packed import PackedImage
+from vitrail.images.stored import StoredImage
 from vitrail.images.workers import Results, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ AHEAD = 3  # batches that are decoded before they are needed
 MID_GRAY = 128  # the pixel value of an image that could not be read
 
 Policy = Literal["error", "skip", "warn"]
-LoadImage = Callable[[Path | PackedImage], "NDArray[np.uint8]"]
+LoadImage = Callable[[Path | StoredImage], "NDArray[np.uint8]"]
 """From the path of an image file to its pixels (H, W, C)."""
 
 
@@ -40,7 +41,7 @@ class ImageSource(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
     @property
-    def paths(self) -> Sequence[Path | PackedImage] | None: ...
+    def paths(self) -> Sequence[Path | StoredImage] | None: ...
     @property
     def images(self) -> NDArray[np.uint8] | None: ...
 
@@ -199,7 +200,7 @@ def start_workers(
     return Workers(plan, pin=device.type == "cuda")
 
 
-def read_or_reason(path: Path | PackedImage, load: LoadImage) -> NDArray[np.uint8] | str:
+def read_or_reason(path: Path | StoredImage, load: LoadImage) -> NDArray[np.uint8] | str:
     """The pixels of one image file, or the reason why there are none."""
     try:
         return load(path)
@@ -219,11 +220,11 @@ def read_pixels(
     with suppress_warnings():
         if isinstance(image, PackedImage) and image.is_array:
             image = image.load(preprocess.channels)
-        elif isinstance(image, (str, os.PathLike, PackedImage)):
+        elif isinstance(image, (str, os.PathLike, StoredImage)):
             limited = preprocess if limit_memory else None
             image = open_image(_as_path(image), min_size, preprocess=limited)
         return preprocess.pixels(image)
 
 
-def _as_path(image: Any) -> str | PackedImage:
-    return image if isinstance(image, PackedImage) else os.fsdecode(image)
+def _as_path(image: Any) -> str | StoredImage:
+    return image if isinstance(image, StoredImage) else os.fsdecode(image)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vitrail.errors import InputError, printable
 from vitrail.images.decode import open_image, suppress_warnings
-from vitrail.images.packed import PackedImage
 from vitrail.images.preprocess import Preprocess
+from vitrail.images.stored import StoredImage
 from vitrail.memory import attention_bytes, check_fits
 from vitrail.model import ViT
 
@@ -41,7 +41,7 @@ def from_pixels(pixels: NDArray[np.uint8], preprocess: Preprocess, names: Sequen
     return ImageBatch(list(names), pixels, torch.stack([preprocess.normalize(image) for image in pixels]))
 
 
-def from_files(paths: Sequence[Path | PackedImage], preprocess: Preprocess) -> ImageBatch:
+def from_files(paths: Sequence[Path | StoredImage], preprocess: Preprocess) -> ImageBatch:
     """A batch from image files, with the model's preprocessing."""
     with suppress_warnings():
         pixels = [preprocess.pixels(open_image(path)) for path in paths]

@@ -1,0 +1,287 @@
+"""The index of a tar shard: where its images are, their labels and content keys (images/shard.py).
+
+An index lies beside its shard, as `photos-000000.tar.index`, or in the cache folder if that folder is
+read-only. It is used while the shard has the size and the time that are written in it, and made again if not.
+
+Shards have the layout of WebDataset: `key.jpg` (or another image) and `key.cls` or `key.json` with its label,
+where the key is the name up to the first dot after the last slash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from vitrail.data.content import bytes_key, name_key
+from vitrail.data.folders import SUFFIXES
+from vitrail.errors import FileError, InputError, VitrailError, printable
+from vitrail.images.shard import (
+    HEADER,
+    MAGIC,
+    MAX_SIZE,
+    NO_LABEL,
+    PLACE,
+    VERSION,
+    ShardHeader,
+    column_starts,
+    read_header,
+)
+from vitrail.io.cache import cache_folder
+from vitrail.io.read import open_regular, parse_json
+from vitrail.io.write import atomic_file
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MAX_LABEL = 1 << 20  # bytes of a .cls or .json file
+_MAX_HEADER = 1 << 20  # bytes of an extended header in a tar
+_KEYS = ("label", "cls", "class")  # of a label in a .json file
+
+
+def index_paths(tar: Path) -> list[Path]:
+    """Where the index of a shard may be: beside it, or in the cache folder."""
+    name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:32]
+    return [tar.with_name(tar.name + ".index"), cache_folder() / "index" / f"{name}.index"]
+
+
+def open_index(tar: Path) -> ShardHeader | None:
+    """The index of a shard; None if there is none for the shard as it is now."""
+    status = os.stat(tar)
+    for path in index_paths(tar):
+        with suppress(OSError, VitrailError):
+            header = read_header(str(tar.absolute()), str(path.absolute()))
+            if (header.tar_size, header.tar_time) == (status.st_size, status.st_mtime_ns):
+                return header
+    return None
+
+
+def build_index(tar: Path) -> ShardHeader:
+    """Read a whole shard, and write its index."""
+    rows = _Rows(tar)
+    with _open_tar(tar) as file:
+        status = os.fstat(file.fileno())
+        for name, offset, size in _members(tar, file):
+            rows.add(file, name, offset, size)
+    labels, classes = rows.encode_labels()
+    for path in index_paths(tar):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_index(path, status, classes, rows.places, labels, rows.keys, rows.names)
+            return read_header(str(tar.absolute()), str(path.absolute()))
+        except OSError as error:
+            reason = printable(error.strerror or error)
+    raise FileError(
+        f"The index of {printable(tar)} can be written neither beside it nor in the cache folder "
+        f"{printable(cache_folder())} ({reason}); set VITRAIL_CACHE to a folder that can be written."
+    )
+
+
+def write_index(
+    path: Path,
+    tar: os.stat_result,
+    classes: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    labels: Sequence[int] | NDArray[Any],
+    keys: Sequence[int],
+    names: Sequence[str],
+) -> None:
+    """Write an index atomically; an older one is replaced.
+
+    Args:
+        tar: size and time of the shard.
+        classes: the names of all classes, or of those in this shard.
+        labels: the number of each image's class, or NO_LABEL.
+    """
+    texts = [name.encode("utf-8", "surrogateescape") for name in names]
+    columns: dict[str, NDArray[Any]] = {
+        "places": np.array(places, dtype=PLACE),
+        "labels": np.array(labels, dtype="<u4"),
+        "keys": np.array(keys, dtype="<u8"),
+        "ends": np.cumsum([len(text) for text in texts], dtype="<u8"),
+    }
+    joined = b"".join(texts)
+    digest = hashlib.sha256(joined)
+    for column in ("labels", "keys", "ends"):
+        digest.update(columns[column].tobytes())
+    info = json.dumps({"classes": list(classes), "digest": digest.hexdigest()}).encode()
+    starts, _ = column_starts(len(info), len(names))
+    head = (zlib.crc32(info), len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined))
+    with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, *head) + info)
+        for column, values in columns.items():
+            file.seek(starts[column])
+            file.write(values.tobytes())
+        file.truncate(starts["names"])
+        file.seek(starts["names"])
+        file.write(joined)
+
+
+# ---- reading a shard ------------------------------------------------------------------------
+
+
+class _Rows:
+    """What is found in one shard, member by member."""
+
+    def __init__(self, tar: Path) -> None:
+        self.tar = tar
+        self.names: list[str] = []
+        self.places: list[tuple[int, int]] = []
+        self.keys: list[int] = []
+        self.rows: dict[str, int] = {}
+        """The row of each key with an image."""
+        self.labels: dict[tuple[str, str], str] = {}
+        """Labels by key, and by cls or json."""
+
+    def add(self, file: BinaryIO, name: str, offset: int, size: int) -> None:
+        """Add a member, if it is an image or a label."""
+        folder, _, base = name.rpartition("/")
+        stem, _, suffix = base.partition(".")
+        key, kind = f"{folder}/{stem}", f".{suffix.lower()}"
+        if not stem:
+            return  # a hidden file
+        if kind in (".cls", ".json"):
+            if (key, kind) in self.labels:
+                raise self.bad(f"has two members {printable(name)!r}; keep one of them")
+            data = _read_member(self.tar, file, offset, min(size, _MAX_LABEL + 1))
+            if (label := self.parse_label(name, kind, data)) is not None:
+                self.labels[key, kind] = label
+        elif kind in SUFFIXES:
+            if key in self.rows:
+                other = self.names[self.rows[key]]
+                raise self.bad(
+                    f"has two images with one key, {printable(other)!r} and {printable(name)!r}; the key is "
+                    "the name up to its first dot, so rename one of them"
+                )
+            if size > MAX_SIZE:
+                raise self.bad(f"has an image of {size:,} bytes, {printable(name)!r}; no image is that large")
+            data = _read_member(self.tar, file, offset, size)
+            self.rows[key] = len(self.names)
+            self.names.append(name)
+            self.places.append((offset, size))
+            self.keys.append(bytes_key(data) if data else name_key(name))
+
+    def parse_label(self, name: str, kind: str, data: bytes) -> str | None:
+        """The label in a .cls or .json file; None if an object has none."""
+        where = f"{printable(self.tar)}: {printable(name)}"
+        if len(data) > _MAX_LABEL:
+            raise self.bad(f"has a label of more than {_MAX_LABEL:,} bytes, {printable(name)!r}")
+        if kind == ".json":
+            value = parse_json(data, where)
+            values = value if isinstance(value, dict) else {}
+            value = next((values[key] for key in _KEYS if key in values), None)
+            if value is None:
+                return None
+        else:
+            value = data.decode("utf-8", "replace").strip()
+        if isinstance(value, list):
+            raise InputError(
+                f"{where} has several labels, and shards hold one for each image; write a .jsonl table, or "
+                "pack the data into one file with vitrail pack."
+            )
+        if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+            raise InputError(
+                f"{where} must hold a label, a text or an integer, not {printable(repr(value), 40)}."
+            )
+        return str(value).strip()
+
+    def encode_labels(self) -> tuple[NDArray[np.int64], list[str]]:
+        """(N,) the number of each image's class, or NO_LABEL; and the classes."""
+        from vitrail.data.tables import numeric_order
+
+        texts = [self.labels.get((key, ".cls"), self.labels.get((key, ".json"))) for key in self.rows]
+        classes = sorted({text for text in texts if text is not None}, key=numeric_order)
+        number = {text: index for index, text in enumerate(classes)}
+        codes = [NO_LABEL if text is None else number[text] for text in texts]
+        return np.array(codes, dtype=np.int64), classes
+
+    def bad(self, reason: str) -> InputError:
+        return InputError(f"{printable(self.tar)} {reason}.")
+
+
+def _open_tar(tar: Path) -> BinaryIO:
+    file = open_regular(tar, "a shard")
+    start = file.read(6)
+    file.seek(0)
+    if start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")):
+        file.close()
+        raise InputError(
+            f"{printable(tar)} is compressed, and images are read from a shard in any order; uncompress it "
+            "(images hardly shrink)."
+        )
+    return file
+
+
+class _HeaderFile:
+    """A file of which tarfile reads headers only: a forged one must not ask for gigabytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.seek, self.tell = file, file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {size:,} bytes")
+        return self.file.read(size)
+
+
+def _members(tar: Path, file: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each regular file in a tar; anything unsafe is refused by its name."""
+    name, size = printable(tar), os.fstat(file.fileno()).st_size
+    end = 0
+    try:
+        with tarfile.open(fileobj=_HeaderFile(file), mode="r:", errors="surrogateescape") as opened:  # type: ignore[call-overload]
+            while (member := opened.next()) is not None:
+                opened.members = []  # it would keep them all
+                end = member.offset_data + (-(-member.size // 512) * 512 if member.isreg() else 0)
+                if end > size:
+                    raise _truncated(name, f"{printable(member.name)!r} ends after the file")
+                if member.isdir():
+                    continue
+                _check_member(name, member)
+                yield posixpath.normpath(member.name), member.offset_data, member.size
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, VitrailError):
+            raise
+        if not end:
+            raise InputError(f"{name} is not a tar file ({printable(error)}).") from error
+        raise _truncated(name, f"{printable(error)} after {end:,} bytes") from error
+    file.seek(end)
+    if file.read(512) != bytes(512):
+        raise _truncated(name, "its end mark is missing")
+
+
+def _truncated(name: str, reason: str) -> FileError:
+    return FileError(f"{name} is damaged or was cut off: {reason}. Copy or download it again.")
+
+
+def _check_member(tar: str, member: tarfile.TarInfo) -> None:
+    """Refuse links, devices, sparse files, and names that lead out of a folder."""
+    shown = printable(member.name)
+    if member.issym() or member.islnk():
+        raise InputError(
+            f"{tar} has a link, {shown!r} to {printable(member.linkname)!r}; shards must hold regular files."
+        )
+    if not member.isreg() or member.issparse():
+        raise InputError(f"{tar} has a member that is no regular file, {shown!r}; shards hold only such.")
+    parts = member.name.split("/")
+    if member.name.startswith("/") or ".." in parts or "\\" in member.name:
+        raise InputError(
+            f"{tar} has a member named {shown!r}; names must be relative, without '..' and backslashes."
+        )
+
+
+def _read_member(tar: Path, file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    data = file.read(size)
+    if len(data) < size:
+        raise _truncated(printable(tar), "it became shorter while it was read")
+    return data

@@ -1,0 +1,83 @@
+"""Images inside a larger file: a packed file (packed.py), a tar shard (shard.py).
+
+A stored image takes the place of the path of an image file. Its bytes are read from the open file when they
+are needed. They are not mapped into memory: a file that is cut off while it is in use would end the process
+with a bus error, and is a sentence here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from vitrail.images.limits import BrokenImage
+from vitrail.io.read import open_regular
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
+
+_OPEN_FILES = 256  # that stay open in a process; a process may often have 1,024
+
+
+class StoredImage(ABC):
+    """An image inside a larger file, in place of the path of an image file."""
+
+    __slots__ = ()
+
+    file: str
+    """The path of the file that it is in."""
+    image_name: str
+    """Its name within the file."""
+
+    @abstractmethod
+    def read_bytes(self) -> bytearray:
+        """The bytes that are stored."""
+
+    def check_readable(self) -> None:  # noqa: B027  # most images have nothing to say
+        """Raise an error if it is known that the image cannot be read."""
+
+    def open_file(self) -> BinaryIO:
+        """The file of an image that is not stored as pixels."""
+        return io.BytesIO(self.read_bytes())
+
+    @property
+    def name(self) -> str:
+        """The last part of its name, as of a path."""
+        return os.path.basename(self.image_name)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.image_name}"
+
+
+def read_at(file: str, start: int, count: int, cut_off: str) -> bytearray:
+    """Some bytes of a file, which stays open for the next call.
+
+    Args:
+        cut_off: the message if the file ends before.
+    """
+    data = bytearray(count)  # writable, so that torch takes it without a warning
+    at, opened = 0, _open(file)  # held: another thread may have opened the one that stays
+    while at < count:
+        part = os.preadv(opened.number, [memoryview(data)[at:]], start + at)
+        if not part:
+            raise BrokenImage(cut_off)
+        at += part
+    return data
+
+
+class _Descriptor:
+    """A file that stays open while it is in the cache below."""
+
+    def __init__(self, file: str) -> None:
+        with open_regular(file, "a file with images") as opened:
+            self.number = os.dup(opened.fileno())
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+_open = lru_cache(maxsize=_OPEN_FILES)(_Descriptor)

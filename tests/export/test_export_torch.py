@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.cli import app
+from vitrail.errors import InputError
 from vitrail.export.graph import quiet
 from vitrail.export.torch_export import write_torch
 
@@ -45,3 +48,27 @@ def test_a_program_that_resizes(bundle, tmp_path):
     proof = write_torch(bundle, tmp_path / "x.pt2", with_preprocess=True)
     assert len(proof.checks) == 7
     assert not any(check.different_pixels for check in proof.checks)
+
+
+def test_the_device_is_for_programs(bundle, tmp_path):
+    bundle.save(tmp_path / "x.safetensors")
+    model = str(tmp_path / "x.safetensors")
+    for to, words in (("onnx", "ONNX Runtime chooses"), ("html", "a browser chooses")):
+        done = CliRunner().invoke(app, ["export", model, "--to", to, "--device", "cuda"])
+        assert words in str(done.exception)
+    if not torch.cuda.is_available():
+        done = CliRunner().invoke(app, ["export", model, "--to", "torch-export", "--device", "cuda"])
+        assert "cuda" in str(done.exception)
+    bundle.model.to("meta")
+    with pytest.raises(InputError, match="the program is for meta"):
+        write_torch(bundle, tmp_path / "y.pt2", with_preprocess=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a program for a GPU needs one")
+def test_a_program_for_a_gpu(bundle, tmp_path):
+    bundle.model.to("cuda")
+    assert not write_torch(bundle, tmp_path / "x.pt2").failed
+    with quiet():
+        program = torch.export.load(tmp_path / "x.pt2").module()
+    logits, _ = program(torch.zeros(2, 3, 16, 24, device="cuda"))
+    assert logits.device.type == "cuda"

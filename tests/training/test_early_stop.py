@@ -77,8 +77,8 @@ def test_a_test_set_does_not_decide_when_to_stop(tmp_path):
     ("option", "message"),
     [
         ("--device=cuda:7", r"cuda:7 needs GPU 7, and"),
-        ("--device=tpu", "device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
-        ("--device=mps", "Training on mps is not supported"),
+        ("--device=tpu", "device must be auto, cpu, cuda, cuda:N or mps, not 'tpu'"),
+        ("--device=mps", "--device mps needs a Mac"),
         ("--patience=0", "--patience"),
     ],
 )

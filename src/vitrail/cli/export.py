@@ -50,6 +50,14 @@ def export(
             show_default="digits or patterns",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|cuda:1|mps",
+            help="For torch-export: the device that the program runs on.",
+            show_default="cpu",
+        ),
+    ] = None,
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
@@ -68,7 +76,12 @@ def export(
     if to not in _FILE_NAMES:
         raise InputError(f"Unknown format {printable(repr(to))} for --to. {suggest(to, _FILE_NAMES)}")
     path = out or Path(_FILE_NAMES[to])
-    overrides = options.load_arguments(family, keys, settings, size, offline=offline or None)
+    if device is not None and to != "torch-export":
+        runtime = "a browser" if to == "html" else "ONNX Runtime"
+        raise InputError(
+            f"--device is for --to torch-export: {runtime} chooses the device itself; remove it."
+        )
+    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     if to == "html":
         if dynamic is not None or with_preprocess:
             option = "--dynamic" if dynamic is not None else "--with-preprocess"

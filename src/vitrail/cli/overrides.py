@@ -49,6 +49,9 @@ Device = Annotated[
     str | None,
     typer.Option(metavar="cpu|cuda|cuda:1|mps", help="The device of the model.", show_default="cpu"),
 ]
+TrainingDevice = Annotated[
+    str | None, typer.Option(metavar="cpu|cuda|cuda:1|mps", help="Where to compute.", show_default="auto")
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.overrides import Offline, parse_sides
+from vitrail.cli.overrides import Offline, TrainingDevice, parse_sides
 from vitrail.cli.train import apply_setting
 from vitrail.errors import printable
 from vitrail.progress import ProgressBars
@@ -38,6 +38,7 @@ def sweep(
     size: Annotated[str | None, typer.Option(metavar="PIXELS|HxW", help="Image size.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed, of the candidates and of the runs.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
+    device: TrainingDevice = None,
     lr_only: Annotated[
         bool,
         typer.Option(
@@ -61,6 +62,7 @@ def sweep(
     best candidate is printed.
     """
     changes: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
+    changes |= {} if device is None else {"device": device}
     for text in settings or []:
         apply_setting(changes, text)
     if offline:  # also in the processes of the runs

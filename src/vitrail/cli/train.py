@@ -11,7 +11,7 @@ import typer
 
 from vitrail.cli.completion import recipe_names
 from vitrail.cli.console import training_process
-from vitrail.cli.overrides import Offline, Quiet, parse_sides, parse_value
+from vitrail.cli.overrides import Offline, Quiet, TrainingDevice, parse_sides, parse_value
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
@@ -169,9 +169,7 @@ def train(
             help="Stop after N epochs without a better validation accuracy (early stopping).",
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="cpu|cuda|cuda:1", help="Where to compute.", show_default="auto")
-    ] = None,
+    device: TrainingDevice = None,
     threads: Annotated[
         str | None,
         typer.Option(metavar="N|auto", help="CPU threads that compute.", show_default="auto"),

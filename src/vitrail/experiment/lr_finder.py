@@ -108,7 +108,8 @@ def find_lr(
         "cuda_graph": False,
     }  # not worth it for so few steps
     long = replace(resolved.train, schedule="constant", warmup=0.0, epochs=1_000_000, **plain)
-    trainer = Trainer(model, resolved.preprocess, dataset, long, choose_device(long.precision))
+    compute = choose_device(long.precision, device=long.device)
+    trainer = Trainer(model, resolved.preprocess, dataset, long, compute)
     curve = _ramp(trainer, count, low, high, resolved.train.lr, progress)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -64,15 +64,17 @@ def plan_for(bundle: Bundle, *, dynamic: tuple[str, ...] = (), with_preprocess: 
 
 
 class Graph(nn.Module):
-    """A model in eval mode, in float32 on the CPU, with preprocessing in front if the plan says so.
+    """A model in eval mode, in float32, with preprocessing in front if the plan says so.
 
     Returns (logits, embedding), without logits if there is no head. With preprocessing, the last output is
     the resized pixels, which only the proof uses.
     """
 
-    def __init__(self, model: ViT, preprocess: Preprocess, plan: Plan) -> None:
+    def __init__(
+        self, model: ViT, preprocess: Preprocess, plan: Plan, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__()
-        model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32).eval().requires_grad_(False)
+        model = copy.deepcopy(model).to(device=device, dtype=torch.float32).eval().requires_grad_(False)
         self.model = model.accept_any_size(**plan.resample) if plan.any_size else model
         self.plan, self.config = plan, model.config
         self.resize = ResizeToInput(preprocess) if plan.with_preprocess else None
@@ -111,6 +113,7 @@ def trace(graph: Graph, preprocess: Preprocess) -> ExportedProgram:
     else:
         dynamic_axes |= {1: Dim("height", min=1), 2: Dim("width", min=1)}
         example = torch.zeros(2, 50, 60, config.channels, dtype=torch.uint8)
+    example = example.to(next(graph.model.parameters()).device)
     with quiet(), explain_errors():
         return torch.export.export(graph, (example,), dynamic_shapes=(dynamic_axes,))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
+from vitrail.errors import InputError
 from vitrail.export.graph import Graph, explain_errors, plan_for, quiet, trace
 from vitrail.export.onnx import build_metadata
 from vitrail.export.proof import Proof, Run, prove
@@ -21,12 +22,18 @@ def write_torch(
     """Write the file and its proof, both or neither; the arguments are those of `write_onnx`.
 
     The metadata of an ONNX file is stored as extra files of the same names. The program returns a tuple:
-    logits (if there is a head), the embedding, and with preprocessing the resized pixels.
+    logits (if there is a head), the embedding, and with preprocessing the resized pixels. It runs on the
+    device of the model.
     """
     target = check_output(Path(path), ".pt2")
     plan = plan_for(bundle, dynamic=dynamic, with_preprocess=with_preprocess)
     assert bundle.preprocess is not None  # plan_for has checked
-    graph = Graph(bundle.model, bundle.preprocess, plan)
+    device = next(bundle.model.parameters()).device
+    if with_preprocess and device.type != "cpu":
+        raise InputError(
+            f"--with-preprocess resizes on the CPU, and the program is for {device}; drop one of the two."
+        )
+    graph = Graph(bundle.model, bundle.preprocess, plan, device)
     program = trace(graph, bundle.preprocess)
     _strip_source_locations(program.graph_module)
     data = io.BytesIO()
@@ -39,8 +46,8 @@ def write_torch(
                 io.BytesIO(partial.read_bytes())
             ).module()  # we have just written this file
         return lambda batch: {
-            name: tensor.numpy()
-            for name, tensor in zip(graph.outputs, module(torch.from_numpy(batch)), strict=True)
+            name: tensor.cpu().numpy()
+            for name, tensor in zip(graph.outputs, module(torch.from_numpy(batch).to(device)), strict=True)
         }
 
     return write_checked(

@@ -87,12 +87,11 @@ def _threads(doc: str) -> Any:
 
 def _device(doc: str) -> Any:
     def check(name: str, value: Any, hint: Any) -> str:
-        if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", value):
+        if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", value):
             return value
-        advice = " Training on mps is not supported: it has no float64." if value == "mps" else ""
-        raise ConfigError(f"{name} must be auto, cpu, cuda or cuda:N, not {short_repr(value)}.{advice}")
+        raise ConfigError(f"{name} must be auto, cpu, cuda, cuda:N or mps, not {short_repr(value)}.")
 
-    return declare(doc, check, "auto", "`auto`, `cpu`, `cuda`, `cuda:1`")
+    return declare(doc, check, "auto", "`auto`, `cpu`, `cuda`, `cuda:1`, `mps`")
 
 
 def _loggers(doc: str) -> Any:
@@ -240,8 +239,10 @@ class TrainConfig(Config):
         "CPU threads that compute; auto is torch's own number, or fewer where a short rehearsal finds that "
         "clearly faster. The number changes the last bits of a result"
     )
-    precision: Literal["auto", "fp32", "bf16"] = choice(
-        "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere", default="auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = choice(
+        "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere; fp16, with loss "
+        "scaling, is for older GPUs",
+        default="auto",
     )
     compile: Literal["auto"] | bool = _auto_or_boolean(
         "Whether to compile the model with torch.compile; auto does on a GPU if the run is long enough"

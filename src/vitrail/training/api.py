@@ -161,7 +161,7 @@ def new_setup(
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
     if changes.get("batch") == AUTO_BATCH:
         ranks = init_process_group()
-        compute = choose_device(resolved.train.precision, ranks.local_rank)
+        compute = choose_device(resolved.train.precision, ranks.local_rank, resolved.train.device)
         batch, note = choose_batch(resolved, dataset, compute, ranks)
         resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size, minutes)
         resolved = replace(resolved, notes=(*resolved.notes, note))

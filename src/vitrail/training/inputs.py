@@ -31,8 +31,10 @@ class InputPipeline:
         self, images: Tensor, indices: Tensor, epoch: int | Tensor, *, mixes: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Augmented and mixed images with values from 0 to 1, the same normalized, and their targets."""
-        x = augment_batch(images, indices, self.augment, seed=self.seed, epoch=epoch, size=self.size)
         targets = self.targets[indices]
+        if images.device.type == "mps":  # it has no float64, in which the random parameters are computed
+            indices = indices.cpu()
+        x = augment_batch(images, indices, self.augment, seed=self.seed, epoch=epoch, size=self.size)
         if mixes:
             x, targets = mix_batch(x, targets, indices, self.mixing, seed=self.seed, epoch=epoch)
         return x, self.normalize(x), targets

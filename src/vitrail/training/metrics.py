@@ -10,10 +10,12 @@ from torch import Tensor
 
 from vitrail.errors import VitrailError, printable
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.precision import ComputeDevice
 
 LOG_EVERY = 10  # steps between reads of what is on the device
 LOG_SECONDS = 10  # a slow step is reported when this much time has passed since the last report
 _MAX_SKIPPED = 3  # steps in a row
+_MAX_SKIPPED_FP16 = 20  # where each skipped step halves the scale of the loss, at first 2^16
 
 
 class Diverged(VitrailError):
@@ -23,9 +25,11 @@ class Diverged(VitrailError):
 class EpochMetrics:
     """Loss, correct predictions and images of an epoch, and the steps that were skipped."""
 
-    def __init__(self, device: torch.device, ranks: ProcessGroup) -> None:
-        self.device, self.ranks = device, ranks
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, images, skipped steps
+    def __init__(self, compute: ComputeDevice, ranks: ProcessGroup) -> None:
+        device, self.ranks = compute.device, ranks
+        self.max_skipped = _MAX_SKIPPED_FP16 if compute.dtype == torch.float16 else _MAX_SKIPPED
+        # loss, correct, images, skipped steps
+        self.sums = torch.zeros(4, dtype=compute.sum_dtype, device=device)
         self.in_a_row = torch.zeros((), device=device)
         self.worst = torch.zeros((), device=device)
         self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=2 * LOG_EVERY)  # step, images, skipped
@@ -35,7 +39,7 @@ class EpochMetrics:
         with torch.no_grad():
             counts = valid * losses.isfinite()  # NaN and infinity do not count: their step is skipped
             loss = losses.where(counts > 0, 0.0).sum()
-            self.sums[:3] += torch.stack([loss, (correct * counts).sum(), counts.sum()]).double()
+            self.sums[:3] += torch.stack([loss, (correct * counts).sum(), counts.sum()]).to(self.sums.dtype)
 
     def add_step(self, skipped: Tensor) -> None:
         """Add a step; `skipped` is 1 where it changed no weight. In place, so that it can be captured."""
@@ -55,15 +59,16 @@ class EpochMetrics:
 
     def check_divergence(self, names: Sequence[str]) -> None:
         """Raise Diverged after too many skipped steps in a row; `names` are those of the images."""
-        if self.worst < _MAX_SKIPPED:
+        if self.worst < self.max_skipped:
             return
         bad = [(step, images) for step, images, skipped in self.recent if skipped][:_MAX_SKIPPED]
         steps = ", ".join(str(step) for step, _ in bad)
         some = [names[int(i)] for _, images in bad for i in images[:2]]
+        more = " and more" * (self.max_skipped > len(bad) == _MAX_SKIPPED)
         raise Diverged(
-            f"training diverged: the gradient was NaN or infinite {_MAX_SKIPPED} times in a row, at steps "
-            f"{steps}, whose images include {printable(', '.join(some))}. The last checkpoint is unchanged; "
-            "use a lower learning rate, a longer warm-up, or fp32."
+            f"training diverged: the gradient was NaN or infinite {self.max_skipped} times in a row, at "
+            f"steps {steps}{more}, whose images include {printable(', '.join(some))}. The last checkpoint is "
+            "unchanged; use a lower learning rate, a longer warm-up, or fp32."
         )
 
     def start_epoch(self) -> None:

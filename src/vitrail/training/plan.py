@@ -61,8 +61,8 @@ def estimate_seconds(trainer: Trainer) -> float:
         loss.backward()
         if trainer.teacher is not None:
             trainer.teacher(images)
-        if compute.device.type == "cuda":
-            torch.cuda.synchronize(compute.device)
+        if compute.device.type != "cpu":
+            torch.accelerator.synchronize(compute.device)
         seconds = time.perf_counter() - start
     trainer.optimizer.zero_grad(set_to_none=True)
     return seconds * parts
@@ -84,5 +84,5 @@ def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
     c = trainer.model.config
     kept = 1.0 if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1 / c.depth
     images = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
-    itemsize = 2 if trainer.compute.dtype == torch.bfloat16 else 4
+    itemsize = trainer.compute.dtype.itemsize
     return 4 * (count + 3 * trained) + kept * activation_bytes(c, images, itemsize)

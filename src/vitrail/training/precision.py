@@ -24,7 +24,12 @@ class ComputeDevice:
     @property
     def precision(self) -> str:
         """The dtype as a word of `TrainConfig.precision`."""
-        return {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of sums over an epoch: float64, which MPS does not have."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -46,19 +51,24 @@ class ComputeDevice:
 def choose_device(precision: str, local_rank: int = 0, device: str = "auto") -> ComputeDevice:
     """The GPU of this rank if there is one; bf16 where the GPU supports it, fp32 otherwise.
 
-    bf16 on a CPU is refused: where the processor only claims to support it, the process would be killed
-    without an error.
+    bf16 and fp16 on a CPU are refused: where the processor only claims to support them, the process would be
+    killed without an error.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1", if it is not to be chosen.
+        device: "cpu", "cuda", "cuda:1" or "mps", if it is not to be chosen.
     """
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return _choose_gpu(precision, _gpu_number(device, local_rank))
-    if precision == "bf16":
+    if precision in ("bf16", "fp16"):
+        slow = "on a CPU it is slow or kills the process"
+        where = "on MPS only fp32 is supported" if device == "mps" else slow
         raise ConfigError(
-            "precision='bf16' needs a GPU; on a CPU it is slow or kills the process. Use precision fp32 or "
-            "auto."
+            f"precision={precision!r} needs a GPU of NVIDIA or AMD; {where}. Use precision fp32 or auto."
         )
+    if device == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("--device mps needs a Mac with MPS, and torch finds none; use --device cpu.")
+        return ComputeDevice(torch.device("mps"), torch.float32, "MPS, fp32, which is not tested")
     why = "there is no GPU" if precision == "auto" and device == "auto" else "as requested"
     return ComputeDevice(torch.device("cpu"), torch.float32, f"the CPU, fp32: {why}")
 
@@ -76,10 +86,15 @@ def _gpu_number(device: str, local_rank: int) -> int:
 def _choose_gpu(precision: str, index: int) -> ComputeDevice:
     device = torch.device("cuda", index)
     name = torch.cuda.get_device_name(device)
-    if precision == "fp32":
-        return ComputeDevice(device, torch.float32, f"{name}, fp32 as requested")
-    if torch.cuda.is_bf16_supported():
+    if precision in ("fp32", "fp16"):
+        dtype = torch.float32 if precision == "fp32" else torch.float16
+        return ComputeDevice(device, dtype, f"{name}, {precision} as requested")
+    with torch.cuda.device(device):
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)  # emulated, it is slow
+    if supported:
         return ComputeDevice(device, torch.bfloat16, f"{name}, bf16")
     if precision == "bf16":
-        raise ConfigError(f"precision='bf16' needs a GPU that supports it, and {name} does not; use fp32.")
-    return ComputeDevice(device, torch.float32, f"{name}, fp32: it does not support bf16")
+        raise ConfigError(f"precision='bf16' needs a GPU that supports it, and {name} does not; use fp16.")
+    return ComputeDevice(
+        device, torch.float32, f"{name}, fp32: it does not support bf16; precision=fp16 may be faster"
+    )

@@ -47,8 +47,9 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
     """Follow the settings; where they say "auto", time a forward and backward pass and choose."""
     s = trainer.settings
     if trainer.compute.device.type != "cuda":
+        where = {"cpu": "a CPU", "mps": "MPS"}[trainer.compute.device.type]
         return StepMode(
-            s.compile is True, False, "compiled" if s.compile is True else "not compiled, on a CPU"
+            s.compile is True, False, "compiled" if s.compile is True else f"not compiled, on {where}"
         )
     cost = _measure_pass(trainer) if "auto" in (s.compile, s.cuda_graph) else _PassCost()
     obstacle = capture_obstacle(trainer)
@@ -106,6 +107,8 @@ def capture_obstacle(trainer: Trainer) -> str:
     """Why a step cannot be captured as a CUDA graph; empty if it can."""
     if trainer.ranks.count > 1:
         return "several processes exchange gradients"
+    if trainer.compute.dtype == torch.float16:
+        return "the scale of the loss changes"
     if trainer.settings.checkpoint_blocks:
         return "activation checkpointing restores the state of the random generator"
     return ""

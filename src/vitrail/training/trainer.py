@@ -101,7 +101,9 @@ class Trainer:
         )
         self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.steps_per_epoch * s.epochs
-        self.metrics = EpochMetrics(device, self.ranks)
+        self.metrics = EpochMetrics(self.compute, self.ranks)
+        # Small gradients would be zero in fp16, so the loss is multiplied; in other precisions it is not.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.compute.dtype == torch.float16)
         self.clock = Clock(self.batch, len(self.data.eval_split))
         files = [len(split) for split in (self.data.train, self.data.eval_split) if split.paths is not None]
         self.workers = start_workers(s.workers, sum(files), self.preprocess, device)
@@ -244,12 +246,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(parts):
             with self._gradient_sync(last=number == s.accumulate - 1):
-                (self._loss(part) / s.accumulate).backward()
+                self.scaler.scale(self._loss(part) / s.accumulate).backward()
+        self.scaler.unscale_(self.optimizer)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
         skipped = (~norm.isfinite()).float()
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.scaler.update()
         self.metrics.add_step(skipped)
         if self.ema is not None:
             update_ema(self.ema, self.model, self.values.ema_weight)
@@ -349,7 +353,8 @@ class Trainer:
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
-        return Checkpoint(self.step, tensors, {"corrupt": self.ranks.union(self.corrupt.reasons)})
+        state = {"corrupt": self.ranks.union(self.corrupt.reasons), "scaler": self.scaler.state_dict()}
+        return Checkpoint(self.step, tensors, state)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore what `state` returned."""
@@ -359,4 +364,6 @@ class Trainer:
         if self.ema is not None:
             self.ema.load_state_dict(dict(checkpoint.tensors["ema"]))
         self.corrupt.reasons = dict(checkpoint.state["corrupt"])
+        if scale := checkpoint.state.get("scaler"):  # not if the run had another precision
+            self.scaler.load_state_dict(scale)
         self.metrics.restore(checkpoint.tensors["sums"])

@@ -151,10 +151,14 @@ def test_a_forged_index_reads_nothing_outside_its_shard(tars):
 
 
 def test_a_shard_that_is_cut_off_in_use_is_a_sentence(tars):
-    image = read_data(tars).train.paths[26]
-    os.truncate(tars / "pets-002.tar", 1024)
+    images = read_data(tars).train.paths
+    open_image(images[25])
+    for tar in tars.glob("*.tar"):
+        os.truncate(tar, 1024)
     with pytest.raises(BrokenImage, match="was cut off while it was in use"):
-        open_image(image)
+        open_image(images[26])  # in a file that is open
+    with pytest.raises(BrokenImage, match="was changed while it was in use"):
+        open_image(images[0])
 
 
 # ---- what is refused --------------------------------------------------------------------------

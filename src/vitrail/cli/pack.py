@@ -1,16 +1,17 @@
-"""`vitrail pack`: decode and resize the images of a data set once, into one file."""
+"""`vitrail pack`: the images of a data set, decoded and resized once into one file; or tar shards."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vitrail.cli.overrides import WorkersOption, parse_workers
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
 
+_FORMATS = ("file", "shards")
 _MOST = 5  # names that are printed of a kind
 
 
@@ -19,10 +20,23 @@ def pack(
         str | None,
         typer.Argument(help="A folder with one folder of images per class, or a .csv or .jsonl file."),
     ] = None,
-    out: Annotated[Path | None, typer.Argument(help="The packed file to write, such as pets.pack.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="The packed file to write, such as pets.pack; with --to shards, a folder."),
+    ] = None,
+    to: Annotated[
+        str, typer.Option(help="file: one packed file. shards: tar files in WebDataset's layout.")
+    ] = "file",
     size: Annotated[
-        int, typer.Option(min=1, max=65_535, help="The short side that larger images are resized to.")
-    ] = 256,
+        int | None,
+        typer.Option(
+            min=1, max=65_535, help="The short side that larger images are resized to.", show_default="256"
+        ),
+    ] = None,
+    shard_size: Annotated[
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="Megabytes of images in a shard.", show_default="512"),
+    ] = None,
     jpeg: Annotated[
         bool, typer.Option("--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read.")
     ] = False,
@@ -43,16 +57,23 @@ def pack(
     feeds a GPU several times as fast as image files do. Images that cannot be read are listed, and stay
     unreadable in the packed file. An interrupted pack resumes when the same command is run again. With
     --check, the exit code is 1 if the packed file is damaged or its source has changed.
+
+    With --to shards, the image files are written as they are, with their labels, into tar files and an index
+    beside each: for data sets of millions of images, object stores and other tools.
     """
     if clear_cache:
         _clear_cache(given=data is not None or out is not None)
         return
     if data is None or out is None:
         raise InputError("vitrail pack takes DATA and OUT, such as vitrail pack pets/ pets.pack.")
+    _check_options(to, {"--size": size, "--jpeg": jpeg or None, "--check": check or None}, shard_size)
     if check:
         _check(data, out)
         return
-    from vitrail.data.pack import pack_dataset
+    if to == "shards":
+        _pack_shards(data, out, shard_size)
+        return
+    from vitrail.data.pack import SIZE, pack_dataset
     from vitrail.data.sources import read_data
 
     count = parse_workers(workers)
@@ -63,7 +84,7 @@ def pack(
         result = pack_dataset(
             dataset,
             out,
-            size=size,
+            size=size or SIZE,
             jpeg=jpeg,
             workers=count,
             progress=lambda done, total: bars("packing images", done, total),
@@ -72,6 +93,40 @@ def pack(
         print(f"Resumed after {result.resumed:,} images.")
     _print_names("could not be read, and stay unreadable", list(result.unreadable))
     print(f"Packed {result.images:,} images into {printable(out)} ({result.bytes / 1e6:,.1f} MB).")
+
+
+def _check_options(to: str, of_file: dict[str, Any], shard_size: int | None) -> None:
+    """Refuse options that the chosen format does not have."""
+    if to not in _FORMATS:
+        raise InputError(f"unknown format {to!r} for --to. {suggest(to, _FORMATS)}")
+    given = [option for option, value in of_file.items() if value is not None]
+    if to == "shards" and given:
+        raise InputError(f"{given[0]} is not for shards, which hold the image files as they are; remove it.")
+    if to == "file" and shard_size is not None:
+        raise InputError("--shard-size is for --to shards; add that, or remove it.")
+
+
+def _pack_shards(data: str, out: Path, shard_size: int | None) -> None:
+    from vitrail.data.pack_shards import SHARD_SIZE, pack_shards
+    from vitrail.data.sources import read_data
+
+    with ProgressBars() as bars:
+        bars("listing files", 0, None)
+        dataset = read_data(data)
+        bars("listing files", len(dataset.train), len(dataset.train))
+        result = pack_shards(
+            dataset,
+            out,
+            shard_size=shard_size or SHARD_SIZE,
+            progress=lambda done, total: bars("packing images", done, total),
+        )
+    if result.resumed:
+        print(f"Resumed after {result.resumed:,} shards.")
+    _print_names("could not be read, and stay unreadable", result.unreadable)
+    shards = f"{result.shards:,} shard{'s' * (result.shards != 1)}"
+    print(
+        f"Packed {result.images:,} images into {shards} in {printable(out)} ({result.bytes / 1e6:,.1f} MB)."
+    )
 
 
 def _check(data: str, out: Path) -> None:

@@ -39,7 +39,7 @@ def add_found_names(data: Dataset, source: Path) -> Dataset:
     """The names in classes.json or classes.txt, if the classes are only numbered; else a note."""
     folder = source if source.is_dir() else source.parent
     files = [folder / name for name in FILES if (folder / name).is_file()]
-    if not files or not _are_numbers(data.classes):
+    if not files or not are_numbers(data.classes):
         return data
     try:
         return rename_classes(data, files[0])
@@ -103,7 +103,7 @@ def _by_number(data: Dataset, names: list[Any], where: str) -> list[Any]:
             f"{where} has {len(names):,} names, but the data has {len(classes):,} classes; give one name for "
             'each, or a JSON object such as {"3": "cat"}.'
         )
-    if not _are_numbers(classes):
+    if not are_numbers(classes):
         raise InputError(
             f"{where} is a list, and the classes of the data are not numbered: {listed(classes)}. Give a "
             f'JSON object with their names: {{"{printable(classes[0], 40)}": "new name", ...}}.'
@@ -117,7 +117,8 @@ def _by_number(data: Dataset, names: list[Any], where: str) -> list[Any]:
     return [names[number - min(numbers)] for number in numbers]
 
 
-def _are_numbers(classes: Sequence[str]) -> bool:
+def are_numbers(classes: Sequence[str]) -> bool:
+    """Whether classes are only numbered, as in 0, 1, 2 or 001, 002, 003."""
     decimal = all(one.isascii() and one.isdecimal() and len(one) < 10 for one in classes)
     return decimal and len({int(one) for one in classes}) == len(classes) <= MAX_CLASSES
 

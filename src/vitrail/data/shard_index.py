@@ -36,6 +36,7 @@ from vitrail.images.shard import (
     column_starts,
     read_header,
 )
+from vitrail.images.stored import version_of
 from vitrail.io.cache import cache_folder
 from vitrail.io.read import open_regular, parse_json
 from vitrail.io.write import atomic_file
@@ -56,11 +57,11 @@ def index_paths(tar: Path) -> list[Path]:
 
 def open_index(tar: Path) -> ShardHeader | None:
     """The index of a shard; None if there is none for the shard as it is now."""
-    status = os.stat(tar)
+    version = version_of(str(tar))
     for path in index_paths(tar):
         with suppress(OSError, VitrailError):
             header = read_header(str(tar.absolute()), str(path.absolute()))
-            if (header.tar_size, header.tar_time) == (status.st_size, status.st_mtime_ns):
+            if header.tar_version == version:
                 return header
     return None
 

@@ -13,6 +13,7 @@ so the main process needs no memory for it.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import numpy as np
 
 from vitrail.errors import FileError, printable
 from vitrail.images.limits import BrokenImage
-from vitrail.images.stored import StoredImage, read_at
+from vitrail.images.stored import StoredImage, Version, read_at
 from vitrail.io.read import open_regular
 
 if TYPE_CHECKING:
@@ -46,23 +47,22 @@ class ShardHeader:
     index: str
     count: int
     """The number of images."""
-    tar_size: int
-    tar_time: int
-    """When the tar was last changed, in nanoseconds."""
+    tar_version: Version
+    index_version: Version
     info: bytes
     """A JSON object (data/shard_index.py)."""
     starts: dict[str, int]
     """The position of each column, and of the names."""
 
     def image(self, row: int) -> ShardImage:
-        return ShardImage(self.tar, self.index, row, self.starts["places"], self.tar_size)
+        versions = self.tar_version, self.index_version
+        return ShardImage(self.tar, self.index, row, self.starts["places"], *versions)
 
     def read(self, column: str, first: int, last: int) -> NDArray[Any]:
         """The values of a column from one row up to another."""
         dtype = COLUMNS[column]
-        data = _read(
-            self.index, self.starts[column] + first * dtype.itemsize, (last - first) * dtype.itemsize
-        )
+        at = self.starts[column] + first * dtype.itemsize
+        data = _read(self.index, at, (last - first) * dtype.itemsize, self.index_version)
         return np.frombuffer(data, dtype=dtype)
 
     def names(self, first: int, last: int) -> list[str]:
@@ -73,7 +73,8 @@ class ShardHeader:
         start = ends.pop(0) if first else 0
         if not 0 <= start <= ends[-1] or ends[-1] - start > _MAX_NAME * len(ends):
             raise _damaged(self.index, "its names are malformed")
-        text = bytes(_read(self.index, self.starts["names"] + start, ends[-1] - start))
+        at = self.starts["names"] + start
+        text = bytes(_read(self.index, at, ends[-1] - start, self.index_version))
         pairs = zip([start, *ends], ends, strict=False)
         return [text[a - start : b - start].decode("utf-8", "surrogateescape") for a, b in pairs]
 
@@ -81,8 +82,7 @@ class ShardHeader:
 def read_header(tar: str, index: str) -> ShardHeader:
     """The header of an index; an error if there is none or it is damaged."""
     with open_regular(index, "the index of a shard") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
+        status = os.fstat(file.fileno())
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise _damaged(index, "its header is incomplete")
@@ -90,12 +90,13 @@ def read_header(tar: str, index: str) -> ShardHeader:
         if version != VERSION:
             raise _damaged(index, f"it has format {version}, and this version of Vitrail reads {VERSION}")
         starts, at = column_starts(length, count)
-        if length > _MAX_JSON or at + names != size:
-            raise _damaged(index, f"it has {size:,} bytes, and its header says {at + names:,}")
+        if length > _MAX_JSON or at + names != status.st_size:
+            raise _damaged(index, f"it has {status.st_size:,} bytes, and its header says {at + names:,}")
         info = file.read(length)
     if zlib.crc32(info) != crc:
         raise _damaged(index, "its description does not have the checksum of its header")
-    return ShardHeader(tar, index, count, tar_size, tar_time, info, starts)
+    version = status.st_size, status.st_mtime_ns
+    return ShardHeader(tar, index, count, (tar_size, tar_time), version, info, starts)
 
 
 def column_starts(length: int, count: int) -> tuple[dict[str, int], int]:
@@ -123,7 +124,8 @@ class ShardImage(StoredImage):
     row: int
     places: int
     """The position of the column in the index."""
-    tar_size: int
+    version: Version
+    index_version: Version
 
     @property
     def image_name(self) -> str:  # type: ignore[override]
@@ -131,17 +133,18 @@ class ShardImage(StoredImage):
 
     def read_bytes(self) -> bytearray:
         """The bytes of the image file."""
-        data = _read(self.index, self.places + self.row * PLACE.itemsize, PLACE.itemsize)
+        at = self.places + self.row * PLACE.itemsize
+        data = _read(self.index, at, PLACE.itemsize, self.index_version)
         offset, size = np.frombuffer(data, dtype=PLACE)[0].tolist()
-        if offset + size > self.tar_size:
+        if offset + size > self.version[0]:
             raise _damaged(self.index, "an image lies outside its shard")
         if not size:
             raise BrokenImage(f"{printable(self)} is empty (0 bytes).")
-        return read_at(self.file, offset, size, f"{printable(self.file)} was cut off while it was in use.")
+        return _read(self.file, offset, size, self.version)
 
 
-def _read(index: str, start: int, count: int) -> bytearray:
-    return read_at(index, start, count, f"{printable(index)} was cut off while it was in use.")
+def _read(file: str, start: int, count: int, version: Version) -> bytearray:
+    return read_at(file, start, count, f"{printable(file)} was cut off while it was in use.", version)
 
 
 def _damaged(index: str, reason: str) -> FileError:

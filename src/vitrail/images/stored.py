@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from vitrail.errors import printable
 from vitrail.images.limits import BrokenImage
 from vitrail.io.read import open_regular
 
@@ -52,14 +53,24 @@ class StoredImage(ABC):
         return f"{self.file}: {self.image_name}"
 
 
-def read_at(file: str, start: int, count: int, cut_off: str) -> bytearray:
+Version = tuple[int, int]
+"""What tells whether a file is still the same: its size and the time of its last change."""
+
+
+def version_of(file: str) -> Version:
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def read_at(file: str, start: int, count: int, cut_off: str, version: Version | None = None) -> bytearray:
     """Some bytes of a file, which stays open for the next call.
 
     Args:
         cut_off: the message if the file ends before.
+        version: refuse to open the file if it is another one by now.
     """
     data = bytearray(count)  # writable, so that torch takes it without a warning
-    at, opened = 0, _open(file)  # held: another thread may have opened the one that stays
+    at, opened = 0, _open(file, version)  # held: another thread may have opened the one that stays
     while at < count:
         part = os.preadv(opened.number, [memoryview(data)[at:]], start + at)
         if not part:
@@ -71,8 +82,11 @@ def read_at(file: str, start: int, count: int, cut_off: str) -> bytearray:
 class _Descriptor:
     """A file that stays open while it is in the cache below."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, version: Version | None) -> None:
         with open_regular(file, "a file with images") as opened:
+            status = os.fstat(opened.fileno())
+            if version is not None and version != (status.st_size, status.st_mtime_ns):
+                raise BrokenImage(f"{printable(file)} was changed while it was in use; start again.")
             self.number = os.dup(opened.fileno())
 
     def __del__(self) -> None:

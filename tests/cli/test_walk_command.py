@@ -73,6 +73,24 @@ def test_the_terminal_shows_every_stage_in_80_columns(walked):
         assert text in output
     assert "the class token 0.0" in output
     assert re.search(r"^ .*@@.*$", done.stdout, re.MULTILINE)  # the attention map
+    assert "Eq. (1): from pixels to" in output
+    assert "z'_l = MSA(LN(z_l-1)) + z_l-1" in output
+    assert "count from 0" in output
+    answer = output.partition("The answer")[2].split(" % ")
+    assert len(answer) == 6  # five classes
+
+
+def test_repeated_blocks_are_one_row(tmp_path):
+    painted().save(tmp_path / "a.png")
+    done = vitrail_command(
+        "walk", "mu/8", "a.png", "--set", "depth=7", "--set", "classes=3", "--block", "2", cwd=tmp_path
+    )
+    output = " ".join(done.stdout.split())
+    assert "blocks.0 ... blocks.1" in output
+    assert "z_7 = Block_6( ... Block_3(z_3)" in output
+    assert "Blocks 3 to 6, with the stages of" in output
+    assert "blocks.4" not in output
+    assert len(output.partition("The answer")[2].split(" % ")) == 4  # as many as there are
 
 
 def test_the_json_has_all_stages(walked):
@@ -108,7 +126,7 @@ def test_nan_and_infinity_are_null_in_json():
 def test_the_page_is_saved(walked):
     folder, _ = walked
     read = ParsedPage((folder / "w.html").read_text())
-    check_safe(read)
+    check_safe(read, script=True)
     assert f"{NAME} through mu/8" in read.text
     assert "Random weights" in read.text
 

@@ -206,9 +206,9 @@ def test_the_errors_of_the_article_are_not_repeated(article):
         (dict(block="res-post-norm"), "blocks.0.out", "z_1 = LN(MLP) + z'_1"),
         (dict(block="parallel"), "blocks.0.out", "z_1 = MSA + MLP + z_0"),
         (dict(block="no-residual"), "blocks.0.out", "z_1 = MLP"),
-        ({}, "blocks.1.out", "z_2 = Block_2(z_1)"),
-        (dict(position_at="every"), "blocks.1.out", "z_2 = Block_2(z_1 + E_pos)"),
-        (dict(registers=2), "prefix", "u = [x_class; x_reg^1; x_reg^2; e]"),
+        ({}, "blocks.1.out", "z_2 = Block_1(z_1)"),
+        (dict(position_at="every"), "blocks.1.out", "z_2 = Block_1(z_1 + E_pos)"),
+        (dict(registers=2), "prefix", "u = [x_class; x_reg^0; x_reg^1; e]"),
         (dict(norm="none"), "blocks.0.mlp.hidden", "h = GELU(z'_1 W_1 + b_1)"),
         (dict(norm="none", pool="attention"), "pooled", "y = MLP(c) + c"),
         (

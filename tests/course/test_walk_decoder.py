@@ -70,7 +70,7 @@ def test_equations_hold_for_the_shortest_and_the_longest_sequence(length):
         ({}, "blocks.0.attention.scores", "M = mask(S)"),
         ({}, "blocks.0.attention.weights", "A = softmax(M)"),
         ({}, "blocks.0.out", "z_1 = MLP + z'_1"),
-        ({}, "blocks.1.out", "z_2 = Block_2(z_1)"),
+        ({}, "blocks.1.out", "z_2 = Block_1(z_1)"),
         ({}, "logits", "o = LN(z_2) W + b"),
         (dict(tied=True), "logits", "o = LN(z_2) E^T"),
         ({}, "next", "p = P^t"),
@@ -81,7 +81,7 @@ def test_equations_hold_for_the_shortest_and_the_longest_sequence(length):
         (BRIDGE, "blocks.0.cross.scores", "S = q k^T / sqrt(d)"),
         (BRIDGE, "blocks.0.residual_cross", "z''_1 = MCA + z'_1"),
         (BRIDGE, "blocks.0.out", "z_1 = MLP + z''_1"),
-        (BRIDGE, "blocks.1.out", "z_2 = Block_2(z_1, c')"),
+        (BRIDGE, "blocks.1.out", "z_2 = Block_1(z_1, c')"),
     ],
 )
 def test_equations_follow_the_config(fields, name, equation):

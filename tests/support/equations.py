@@ -237,7 +237,7 @@ def functions(model, stage, at):
 
     return {
         **ACTIVATIONS,
-        **{f"Block_{number + 1}": block(number) for number in range(c.depth)},
+        **{f"Block_{number}": block(number) for number in range(c.depth)},
         "LN": lambda x: normed(x, module, c),
         "RMS": lambda x: normed(x, module, c),
         "MLP": lambda x: apply_mlp(model.pool.mlp, c, x),
@@ -309,12 +309,12 @@ def start(model, **at):
         letters["probe"] = model.pool.probe
     names = ["x_class"] * c.class_token + ["x_dist"] * c.distillation_token
     letters |= {name: model.prefix[row] for row, name in enumerate(names)}
-    letters["x_reg"] = {number + 1: model.prefix[len(names) + number] for number in range(c.registers)}
+    letters["x_reg"] = {number: model.prefix[len(names) + number] for number in range(c.registers)}
     return letters
 
 
 def other_heads(model, stage, shown, at):
-    """SA_i, or CA_i, of the heads that are not shown, for [SA_1; ...; SA_k]."""
+    """SA_i, or CA_i, of the heads that are not shown, for [SA_0; ...; SA_7]."""
     c, cross = like(model), stage.name.endswith("cross.heads")
     attention = model.get_submodule(stage.name.removesuffix(".heads"))
     position = (lambda x: rotate(model, x)) if "rotary" in c.position else (lambda x: x)
@@ -325,7 +325,7 @@ def other_heads(model, stage, shown, at):
         if isinstance(model, vt.Decoder) and not cross:
             bias = masked(torch.zeros(len(z), len(context)))
         out = one_head(attention, c, head, z, context, scale=scale_of(c), position=position, bias=bias)[1]
-        name = f"{'CA' if cross else 'SA'}_{head + 1}"
+        name = f"{'CA' if cross else 'SA'}_{head}"
         heads[name] = shown.get(name, out)
     return heads
 
@@ -350,8 +350,8 @@ def evaluate(model, stage, shown, at):
     first, *rest = stage.equation.split(", var")
     for part in [first, *("var" + part for part in rest)]:
         name, _, right = part.partition(" = ")
-        if few := re.fullmatch(r"\[(SA|CA)_1; \.\.\.; \1_(\d+)\]", right):
-            right = f"[{'; '.join(f'{few[1]}_{number}' for number in range(1, int(few[2]) + 1))}]"
+        if few := re.fullmatch(r"\[(SA|CA)_0; \.\.\.; \1_(\d+)\]", right):
+            right = f"[{'; '.join(f'{few[1]}_{number}' for number in range(int(few[2]) + 1))}]"
         if name == "H":
             letters |= other_heads(model, stage, shown, at)
         values[name] = Parser(right, letters, functions(model, stage, at), join(stage)).evaluate()

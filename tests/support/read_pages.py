@@ -1,5 +1,6 @@
 """A parser for HTML pages, and a check that they are safe to open."""
 
+import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "img", "br", "link", "input"}
@@ -46,13 +47,16 @@ class ParsedPage(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def check_safe(page):
-    """Check that a page loads and runs nothing."""
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "form", "base"}
+def check_safe(page, script=False):
+    """Check that a page loads nothing, and runs nothing but one script that its policy allows by its hash."""
+    forbidden = {"link", "iframe", "object", "form", "base"} | (set() if script else {"script"})
+    assert not {tag for tag, _ in page.tags} & forbidden
     for tag, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
         assert attributes.get("src", "data:image/").startswith("data:image/")
         assert attributes.get("href", "#").startswith("#")
         assert "style" not in attributes
     [policy] = [one for one in page.all("meta") if one.get("http-equiv") == "Content-Security-Policy"]
-    assert policy["content"] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    allowed = r"; script-src 'sha256-[\w+/=]+'" if script else ""
+    expected = rf"default-src 'none'; img-src data:; style-src 'unsafe-inline'{allowed}"
+    assert re.fullmatch(expected, policy["content"])

@@ -10,21 +10,20 @@ import typer
 
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.overrides import Set, parse_settings
+from vitrail.cli.walk_table import show_walk
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch import Tensor
 
     from vitrail.config import ViTConfig
     from vitrail.course.walk import Stage
     from vitrail.images.preprocess import Preprocess
-    from vitrail.model import ViT
+    from vitrail.weights.bundle import Bundle
 
 _WEIGHT_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
 _MAX_TOKENS = 5_000  # the scores of every head are recorded: T x T numbers each
 _MAX_VALUES = 4_096  # of larger tensors the JSON has only a summary
-_MAX_COLUMNS = 36  # of an attention map; without color a value takes two characters
 
 
 def walk(
@@ -49,10 +48,11 @@ def walk(
     ] = None,
     settings: Set = None,
 ) -> None:
-    """Follow one image through a model, step by step: equation, shape, meaning, values.
+    """Follow one image through a model, step by step: equation, shape, meaning, values, and the answer.
 
-    A weight file is used with its own preprocessing. A model size has random weights: the steps are real,
-    the prediction means nothing.
+    Blocks, heads and tokens count from 0. A weight file is used with its own preprocessing. A model size has
+    random weights: the steps are real, the prediction means nothing. The page of --html has every block, head
+    and token to choose from.
     """
     check_new_files({"--json": json_file, "--html": html_file})
     if html_file is not None:
@@ -63,33 +63,38 @@ def walk(
     from rich.console import Console
 
     from vitrail.course import walk as steps
+    from vitrail.course.walk.overview import top_classes
     from vitrail.io.write import write_text
 
-    vit, preprocess, weights = _load_model(model, seed, parse_settings(settings or []))
-    pixels = read_image(image, preprocess)
+    bundle, weights = _load_model(model, seed, parse_settings(settings or []))
+    vit, pixels = bundle.model, read_image(image, bundle.preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token)
     summary: dict[str, Any] = {"model": model, "weights": weights, "image": printable(image)}
     summary |= {"block": block, "head": head, "token": token}
     summary["token_name"] = steps.token_name(vit.config, token)
-    _show_stages(stages, summary, vit.config, Console(highlight=False))
+    answer = top_classes(stages, bundle.labels, bundle.scores.activation)
+    summary["answer"] = [{"label": label, "probability": probability} for label, probability in answer]
+    show_walk(stages, summary, vit.config, Console(highlight=False))
     if json_file is not None:
         write_text(json_file, as_json(stages, summary))
         print(f"Saved {printable(json_file)}")
     if html_file is not None:
-        from vitrail.course.walk.page import walk_page
-        from vitrail.report.page import render
+        from vitrail.course.walk.encoder import Recording
+        from vitrail.course.walk.page import fits_one_page, walk_page
 
-        write_text(html_file, render(walk_page(stages, summary, vit.config)))
+        blocks = range(vit.config.depth) if fits_one_page(vit.config) else [block]
+        write_text(html_file, walk_page(Recording(vit, pixels, blocks), summary, answer))
         print(f"Saved {printable(html_file)}")
 
 
-def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple[ViT, Preprocess | None, str]:
-    """The model, its preprocessing, and a sentence about its weights."""
+def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple[Bundle, str]:
+    """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
     from vitrail.presets import preset
+    from vitrail.weights.bundle import Bundle
     from vitrail.weights.preprocessing import override_preprocess
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
@@ -101,7 +106,7 @@ def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple
             )
         bundle = load(name, **overrides)
         _check_tokens(name, bundle.model.config)
-        return bundle.model, bundle.preprocess, f"The weights of {printable(name)}."
+        return bundle, f"The weights of {printable(name)}."
     preprocess_fields = overrides.pop("preprocess", None)
     if "checkpoint_key" in overrides:
         raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")
@@ -112,7 +117,8 @@ def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple
     half = (0.5,) * config.channels
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
     weights = f"Random weights (seed {seed}), not trained: the steps are real, the prediction means nothing."
-    return ViT(config), override_preprocess(squash, preprocess_fields, config, []), weights
+    preprocess = override_preprocess(squash, preprocess_fields, config, [])
+    return Bundle(model=ViT(config), preprocess=preprocess), weights
 
 
 def _check_tokens(name: str, config: ViTConfig) -> None:
@@ -133,63 +139,6 @@ def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
             "images, or vitrail.walk in Python with a tensor."
         )
     return preprocess(open_image(path))
-
-
-# ---- the terminal ---------------------------------------------------------------------------
-
-
-def _show_stages(stages: list[Stage], summary: dict[str, Any], config: ViTConfig, console: Console) -> None:
-    """A table that fits 80 columns, and the attention of the chosen token."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from vitrail.course.walk.format import format_number, summarize
-
-    console.print(Text(f"\n{summary['image']} through {summary['model']}, stage by stage", style="bold"))
-    console.print(Text(summary["weights"]))
-    chosen = f"block {summary['block']}, head {summary['head']}, {summary['token_name']}"
-    console.print(Text(f"In detail: {chosen}.\n"))
-    table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False)
-    table.add_column("stage\nshape", width=27, overflow="fold")
-    table.add_column("equation\nmeaning", overflow="fold")
-    table.add_column("mean, std\nmin, max", width=15, overflow="fold")
-    for stage in stages:
-        shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
-        numbers = [*(format_number(number) for number in shown), "", "", ""]
-        table.add_row(
-            Text.assemble((stage.name, "bold cyan"), f"\n{' x '.join(map(str, stage.shape))}"),
-            Text.assemble((stage.equation, "bold"), f"\n{stage.meaning}"),
-            Text(f"{numbers[0]:>7} {numbers[1]:>7}\n{numbers[2]:>7} {numbers[3]:>7}"),
-        )
-    console.print(table)
-    console.print()
-    _show_attention(stages, summary, config, console)
-
-
-def _show_attention(
-    stages: list[Stage], summary: dict[str, Any], config: ViTConfig, console: Console
-) -> None:
-    """The attention of the chosen token to the patches, beside the image."""
-    from rich.text import Text
-    from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
-
-    from vitrail.cli.terminal_image import gallery, image
-    from vitrail.course.walk import token_name
-
-    named = {stage.name: stage.tensor for stage in stages}
-    row = named[f"blocks.{summary['block']}.attention.row"]
-    h, w = (min(side, _MAX_COLUMNS) for side in config.grid)
-    gray = adaptive_avg_pool2d(named["pixels"].mean(0)[None, None], (h, w))[0, 0] / 2 + 0.5
-    light = adaptive_max_pool2d(row[config.prefix :].reshape(1, 1, *config.grid), (h, w))[0, 0]
-    light = light / light.max().clamp_min(1e-12)
-    color = console.color_system is not None
-    title = f"Attention of {summary['token_name']}: block {summary['block']}, head {summary['head']}"
-    console.print(Text(title, style="bold"))
-    prefix = [f"{token_name(config, token)} {row[token].item():.3f}" for token in range(config.prefix)]
-    console.print(Text(f"{', '.join([*prefix, f'all patches {row[config.prefix :].sum().item():.3f}'])}\n"))
-    pixels = gray.clamp(0, 1).tolist()
-    gallery([[image(pixels, color=color), image(pixels, light.tolist(), color=color)]], console)
-    console.print()
 
 
 # ---- files ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class BlockWalk(Walk):
         again = index > 0 and self.config.position_at == "every"
         before = f"z_{index} + E_pos" if again else f"z_{index}"
         meaning = f"Block {index}: attention and MLP, as in the block shown in detail."
-        equation = f"z_{index + 1} = Block_{index + 1}({before}{self.extra_inputs()})"
+        equation = f"z_{index + 1} = Block_{index}({before}{self.extra_inputs()})"
         self.add(f"blocks.{index}.out", equation, meaning)
 
     def extra_inputs(self) -> str:
@@ -158,8 +158,8 @@ class BlockWalk(Walk):
         row = weights[self.head, self.token]  # (T)
         self.add(f"{at}.row", "a = A^t", f"The attention weights of {who}.", row)
         mean = "For each token, the weighted mean of the values."
-        self.add(f"{at}.head", f"{name}_{self.head + 1} = A v", mean, heads[self.head])
-        parts = [f"{name}_{number}" for number in range(1, c.heads + 1)]
+        self.add(f"{at}.head", f"{name}_{self.head} = A v", mean, heads[self.head])
+        parts = [f"{name}_{number}" for number in range(c.heads)]
         parts = parts if c.heads < 4 else [parts[0], "...", parts[-1]]
         joined = heads.transpose(0, 1).flatten(1)  # (T, k d)
         self.add(

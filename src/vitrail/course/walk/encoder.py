@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,20 +18,32 @@ from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, Tex
 
 
 def walk_encoder(model: ViT, x: Tensor, block: int, head: int, token: int) -> list[Stage]:
-    c = model.config
-    check_index("block", block, c.depth)
-    check_index("head", head, c.heads)
-    check_index("token", token, c.tokens)
-    batch = _as_batch(x, c)
-    names = ["tokens.*", "position", "norm_pre", "embed", "blocks.*.out", "encoded", "pooled", "logits"]
-    names += [f"blocks.{block}.{part}" for part in ("*", "attention.*", "mlp.*")]
-    names += ["pool.attention.weights", "pool.attention.out"] if c.pool == "attention" else []
-    with eval_mode(model):
-        walk = EncoderWalk(model, record_activations(model, names, batch), block, head, token)
-        walk.add_embedding(batch)
-        walk.add_blocks()
-        walk.add_prediction()
-    return walk.stages
+    check_index("block", block, model.config.depth)
+    return Recording(model, x, blocks=[block]).stages(block, head, token)
+
+
+class Recording:
+    """One forward pass with the activations of some blocks, to show any head and token of them."""
+
+    def __init__(self, model: ViT, x: Tensor, blocks: Iterable[int]) -> None:
+        self.model, self.batch = model, _as_batch(x, model.config)
+        names = ["tokens.*", "position", "norm_pre", "embed", "blocks.*.out", "encoded", "pooled", "logits"]
+        names += [f"blocks.{block}.{part}" for block in blocks for part in ("*", "attention.*", "mlp.*")]
+        names += [f"pool.attention.{part}" for part in ("weights", "out") if model.config.pool == "attention"]
+        with eval_mode(model):
+            self.activations = record_activations(model, names, self.batch)
+
+    def stages(self, block: int, head: int, token: int) -> list[Stage]:
+        """The stages of the whole model, with one of the recorded blocks in detail."""
+        c = self.model.config
+        check_index("head", head, c.heads)
+        check_index("token", token, c.tokens)
+        with eval_mode(self.model):
+            walk = EncoderWalk(self.model, self.activations, block, head, token)
+            walk.add_embedding(self.batch)
+            walk.add_blocks()
+            walk.add_prediction()
+        return walk.stages
 
 
 class EncoderWalk(BlockWalk):
@@ -46,7 +60,7 @@ class EncoderWalk(BlockWalk):
         z = self.stages[-1].tensor  # (N, D)
         if model.prefix is not None:
             prefix = ["x_class"] * c.class_token + ["x_dist"] * c.distillation_token
-            prefix += [f"x_reg^{number}" for number in range(1, c.registers + 1)]
+            prefix += [f"x_reg^{number}" for number in range(c.registers)]
             count = f"{c.prefix} learned token{'s are' if c.prefix > 1 else ' is'}"
             meaning = f"{count} prepended to the {INPUT_TERMS[c.input].patches}."
             z = torch.cat([model.prefix, z])  # (T, D)

@@ -10,6 +10,16 @@ from vitrail.config import ViTConfig
 from vitrail.errors import InputError
 from vitrail.model import Decoder, DecoderConfig, ViT, record
 
+_OF_ATTENTION = (
+    "position",
+    "norm1",
+    "attention",
+    "scale1",
+    "residual1",
+    "norm_cross",
+    "cross",
+    "residual_cross",
+)
 NORM_NAMES = {"layer": "LN", "rms": "RMS", "none": ""}
 
 
@@ -29,6 +39,19 @@ class Stage:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
+
+    @property
+    def number(self) -> int | None:
+        """Which of the paper's Eq. (1) to (4) the stage belongs to; None for the head, which follows them."""
+        first, *rest = self.name.split(".")
+        match first:
+            case "blocks":
+                return 2 if rest[1].startswith(_OF_ATTENTION) else 3
+            case "encoded" | "pool" | "pooled":
+                return 4
+            case "logits" | "probabilities" | "next":
+                return None
+        return 1
 
 
 @dataclass(frozen=True)

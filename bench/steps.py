@@ -20,7 +20,6 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,9 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes import recipe
-from vitrail.training.lean import use_bf16_residual, use_fast_gelu, use_short_attention
+from vitrail.training.lean import use_bf16_residual, use_fused_kernels
 from vitrail.training.precision import choose_device
+from vitrail.training.step_mode import StepMode
 from vitrail.training.trainer import Trainer
 
 Step = Callable[[], object]
@@ -159,8 +159,8 @@ def large_step(config: ViTConfig, name: str) -> Step:
         return training_step(model, images, labels, cast, **how)
     if "bf16" in name:
         use_bf16_residual(model)
-    use_fast_gelu(model)
-    use_short_attention(model)
+    model.cuda()
+    use_fused_kernels(model, compiled=True)
     return training_step(model, images, labels, choose_device("bf16").autocast, **how)
 
 
@@ -203,11 +203,12 @@ def capture(step: Step) -> Step:
 # ---- recipes --------------------------------------------------------------------------------
 
 
-_RECIPE_ROWS: dict[str, dict[str, Any]] = {
-    "plain": {"compile": False, "cuda_graph": False},
-    "captured": {"compile": False, "cuda_graph": True},
-    "compiled": {"compile": True, "cuda_graph": False},
-    "compiled and captured": {"compile": True, "cuda_graph": True},
+_RECIPE_ROWS = {
+    "plain": StepMode(compile=False, cuda_graph=False),
+    "captured": StepMode(compile=False, cuda_graph=True),
+    "fused kernels, captured": StepMode(compile=False, cuda_graph=True, kernels=True),
+    "compiled": StepMode(compile=True, cuda_graph=False, kernels=True),
+    "compiled and captured": StepMode(compile=True, cuda_graph=True, kernels=True),
 }
 
 
@@ -220,8 +221,8 @@ def recipe_step(what: str, name: str) -> Step:
         labels = torch.randint(plan.model.classes, (plan.train.batch,), device="cuda")
         cast = choose_device("auto").autocast
         return training_step(ViT(plan.model), images, labels, cast, compiled=True, graph=True)
-    settings = replace(plan.train, **_RECIPE_ROWS[name])
-    trainer = Trainer(ViT(plan.model), plan.preprocess, data, settings, choose_device("auto"))
+    trainer = Trainer(ViT(plan.model), plan.preprocess, data, plan.train, choose_device("auto"))
+    trainer.use_mode(_RECIPE_ROWS[name])
     return functools.partial(trainer.take_step, endless_batches(trainer))
 
 

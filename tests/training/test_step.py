@@ -1,10 +1,10 @@
 """How a step is computed: with numbers or tensors, checkpointed or lean, and what is chosen automatically."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, fingerprints, one_thread, train, write_arrays
 from vitrail.config import ViTConfig
@@ -16,9 +16,9 @@ from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import step_mode
 from vitrail.training.cuda_graph import StepValues
-from vitrail.training.lean import FastGELU, use_bf16_residual, use_fast_gelu
+from vitrail.training.lean import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device
+from vitrail.training.precision import choose_device, seed_generators
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
 
@@ -73,23 +73,48 @@ def test_a_step_is_the_same_with_tensors_for_its_numbers(data):
 # ---- leaner steps ------------------------------------------------------------------------------
 
 
-def test_fast_gelu_and_its_gradient_are_exact_to_5e_7():
-    x = torch.linspace(-12, 12, 200_001, requires_grad=True)
-    fast = FastGELU().train()(x)
-    (slope,) = torch.autograd.grad(fast.sum(), x)
-    wide = x.detach().double().requires_grad_()
-    exact = F.gelu(wide)
-    (exact_slope,) = torch.autograd.grad(exact.sum(), wide)
-    assert (fast - exact).abs().max() < 5e-7
-    assert (slope - exact_slope).abs().max() < 5e-7
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_kernels_change_nothing_on_a_cpu(compiled):
+    """Neither in training nor in evaluation, whatever parts of the model they would replace."""
+    config = replace(CONFIG, width=64, heads=2, position="rotary", qk_norm=True)
+    torch.manual_seed(0)
+    model, images = ViT(config), torch.rand(2, 1, 8, 8)
+    fused = copy.deepcopy(model)
+    use_fused_kernels(fused, compiled=compiled)
+    kinds = {type(module).__name__ for module in fused.modules()}
+    assert {"ShortAttention", "FusedMLP"} <= kinds
+    assert ("FusedNorm" in kinds) is not compiled
+    for training in (True, False):
+        outputs = []
+        for one in (model, fused):
+            torch.manual_seed(1)  # drop path
+            outputs.append(one.train(training)(images))
+        assert torch.equal(*outputs)
 
 
-def test_fast_gelu_is_for_training_only():
-    model = ViT(CONFIG)
-    use_fast_gelu(model)
-    activation, x = model.blocks[0].mlp.activation, torch.randn(1000)
-    assert torch.equal(activation.eval()(x), F.gelu(x))
-    assert not torch.equal(activation.train()(x), F.gelu(x))
+@pytest.mark.parametrize(
+    "special",
+    [
+        dict(position="relative"),
+        dict(attention_dropout=0.1),
+        dict(heads=1),
+        dict(qk_norm=True, norm="rms"),
+        dict(patch=1, size=17),
+        dict(patch=1, size=12, qk_norm=True),
+    ],
+    ids=str,
+)
+def test_attention_that_the_kernels_cannot_compute_stays_as_it_is(special):
+    model = ViT(replace(CONFIG, **{"width": 128, "heads": 2, **special}))
+    use_fused_kernels(model, compiled=True)
+    assert not any(isinstance(module, ShortAttention) for module in model.modules())
+
+
+@pytest.mark.parametrize("block", ["post-norm", "res-post-norm"])
+def test_a_norm_of_the_residual_stream_stays_in_fp32(block):
+    model = ViT(replace(CONFIG, block=block))
+    use_fused_kernels(model, compiled=False)
+    assert not any(isinstance(module, FusedNorm) for module in model.modules())
 
 
 def test_the_residual_stream_is_bf16_in_training_only():
@@ -159,6 +184,39 @@ def test_choices_on_a_gpu(
     assert words in mode.reason
     if not settings:
         assert mode.seconds == pytest.approx(seconds * (0.2 if launch_bound else 0.8))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "launch_bound", "compile", "expected", "words"),
+    [
+        (0.03, True, "auto", (False, False), "not compiled (would take about 16 s and save about 0 s)"),
+        (10.0, True, "auto", (False, True), "not compiled with fused kernels (would take"),
+        (10.0, True, False, (False, True), "not compiled with fused kernels, captured"),
+        (100.0, True, "auto", (True, True), "compiled (takes about 16 s, saves about"),
+        (0.03, True, True, (True, True), "compiled, captured"),
+    ],
+)
+def test_fused_kernels_are_chosen_where_they_save_time(
+    data, monkeypatch, seconds, launch_bound, compile, expected, words
+):
+    """Ten steps in bf16."""
+    cost = step_mode._PassCost(seconds, launch_bound, 0.1)
+    monkeypatch.setattr(step_mode, "_measure_pass", lambda trainer: cost)
+    monkeypatch.setattr(step_mode, "find_spec", lambda name: name)  # Triton
+    trainer = build_trainer(data, compile=compile)
+    trainer.compute = replace(trainer.compute, device=torch.device("cuda"), dtype=torch.bfloat16)
+    mode = step_mode.choose_step_mode(trainer)
+    assert (mode.compile, mode.kernels) == expected
+    assert words in mode.reason
+
+
+def test_the_generator_is_seeded_as_by_torch():
+    torch.manual_seed(2**40 + 7)
+    before, queued = torch.get_rng_state(), len(torch.cuda._queued_calls)
+    seed_generators(5, torch.device("cpu"))
+    seed_generators(2**40 + 7, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(torch.cuda._queued_calls) == queued  # torch.manual_seed adds one each time
 
 
 def test_what_a_cuda_graph_cannot_hold_is_named(data):

@@ -1,29 +1,33 @@
 """A leaner training step, applied to a model from outside: its own code stays the paper's.
 
-residual stream in bf16    halves what every norm and every sum reads and writes; the statistics of the norms
-                           and the weights stay in fp32
-GELU with one exponential  erf takes a GPU longer than reading and writing the values
-attention over few tokens  its gradient in one kernel that holds a head as a whole
+residual stream in bf16  halves what every norm and every sum reads and writes; the statistics of the norms
+                         and the weights stay in fp32
+fused kernels            attention over few tokens, GELU and LayerNorm in one kernel each way, which also
+                         add up the gradients of the biases before them (`vitrail.training.kernels`)
 
 Evaluation does not change: all of this is for modules in training mode.
 """
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from vitrail.config import ViTConfig
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
-from vitrail.model.position import Rotate, identity
+from vitrail.model.mlp import MLP
+from vitrail.model.position import RotaryPosition, Rotate, identity
 
-MAX_TOKENS = 256
-"""What `short_attention` holds at once."""
+MAX_TOKENS = 256  # of the attention kernels
+MAX_FUSED = 128  # of those with norms of q and k, or rotary position embedding
+_HEAD_WIDTHS = (32, 64)
+_MAX_NORM = 4096  # the width of a norm
+_NORM_FIRST = ("pre-norm", "parallel", "no-residual")  # a norm's output goes into products only
 
 
 def use_bf16_residual(model: ViT) -> None:
@@ -43,76 +47,67 @@ def _cast_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Te
     return output.bfloat16() if module.training else output
 
 
-# ---- GELU -----------------------------------------------------------------------------------
+# ---- fused kernels --------------------------------------------------------------------------
 
 
-def use_fast_gelu(model: ViT) -> None:
-    """Compute exact GELU with one exponential during training. For compiled models in bf16."""
-    for module in model.blocks.modules():
-        if isinstance(module, nn.GELU) and module.approximate == "none":
-            module.__class__ = FastGELU
+def has_kernels() -> bool:
+    """Whether Triton is installed, which the kernels are written in."""
+    return find_spec("triton") is not None
 
 
-class FastGELU(nn.GELU):
-    """x Phi(x) within 4e-7 of exact GELU, its gradient within 4e-7 too: far below the rounding of bf16."""
+def use_fused_kernels(model: ViT, *, compiled: bool) -> None:
+    """Compute attention over few tokens, GELU and norms by fused kernels in training. For bf16 on a GPU.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _GELU.apply(x) if self.training else super().forward(x)
-
-
-class _GELU(torch.autograd.Function):
-    """GELU that saves its input only; compiled, each direction is a part of one kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        wide = x.float()
-        cdf, _ = _normal(wide)
-        return (wide * cdf).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        wide = x.float()
-        cdf, density = _normal(wide)
-        return (gradient.float() * (cdf + wide * density)).to(x.dtype)
-
-
-# Abramowitz and Stegun 7.1.26: erfc(z) = (a_1 t + ... + a_5 t^5) exp(-z^2) with t = 1 / (1 + p z), z >= 0,
-# at most 1.5e-7 off.
-_P = 0.3275911
-_A = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-
-
-def _normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The normal distribution at x: its cumulative distribution Phi(x), and its density."""
-    exponential = torch.exp(-0.5 * x * x)
-    t = 1 / (1 + _P * math.sqrt(0.5) * x.abs())
-    series = _A[0] * t
-    for a in _A[1:]:
-        series = (series + a) * t
-    tail = 0.5 * series * exponential  # Phi(-|x|)
-    return torch.where(x < 0, tail, 1 - tail), exponential * (1 / math.sqrt(2 * math.pi))
-
-
-# ---- attention ------------------------------------------------------------------------------
-
-
-def use_short_attention(model: ViT) -> None:
-    """Compute the gradient of attention over few tokens in one kernel. For compiled models in bf16."""
+    Args:
+        compiled: whether the model will be compiled; the compiler fuses norms with what is around them.
+    """
     c = model.config
-    plain = c.position not in ("pairwise", "relative") and not c.qk_norm and not c.attention_dropout
-    if not (plain and c.tokens <= MAX_TOKENS and c.d in (16, 32, 64) and find_spec("triton")):
-        return
+    attends = _attention_fits(c)
     for block in model.blocks:
-        attention = block.attention
-        if type(attention) is Attention:
-            attention.__class__ = ShortAttention
+        if attends and type(block.attention) is Attention:
+            block.attention.__class__ = ShortAttention
+            cast(ShortAttention, block.attention).prepare(model)
+        mlp = block.mlp
+        if type(mlp) is MLP and not mlp.middle and _is_exact_gelu(mlp.activation):
+            mlp.__class__ = FusedMLP
+        for norm in (block.norm1, block.norm2):
+            fits = type(norm) is nn.LayerNorm and c.block in _NORM_FIRST and c.width <= _MAX_NORM
+            if fits and not compiled:
+                norm.__class__ = FusedNorm
+
+
+def _is_exact_gelu(activation: nn.Module) -> bool:
+    return isinstance(activation, nn.GELU) and activation.approximate == "none"
+
+
+def _attention_fits(c: ViTConfig) -> bool:
+    if c.position in ("pairwise", "relative") or c.attention_dropout or c.d not in _HEAD_WIDTHS:
+        return False
+    if c.qk_norm and c.norm != "layer":
+        return False
+    special = c.qk_norm or c.position.startswith("rotary")
+    return c.tokens <= (MAX_FUSED if special else MAX_TOKENS)
+
+
+def _in_bf16(x: Tensor) -> bool:
+    """Whether products of x are computed in bf16 on a GPU."""
+    return (
+        x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    )
 
 
 class ShortAttention(Attention):
-    """Attention whose gradient is one kernel; the general one where anything is special."""
+    """Attention in one kernel each way; the general one where anything is special."""
+
+    def prepare(self, model: ViT) -> None:
+        """The rotation of each token, (T, d / 2): none for the prefix."""
+        device = next(model.parameters()).device
+        self.cos = self.sin = self.nothing = torch.empty(0, device=device)
+        if isinstance(model.position, RotaryPosition):
+            prefix = torch.zeros(model.config.prefix, model.config.d // 2, device=device)
+            half = model.config.d // 2  # the other half has the same angles
+            self.cos = torch.cat([prefix + 1, model.position.get_buffer("cos")[:, :half]]).float()
+            self.sin = torch.cat([prefix, model.position.get_buffer("sin")[:, :half]]).float()
 
     def forward(
         self,
@@ -122,12 +117,44 @@ class ShortAttention(Attention):
         mask: Tensor | None = None,
         rotate: Rotate = identity,
     ) -> Tensor:
-        special = context is not None or mask is not None or rotate is not identity or self.explicit
-        if special or not (self.training and z.is_cuda):
+        tokens = z.shape[1]
+        rotates = bool(self.cos.numel())
+        special = context is not None or mask is not None or self.explicit or tokens > MAX_TOKENS
+        special = special or (len(self.cos) != tokens if rotates else rotate is not identity)
+        if special or not (self.training and _in_bf16(z)):
             return super().forward(z, context, mask=mask, rotate=rotate)
-        from vitrail.training.short_attention import short_attention
+        from vitrail.training.kernels.attention import short_attention
 
-        qkv = self.qkv(z).unflatten(-1, (3, self.head_count, -1))  # (B, T, 3, k, d)
-        if qkv.dtype != torch.bfloat16:
+        bias, norms, eps = self.qkv.masked_bias(), self.nothing, 0.0
+        if isinstance(self.q_norm, nn.LayerNorm) and isinstance(self.k_norm, nn.LayerNorm):
+            q, k, eps = self.q_norm, self.k_norm, self.q_norm.eps
+            norms = torch.stack([q.weight, q.bias, k.weight, k.bias])
+        qkv = F.linear(z, self.qkv.weight, None if bias is None else bias.detach())
+        qkv = qkv.unflatten(-1, (3, self.head_count, -1))  # (B, T, 3, k, d)
+        bias = self.nothing if bias is None else bias
+        heads, _ = short_attention(qkv, bias, norms, self.cos, self.sin, self.scale, eps)
+        return self.out(heads.flatten(2))
+
+
+class FusedMLP(MLP):
+    """The MLP with GELU in one kernel each way."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not (self.training and _in_bf16(z)):
             return super().forward(z)
-        return self.out(short_attention(qkv, self.scale).flatten(2))
+        from vitrail.training.kernels.gelu import gelu
+
+        bias = self.fc1.bias
+        hidden = gelu(F.linear(z, self.fc1.weight, bias.detach()), bias)  # (B, T, F)
+        return self.out(self.fc2(self.drop(self.hidden(hidden))))
+
+
+class FusedNorm(nn.LayerNorm):
+    """LayerNorm with its output in bf16, in one kernel each way."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not (self.training and _in_bf16(z)):
+            return super().forward(z)
+        from vitrail.training.kernels.norm import layer_norm
+
+        return layer_norm(z, self.weight, self.bias, self.eps)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,32 @@ if TYPE_CHECKING:
     from vitrail.training.trainer import Trainer
 
 # Estimates for an H200 with 16 cores, from the steps in docs/benchmarks.md. A wrong one only costs time.
-_COMPILE_SECONDS, _COMPILE_SECONDS_PER_BLOCK = 12.0, 1.5
-_COMPILED = 0.8  # of the time of the same step without compiling
 _LAUNCH_BOUND = 0.7  # of the time of a step passes until its last kernel is launched
-_CAPTURED, _COMPILED_AND_CAPTURED = 0.2, 0.1  # of the time of a plain step that is launch-bound
 _MEMORY = 0.45  # of the device's: more is not kept for a graph
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What is done to a step's kernels, and what that takes and gains."""
+
+    compile: bool = False
+    kernels: bool = False
+    seconds: float = 0.0
+    """Until the first step."""
+    seconds_per_block: float = 0.0
+    fraction: float = 1.0
+    """Of the time of a plain step."""
+    captured_fraction: float = 0.2
+    """The same for a step that is launch-bound, captured as a CUDA graph."""
+
+    def ready(self, trainer: Trainer) -> float:
+        return self.seconds + self.seconds_per_block * trainer.model.config.depth
+
+
+_PLAIN = _Way()
+_KERNELS = _Way(kernels=True, seconds=6.0, fraction=0.85, captured_fraction=0.12)
+_COMPILED = _Way(compile=True, seconds=12.0, seconds_per_block=1.5, fraction=0.8, captured_fraction=0.1)
+_BOTH = replace(_COMPILED, kernels=True, fraction=0.7, captured_fraction=0.08)
 
 
 @dataclass(frozen=True)
@@ -26,8 +47,10 @@ class StepMode:
 
     compile: bool
     cuda_graph: bool
-    reason: str
+    reason: str = ""
     """What was chosen and why, for the plan."""
+    kernels: bool = False
+    """Whether fused kernels are used (`vitrail.training.lean`)."""
     seconds: float | None = None
     """The estimated duration of a micro-batch; None if it was not measured."""
 
@@ -51,34 +74,51 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
         return StepMode(
             s.compile is True, False, "compiled" if s.compile is True else f"not compiled, on {where}"
         )
-    cost = _measure_pass(trainer) if "auto" in (s.compile, s.cuda_graph) else _PassCost()
+    cost = _measure_pass(trainer)
     obstacle = capture_obstacle(trainer)
     if not obstacle and s.cuda_graph == "auto" and cost.memory > _MEMORY:
         obstacle = f"a step needs {cost.memory:.0%} of the device's memory"
     graph = bool(s.cuda_graph) and not obstacle
-    compiles, why = _choose_compile(trainer, cost, graph)
-    if graph and cost.launch_bound:
-        fraction = _COMPILED_AND_CAPTURED if compiles else _CAPTURED
-    else:
-        fraction = _COMPILED if compiles else 1.0
+    way, seconds, why = _choose_way(trainer, cost, graph)
     if s.cuda_graph:
         why += f", not captured as a CUDA graph: {obstacle}" if obstacle else ", captured as one CUDA graph"
-    return StepMode(compiles, graph, why, cost.seconds * fraction or None)
+    return StepMode(way.compile, graph, why, way.kernels, seconds)
 
 
-def _choose_compile(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[bool, str]:
-    """Whether to compile, and why."""
-    s = trainer.settings
-    if s.compile != "auto":
-        return s.compile, "compiled" if s.compile else "not compiled"
-    if find_spec("triton") is None:
-        return False, "not compiled (Triton is not installed)"
-    takes = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_BLOCK * trainer.model.config.depth
-    gain = _CAPTURED - _COMPILED_AND_CAPTURED if graph and cost.launch_bound else 1 - _COMPILED
-    saves = gain * cost.seconds * (trainer.steps - trainer.step) * s.accumulate
+def _choose_way(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[_Way, float, str]:
+    """The way that takes the least time for the remaining steps, the seconds of a pass, and a reason."""
+    s, passes = trainer.settings, (trainer.steps - trainer.step) * trainer.settings.accumulate
+    triton = find_spec("triton") is not None
+    half = triton and trainer.compute.dtype == torch.bfloat16
+    plain = [_PLAIN, _KERNELS] if half else [_PLAIN]
+    compiled = _BOTH if half else _COMPILED
+
+    def seconds(way: _Way) -> float:
+        return cost.seconds * (way.captured_fraction if graph and cost.launch_bound else way.fraction)
+
+    def total(way: _Way) -> float:
+        return way.ready(trainer) + seconds(way) * passes
+
+    best = min(plain, key=total)
+    fused = " with fused kernels" if best.kernels else ""
+    if s.compile is False:
+        return best, seconds(best), f"not compiled{fused}"
+    if s.compile is True:
+        return compiled, seconds(compiled), "compiled"
+    if not triton:
+        return best, seconds(best), "not compiled (Triton is not installed)"
+    saves, takes = (
+        seconds(best) * passes + best.ready(trainer) - seconds(compiled) * passes,
+        compiled.ready(trainer),
+    )
     if saves > takes:
-        return True, f"compiled (takes about {takes:.0f} s, saves about {saves:,.0f} s)"
-    return False, f"not compiled (would take about {takes:.0f} s and save about {saves:,.0f} s)"
+        return (
+            compiled,
+            seconds(compiled),
+            f"compiled (takes about {takes:.0f} s, saves about {saves:,.0f} s)",
+        )
+    why = f"not compiled{fused} (would take about {takes:.0f} s and save about {max(0.0, saves):,.0f} s)"
+    return best, seconds(best), why
 
 
 def _measure_pass(trainer: Trainer) -> _PassCost:

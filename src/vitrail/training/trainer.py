@@ -31,13 +31,13 @@ from vitrail.training.checkpoint import Checkpoint, optimizer_tensors, restore_o
 from vitrail.training.clock import Clock, Interval
 from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
 from vitrail.training.inputs import InputPipeline
-from vitrail.training.lean import use_bf16_residual, use_fast_gelu, use_short_attention
+from vitrail.training.lean import use_bf16_residual, use_fused_kernels
 from vitrail.training.lora import add_lora
 from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import build_targets, class_weights, distillation_loss, per_image_loss
 from vitrail.training.optim import build_optimizer, ema_weight, lr_at, set_lr, update_ema
 from vitrail.training.parallel import ProcessGroup, global_batch_size, wrap_model
-from vitrail.training.precision import ComputeDevice
+from vitrail.training.precision import ComputeDevice, seed_generators
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
 
@@ -175,19 +175,20 @@ class Trainer:
 
     def choose_mode(self) -> StepMode:
         """Choose, once, whether to compile the model and to capture the step, and apply it."""
-        if self.mode is None:
-            self.mode = choose_step_mode(self)
-            half = self.compute.dtype == torch.bfloat16
-            self.model.checkpointed_blocks = self.settings.checkpoint_blocks
-            if half and self.settings.residual == "bf16":
-                use_bf16_residual(self.model)
-            if half and self.mode.compile:
-                use_fast_gelu(self.model)
-                use_short_attention(self.model)
-            if self.mode.compile:
-                self.compiled = torch.compile(self.wrapped)  # type: ignore[assignment]
-                self._compile_inputs()
-        return self.mode
+        return self.mode or self.use_mode(choose_step_mode(self))
+
+    def use_mode(self, mode: StepMode) -> StepMode:
+        """Take all steps in this mode."""
+        self.mode = mode
+        self.model.checkpointed_blocks = self.settings.checkpoint_blocks
+        if self.compute.dtype == torch.bfloat16 and self.settings.residual == "bf16":
+            use_bf16_residual(self.model)
+        if mode.kernels:
+            use_fused_kernels(self.model, compiled=mode.compile)
+        if mode.compile:
+            self.compiled = torch.compile(self.wrapped)  # type: ignore[assignment]
+            self._compile_inputs()
+        return mode
 
     def _compile_inputs(self) -> None:
         """Compile augmentation and mixing, after a call that makes their tables."""
@@ -202,8 +203,8 @@ class Trainer:
         """One optimizer step over its micro-batches; skipped on the device if the gradient is not finite."""
         s = self.settings
         mode = self.mode or self.choose_mode()
-        seed = random_integer([s.seed, self.step, self.ranks.rank, 2])
-        torch.manual_seed(seed & (2**63 - 1))  # dropout: a function of the step
+        # dropout: a function of the step
+        seed_generators(random_integer([s.seed, self.step, self.ranks.rank, 2]), self.compute.device)
         self.values = StepValues(
             lr=lr_at(self.step, self.steps, s),
             epoch=self._epoch(),

@@ -1,0 +1,295 @@
+"""Training end to end on one GPU, from JPEG files to updated weights: ours beside timm's loader and loop.
+
+    python -m bench.train --out bench/results
+
+A B/16 at 224 pixels, batch 256, bf16, compiled; random crops of 8 to 100 % of the area, flips, RandAugment
+(two operations of magnitude 9 of 30), random erasing, mixup and CutMix; AdamW, gradients clipped. The images
+are those of bench.loading. Rows:
+
+vitrail, files               the trainer of `vitrail train`, from JPEG files
+vitrail, packed              the same from a packed file (`vitrail pack`)
+vitrail, data on the device  the same steps on one batch that is on the GPU already: what loading can reach
+timm, files                  timm's create_loader with as many workers, prefetching over epochs, its
+                             RandAugment and erasing, Mixup on the GPU, its model compiled, the loop of its
+                             train.py
+
+Every row has a process of its own. All compile at the same time; then they take turns. A turn starts with as
+many steps, not timed, as the loader may hold prefetched. Evaluation is timed by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.loading import CLASSES, write_images
+from bench.measure import environment, interleave, rates, save
+from bench.peers import PEERS, make_torchvision_importable
+from vitrail.config import ViTConfig
+from vitrail.data.augment import Augment
+from vitrail.data.loader import Batch, Reader
+from vitrail.data.mixing import Mixing
+from vitrail.data.pack import pack_dataset
+from vitrail.data.sources import Dataset, read_data
+from vitrail.images.preprocess import Preprocess
+from vitrail.images.workers import usable_cores
+from vitrail.model import ViT
+from vitrail.presets import preset
+from vitrail.recipes.settings import TrainConfig
+from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.precision import choose_device
+from vitrail.training.trainer import Trainer
+
+ROWS = ("vitrail, files", "vitrail, packed", "vitrail, data on the device", "timm, files")
+BATCH = 256
+LR = 5e-4
+MIN_AREA, ERASE, SMOOTHING, CLIP = 0.08, 0.25, 0.1, 1.0
+MIXING = Mixing(mixup=0.8, cutmix=1.0)
+AUGMENT = Augment(crop=MIN_AREA, flip=0.5, policy="randaugment", erase=ERASE)
+TIMM_POLICY = "rand-m3-n2"  # 3 of 10 is 9 of 30
+Answer = Callable[[str, int], float]
+"""Seconds for so many steps of training, or for the evaluation of so many images."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", default="B/16")
+    parser.add_argument("--images", type=int, default=12_800, help="for training, and a fifth to evaluate")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=50, help="timed in a round")
+    parser.add_argument("--without-evaluation", action="store_true", help="timm compiles once more for it")
+    parser.add_argument("--rows", nargs="*", default=ROWS, choices=ROWS)
+    parser.add_argument("--folder", type=Path, default=None, help="where the images go for a while")
+    parser.add_argument("--out", type=Path, help="a folder for the results")
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # what a row's own process is started with
+    args = parser.parse_args()
+    if args.row:
+        serve(args.row, args.size, args.folder)
+        return
+    if not torch.cuda.is_available():
+        sys.exit("bench/train.py needs a CUDA device; there is none here.")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        result = measure(args, Path(folder))
+    if args.out:
+        save({**result, "environment": environment()}, args.out / "train.json")
+
+
+def measure(args: Any, folder: Path) -> dict[str, Any]:
+    held_out = args.images // 5
+    kilobytes = write_images(folder / "files" / "train", args.images)
+    write_images(folder / "files" / "val", held_out)
+    if "vitrail, packed" in args.rows:
+        begin = time.perf_counter()
+        packed = pack_dataset(read_data(folder / "files"), folder / "images.pack", workers="auto")
+        print(f"packed: {packed.bytes / 1e9:.1f} GB in {time.perf_counter() - begin:.0f} s", flush=True)
+    rows = {name: RowProcess(name, args.size, folder) for name in args.rows}
+    ready = {name: row.read() for name, row in rows.items()}
+    print("ready after", {name: found["ready_s"] for name, found in ready.items()}, flush=True)
+    seconds = interleave(
+        {name: functools.partial(row.ask, "train", args.steps) for name, row in rows.items()}, args.rounds
+    )
+    speeds = rates(seconds, BATCH * args.steps)
+    found = []
+    for name, row in rows.items():
+        entry = {"row": name, **ready[name], **speeds[name]}
+        if "device" not in name and not args.without_evaluation:
+            row.ask("evaluate", held_out)  # which compiles, or starts
+            entry["evaluated_per_s"] = round(held_out / row.ask("evaluate", held_out), 1)
+        row.end()
+        found.append(entry)
+        print(json.dumps(entry), flush=True)
+    settings = {name: getattr(args, name) for name in ("size", "images", "rounds", "steps")}
+    return {**settings, "batch": BATCH, "kilobytes": round(kilobytes, 1), "rows": found}
+
+
+# ---- processes ------------------------------------------------------------------------------
+
+
+class RowProcess:
+    """The process of a row. Not one of multiprocessing's: those may not start loaders' workers."""
+
+    def __init__(self, name: str, size: str, folder: Path) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "bench.train",
+            "--row",
+            name,
+            "--size",
+            size,
+            "--folder",
+            str(folder),
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("The process of a row has ended with an error.")
+        return json.loads(line)
+
+    def ask(self, task: str, count: int) -> float:
+        assert self.process.stdin is not None
+        print(json.dumps([task, count]), file=self.process.stdin, flush=True)
+        return float(self.read())
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(name: str, size: str, folder: Path) -> None:
+    """In a row's process: get ready, say so, and answer until the input ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    make_torchvision_importable()
+    torch.manual_seed(0)
+    begin = time.perf_counter()
+    config = preset(size, classes=CLASSES)
+    answer = timm_row(config, folder) if name.startswith("timm") else our_row(name, config, folder)
+    answer("train", 6)
+    print(json.dumps({"ready_s": round(time.perf_counter() - begin, 1)}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(*json.loads(line))), file=answers, flush=True)
+
+
+def timed(step: Callable[[], object], settle: int, count: int) -> float:
+    for _ in range(settle):
+        step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def our_row(name: str, config: ViTConfig, folder: Path) -> Answer:
+    """The trainer of `vitrail train`, and its evaluation."""
+    data = read_data(folder / ("images.pack" if "packed" in name else "files"))
+    trainer = build_trainer(data, config)
+    reader = Reader(
+        data.train,
+        trainer.preprocess,
+        augment=trainer.settings.augment,
+        workers=trainer.workers,
+        device=trainer.compute.device,
+    )
+    batches: Iterator[Batch] = reader.batches(trainer.micro_batch_indices())
+    if "device" in name:
+        batches = itertools.repeat(next(batches).to(trainer.compute.device))
+        trainer.workers.close()
+    print(trainer.choose_mode().reason, trainer.workers.plan, flush=True)
+
+    def answer(task: str, count: int) -> float:
+        if task == "train":
+            return timed(lambda: trainer.take_step(batches), 4, count)
+        begin = time.perf_counter()
+        evaluate_epoch(
+            trainer.model, data.eval_split, trainer.preprocess, trainer.compute, workers=trainer.workers
+        )
+        return time.perf_counter() - begin
+
+    return answer
+
+
+def build_trainer(data: Dataset, config: ViTConfig) -> Trainer:
+    settings = TrainConfig(
+        epochs=10_000,
+        batch=BATCH,
+        lr=LR,
+        smoothing=SMOOTHING,
+        clip=CLIP,
+        augment=AUGMENT,
+        mixing=MIXING,
+        compile=True,
+    )
+    side = config.pixels[0]
+    preprocess = Preprocess(size=side, resize="shortest", resize_to=round(side * 8 / 7))
+    return Trainer(ViT(config), preprocess, data, settings, choose_device("auto"))
+
+
+def timm_row(config: ViTConfig, folder: Path) -> Answer:
+    """timm's loader, augmentation, mixing and loss, and the loop of its train.py."""
+    from timm.data import Mixup
+    from timm.loss import SoftTargetCrossEntropy
+    from timm.utils import dispatch_clip_grad
+
+    model = PEERS["timm"](config).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05, fused=True)
+    run, criterion = torch.compile(model), SoftTargetCrossEntropy()
+    mix = Mixup(
+        mixup_alpha=MIXING.mixup,
+        cutmix_alpha=MIXING.cutmix,
+        label_smoothing=SMOOTHING,
+        num_classes=config.classes,
+    )
+    train, val = (timm_loader(folder, split, config.pixels[0]) for split in ("train", "val"))
+    batches = itertools.chain.from_iterable(itertools.repeat(train))
+
+    def step() -> None:
+        images, targets = mix(*next(batches))
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = criterion(run(images), targets)
+        loss.backward()
+        dispatch_clip_grad(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate() -> float:
+        begin, correct = time.perf_counter(), torch.zeros((), device="cuda")
+        model.eval()
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+            for images, targets in val:
+                correct += (run(images).argmax(1) == targets).sum()
+        model.train()
+        correct.item()
+        return time.perf_counter() - begin
+
+    model.train()
+    prefetched = 2 * usable_cores()
+
+    def answer(task: str, count: int) -> float:
+        return timed(step, prefetched, count) if task == "train" else evaluate()
+
+    return answer
+
+
+def timm_loader(folder: Path, split: str, side: int) -> Any:
+    from timm.data import ImageDataset, create_loader
+
+    training: dict[str, Any] = {
+        "is_training": True,
+        "scale": (MIN_AREA, 1.0),
+        "auto_augment": TIMM_POLICY,
+        "re_prob": ERASE,
+    }
+    return create_loader(
+        ImageDataset(str(folder / "files" / split)),
+        input_size=(3, side, side),
+        batch_size=BATCH,
+        interpolation="bilinear",
+        num_workers=usable_cores(),
+        pin_memory=True,
+        use_multi_epochs_loader=split == "train",
+        **(training if split == "train" else {}),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -56,7 +56,7 @@ class PositionScheme(NamedTuple):
 POSITIONS = {
     "learned": PositionScheme("added", learned=True, table="tokens"),
     "learned2d": PositionScheme("added", learned=True, two_d=True, width_multiple=2),
-    "sincos1d": PositionScheme("added", width_multiple=2, table="tokens"),
+    "sincos1d": PositionScheme("added", table="tokens"),
     "sincos2d": PositionScheme("added", two_d=True, width_multiple=4, table="tokens"),
     "rotary": PositionScheme("rotary", two_d=True, width_multiple=4),
     "rotary-dinov3": PositionScheme("rotary", two_d=True, width_multiple=4),

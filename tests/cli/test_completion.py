@@ -32,7 +32,7 @@ def complete(*words):
     ("words", "expected"),
     [
         (["vitrail", "ins"], ["inspect"]),
-        (["vitrail", "train", "--recipe", "mnist-"], ["mnist-notes"]),
+        (["vitrail", "train", "--recipe", "mnist-"], ["mnist-weak", "mnist-notes"]),
         (["vitrail", "info", "--family", "torchv"], ["torchvision"]),
     ],
 )

@@ -42,6 +42,13 @@ def test_sincos1d():
             assert table[token, 2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-6)
 
 
+def test_sincos1d_of_an_odd_width_ends_with_a_sine():
+    table = build(position="sincos1d", width=9, heads=3).position.fixed.numpy()
+    assert table.shape == (7, 9)
+    assert table[3, 8] == pytest.approx(math.sin(3 / 10_000 ** (8 / 9)), abs=1e-6)
+    assert table[3, 7] == pytest.approx(math.cos(3 / 10_000 ** (6 / 9)), abs=1e-6)
+
+
 def test_sincos2d():
     table = build(position="sincos2d").position.fixed.numpy()
     assert (table[0] == 0).all()  # the class token

@@ -93,6 +93,25 @@ def check_token_ids(tokens: Tensor, vocabulary: int) -> None:
             )
 
 
+def check_mask(mask: Tensor | None, z: Tensor) -> Tensor | None:
+    """Check a mask of attention for tokens (B, T, D) and return it as (T, T) or (B, 1, T, T)."""
+    if mask is None:
+        return None
+    B, T = z.shape[:2]
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        actual = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"A mask must be a torch tensor of bool, True where a token may attend to another, not {actual}; "
+            "convert with mask.bool()."
+        )
+    if mask.shape not in ((T, T), (B, T, T)):
+        raise InputError(
+            f"A mask must have the shape ({T}, {T}), or ({B}, {T}, {T}) for each image, with the prefix "
+            f"tokens first, not {tuple(mask.shape)}."
+        )
+    return mask if mask.ndim == 2 else mask[:, None]
+
+
 def _shape_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
     """What to do about a wrong shape."""
     match config.input:

@@ -28,11 +28,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def run_block(block: nn.Module, z: Tensor, rotate: Rotate, *, checkpointing: bool) -> Tensor:
+def run_block(
+    block: nn.Module, z: Tensor, mask: Tensor | None, rotate: Rotate, *, checkpointing: bool
+) -> Tensor:
     """One block of a model; checkpointed, only its input is stored, and the backward pass runs it again."""
     if checkpointing and torch.is_grad_enabled():
-        return checkpoint(block, z, rotate=rotate, use_reentrant=False)
-    return block(z, rotate=rotate)
+        return checkpoint(block, z, mask, rotate=rotate, use_reentrant=False)
+    return block(z, mask, rotate=rotate)
 
 
 def has_values(tensor: Tensor) -> bool:

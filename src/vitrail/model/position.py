@@ -203,10 +203,13 @@ class SinCosPosition2D(SinCosPosition):
 
 
 def sincos(index: Tensor, width: int) -> Tensor:
-    """[sin(p w_0), cos(p w_0), sin(p w_1), ...] with w_i = 10000^(-2i/width): (index, width)."""
+    """[sin(p w_0), cos(p w_0), sin(p w_1), ...] with w_i = 10000^(-2i/width): (index, width).
+
+    An odd width ends with a sine.
+    """
     frequencies = 10_000 ** (-torch.arange(0, width, 2) / width)
     angles = index[:, None] * frequencies  # (index, width/2)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :width]
 
 
 def side_by_side(down: Tensor, across: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from vitrail.memory import check_parameters
 from vitrail.model.block import build_block
 from vitrail.model.head import build_head
 from vitrail.model.init import initialize
-from vitrail.model.inputs import check_input
+from vitrail.model.inputs import check_input, check_mask
 from vitrail.model.modes import run_block
 from vitrail.model.norm import build_norm
 from vitrail.model.pool import build_pool
@@ -118,15 +118,19 @@ class ViT(TappedModule):
 
         return load(name_or_path, **overrides).model
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, K); without a head the pooled vector (B, D)."""
-        return self.logits(self.head(self.encode(images).pooled))
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, K); without a head the pooled vector (B, D). `mask` is that of `encode`."""
+        return self.logits(self.head(self.encode(images, mask=mask).pooled))
 
-    def encode(self, images: Tensor, layers: Sequence[int] | None = None) -> Encoded:
+    def encode(
+        self, images: Tensor, layers: Sequence[int] | None = None, mask: Tensor | None = None
+    ) -> Encoded:
         """Tokens after the last norm, as `.patches`, `.prefix` and `.pooled`.
 
         Args:
             images: (B, C, H, W).
+            mask: which tokens each token may attend to, in every block: boolean, (T, T), or (B, T, T) for
+                each image. Prefix tokens come first. By default every token attends to all.
             layers: blocks whose output to return as well, counted from 0; `.layers[i]` is what the encoder
                 would return if block i were its last, so `model.head(enc.layers[i].pooled)` is the logit
                 lens.
@@ -138,10 +142,13 @@ class ViT(TappedModule):
             prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
             z = torch.cat([prefix, z], dim=1)  # (B, T, D)
         z = self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z, grid)))))  # Eq. 1
+        mask = check_mask(mask, z)
         rotate, intermediate = self.position.rotation(grid), {}
         for index, block in enumerate(self.blocks):
             z = z if index == 0 else self.position.before_block(z, grid)
-            z = run_block(block, z, rotate, checkpointing=index < self.checkpointed_blocks)  # Eq. 2 and 3
+            z = run_block(
+                block, z, mask, rotate, checkpointing=index < self.checkpointed_blocks
+            )  # Eq. 2 and 3
             if index in requested:
                 intermediate[index] = self.finish(z, grid)
         return replace(self.finish(z, grid), layers=intermediate)

@@ -35,6 +35,7 @@ def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
         "auto": auto.auto,
         "small": small.small,
         "digits": small.digits,
+        "mnist-weak": mnist_recipes.mnist_weak,
         "mnist-notes": mnist_recipes.mnist_notes,
         "mnist": mnist_recipes.mnist,
         "cifar10-small": small.cifar10,

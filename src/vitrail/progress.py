@@ -55,6 +55,9 @@ class ProgressBars:
         self._progress.start()
         task = self._tasks.get(name)
         if task is None or done < self._progress.tasks[task].completed:  # a task may start again
+            for earlier in self._progress.tasks:
+                if earlier.total is None:  # nothing else would end it
+                    self._progress.update(earlier.id, visible=False)
             task = self._tasks[name] = self._progress.add_task(name, total=total, detail="")
         self._progress.update(task, completed=done, total=total, detail=detail, description=title or name)
 

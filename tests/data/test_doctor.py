@@ -12,7 +12,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from vitrail.cli import app
-from vitrail.data.doctor import check_images
+from vitrail.data import content, doctor
+from vitrail.data.doctor import check_images, open_for_check
 from vitrail.data.sources import open_dataset
 from vitrail.errors import InputError
 
@@ -257,11 +258,44 @@ def test_files_of_a_table_that_cannot_be_opened(tmp_path):
 def test_order_and_progress_do_not_depend_on_the_threads(folder):
     (folder / "train" / "bee" / "x.png").write_bytes(b"no")
     (folder / "train" / "ant" / "y.png").write_bytes(b"no")
-    done: list[int] = []
+    done: list[tuple[str, int, int]] = []
     one, many = (
-        check_images(open_dataset(folder), workers=1, progress=done.append),
+        check_images(open_dataset(folder), workers=1, progress=lambda *call: done.append(call)),
         check_images(open_dataset(folder), workers=7),
     )
     assert one == many
     assert list(one.corrupt) == ["train/ant/y.png", "train/bee/x.png"]
-    assert done == [32]
+    assert done == [("decoding images", 32, 32)]
+
+
+def test_a_file_in_many_rows_of_a_table_is_decoded_and_hashed_once(folder, monkeypatch):
+    """The report has every row, as if each were decoded."""
+    files = ["train/ant/0.png", "train/bee/1.png", "train/ant/2.png", "train/bee/3.png"]
+    rows = [(file, file.split("/")[1], "train") for _ in range(50) for file in files]
+    rows += [("train/ant/0.png", "ant", "val"), ("train/ant/4.png", "ant", "val"), ("none.png", "bee", "val")]
+    rows += [("none.png", "bee", "val")]
+    text = "path,label,split\n" + "".join(f"{path},{label},{split}\n" for path, label, split in rows)
+    (folder / "table.csv").write_text(text)
+    decoded, hashed = [], []
+    decode, key = doctor.decode_image, content.file_key
+    monkeypatch.setattr(doctor, "decode_image", lambda *args: decoded.append(1) or decode(*args))
+    monkeypatch.setattr(content, "file_key", lambda path: hashed.append(path) or key(path))
+    data = open_dataset(folder / "table.csv")
+    found = check_images(data, workers=0)
+    assert len(decoded) == 5
+    assert found.images == {"train": 200, "val": 4}
+    assert found.modes == {"RGB": 202}
+    assert found.corrupt.keys() == {"none.png"}
+    assert [len(group) for group in found.leaked] == [51]
+    assert [len(group) for group in found.duplicates] == [50, 50, 50]
+    keys = content.content_keys(data.train)
+    assert len(hashed) == 4
+    assert keys.tolist() == [key(path) for path in data.train.paths]
+
+
+def test_progress_of_a_large_table(folder):
+    (folder / "table.csv").write_text("path,label\n" + "train/ant/0.png,a\ntrain/bee/1.png,b\n" * 10_000)
+    calls = []
+    open_for_check(folder / "table.csv", lambda *call: calls.append(call))
+    assert calls[:2] == [("reading rows", 10_000, None), ("reading rows", 20_000, None)]
+    assert calls[2:] == [("reading files", 2, 2)]

@@ -23,9 +23,11 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError, MissingExtra
 from vitrail.evaluation.calibration import predict_top1, reliability_bins
 from vitrail.evaluation.forward import run_model
+from vitrail.evaluation.overlap import TrainedOn
 from vitrail.evaluation.run import evaluate
 from vitrail.inspect import rollout
 from vitrail.report import charts
+from vitrail.report.calibration import calibration_section
 from vitrail.report.classes import confused_pairs, confusion_section
 from vitrail.report.evaluation import evaluation_page, notes_sections, real_labels_section
 from vitrail.report.gallery import evenly_spaced, example_section, mistake_section
@@ -187,6 +189,34 @@ def test_multi_label_report():
     assert f"{percent(found.metrics.exact)} of 60 images with all labels correct" in read.text
     assert "Calibration" not in read.text
     assert rows(page, "Classes")[0][4].endswith(" %")
+
+
+def test_a_multi_label_report_names_what_is_wrong_and_what_was_trained_on():
+    found, _, _, bundle, split = page_of(tuple("abcdefg"), multi_label=True)
+    found = dataclasses.replace(found, trained_on=TrainedOn(3, 57))
+    page = evaluation_page(found, bundle, split)
+    assert page.lead[1] == found.trained_on.sentence()
+    mistakes, examples = page.sections[:2]
+    assert "highest score is predicted and wrong" in mistakes.text[0]
+    assert all(tile.lines[0].startswith("True classes: ") for tile in mistakes.images)
+    wrong = [tile for tile in examples.images if tile.lines[0].startswith("Wrong; true classes: ")]
+    assert wrong
+    assert all(tile.title.count(",") < 4 for tile in examples.images)  # a long list is shortened
+
+
+@pytest.mark.parametrize("names", [("ants", "bees"), tuple("0123456789"), ("a", "hard-leaved orchid", "c")])
+def test_the_axis_labels_of_a_confusion_matrix_are_in_the_figure(names):
+    text = charts.confusion_matrix(np.eye(len(names), dtype=int).tolist(), names)
+    found = re.search(r'x="([-\d.]+)"[^>]*>true class<', text)
+    assert float(found[1]) > 9  # its baseline, in points
+
+
+def test_a_temperature_that_was_not_fitted_is_not_drawn():
+    found, _, _, _, _ = page_of(tuple("abcdefg"))
+    calibration = dataclasses.replace(found.calibration, fitted=False, temperature=1.0)
+    [section] = calibration_section(dataclasses.replace(found, calibration=calibration))
+    assert "scaling" not in section.figures[0].image + section.figures[0].alt
+    assert not any("scaling" in str(value) for _, value in section.facts)
 
 
 def test_many_classes_have_tables_instead_of_charts():

@@ -187,3 +187,41 @@ def test_a_long_table_is_searched_offline_and_fits_a_phone(tmp_path):
         assert page.locator("tbody tr:visible").count() == 40
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         browser.close()
+
+
+def svg(points):
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{points}pt" height="90pt" viewBox="0 0 9 9"></svg>'
+    )
+
+
+@needs_chromium
+def test_on_a_phone_figures_shrink_or_scroll_and_tables_break_no_word(tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    header = ["true class", "predicted class", "images", "fraction of the true class"]
+    section = Section(
+        "All",
+        figures=[Figure(svg(points), "", wide=True) for points in (200, 400, 700)],
+        images=[ImageTile([(PNG, "")], "Predicted: rose", ["test/class 17/photograph_0001.jpg"])],
+        tables=[Table("t", header, [["hard-leaved pocket orchid", "bishop of llandaff", 12, "71.4 %"]], 2)],
+    )
+    path = write_page(tmp_path / "page.html", Page("p", sections=[section]))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        page = browser.new_page(viewport={"width": 390, "height": 700})
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        room = page.locator(".scroll").first.evaluate("box => box.clientWidth")
+        small, middle, large = (image.bounding_box()["width"] for image in page.locator(".figures img").all())
+        assert small == pytest.approx(200 * 96 / 72, abs=1)  # its own size
+        assert middle == pytest.approx(room, abs=1)
+        assert large == pytest.approx(34 * 16, abs=1)  # scrolls
+        table = page.locator("table").bounding_box()["width"]
+        assert table < room + 1  # no word is so long that it must scroll
+        cells = page.locator("td:first-child, th").all()
+        assert all(cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth") for cell in cells)
+        name = page.locator("figcaption span").first
+        assert name.inner_text() == "test/class 17/photograph_0001.jpg"
+        assert name.locator("wbr").count() == 2  # a line may end after a slash, rather than within a name
+        browser.close()

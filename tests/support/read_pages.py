@@ -3,7 +3,7 @@
 import re
 from html.parser import HTMLParser
 
-VOID = {"meta", "img", "br", "link", "input"}
+VOID = {"meta", "img", "br", "wbr", "link", "input"}
 HOSTILE_NAMES = [
     "<script>alert(1)</script>",
     "\"><img src=x onerror=alert(1)>'",

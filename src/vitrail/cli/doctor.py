@@ -7,6 +7,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -51,20 +52,22 @@ def doctor(
     training images or with almost the same name, and whatever training would refuse. Small classes,
     duplicates within a split and other files are only reported. It is 2 if the data cannot be opened.
     """
-    from vitrail.data.doctor import check_images, count_trained, open_for_check, splits_of
+    from vitrail.data.doctor import check_images, count_trained, open_for_check
     from vitrail.data.sources import open_labeled
 
     fingerprint = None if model is None else _read_fingerprint(model, offline)
     count = parse_workers(workers)
     with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
-        dataset, problems = open_for_check(data) if model is None else (open_labeled(data), [])
-        total = sum(map(len, splits_of(dataset).values()))
-        bars("listing files", total, total)
-        report = check_images(dataset, count, lambda done: bars("decoding images", done, total))
+        if model is None:
+            dataset, problems = open_for_check(data, bars)
+        else:
+            rows = partial(bars, "reading rows", total=None)
+            dataset, problems = open_labeled(data, rows), []
+        report = check_images(dataset, count, bars)
+        if fingerprint is not None:
+            report.trained_on = count_trained(dataset, fingerprint, bars)
     report.problems = problems
-    if fingerprint is not None:
-        report.trained_on = count_trained(dataset, fingerprint)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:

@@ -266,8 +266,9 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: b
         run = run_training(data, out=out, callback=callback, verbose=False, **changes)
     if is_main:
         best, epochs = run.best, run.metrics[-1]["epoch"]
+        accuracy = "Accuracy" if run.bundle.scores.thresholds is None else "Accuracy of single labels"
         print(
-            f"Accuracy {best['val_accuracy']:.2%} on {best['val_images']:,} held-out images, after epoch "
+            f"{accuracy} {best['val_accuracy']:.2%} on {best['val_images']:,} held-out images, after epoch "
             f"{best['epoch']} of {epochs}: best.safetensors."
         )
         for name in ("best.safetensors", "last.safetensors", "report.html"):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitrail.data.lazy import RelativePaths
 from vitrail.errors import VitrailError
 from vitrail.images.stored import StoredImage
 from vitrail.io.cache import cache_folder
@@ -59,7 +60,12 @@ def content_keys(
     if split.images is not None:
         return np.array([_array_key(image) for image in split.images], dtype=np.uint64)
     assert split.paths is not None
-    return _file_keys(split.paths, split.names, source, progress)
+    if not isinstance(split.paths, RelativePaths):
+        return _file_keys(split.paths, split.names, source, progress)
+    numbers: dict[str, int] = {}  # of each file, which many rows of a table may name
+    rows = np.array([numbers.setdefault(name, len(numbers)) for name in split.names], dtype=np.int64)
+    files = list(numbers)
+    return _file_keys(RelativePaths(split.paths.folder, files), files, source, progress)[rows]
 
 
 def _first_bits(digest: bytes) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from vitrail.data.classes import check_empty_classes, class_counts, quoted, simi
 from vitrail.data.content import content_keys
 from vitrail.data.folders import FAULTS
 from vitrail.data.holdout import hold_out_validation
+from vitrail.data.lazy import RelativePaths
 from vitrail.data.sources import Dataset, Split, check_dataset, read_data
 from vitrail.errors import InputError, printable
 from vitrail.images.convert import to_uint8
@@ -32,6 +35,9 @@ _FEW = 10  # images of a class, below which it is hard to train and to evaluate
 _SMALL = 32  # pixels along a side
 _CHUNK = 32  # images that a worker checks at a time
 _AHEAD = 8  # chunks that are checked ahead, for each thread
+
+StageProgress = Callable[[str, int, int | None], None]
+"""Called with what is done, how many rows or files of it are done, and how many there are, if known."""
 
 
 @dataclass
@@ -91,9 +97,16 @@ class _CheckedImage:
     """Why it cannot be read."""
 
 
-def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
+def open_for_check(
+    path: str | Path, progress: StageProgress = lambda stage, done, total: None
+) -> tuple[Dataset, list[str]]:
     """A data set as training would use it, and the reasons why training would refuse it."""
-    data, problems = read_data(path), []
+    data = read_data(
+        path,
+        progress=partial(progress, "reading shards"),
+        on_rows=lambda rows: progress("reading rows", rows, None),
+    )
+    problems: list[str] = []
     for verify in (lambda: check_dataset(data, printable(path)), lambda: check_empty_classes(data)):
         try:
             verify()
@@ -101,46 +114,76 @@ def open_for_check(path: str | Path) -> tuple[Dataset, list[str]]:
             problems.append(str(error))
     if not (data.val or data.test) and len(data.train):
         try:
-            return hold_out_validation(data), problems
+            reading = partial(progress, "reading files")
+            return hold_out_validation(data, progress=reading), problems
         except InputError as error:
             problems += [str(error)] if str(error) not in problems else []
     return data, problems
 
 
-def count_trained(data: Dataset, fingerprint: Fingerprint) -> dict[str, int]:
+def count_trained(
+    data: Dataset, fingerprint: Fingerprint, progress: StageProgress = lambda stage, done, total: None
+) -> dict[str, int]:
     """The number of images in each split that a model was trained on."""
     return {
-        name: int(fingerprint.contains(content_keys(split, data.source_of(name))).sum())
+        name: int(fingerprint.contains(keys).sum())
         for name, split in data.splits.items()
+        for keys in [content_keys(split, data.source_of(name), partial(progress, f"reading {name}"))]
     }
 
 
 def check_images(
     data: Dataset,
     workers: int | Literal["auto"] = "auto",
-    progress: Callable[[int], None] = lambda done: None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> DatasetReport:
-    """Check every image of a data set. `progress` is called with the number of images checked so far."""
+    """Check every image of a data set."""
     report = DatasetReport(classes=len(data.classes), notes=list(data.notes))
-    by_digest: dict[bytes, list[_CheckedImage]] = defaultdict(list)
-    splits = splits_of(data)
+    splits, equal = splits_of(data), _EqualImages()
+    total = sum(map(len, splits.values()))
     for done, image in enumerate(_check_images(splits, workers), 1):
         report.images[image.split] = report.images.get(image.split, 0) + 1
         if image.reason:
-            report.corrupt[_name_of(splits, image)] = image.reason
+            report.corrupt[_name_of(splits, image.split, image.index)] = image.reason
         else:
-            by_digest[image.digest].append(image)
+            equal.add(done - 1, image.digest)
             report.modes[image.mode] = report.modes.get(image.mode, 0) + 1
             if image.side < _SMALL and data.train.paths is not None:
-                report.small_images.append(_name_of(splits, image))
+                report.small_images.append(_name_of(splits, image.split, image.index))
         if done % _CHUNK == 0:
-            progress(done)
-    for images in by_digest.values():
-        if len(images) > 1:
-            _report_duplicates(report, images, data)
+            progress("decoding images", done, total)
+    starts = np.cumsum([0, *map(len, splits.values())])
+    for numbers in equal.groups():
+        owners = np.searchsorted(starts, numbers, side="right") - 1
+        places = [
+            (list(splits)[n], number - int(starts[n])) for n, number in zip(owners, numbers, strict=True)
+        ]
+        _report_duplicates(report, places, data)
     _report_classes(report, data)
     report.skipped = {kind: [printable(name) for name in names] for kind, names in data.skipped.items()}
     return report
+
+
+class _EqualImages:
+    """Finds images with equal pixels, with 24 bytes for each image: there may be many millions."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._digests = bytearray()
+
+    def add(self, number: int, digest: bytes) -> None:
+        """Add an image by the SHA-256 of its pixels, of which 128 bits are kept."""
+        self._numbers.append(number)
+        self._digests += digest[:16]
+
+    def groups(self) -> list[list[int]]:
+        """The numbers of equal images, in ascending order; the group of the first image comes first."""
+        digests = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
+        order = np.lexsort(digests.T)  # stable, so that equal images keep their order
+        new = (digests[order][1:] != digests[order][:-1]).any(axis=1)
+        numbers = np.frombuffer(self._numbers, dtype=np.int64)[order]
+        groups = np.split(numbers, np.flatnonzero(new) + 1) if not new.all() else []
+        return sorted(group.tolist() for group in groups if len(group) > 1)
 
 
 def _report_classes(report: DatasetReport, data: Dataset) -> None:
@@ -158,16 +201,16 @@ def splits_of(data: Dataset) -> dict[str, Split]:
     return {name: split for name, split in splits.items() if split is not None}
 
 
-def _name_of(splits: dict[str, Split], image: _CheckedImage) -> str:
-    return printable(splits[image.split].names[image.index])
+def _name_of(splits: dict[str, Split], split: str, index: int) -> str:
+    return printable(splits[split].names[index])
 
 
-def _report_duplicates(report: DatasetReport, images: list[_CheckedImage], data: Dataset) -> None:
+def _report_duplicates(report: DatasetReport, images: list[tuple[str, int]], data: Dataset) -> None:
     """Report images with the same pixels: across splits, with different labels, or as plain duplicates."""
     splits = splits_of(data)
-    names = [f"{image.split}: {_name_of(splits, image)}" for image in images]
-    labels = [_label_names(data, splits[image.split], image.index) for image in images]
-    leaked, disputed = len({image.split for image in images}) > 1, len(set(labels)) > 1
+    names = [f"{split}: {_name_of(splits, split, index)}" for split, index in images]
+    labels = [_label_names(data, splits[split], index) for split, index in images]
+    leaked, disputed = len({split for split, _ in images}) > 1, len(set(labels)) > 1
     if leaked:
         report.leaked.append(names)
     if disputed:
@@ -186,21 +229,63 @@ def _label_names(data: Dataset, split: Split, index: int) -> str:
 
 
 def _check_images(splits: dict[str, Split], workers: int | Literal["auto"]) -> Iterator[_CheckedImage]:
-    """Check every image in order, in chunks: a task for each would cost as much as a small image."""
-    files = sum(len(split) for split in splits.values() if split.paths is not None)
-    running = Workers(choose_workers(workers, files))
-    tasks = (
-        Task(_check_image, [(name, index, images[index]) for index in range(first, last)])
-        for name, split in splits.items()
-        if (images := split.images if split.paths is None else split.paths) is not None
-        for first in range(0, len(split), _CHUNK)
-        for last in (min(first + _CHUNK, len(split)),)
-    )
+    """Check every image in order; a file that several rows of a table name is decoded once."""
+    repeated = _repeated_files(splits)
+    checked = _check_files(splits, repeated, workers)
+    known: dict[str, _CheckedImage] = {}
+    for name, split in splits.items():
+        for index in range(len(split)):
+            file = split.names[index] if repeated else ""
+            if file in known:
+                yield replace(known[file], split=name, index=index)
+                continue
+            image = next(checked)
+            if file in repeated:
+                known[file] = image
+            yield image
+
+
+def _repeated_files(splits: dict[str, Split]) -> set[str]:
+    """The names of files that occur more than once."""
+    seen: set[str] = set()
+    repeated: set[str] = set()
+    for split in splits.values():
+        for name in split.names if isinstance(split.paths, RelativePaths) else ():
+            if name in seen:
+                repeated.add(name)
+            seen.add(name)
+    return repeated
+
+
+def _check_files(
+    splits: dict[str, Split], repeated: set[str], workers: int | Literal["auto"]
+) -> Iterator[_CheckedImage]:
+    """Check the images in order, each file once, in chunks: a task costs as much as a small image."""
+    running = Workers(choose_workers(workers, sum(len(split) for split in splits.values() if split.paths)))
+    seen: set[str] = set()
+
+    def images() -> Iterator[tuple[str, int, Any]]:
+        for name, split in splits.items():
+            source = split.images if split.paths is None else split.paths
+            assert source is not None
+            for index in range(len(split)):
+                file = split.names[index] if repeated else ""
+                if file not in seen:
+                    yield name, index, source[index]
+                if file in repeated:
+                    seen.add(file)
+
+    tasks = (Task(_check_image, chunk) for chunk in _chunks(images()))
     try:
         for results in running.map(tasks, _AHEAD * max(1, running.plan.count)):
             yield from results.unpack()
     finally:
         running.close()
+
+
+def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
+    while chunk := list(islice(items, _CHUNK)):
+        yield chunk
 
 
 def _check_image(split: str, index: int, image: Path | StoredImage | NDArray[np.uint8]) -> _CheckedImage:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vitrail.data.lazy import RelativePaths
 from vitrail.data.sources import Dataset, Split, build_dataset
 from vitrail.errors import InputError, printable
 
@@ -100,7 +101,7 @@ def _read_split(root: Path, folder: str, classes: list[str], skipped: Skipped) -
         images = _walk(root, below, skipped) if (root / below).is_dir() else []
         files += images
         labels += [number] * len(images)
-    return Split(np.array(labels, dtype=np.int64), files, [root / file for file in files])
+    return Split(np.array(labels, dtype=np.int64), files, RelativePaths(root, files))
 
 
 # ---- the contents of a folder ---------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -113,3 +114,22 @@ class LazySequence(Sequence[T]):
         for first in range(0, len(self), BLOCK >> 4):
             last = min(first + (BLOCK >> 4), len(self))
             yield from self.read(find_rows(self.rows, np.arange(first, last, dtype=np.int64)))
+
+
+class RelativePaths(Sequence[Path]):
+    """The paths of files below a folder, made when they are needed: a Path takes more memory than a name."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.names = folder, names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Path: ...
+    @overload
+    def __getitem__(self, index: slice) -> RelativePaths: ...
+    def __getitem__(self, index: int | slice) -> Path | RelativePaths:
+        if isinstance(index, slice):
+            return RelativePaths(self.folder, self.names[index])
+        return self.folder / self.names[index]

@@ -17,7 +17,7 @@ Numbered classes get the names of a classes.json or classes.txt in the folder (c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ import numpy as np
 from vitrail.data.classes import class_notes
 from vitrail.data.content import Progress
 from vitrail.data.holdout import VAL_FRACTION, hold_out_validation
-from vitrail.data.lazy import Indices, take_items, take_values
+from vitrail.data.lazy import Indices, RelativePaths, take_items, take_values
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vitrail.images.stored import StoredImage
 
 MAX_CLASSES = 100_000
+RowProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +60,16 @@ class Split:
 
     def take(self, indices: Indices) -> Split:
         """The images at these indices, in this order."""
+        names = take_items(self.names, indices)
+        paths: Sequence[Path | StoredImage] | None = None
+        if isinstance(self.paths, RelativePaths):
+            paths = RelativePaths(self.paths.folder, names)
+        elif self.paths is not None:
+            paths = take_items(self.paths, indices)
         return Split(
             take_values(self.labels, indices),
-            take_items(self.names, indices),
-            None if self.paths is None else take_items(self.paths, indices),
+            names,
+            paths,
             None if self.images is None else take_values(self.images, indices),
             None if self.keys is None else take_values(self.keys, indices),
         )
@@ -170,25 +177,33 @@ def open_dataset(
     return hold_out_validation(data, val_fraction, split_seed, progress)
 
 
-def open_labeled(path: Any) -> Dataset:
+def open_labeled(path: Any, on_rows: RowProgress = lambda rows: None) -> Dataset:
     """Open a data set to evaluate a model on: any labeled images, in the splits that the data has, if any.
 
     Unlike training, this needs no training set, and neither two classes nor images of each.
+
+    Args:
+        on_rows: as in `read_data`.
     """
-    data = read_data(path, need_train=False)
+    data = read_data(path, need_train=False, on_rows=on_rows)
     if not data.splits:
         raise InputError(f"{printable(path)} has no images; check the path, or run vitrail doctor on it.")
     return replace(data, notes=[*data.notes, *_skip_notes(data)])
 
 
 def read_data(
-    path: Any, *, need_train: bool = True, progress: Progress = lambda done, total: None
+    path: Any,
+    *,
+    need_train: bool = True,
+    progress: Progress = lambda done, total: None,
+    on_rows: RowProgress = lambda rows: None,
 ) -> Dataset:
     """The data set at a path, or of a torch Dataset, before checks and without a hold-out split.
 
     Args:
         need_train: refuse data without a training set.
         progress: called while shards without an index are read.
+        on_rows: called with the number of rows of a table that were read so far.
     """
     from vitrail.data import arrays, class_names, folders, packed, shards, tables, torch_dataset
 
@@ -206,7 +221,7 @@ def read_data(
             else folders.read_folder(file, need_train=need_train)
         )
     elif file.suffix.lower() in (".csv", ".jsonl") and file.is_file():
-        data = tables.read_table(file, need_train=need_train)
+        data = tables.read_table(file, need_train=need_train, progress=on_rows)
     elif packed.is_packed(file):
         data = packed.read_packed(file)
     elif file.suffix.lower() == ".npz" and file.is_file():

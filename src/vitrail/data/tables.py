@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitrail.data.folders import SPLITS
+from vitrail.data.lazy import RelativePaths
 from vitrail.data.rows import Row, find_surrogate, read_rows, row_error
-from vitrail.data.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
+from vitrail.data.sources import (
+    MAX_CLASSES,
+    Dataset,
+    RowProgress,
+    Split,
+    build_dataset,
+    too_many_classes,
+)
 from vitrail.errors import InputError, printable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _PATH_COLUMNS = ("path", "image", "file", "filename", "filepath")
 _LABEL_COLUMNS = ("label", "labels", "class", "target")
 _MAX_FRACTIONS = 20  # different labels that are decimal fractions; more are measurements
+_REPORT = 10_000  # rows between two reports of progress
 _MAX_LABELS = 2**31  # rows x classes of a multi-label table: 16 GiB
 
 
@@ -23,37 +35,58 @@ class _BadValue(ValueError):
     """A value that cannot be used; the caller adds the line number."""
 
 
-def read_table(file: Path, *, need_train: bool = True) -> Dataset:
+class _Labels:
+    """The labels of a table: classes are numbered as they appear, and texts that repeat are parsed once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.rows: list[tuple[int, ...]] = []
+        self.multilabel = False
+        self._parsed: dict[str, tuple[int, ...]] = {}
+
+    def add(self, value: Any, column: str) -> None:
+        """Add the labels of a row."""
+        known = self._parsed.get(value) if isinstance(value, str) else None
+        if known is None:
+            labels = _parse_labels(value, column)
+            known = tuple(self.numbers.setdefault(label, len(self.numbers)) for label in labels)
+            self.multilabel |= isinstance(value, list) or "|" in str(value)
+            if isinstance(value, str):
+                self._parsed[value] = known
+        self.rows.append(known)
+
+
+def read_table(file: Path, *, need_train: bool = True, progress: RowProgress = lambda rows: None) -> Dataset:
     """A data set in a table. Paths are relative to the table. Several labels of an image are a list in JSONL,
     and joined by | in CSV. The column `split` is train, val or test.
 
     Args:
         need_train: refuse a table without training rows.
+        progress: called with the number of rows read so far.
     """
-    rows = list(read_rows(file, (_PATH_COLUMNS, _LABEL_COLUMNS)))
     notes: list[str] = []
-    path_column, label_column = (
-        _find_column(rows[0][1], names, notes) for names in (_PATH_COLUMNS, _LABEL_COLUMNS)
-    )
     names: list[str] = []
-    labels: list[list[str]] = []
+    labels = _Labels()
     splits: list[str] = []
-    for line, row in rows:
+    columns: list[str] = []
+    for line, row in read_rows(file, (_PATH_COLUMNS, _LABEL_COLUMNS)):
+        if not columns:
+            columns = [_find_column(row, group, notes) for group in (_PATH_COLUMNS, _LABEL_COLUMNS)]
         try:
-            names.append(_parse_path(row.get(path_column), path_column))
-            labels.append(_parse_labels(row.get(label_column), label_column))
+            names.append(_parse_path(row.get(columns[0]), columns[0]))
+            labels.add(row.get(columns[1]), columns[1])
             splits.append(_parse_split(row.get("split")))
         except _BadValue as error:
             raise row_error(file, line, f"{error}.") from error
-    multilabel = any(
-        isinstance(row.get(label_column), list) or "|" in str(row.get(label_column)) for _, row in rows
-    )
-    classes, numbers = _encode_labels(file, labels, multilabel)
+        if len(names) % _REPORT == 0:
+            progress(len(names))
+    classes, numbers = _encode_labels(file, labels)
     without_split = splits.count("")
     if 0 < without_split < len(splits):
         notes.append(f"{without_split:,} rows of {printable(file.name)} have no split: they go to train.")
-    images = Split(numbers, names, [file.parent / name for name in names])
-    parts = {name: images.take(_rows_of_split(splits, name)) for name in ("train", "val", "test")}
+    images = Split(numbers, names, RelativePaths(file.parent, names))
+    of_row = np.array([split or "train" for split in splits])
+    parts = {name: images.take(np.flatnonzero(of_row == name)) for name in ("train", "val", "test")}
     if need_train and not len(parts["train"]):
         raise InputError(f"{printable(file)} has no training rows; set split to train in some of its rows.")
     return build_dataset(file.stem, classes, {name: part for name, part in parts.items() if len(part)}, notes)
@@ -67,30 +100,24 @@ def _find_column(row: Row, names: tuple[str, ...], notes: list[str]) -> str:
     return present[0]
 
 
-def _rows_of_split(splits: list[str], name: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The rows of a split; rows without a split belong to train."""
-    return np.array([i for i, word in enumerate(splits) if SPLITS[word or "train"] == name], dtype=np.int64)
-
-
-def _encode_labels(
-    file: Path, labels: list[list[str]], multilabel: bool
-) -> tuple[list[str], np.ndarray[Any, np.dtype[np.int64]]]:
+def _encode_labels(file: Path, labels: _Labels) -> tuple[list[str], NDArray[np.int64]]:
     """The sorted classes, and the labels as class numbers (N,), or as rows (N, K) of 0 and 1."""
-    classes = sorted({label for row in labels for label in row}, key=numeric_order)
-    _check_not_regression(file, classes, len(labels))
+    classes = sorted(labels.numbers, key=numeric_order)
+    _check_not_regression(file, classes, len(labels.rows))
     if len(classes) > MAX_CLASSES:
         raise too_many_classes(len(classes), printable(file))
-    index = {label: number for number, label in enumerate(classes)}
-    if not multilabel:
-        return classes, np.array([index[row[0]] for row in labels], dtype=np.int64)
-    if len(labels) * len(classes) > _MAX_LABELS:
+    sorted_number = np.zeros(len(classes), dtype=np.int64)  # of each class, by its number of appearance
+    sorted_number[[labels.numbers[label] for label in classes]] = np.arange(len(classes))
+    if not labels.multilabel:
+        return classes, sorted_number[np.array([row[0] for row in labels.rows], dtype=np.int64)]
+    if len(labels.rows) * len(classes) > _MAX_LABELS:
         raise InputError(
-            f"{printable(file)} has {len(labels):,} rows and {len(classes):,} classes, too many for a "
+            f"{printable(file)} has {len(labels.rows):,} rows and {len(classes):,} classes, too many for a "
             "multi-label table; check its labels."
         )
-    numbers = np.zeros((len(labels), len(classes)), dtype=np.int64)
-    for i, row in enumerate(labels):
-        numbers[i, [index[label] for label in row]] = 1
+    numbers = np.zeros((len(labels.rows), len(classes)), dtype=np.int64)
+    for i, row in enumerate(labels.rows):
+        numbers[i, sorted_number[list(row)]] = 1
     return classes, numbers
 
 
@@ -148,12 +175,12 @@ def _parse_labels(value: Any, name: str) -> list[str]:
 
 
 def _parse_split(value: Any) -> str:
-    """A key of SPLITS, or "" where there is none."""
+    """train, val or test, or "" where there is none."""
     word = "" if value is None else value.strip().lower() if isinstance(value, str) else None
     if word is None or (word and word not in SPLITS):
         shown = repr(printable(value)) if isinstance(value, str) else _json_type(value)
         raise _BadValue(f"the split is {shown}; it must be train, val or test")
-    return word
+    return SPLITS[word] if word else ""
 
 
 def _check_text(text: str, name: str) -> str:

@@ -156,24 +156,30 @@ def _gradient_attention(inputs: _Explained) -> Tensor:
 
 
 def _integrated(inputs: _Explained, steps: int) -> Tensor:
-    """(x - baseline) times the mean gradient at the midpoints of `steps` segments of the straight path."""
+    """(x - baseline) times the mean gradient on the straight path, at `steps` points that crowd at its start.
+
+    The points are at alpha = t^4 for the midpoints t of equal segments, with the weights d alpha / dt. To
+    LayerNorm an image of one color is a special point: most of the change can lie in the first thousandth
+    of the path, where equally spaced points miss it.
+    """
     maps = []
     size = max(1, BATCH // steps)  # images per chunk; each is evaluated at all points of its path
     chunks = zip(
         inputs.images.split(size), inputs.baseline.split(size), inputs.target.split(size), strict=True
     )
-    alphas = (torch.arange(steps, device=inputs.images.device, dtype=inputs.images.dtype) + 0.5) / steps
+    t = (torch.arange(steps, device=inputs.images.device, dtype=inputs.images.dtype) + 0.5) / steps
+    alphas, weights = t**4, 4 * t**3 / steps
     for images, baseline, target in chunks:
         difference = images - baseline
         total = torch.zeros_like(images)
-        for part in alphas.split(BATCH):
+        for part, weight in zip(alphas.split(BATCH), weights.split(BATCH), strict=True):
             points = baseline + part.view(-1, 1, 1, 1, 1) * difference  # (steps, B, C, H, W)
             with torch.enable_grad():
                 flat = points.flatten(0, 1).requires_grad_()
                 log_p = inputs.log_p(flat, target.repeat(len(part)))
                 (gradient,) = torch.autograd.grad(log_p.sum(), flat)
-            total += gradient.view_as(points).sum(dim=0)
-        maps.append(patchify(difference * total / steps, inputs.patch).float().sum(dim=2))  # (B, N)
+            total += (weight.view(-1, 1, 1, 1, 1) * gradient.view_as(points)).sum(dim=0)
+        maps.append(patchify(difference * total, inputs.patch).float().sum(dim=2))  # (B, N)
     return torch.cat(maps).unflatten(1, inputs.grid)
 
 

@@ -25,7 +25,8 @@ def calibration_section(evaluation: Evaluation) -> list[Section]:
     c = evaluation.calibration
     if c is None:
         return []
-    alt = f"Reliability diagram: ECE {percent(c.ece)}, or {percent(c.ece_scaled)} with temperature scaling"
+    scaled = f", or {percent(c.ece_scaled)} with temperature scaling" if c.fitted else ""
+    alt = f"Reliability diagram: ECE {percent(c.ece)}{scaled}"
     figures = [Figure(charts.reliability_diagram(c), alt, wide=True)]
     facts = list(_facts(c, evaluation))
     return [Section("Calibration", [_summary(c)], figures, facts=facts, how_to_read=_HOW_TO_READ)]
@@ -56,7 +57,8 @@ def _facts(c: Calibration, evaluation: Evaluation) -> Iterator[tuple[str, object
     if c.threshold is None:
         yield "threshold", f"none reaches an accuracy of {percent(c.target_accuracy)}"
     else:
-        yield "threshold", f"{_describe_threshold(c.threshold, count)}, with temperature scaling"
+        scaled = ", with temperature scaling" if c.fitted else ""
+        yield "threshold", f"{_describe_threshold(c.threshold, count)}{scaled}"
     if c.stored is not None:
         yield "stored temperature", f"{c.stored.temperature:.3f}; ECE {percent(c.stored.ece)}"
         if c.stored.threshold is not None:

@@ -62,15 +62,18 @@ def curve_figure(
 
     figure = new_figure(*_CURVE_SIZE)
     axis = figure.subplots()
+    highest = 0.0
     for (column, name), color, marker in zip(lines.items(), LINES, "os^", strict=False):
         points = [(row["epoch"], row[column]) for row in rows if row.get(column) is not None]
         x, y = np.array(points, dtype=float).reshape(-1, 2).T
+        highest = max(highest, *y[np.isfinite(y)])
         style: dict[str, Any] = {"marker": marker, "markersize": 4} if len(x) <= 25 else {}
         axis.plot(x, 100 * y if percent else y, color=color, label=name, linewidth=1.6, **style)
-    axis.set_ylim(0, 100 if percent else None)
+    axis.set_ylim(0, 100 if percent else (1.05 * highest or None))
     last = max(row["epoch"] for row in rows)
     axis.set_xlim(*(1, last) if last > 1 else (0, 2))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.yaxis.set_major_formatter("{x:g}")  # 8e-05, not 8 with 1e-5 above the axis
     axis.set_xlabel("epoch")
     axis.set_ylabel(label)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
@@ -108,11 +111,12 @@ def confusion_matrix(counts: Sequence[Sequence[int]], names: Sequence[str]) -> s
     fractions = table / np.maximum(totals, 1)
     letters = max(len(_short(name)) for name in names)
     cell = 0.6 if K <= 6 else 0.46 if K <= _MAX_LABELED else 0.25
-    side = 1.0 + _LETTER * letters + cell * K
-    figure = new_figure(side + 0.8, side)
+    rotated = letters * _LETTER > cell
+    names_below = 0.75 * _LETTER * letters if rotated else 0.1
+    figure = new_figure(1.6 + _LETTER * letters + cell * K, 0.65 + names_below + cell * K)
     axis = figure.subplots()
     image = axis.imshow(100 * fractions, cmap=_from_clear(LINES[0]), vmin=0, vmax=100)
-    _name_ticks(axis, names, rotated=letters * _LETTER > cell)
+    _name_ticks(axis, names, rotated)
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
     axis.set_xticks(np.arange(1, K) - 0.5, minor=True)
@@ -176,7 +180,7 @@ def reliability_diagram(calibration: Calibration) -> str:
     top.plot([0, 100], [0, 100], color=FAINT, linestyle="--", linewidth=1, label="perfect calibration")
     kinds = [
         ("model", calibration.bins, LINES[0], "o"),
-        ("with temperature scaling", calibration.scaled_bins, LINES[1], "s"),
+        ("with temperature scaling", calibration.scaled_bins if calibration.fitted else (), LINES[1], "s"),
     ]
     for number, (label, bins, color, marker) in enumerate(kind for kind in kinds if kind[1]):
         filled = [one for one in bins if one.count]

@@ -71,11 +71,11 @@ def lead(evaluation: Evaluation) -> list[str]:
     if scores is None:
         return ["This model has no classification head. Its features are evaluated with probes below."]
     images = f"{scores.count:,} images of {printable(evaluation.data)} ({split_name(evaluation)})"
-    if scores.top1 is None:
-        return [f"Multi-label evaluation on {images}."]
-    correct = round(scores.top1 * scores.count)
     seen = evaluation.trained_on
     trained = [] if seen is None else [seen.sentence()]
+    if scores.top1 is None:
+        return [f"Multi-label evaluation on {images}.", *trained]
+    correct = round(scores.top1 * scores.count)
     most = max(scores.per_class, key=lambda one: one.count)
     return [
         f"The model predicts {correct:,} of {images} correctly, an accuracy of {percent(scores.top1)}. "

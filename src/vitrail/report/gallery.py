@@ -15,6 +15,7 @@ from vitrail.weights.labels import match_labels
 
 _MISTAKES = 12
 _EXAMPLES = 8
+_MAX_NAMES = 4  # of classes of an image
 
 _ROLLOUT = (
     "On the right, attention rollout: the attention matrices of all layers multiplied together, which "
@@ -35,7 +36,7 @@ def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
         return []
     if not scores.mistakes:
         return [Section(title, ["There are no mistakes: all predictions are correct."])]
-    worst = scores.mistakes[:_MISTAKES]
+    worst, multi_label = scores.mistakes[:_MISTAKES], scores.mean_ap is not None
     index = {name: position for position, name in reversed(list(enumerate(split.names)))}
     explained = {
         image.index: image
@@ -45,9 +46,12 @@ def mistake_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
     for mistake in worst:
         image = explained.get(index.get(mistake.name, -1))
         views = image.views(f"Image of class {mistake.label}") if image else []
-        lines = [f"True class: {mistake.label}", f"Confidence: {percent(mistake.confidence)}", mistake.name]
+        true = f"True class{'es' * multi_label}: {mistake.label or 'none'}"
+        lines = [true, f"Confidence: {percent(mistake.confidence)}", mistake.name]
         tiles.append(ImageTile(views, f"Predicted: {mistake.predicted}", lines))
     text = [f"The {len(worst)} mistakes with the highest confidence, highest first."]
+    if multi_label:
+        text = ["Images whose class with the highest score is predicted and wrong, the highest score first."]
     if scores.top1 is not None and (wrong := scores.count - round(scores.top1 * scores.count)) > len(worst):
         text = [f"The {len(worst)} of {wrong:,} mistakes with the highest confidence, highest first."]
     how_to_read = _LOOK_FOR + _ROLLOUT_BELOW * _has_maps(list(explained.values()))
@@ -66,7 +70,8 @@ def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
         scores = scale.scores(image.logits[None, columns])[0]
         predicted = [evaluation.classes[k] for k in scale.predicted(scores)]
         true = _true_classes(split, image.index, evaluation.classes)
-        verdict = "Correct" if set(predicted) == set(true) else f"Wrong; true class: {_join(true)}"
+        wrong = f"Wrong; true class{'es' * (split.labels.ndim == 2)}: {_join(true)}"
+        verdict = "Correct" if set(predicted) == set(true) else wrong
         lines = [verdict, f"Confidence: {percent(float(scores.max()))}", split.names[image.index]]
         views = image.views(f"Image of class {', '.join(true)}")
         tiles.append(ImageTile(views, f"Predicted: {_join(predicted)}", lines))
@@ -85,7 +90,8 @@ def evenly_spaced(count: int, number: int) -> list[int]:
 
 
 def _join(classes: Sequence[str]) -> str:
-    return ", ".join(classes) or "none"
+    more = f" and {len(classes) - _MAX_NAMES} more" if len(classes) > _MAX_NAMES else ""
+    return ", ".join(classes[:_MAX_NAMES]) + more or "none"
 
 
 def _true_classes(split: Split, index: int, classes: Sequence[str]) -> list[str]:

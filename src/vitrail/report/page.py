@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_TEXT = 2000  # characters of a single string
+_LARGE = 430  # points; about 1.7 times the width of a phone's page
 _MEDIA_TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg"}  # by the first bytes of a file
 
 
@@ -116,7 +118,13 @@ def render(page: Page) -> str:
     script = (_TEMPLATES / "search.js").read_text(encoding="utf-8") if searchable else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _template().render(
-        page=page, version=__version__, uri=_data_uri, script=_literal(script), script_hash=digest
+        page=page,
+        version=__version__,
+        uri=_data_uri,
+        is_large=_is_large,
+        breakable=_breakable,
+        script=_literal(script),
+        script_hash=digest,
     )
 
 
@@ -158,6 +166,19 @@ def _data_uri(image: str | bytes) -> Any:
         data = image
         media_type = next(kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start))
     return Markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
+
+
+def _is_large(image: str | bytes) -> bool:
+    """Whether an SVG is so wide that it would be unreadable on a phone, if it did not scroll."""
+    found = re.search(r'<svg[^>]* width="([\d.]+)pt"', image) if isinstance(image, str) else None
+    return found is not None and float(found[1]) > _LARGE
+
+
+def _breakable(text: str) -> Any:
+    """Text that may be broken after a slash: names of files are long."""
+    from markupsafe import Markup, escape
+
+    return Markup("/<wbr>").join(escape(part) for part in printable(text, _MAX_TEXT).split("/"))
 
 
 def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path:

@@ -44,7 +44,7 @@ def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation
         lead=[*lead(evaluation), describe_selection(rows, dataset)],
         headline=list(headline(evaluation)),
         sections=[
-            _curve_section(rows),
+            _curve_section(rows, dataset),
             *mistake_section(evaluation, bundle, split),
             *example_section(evaluation, bundle, split),
             *metric_sections(evaluation),
@@ -81,8 +81,9 @@ def describe_selection(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> s
 # ---- training -------------------------------------------------------------------------------
 
 
-def _curve_section(rows: Sequence[Mapping[str, Any]]) -> Section:
+def _curve_section(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> Section:
     """Loss, accuracy and learning rate over epochs."""
+    accuracy = "accuracy of single labels" if dataset.multilabel else "accuracy"
     first, last = rows[0], rows[-1]
     losses = {"loss": "training", "val_loss": "validation"}
     accuracies = {"accuracy": "training", "val_accuracy": "validation"}
@@ -91,7 +92,9 @@ def _curve_section(rows: Sequence[Mapping[str, Any]]) -> Section:
     final = f"validation {percent(last['val_accuracy'])}, training {percent(last['accuracy'])} at the end"
     figures = [
         Figure(charts.curve(rows, losses, "loss"), f"Loss over epochs: training loss {change}"),
-        Figure(charts.curve(rows, accuracies, "accuracy, %", percent=True), f"Accuracy over epochs: {final}"),
+        Figure(
+            charts.curve(rows, accuracies, f"{accuracy}, %", percent=True), f"{accuracy} over epochs: {final}"
+        ),
         Figure(charts.curve(rows, {"lr": "learning rate"}, "learning rate"), "Learning rate over epochs"),
     ]
     return Section("Training curves", [f"The training loss went {change}."], figures, how_to_read=_CURVES)
@@ -121,7 +124,8 @@ def _facts(
     if seconds := sum(row.get("seconds", 0.0) for row in rows):
         yield "time", f"{seconds:,.0f} s" if seconds < 90 else f"{seconds / 60:,.0f} minutes"
     yield "optimizer", f"{train['optimizer']}, maximum learning rate {train['lr']:g}"
-    yield "initial weights", "from a file" if config["start"].get("from_file") else "random"
+    start = config["start"]
+    yield "initial weights", (start.get("source") or "from a file") if start.get("from_file") else "random"
     yield "seed", train["seed"]
     threads = (config.get("resolved") or environment).get("threads")
     gpu = environment.get("gpu") or f"no GPU, {threads} CPU thread{'s' * (threads != 1)}"
@@ -146,7 +150,7 @@ def _file_section(out: Path) -> Section:
         "config.json": "settings",
         "environment.json": "machine, versions, command",
         "log.txt": "log of the run",
-        "checkpoints": "checkpoints for --resume",
+        "checkpoints": "the state for resuming",
     }
     sizes = {name: _total_bytes(out / name) for name in contents if (out / name).exists()}
     rows = [[name, contents[name], format_bytes(count)] for name, count in sizes.items()]

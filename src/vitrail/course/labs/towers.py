@@ -58,7 +58,7 @@ _MIN_RETRIEVED = 0.5  # fraction of captions of seen combinations
 _MIN_RATIO = 0.9  # of unseen to seen combinations, for the claim to hold without a condition
 _DIMENSION = 32  # of the embedding space
 _LR, _BATCH = 3e-3, 64
-_MAX_IMAGES = 6_000, 2_000  # training and held-out images
+MAX_IMAGES = 6_000, 2_000  # training and held-out images
 
 _CaptionKind = Literal["captions", "random letters"]
 
@@ -76,7 +76,7 @@ class TowerTask:
 
 
 @dataclass(frozen=True, eq=False)
-class _RetrievalResult:
+class RetrievalResult:
     """Fractions of correct retrievals of a pair of towers, on held-out images."""
 
     seen: float = 0.0
@@ -92,7 +92,7 @@ class _RetrievalResult:
     sound_by_image: float = 0.0
 
 
-_Results = Sequence[_RetrievalResult]
+_Results = Sequence[RetrievalResult]
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
@@ -126,7 +126,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     )
 
 
-def _caption_scores(result: _RetrievalResult) -> dict[str, float | tuple[float, ...]]:
+def _caption_scores(result: RetrievalResult) -> dict[str, float | tuple[float, ...]]:
     return {
         "seen": result.seen,
         "unseen": result.unseen,
@@ -137,7 +137,7 @@ def _caption_scores(result: _RetrievalResult) -> dict[str, float | tuple[float, 
 
 def _load_digits_and_recordings(data: str | Path | None, size: LabSize) -> tuple[Dataset, Dataset | None]:
     """Images of digits, and spoken digits if the data holds recordings."""
-    limits = (400, 100) if size == "small" else _MAX_IMAGES
+    limits = (400, 100) if size == "small" else MAX_IMAGES
     if data is not None and has_recordings(Path(data)):
         recordings = build_dataset("spoken digits", *split_by_index(read_recordings(data)))
         check_digits(recordings)
@@ -167,7 +167,7 @@ def decide_verdict(scores: dict[str, list[float]], sound_scores: Sequence[float]
 # ---- training -------------------------------------------------------------------------------
 
 
-def train_towers(task: TowerTask) -> _RetrievalResult:
+def train_towers(task: TowerTask) -> RetrievalResult:
     """Train a pair of towers and evaluate retrieval on held-out images."""
     torch.manual_seed(task.seed)
     rng = torch.Generator().manual_seed(task.seed)
@@ -176,7 +176,7 @@ def train_towers(task: TowerTask) -> _RetrievalResult:
     return _train_on_sounds(task, task.recordings, rng)
 
 
-def _train_on_captions(task: TowerTask, rng: torch.Generator) -> _RetrievalResult:
+def _train_on_captions(task: TowerTask, rng: torch.Generator) -> RetrievalResult:
     small = small_digit_side(task.digits.train)
     texts = [scene.caption for scene in SCENES] if task.captions == "captions" else random_captions()
     captions = encode_captions(texts)
@@ -200,7 +200,7 @@ def _train_on_captions(task: TowerTask, rng: torch.Generator) -> _RetrievalResul
 
 
 @torch.no_grad()
-def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, small: int) -> _RetrievalResult:
+def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, small: int) -> RetrievalResult:
     """Retrieval of captions by held-out digits, with every scene equally often."""
     rng = torch.Generator().manual_seed(10_000)  # the same images for every seed
     scenes = torch.arange(len(SCENES)).repeat(2 if task.size == "small" else 25)
@@ -215,7 +215,7 @@ def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, sma
     def accuracy(mask: Tensor, prediction: Tensor) -> float:
         return (prediction[mask] == scenes[mask]).double().mean().item()
 
-    return _RetrievalResult(
+    return RetrievalResult(
         seen=accuracy(~unseen, predicted),
         unseen=accuracy(unseen, predicted),
         among_unseen=accuracy(unseen, predicted_unseen),
@@ -223,7 +223,7 @@ def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, sma
     )
 
 
-def _train_on_sounds(task: TowerTask, recordings: Dataset, rng: torch.Generator) -> _RetrievalResult:
+def _train_on_sounds(task: TowerTask, recordings: Dataset, rng: torch.Generator) -> RetrievalResult:
     """Train on pairs of a spoken and a written digit, positive if they are the same digit."""
     side = small_digit_side(task.digits.train)
     spoken, written = DigitSampler(recordings.train), DigitSampler(task.digits.train)
@@ -246,7 +246,7 @@ def _train_on_sounds(task: TowerTask, recordings: Dataset, rng: torch.Generator)
         sound_embeddings = towers.embed_first(spoken.images)
         image_embeddings = towers.embed_second(resize_digits(written.images, side))
     similarity = sound_embeddings @ image_embeddings.T  # (recordings, images)
-    return _RetrievalResult(
+    return RetrievalResult(
         image_by_sound=(written.labels[similarity.argmax(dim=1)] == spoken.labels).double().mean().item(),
         sound_by_image=(spoken.labels[similarity.argmax(dim=0)] == written.labels).double().mean().item(),
     )

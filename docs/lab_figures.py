@@ -1,0 +1,165 @@
+"""Draw figures of docs/notes.md again from the saved results of the labs, without training:
+
+    python -m docs.lab_figures                         # those that need no data
+    python -m docs.lab_figures speech --data fsdd.zip
+
+For use when a label or the style has changed. The other labs either run in seconds, or their figures show a
+trained model (positions, characters, encoder-decoder): run those again (`vitrail.course.labs.collect`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from docs.notes import IMAGES
+from vitrail.course.labs import (
+    attention_distance,
+    blocks,
+    norms,
+    pool,
+    practice,
+    resolution,
+    speech,
+    towers,
+    translation,
+)
+from vitrail.course.labs.datasets import load_dataset, plain_settings
+from vitrail.course.labs.lab import load_results
+from vitrail.course.labs.lr_sweep import SweepResult
+from vitrail.course.labs.spoken_digits import build_dataset, read_recordings, split_by_index
+from vitrail.experiment.study import Arm, Difference, Study
+from vitrail.experiment.trial import Trial, one_thread
+from vitrail.inspect.canvas import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = Mapping[str, Any]
+
+
+def _study(arms: Mapping[str, Numbers]) -> Study:
+    """A study with the saved scores of its arms."""
+    made = {
+        name: Arm(
+            name=name,
+            changes={},
+            lr=arm["lr"],
+            scores=arm["scores"],
+            sweep=[Trial(name, float(lr), 0, score, None, 0.0) for lr, score in arm.get("sweep", {}).items()],
+            parameters=arm.get("parameters", 0),
+            seconds=0.0,
+        )
+        for name, arm in arms.items()
+    }
+    first = next(iter(made.values()))
+    lrs = sorted({trial.lr for trial in first.sweep})
+    return Study(Path(), "", "", {}, list(range(first.n)), lrs, made)
+
+
+def _attention_distance(numbers: Numbers) -> Figure:
+    by_seed = numbers["fraction of the uniform distance, by seed, layer and head"]
+    return attention_distance.draw(
+        [np.array(heads) for heads in by_seed], [np.array(heads) for heads in numbers["before training"]]
+    )
+
+
+def _blocks(numbers: Numbers) -> Figure:
+    depths = [int(name.split()[0]) for name in numbers["accuracy"] if name.endswith(f"x {blocks.WIDTH}")]
+    result = _study(numbers["accuracy"])
+    return blocks.draw(depths, blocks.WIDER_SHAPES, result, numbers["seconds per step"])
+
+
+def _norms(numbers: Numbers) -> Figure:
+    """The gradients before the first step are computed again, as the lab does."""
+    images = load_dataset(None)
+    shared = plain_settings(images, 8, width=32, depth=8, heads=2)
+    with one_thread():
+        gradients = {
+            name: [norms.gradient_by_block(images, shared, fields, 24, seed) for seed in range(10)]
+            for name, fields in norms.ARMS.items()
+        }
+    saved = numbers["gradient, first block over last"]
+    for name, runs in gradients.items():
+        assert np.isclose(norms.gradient_ratio(runs), saved[name], rtol=1e-3), f"{name} is not the saved run"
+    return norms.draw(gradients, _study(numbers["accuracy"]))
+
+
+def _practice(numbers: Numbers) -> Figure:
+    gains = {name: Difference(mean, ends, 0) for name, (mean, ends) in numbers["gains"].items()}
+    return practice.draw(numbers["scores"], gains)
+
+
+def _resolution(numbers: Numbers) -> Figure:
+    before, after = numbers["before fine-tuning"], numbers["after fine-tuning"]
+    return resolution.draw(numbers["at the low resolution"], before, after, numbers["epochs"][1])
+
+
+def _speech(numbers: Numbers, data: str) -> Figure:
+    arms = _study(numbers["tokens"]).arms
+    best = max(speech.SPECTROGRAM_TOKENS, key=lambda name: arms[name].mean)
+    recordings = build_dataset("spoken digits", *split_by_index(read_recordings(data)))
+    return speech.draw(
+        speech.SpeechResults(
+            arms, recordings, numbers["nearest neighbor"], 0, numbers["unseen speakers"], best
+        )
+    )
+
+
+def _towers(numbers: Numbers) -> Figure:
+    captions, letters = (
+        [towers.RetrievalResult(seen=one["seen"], unseen=one["unseen"]) for one in numbers[kind]]
+        for kind in ("captions", "random letters")
+    )
+    sounds = [towers.RetrievalResult(image_by_sound=a, sound_by_image=b) for a, b in numbers["sounds"]]
+    return towers.draw(load_dataset(None, *towers.MAX_IMAGES), captions, letters, sounds)
+
+
+def _translation(numbers: Numbers) -> Figure:
+    def results(saved: Mapping[str, Mapping[str, Numbers]]) -> dict[float, dict[str, SweepResult]]:
+        return {
+            float(key): {name: SweepResult(arm["lr"], arm["scores"], {}) for name, arm in arms.items()}
+            for key, arms in saved.items()
+        }
+
+    by_steps = {str(count): arms for count, arms in results(numbers["accuracy by steps"]).items()}
+    steps = {name: int(float(name)) for name in by_steps}
+    by_fraction = results(numbers["accuracy by fraction"])
+    return translation.draw(numbers["change when shifted"], by_fraction, by_steps, steps)
+
+
+FIGURES: dict[str, Callable[[Numbers], Figure]] = {
+    "attention-distance": _attention_distance,
+    "blocks": _blocks,
+    "norms": _norms,
+    "pool": lambda numbers: pool.draw(_study(numbers["arms"])),
+    "practice": _practice,
+    "resolution": _resolution,
+    "towers": _towers,
+    "translation": _translation,
+}
+
+
+def redraw(name: str, out: Path, data: str | None = None) -> None:
+    """Draw the figure of a lab from its saved results; OUT/NAME.png is written."""
+    [numbers] = [result["numbers"] for result in load_results() if result["name"] == name]
+    figure = FIGURES[name](numbers) if data is None else _speech(numbers, data)
+    _, svg = save_figure(figure, out / name)
+    svg.unlink()  # the docs show the PNG
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw figures of the labs from their saved results.")
+    parser.add_argument("names", nargs="*", choices=[*FIGURES, "speech"], default=list(FIGURES))
+    parser.add_argument("--data", help="the recordings of the lab speech")
+    options = parser.parse_args()
+    for name in options.names:
+        redraw(name, IMAGES, options.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,7 @@
 """A step captured as a CUDA graph gives the numbers of the plain step. Needs a GPU; skipped without one."""
 
+import threading
+
 import pytest
 import torch
 
@@ -100,6 +102,28 @@ def test_a_captured_run_resumes(data):
     part = trained(data, steps=8, cuda_graph=True)
     resumed = trained(data, cuda_graph=True, checkpoint=part.state())
     check_equal(whole, resumed, 1e-4, 1e-5)
+
+
+def test_a_capture_while_the_loader_pins_memory(data):
+    """DataLoader pins batches in a thread of its own, at any time."""
+    done, failures = threading.Event(), []
+
+    def pin():
+        try:
+            for size in range(1 << 12, 1 << 30, 1 << 12):  # each size is allocated anew
+                torch.empty(size).pin_memory()
+                if done.is_set():
+                    return
+        except RuntimeError as error:
+            failures.append(error)
+
+    pinning = threading.Thread(target=pin)
+    pinning.start()
+    captured = trained(data, cuda_graph=True)
+    done.set()
+    pinning.join()
+    assert not failures
+    assert captured.mode.cuda_graph
 
 
 def test_a_step_that_cannot_be_captured_is_computed_plainly(data, monkeypatch):

@@ -86,7 +86,8 @@ class CapturedStep:
         """Record the kernels of a step; none of them runs yet."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            # Other threads may use the device meanwhile: the loader's pins memory.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self._bind()
                 self.result = self.compute(self.parts)
         except RuntimeError as error:

@@ -11,9 +11,9 @@ demo: .venv/demo-installed
 ## Lint, format, types and all tests
 test: .venv/dev-installed lint types
 	.venv/bin/python -m pytest -n 2 -m 'not slow and not alone'
-	.venv/bin/python -m pytest -m alone
+	.venv/bin/python -m pytest -m 'alone and not slow'
 
-## The long proofs: kills, exports of every option, examples; some 20 minutes on two cores
+## The long proofs: kills, several processes, exports of every option, examples; some 25 minutes on two cores
 test-slow: .venv/dev-installed
 	.venv/bin/python -m pytest -m slow
 

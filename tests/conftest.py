@@ -12,10 +12,9 @@ from tests.support.models import add_noise
 
 make_torchvision_importable()  # before anything imports timm or transformers
 
-# Judged by the clock, or two processes by themselves: these run when nothing else does.
+# Judged by the clock: these run when nothing else does.
 ALONE = {
-    *("test_import", "test_signals", "test_ranks", "test_weight_commands", "test_files"),
-    *("test_serve_limits", "test_serve_stop", "test_serve_decoders", "test_decode_limits"),
+    *("test_import", "test_signals", "test_serve_limits", "test_serve_stop", "test_serve_decoders"),
 }
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread for each

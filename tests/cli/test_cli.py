@@ -53,6 +53,7 @@ def test_demo_prints_results_and_saves_files(short_demo):
         assert f"runs/demo/{name}" in done.stdout
 
 
+@pytest.mark.slow
 def test_demo_is_reproducible(short_demo):
     folder, first = short_demo
     again = vitrail_command("demo", "--epochs", "2", cwd=folder)

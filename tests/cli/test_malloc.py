@@ -132,6 +132,7 @@ def test_the_parameter_estimate_is_a_lower_bound(name, position, fields):
     assert estimate > 0.5 * actual or model.config.embedding == "resnet"  # the stem is not counted
 
 
+@pytest.mark.slow
 def test_the_forward_pass_estimate_is_a_lower_bound(tmp_path):
     code = (
         "import re, torch, vitrail as vt\n"

@@ -257,6 +257,7 @@ def test_dry_run_prints_plan_and_settings_and_writes_nothing(tmp_path):
     assert "model.width" in quiet
 
 
+@pytest.mark.slow
 def test_dry_run_refuses_what_a_run_refuses(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

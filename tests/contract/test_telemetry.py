@@ -173,6 +173,7 @@ def test_the_guard_sees_onnxruntime_without_the_switch(guard):
 # ---- the commands --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_commands(guard, tmp_path):
     toy(guard.work)
     solution = ROOT / "tests" / "course" / "exercises" / "solution.py"

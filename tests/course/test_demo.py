@@ -70,6 +70,7 @@ def test_the_figure_is_drawn_with_and_without_mistakes(tmp_path, wrong):
     assert (tmp_path / "demo.png").stat().st_size > 2000
 
 
+@pytest.mark.slow
 def test_the_demo_reaches_98_percent(digits, tmp_path):
     """A complete run of `vitrail demo`, with the accuracy that the README promises."""
     threads = torch.get_num_threads()

@@ -68,6 +68,7 @@ def test_outputs_of_all_ranks_sum_to_the_complete_result(bundle, digits, batch):
         assert torch.equal(sum(mask for _, mask in parts), valid)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_result_of_one(tmp_path):
     """The second has no batch of its own in the split of four images; both report the corrupt file."""
     write_two_classes(tmp_path)

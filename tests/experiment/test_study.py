@@ -94,6 +94,7 @@ def test_a_study_in_the_folder_of_another_is_an_error(complete):
         study(few(), out=complete.out, processes=1, **{**STUDY, "epochs": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_two_processes_killed_and_resumed_give_the_same(complete, tmp_path):
     """A child process is killed while its workers train; the same call again finishes the study."""

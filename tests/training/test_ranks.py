@@ -27,6 +27,8 @@ from tests.support.tiny_runs import __file__ as program
 
 __all__ = ["one_thread"]
 
+pytestmark = pytest.mark.slow  # two minutes of two processes
+
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

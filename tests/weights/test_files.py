@@ -487,14 +487,14 @@ for line in sys.stdin:
     name, path = json.loads(line)
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")  # reset the peak memory
-    before, start, message = peak(), time.perf_counter(), "ACCEPTED"
+    before, start, message = peak(), time.process_time(), "ACCEPTED"
     try:
         open_weights(path)
     except FileError as error:
         message = str(error)
     except BaseException as error:
         message = f"ESCAPED {error!r}"
-    print(json.dumps([name, message, time.perf_counter() - start, peak() - before]), flush=True)
+    print(json.dumps([name, message, time.process_time() - start, peak() - before]), flush=True)
 assert "torch" not in sys.modules
 """
 

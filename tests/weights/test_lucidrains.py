@@ -230,6 +230,7 @@ class TestTrainedModel:
     def path(self):
         return shared("data/weights/vit_mnist_gpu.pt")
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("one_thread")
     @pytest.mark.parametrize(("activation", "correct"), [("relu", 9721), ("gelu", 9725)])
     def test_accuracy(self, path, activation, correct):

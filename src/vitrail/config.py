@@ -177,13 +177,19 @@ class ViTConfig(Config):
     pool_norm: Literal["before", "after", "none"] = choice(
         "Whether the final norm comes before pooling, after it, or nowhere", default="before"
     )
-    head: Literal["linear", "mlp", "tanh", "distilled"] = choice(
-        "One layer; two with the activation between; two with tanh (the paper's pre-training head); or one "
-        "each for class and distillation token, averaged (DeiT)",
+    head: Literal["linear", "mlp", "tanh", "distilled", "cosine"] = choice(
+        "One layer; two with the activation between; two with tanh (the paper's pre-training head); one each "
+        "for class and distillation token, averaged (DeiT); or the projected vector normalized to length 1 "
+        "before the last layer (zero-shot heads of CLIP and SigLIP)",
         default="linear",
     )
-    head_bias: bool = boolean("Whether a linear head has a bias (CLIP's projection has none)", default=True)
-    head_hidden: int | None = integer("Width between the head's two layers; D by default", default=None)
+    head_bias: bool = boolean(
+        "Whether a linear or cosine head has a bias (CLIP's projection has none)", default=True
+    )
+    head_hidden: int | None = integer(
+        "Width between the head's two layers; D by default; without it, a cosine head has no projection",
+        default=None,
+    )
     classes: int = integer("K, the number of logits; 0 for no head", least=0, default=1000)
 
     # ---- training only
@@ -295,7 +301,7 @@ class ViTConfig(Config):
             "small": 0,
         }
         two_layers = self.head in ("mlp", "tanh")
-        before_logits = self.head_hidden or self.width if two_layers else self.pooled_width
+        before_logits = self.head_hidden or (self.width if two_layers else self.pooled_width)
         return {
             "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
             "the position table": tables[POSITIONS[self.position].table],
@@ -365,7 +371,10 @@ class ViTConfig(Config):
             (classless and self.distillation_token, "distillation_token", "class_token", "a class token"),
             (distilled and not self.distillation_token, "head", "distillation_token", "a distillation token"),
             (distilled and self.pool != "class", "head", "pool", 'pool="class"'),
-            (not self.head_bias and self.head != "linear", "head_bias", "head", "a linear head"),
+            (
+                not self.head_bias and self.head not in ("linear", "cosine"),
+                *("head_bias", "head", "a linear or cosine head"),
+            ),
             (self.mlp == "gated" and self.mlp_hidden != 1, "mlp", "mlp_hidden", "one hidden layer"),
             (not rotary and self.width % multiple, "position", "width", f"a width divisible by {multiple}"),
             (rotary and self.d % multiple, "position", "d", f"a head width divisible by {multiple}"),

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 import vitrail as vt
 from vitrail.cli import app
 
-COMMANDS = ["train", "evaluate", "predict", "inspect", "doctor", "export", "convert"]
+COMMANDS = ["train", "evaluate", "predict", "inspect", "doctor", "export", "convert", "embed", "search"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

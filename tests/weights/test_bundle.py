@@ -194,7 +194,7 @@ def test_family_vitrail(bundle, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(format=3), "has format 3, .*reads formats up to 2; install a newer vitrail"),
+        (dict(format=4), "has format 4, .*reads formats up to 3; install a newer vitrail"),
         (dict(format="1"), "no format version"),
         (dict(format=None), "no format version"),
         (dict(config=None), "no config"),

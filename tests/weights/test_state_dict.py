@@ -95,7 +95,7 @@ def test_what_is_assumed_is_a_note_and_can_be_given(tmp_path):
         ({"position": "rotary"}, {}, r"give position and size: --set position="),
         ({"position": "rotary"}, {"position": "rotary"}, r"give size: "),
         ({"position": "pairwise", "size": (8, 16)}, {}, r"not a square; give size"),
-        ({"head": "mlp"}, {}, "give head=mlp or head=tanh"),
+        ({"head": "mlp"}, {}, "give head=mlp, tanh or cosine"),
         ({"input": "text", "size": 9, "patch": 1, "vocabulary": 7}, {}, r"images only; .*\.save"),
     ],
 )

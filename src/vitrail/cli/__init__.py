@@ -19,6 +19,7 @@ from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
 from vitrail.cli.doctor import doctor
+from vitrail.cli.embed import embed
 from vitrail.cli.evaluate import evaluate
 from vitrail.cli.export import export
 from vitrail.cli.info import info
@@ -27,6 +28,7 @@ from vitrail.cli.lab import lab, notes
 from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.pack import pack
 from vitrail.cli.predict import predict
+from vitrail.cli.search import search
 from vitrail.cli.serve import serve
 from vitrail.cli.streams import discard_output, open_streams, print_error
 from vitrail.cli.sweep import sweep
@@ -44,7 +46,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(demo, train, sweep, evaluate, predict, serve, doctor, pack, inspect, walk, lab, notes, check),
+    *(demo, train, sweep, evaluate, predict, embed, search, serve, doctor, pack, inspect, walk),
+    *(lab, notes, check),
     *(export, info, convert, verify),
 )
 for command in _COMMANDS:

@@ -30,6 +30,24 @@ def convert(
     channels: Annotated[
         int | None, typer.Option(min=1, help="Change the model to this many input channels.")
     ] = None,
+    labels: options.Labels = None,
+    prompts: options.Prompts = None,
+    templates: options.Templates = None,
+    toward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Interpolate the weights of IN and of this model, fine-tuned from it (WiSE-FT).",
+        ),
+    ] = None,
+    at: Annotated[
+        float,
+        typer.Option("--interpolate", metavar="T", help="With --toward: 0 is IN, 1 is the other model."),
+    ] = 0.5,
+    data: Annotated[
+        str | None,
+        typer.Option(help="With --toward: labeled images, to print the accuracy of the way between."),
+    ] = None,
     offline: options.Offline = False,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -38,13 +56,26 @@ def convert(
 ) -> None:
     """Write a model as a file of another library, and report what was changed and how close the logits are.
 
+    With --labels or --prompts, a CLIP or SigLIP file becomes a classifier: the words of the classes are
+    written into its head, and OUT is an ordinary file that evaluate, serve, export and train take.
+
     A model with NaN or infinity in its weights is refused. The exit code is 1 if the other library's logits
     are NaN or infinity.
     """
-    from vitrail.errors import printable
+    from vitrail.errors import InputError, printable
+
+    if toward is not None:
+        _interpolate(source, toward, out, at, data, quiet=quiet)
+        return
+    if data is not None:
+        raise InputError("--data is for the way between two models; add --toward, or leave it out.")
     from vitrail.weights.convert import convert as convert_file
 
     arguments = options.load_arguments(family, keys, given, size, classes=classes, channels=channels)
+    if labels is not None or prompts or templates is not None:
+        from vitrail.weights.prompts import read_prompts
+
+        arguments["prompts"] = read_prompts(labels, prompts, templates)
     report = convert_file(source, out, to=to, offline=offline, **arguments)
     lines = {
         "from": report.source,
@@ -63,3 +94,30 @@ def convert(
     if not report.holds:
         typer.echo("vitrail: the other library's logits are NaN or infinity; do not use OUT.", err=True)
         raise typer.Exit(1)
+
+
+def _interpolate(source: str, toward: str, out: Path, at: float, data: str | None, *, quiet: bool) -> None:
+    """Write the weights between two models; with data, print the accuracy of the way between."""
+    from vitrail.cli.outputs import check_new_files
+    from vitrail.errors import printable
+    from vitrail.weights.bundle import check_suffix
+    from vitrail.weights.interpolate import interpolate
+    from vitrail.weights.load import load
+
+    check_suffix(out)
+    check_new_files({"OUT": out})
+    first, second = load(source), load(toward)
+    mixed = interpolate(first, second, at)
+    if data is not None:
+        from vitrail.evaluation.run import evaluate
+
+        print("    t  accuracy")
+        for t in sorted({*(step / 10 for step in range(11)), at}):
+            metrics = evaluate(interpolate(first, second, t), data).metrics
+            accuracy = None if metrics is None else metrics.top1
+            mark = "  written" if t == at else ""
+            print(f"{t:5.3g}  {'unknown' if accuracy is None else f'{accuracy:8.2%}'}{mark}", flush=True)
+    mixed.save(out)
+    print(f"written: {printable(out)}")
+    if not quiet:
+        print(f"note: {printable(mixed.notes[-1])}")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.completion import family_names
+from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, suggest
 
 Family = Annotated[
@@ -52,6 +53,25 @@ Device = Annotated[
 TrainingDevice = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:1|mps", help="Where to compute.", show_default="auto")
 ]
+Labels = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B,...|FILE",
+        help="Zero-shot: the classes of a model with a text tower, or a file with one on each line.",
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT|FILE",
+        help='Zero-shot: "a photo of a {}", may be repeated; or a file with the classes, one on each line, '
+        "or a JSON object of classes with their texts.",
+    ),
+]
+Templates = Annotated[
+    Path | None,
+    typer.Option(help='Zero-shot: a file with a text such as "a photo of a {}" on each line.'),
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 
@@ -68,6 +88,34 @@ def load_arguments(
         arguments["keys"] = _read_keys(keys)
     arguments |= parse_settings(given or [])
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def open_zero_shot(
+    model: str,
+    labels: str | None,
+    prompts: list[str] | None,
+    templates: Path | None,
+    arguments: dict[str, Any],
+    *,
+    quiet: bool,
+) -> Any:
+    """The model with a head from words, if there are any; None without.
+
+    Args:
+        arguments: of `vitrail.load`; they are used up if the model is opened here.
+    """
+    if labels is None and not prompts and templates is None:
+        return None
+    from vitrail.weights.load import load
+    from vitrail.weights.prompts import read_prompts
+    from vitrail.weights.zero_shot import bake_prompts
+
+    wanted = read_prompts(labels, prompts, templates)
+    bundle = bake_prompts(load(model, **arguments), wanted)
+    arguments.clear()
+    if not quiet:
+        print_error(bundle.notes[-1])
+    return bundle
 
 
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:

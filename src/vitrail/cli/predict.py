@@ -40,6 +40,9 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(help="Save the rows to this new file.", show_default="stdout")
     ] = None,
+    labels: options.Labels = None,
+    prompts: options.Prompts = None,
+    templates: options.Templates = None,
     embeddings: Annotated[
         Path | None,
         typer.Option(
@@ -76,6 +79,8 @@ def predict(
     temperature and a threshold (see vitrail evaluate --calibrate), scores are calibrated, and predictions
     below the threshold are "don't know". An image that is unlike those the model was trained on is marked
     as out of distribution, if the file has statistics of their features.
+
+    With --labels, a CLIP or SigLIP file classifies without training: each class is described by words.
     """
     inputs = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
     if not inputs:
@@ -90,7 +95,8 @@ def predict(
 
     format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
+    opened = options.open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
+    predictor = Predictor(opened or model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
     if not config.classes:
         _check_headless(top, embeddings)

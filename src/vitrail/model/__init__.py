@@ -5,6 +5,7 @@ from vitrail.model.attention import Attention, attend, attend_explicitly
 from vitrail.model.block import Block
 from vitrail.model.decoder import Decoder, DecoderConfig, generate
 from vitrail.model.tap import edit, record
+from vitrail.model.text import TextConfig, TextTower
 from vitrail.model.vit import Encoded, ViT
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Encoded",
+    "TextConfig",
+    "TextTower",
     "ViT",
     "attend",
     "attend_explicitly",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitrail.config import ViTConfig
 from vitrail.model.mlp import build_activation
@@ -40,6 +41,27 @@ class DistilledHead(nn.Module):
         return (class_logits + distillation_logits) / 2  # (B, K)
 
 
+class CosineHead(nn.Module):
+    """fc2(y / |y|) with y = fc1 of the pooled vector: with texts as fc2's rows, a zero-shot classifier.
+
+    A row of fc2 is a text's unit vector times the scale, so that a logit is the scaled cosine of image and
+    text. Without `head_hidden` the pooled vector itself is compared (SigLIP).
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        width, hidden = config.pooled_width, config.head_hidden
+        self.fc1 = nn.Linear(width, hidden, bias=config.head_bias) if hidden else nn.Identity()
+        self.fc2 = nn.Linear(hidden or width, config.classes, bias=config.head_bias)
+
+    def embed(self, pooled: Tensor) -> Tensor:
+        """The unit vector of an image, in the space of the texts: (B, E)."""
+        return F.normalize(self.fc1(pooled), dim=-1)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.fc2(self.embed(pooled))  # (B, K)
+
+
 def build_head(config: ViTConfig) -> nn.Module:
     """The head of `config.head`; an identity without classes."""
     if config.classes == 0:
@@ -53,3 +75,5 @@ def build_head(config: ViTConfig) -> nn.Module:
             return TwoLayerHead(config, nn.Tanh())
         case "distilled":
             return DistilledHead(config)
+        case "cosine":
+            return CosineHead(config)

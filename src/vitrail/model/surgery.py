@@ -63,17 +63,27 @@ def repatch(model: ViT, patch: int | tuple[int, int], **options: Any) -> ViT:
     return _rebuild(model, new, update)
 
 
-def reclass(model: ViT, classes: int) -> ViT:
+def reclass(model: ViT, classes: int, *, keep_projection: bool = False) -> ViT:
     """A model for other classes: the old head, with any hidden layer, is replaced by a linear one
-    initialized to zero (paper, Section 3.2)."""
+    initialized to zero (paper, Section 3.2).
+
+    Args:
+        keep_projection: of a cosine head, replace only the layer of the classes.
+    """
+    keep = keep_projection and model.config.head == "cosine"
+    head: dict[str, Any] = {} if keep else {"head": "linear", "head_hidden": None}
+
+    def is_replaced(name: str) -> bool:
+        return name.startswith("head.") and not (keep and name.startswith("head.fc1."))
 
     def update(state: State) -> None:
-        for name in [name for name in state if name.startswith("head.")]:
+        for name in [name for name in state if is_replaced(name)]:
             del state[name]
 
-    new = _rebuild(model, replace(model.config, classes=classes, head="linear", head_hidden=None), update)
-    for parameter in new.head.parameters():
-        torch.nn.init.zeros_(parameter)
+    new = _rebuild(model, replace(model.config, classes=classes, **head), update)
+    for name, parameter in new.head.named_parameters(prefix="head"):
+        if is_replaced(name):
+            torch.nn.init.zeros_(parameter)
     return new
 
 

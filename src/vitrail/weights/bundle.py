@@ -5,9 +5,10 @@
     bundle.save("pets-2.safetensors")
 
 The file is a safetensors file. Its tensors are the model's state dict, `extras/...`, `golden/...`,
-`features/...` (feature_statistics.py) and `fingerprint/...` (fingerprint.py); its metadata holds one JSON
-object under "vitrail". The golden inputs are four images of uint8 pixels, with the logits they gave when the
-file was written: `vitrail verify` checks that they still do.
+`features/...` (feature_statistics.py), `fingerprint/...` (fingerprint.py) and, as bytes, the files of a text
+tower's tokenizer, `text/...`; its metadata holds one JSON object under "vitrail". The golden inputs are four
+images of uint8 pixels, with the logits they gave when the file was written: `vitrail verify` checks that they
+still do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from vitrail.summary import Summary, first_names
 from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.files import write_safetensors
 from vitrail.weights.fingerprint import Fingerprint, read_fingerprint
-from vitrail.weights.folder import ModelFiles
+from vitrail.weights.folder import TEXT_PREFIX, ModelFiles
 from vitrail.weights.scores import Scores, parse_scores
 
 if TYPE_CHECKING:
@@ -37,8 +39,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.model import ViT
+    from vitrail.weights.text import TextEncoder
 
-FORMAT = 2  # increased when an older vitrail could no longer read the file correctly
+FORMAT = 3  # increased when an older vitrail could no longer read the file correctly
+_FORMAT_WITHOUT_TEXT = 2
 _GOLDEN_COUNT = 4
 _OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
@@ -91,6 +95,35 @@ class Bundle(Summary):
     """Which images the model was trained on, if that is known."""
     notes: list[str] = field(default_factory=list)
     """What was assumed or changed when the model was loaded, a sentence each."""
+    text_files: dict[str, bytes] = field(default_factory=dict)
+    """The settings and the tokenizer of a text tower, by file name."""
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the file has a text tower."""
+        from vitrail.weights.text import entries_of, has_text
+
+        return has_text(entries_of(self.extras))
+
+    @cached_property
+    def text(self) -> TextEncoder:
+        """The text tower: `bundle.text(["a photo of a cat"])` are unit vectors (B, E)."""
+        from vitrail.weights.text import build_text
+
+        encoder = build_text(self.extras, self.text_files, self.model.config)
+        encoder.tower.to(next(self.model.parameters()).device)
+        return encoder
+
+    def zero_shot(self, labels: Sequence[str], templates: Sequence[str] | None = None) -> Bundle:
+        """A classifier of these classes, from the text tower: an ordinary bundle.
+
+        Args:
+            templates: texts with {} in place of the class; an ensemble of our own by default.
+        """
+        from vitrail.weights.prompts import fill_templates
+        from vitrail.weights.zero_shot import bake_prompts
+
+        return bake_prompts(self, fill_templates(labels, templates))
 
     def __post_init__(self) -> None:
         from vitrail.model import ViT
@@ -148,6 +181,8 @@ class Bundle(Summary):
             tensors |= {n: torch.from_numpy(array) for n, array in self.fingerprint.arrays().items()}
         if self.statistics is not None:
             tensors |= {PREFIX + n: torch.from_numpy(a) for n, a in self.statistics.arrays().items()}
+        for name, data in self.text_files.items():
+            tensors[TEXT_PREFIX + name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         # Only one entry: safetensors writes several in varying order, and equal models would give different
         # files.
         write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
@@ -155,7 +190,7 @@ class Bundle(Summary):
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""
         return {
-            "format": FORMAT,
+            "format": FORMAT if self.text_files else _FORMAT_WITHOUT_TEXT,
             "config": asdict(self.model.config),
             "preprocess": None if self.preprocess is None else asdict(self.preprocess),
             "labels": self.labels,

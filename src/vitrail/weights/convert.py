@@ -17,7 +17,9 @@ from vitrail.weights.family import Family
 from vitrail.weights.keys import CUSTOM
 from vitrail.weights.load import load
 from vitrail.weights.match import join_names
+from vitrail.weights.prompts import Prompts
 from vitrail.weights.to_family import ConversionError, family_tensors, unsupported, write_family
+from vitrail.weights.zero_shot import bake_prompts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +49,9 @@ class ConversionReport:
         return self.difference is None or math.isfinite(self.difference)
 
 
-def convert(path: str | Path, out: str | Path, to: str, **options: Any) -> ConversionReport:
+def convert(
+    path: str | Path, out: str | Path, to: str, *, prompts: Prompts | None = None, **options: Any
+) -> ConversionReport:
     """Write a model as a file of another family.
 
     Args:
@@ -56,6 +60,7 @@ def convert(path: str | Path, out: str | Path, to: str, **options: Any) -> Conve
             folder, which also gets the family's settings. Endings of other formats, such as .pt, are
             refused. It must not exist yet.
         to: "vitrail", a family that can be written, or the one the file came from.
+        prompts: give a model with a text tower a head for these classes, see `weights.prompts`.
         options: of `vitrail.load`: classes, size, heads, eps, offline...
     """
     out = Path(out)
@@ -63,6 +68,7 @@ def convert(path: str | Path, out: str | Path, to: str, **options: Any) -> Conve
         raise FileError(f"{printable(out)} already exists; choose another name, or remove it first.")
     check_suffix(out, *([] if to == VITRAIL.name else [".npz"]))
     bundle = load(path, **options)
+    bundle = bundle if prompts is None else bake_prompts(bundle, prompts)
     inputs, logits = _check_finite(bundle, path)
     source = bundle.source.family if bundle.source else VITRAIL.name
     if to == VITRAIL.name:

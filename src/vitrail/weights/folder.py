@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from vitrail.errors import FileError, InputError, printable
 from vitrail.io.read import parse_json, read_limited
 from vitrail.weights.files import Entry, WeightFile, open_weights
+from vitrail.weights.tokenizer import MAX_BYTES, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
 SETTINGS = ("config.json", "preprocessor_config.json")
+TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
+TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
 _MAX_JSON = 10_000_000  # bytes
 
@@ -37,6 +41,15 @@ class ModelFiles:
     @property
     def entries(self) -> dict[str, Entry]:
         return {name: file.entries[name] for name, file in self._file_of.items()}
+
+    @cached_property
+    def text_files(self) -> dict[str, bytes]:
+        """The settings and the tokenizer of a text tower, by file name; a vitrail file holds them itself."""
+        if not self.path.is_dir():
+            names = [name for name in self._file_of if name.startswith(TEXT_PREFIX)]
+            return {name.removeprefix(TEXT_PREFIX): self.tensor(name).numpy().tobytes() for name in names}
+        paths = {name: self.path / name for name in TEXT_FILES if (self.path / name).is_file()}
+        return {name: read_limited(path, MAX_BYTES, "a tokenizer") for name, path in paths.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self._file_of[name].tensor(name)

@@ -20,19 +20,25 @@ def rehead(model: ViT, labels: Sequence[str] | None, classes: Sequence[str]) -> 
 
     from vitrail.model import surgery
 
-    new = surgery.reclass(model, len(classes))
-    if labels is None or model.config.head != "linear" or not model.config.classes:
-        return new, 0
-    rows = {_canonical(label): row for row, label in reversed(list(enumerate(labels)))}
-    found = [_find_row(rows, name) for name in classes]
-    pairs = [(ours, theirs) for ours, theirs in enumerate(found) if theirs is not None]
+    pairs = _known_classes(model, labels, classes)
     if not pairs:
-        return new, 0
+        return surgery.reclass(model, len(classes)), 0
+    new = surgery.reclass(model, len(classes), keep_projection=True)
     ours, theirs = (torch.tensor(indices) for indices in zip(*pairs, strict=True))
     with torch.no_grad():
         for name, parameter in new.head.named_parameters():
-            parameter[ours] = model.head.get_parameter(name)[theirs]
+            if not name.startswith("fc1."):
+                parameter[ours] = model.head.get_parameter(name)[theirs]
     return new, len(pairs)
+
+
+def _known_classes(model: ViT, labels: Sequence[str] | None, classes: Sequence[str]) -> list[tuple[int, int]]:
+    """The new and the old row of each class that the model knows by name."""
+    if labels is None or model.config.head not in ("linear", "cosine") or not model.config.classes:
+        return []
+    rows = {_canonical(label): row for row, label in reversed(list(enumerate(labels)))}
+    found = [_find_row(rows, name) for name in classes]
+    return [(ours, theirs) for ours, theirs in enumerate(found) if theirs is not None]
 
 
 def _find_row(rows: Mapping[str, int], name: str) -> int | None:

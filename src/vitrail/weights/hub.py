@@ -15,10 +15,11 @@ from typing import Any
 
 from vitrail.errors import FileError, printable, require_extra
 from vitrail.telemetry import disable_telemetry
-from vitrail.weights.folder import SETTINGS, WEIGHTS, list_shards
+from vitrail.weights.folder import SETTINGS, TEXT_FILES, WEIGHTS, list_shards
 
 _Name = re.Match[str]  # of _NAME
 _CARD = "README.md"
+_BESIDE = tuple(dict.fromkeys((*SETTINGS, *TEXT_FILES)))  # the files that are read beside the weights
 _USUAL = [name for weights in WEIGHTS for name in (f"{weights}.index.json", weights)]  # as in folder.py
 _WORD = r"\w(?:[\w.+=-]*\w)?"  # never empty, "." or "..", and never like an option
 _NAME = re.compile(
@@ -79,7 +80,7 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
     if weights not in available:
         missing = weights or WEIGHTS[0]
         raise _explain(KeyError(), name, missing, offline) if offline else _no_weights(name, available)
-    needed = (_CARD, weights) if name["file"] else (_CARD, *SETTINGS, weights)
+    needed = (_CARD, weights) if name["file"] else (_CARD, *_BESIDE, weights)
     first, *rest = [file for file in needed if file in available]
     if not offline:
         _announce(name, [first, *rest, *_shards_of(weights, available)], available, commit)
@@ -124,7 +125,7 @@ def _list_files(name: _Name, offline: bool) -> tuple[dict[str, int | None], str 
         if not offline:
             info = HfApi().model_info(repo, revision=revision, timeout=wait, files_metadata=True)
             return {file.rfilename: file.size for file in info.siblings or ()}, info.sha
-        relevant = [_CARD, *SETTINGS, *_USUAL, *filter(None, [name["file"]])]
+        relevant = [_CARD, *_BESIDE, *_USUAL, *filter(None, [name["file"]])]
         cached = [f for f in relevant if isinstance(try_to_load_from_cache(repo, f, revision=revision), str)]
         return dict.fromkeys(cached), None
 

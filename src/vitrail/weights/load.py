@@ -22,6 +22,7 @@ from vitrail.weights.match import join_names
 from vitrail.weights.preprocessing import check_fields, override_preprocess
 from vitrail.weights.scores import Scores
 from vitrail.weights.state import read_state
+from vitrail.weights.text import add_clip_file, has_text
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +129,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     _check_tensors(files, {**shapes, **match.shapes}, model)
     state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
     extras = {name: files.tensor(original) for name, original in match.extras.items()}
+    others = {name: files.entries[original] for name, original in match.extras.items()}
     state = {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
     model = model.to(dtype or torch.float32).eval()
@@ -142,6 +144,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         extras=extras,
         fingerprint=stored_fingerprint(files),
         notes=list(description.notes),
+        text_files=add_clip_file(others, files.text_files) if has_text(others) else {},
     )
 
 

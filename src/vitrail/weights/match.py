@@ -133,7 +133,7 @@ def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | No
             match.unknown.append(name)
         elif name.startswith("extras/"):
             match.extras[name.removeprefix("extras/")] = name
-        elif not name.startswith(("golden/", "fingerprint/", PREFIX)):
+        elif not name.startswith(("golden/", "fingerprint/", "text/", PREFIX)):
             match.shapes[ours] = entry.shape
             match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
     return match

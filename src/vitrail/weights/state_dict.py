@@ -146,7 +146,7 @@ def _pool(
 ) -> dict[str, Any]:
     """Pool and head, where the shapes of the head show more than its names."""
     if "head.fc2.weight" in shapes and "head" not in overrides:
-        raise ConfigError("The head has two layers; give head=mlp or head=tanh, its activation.")
+        raise ConfigError("The head has two layers; give head=mlp, tanh or cosine, what is between.")
     layer = next((n for n in ("head.weight", "head.fc1.weight") if n in shapes), None)
     if layer is None or "pool" in overrides:
         return {}

@@ -125,7 +125,11 @@ class EncoderWalk(BlockWalk):
         activation = "tanh" if c.head == "tanh" else ACTIVATION_NAMES[c.activation]
         two = f"{activation}(y W_1 + b_1) W_2 + b_2"
         pair = "(y_class W_c + b_c + y_dist W_d + b_d) / 2"
-        logits = {"linear": f"y W{' + b' * c.head_bias}", "mlp": two, "tanh": two, "distilled": pair}[c.head]
+        unit = f"u / |u| W_2{' + b_2' * c.head_bias}" + (
+            " with u = y W_1" if c.head_hidden else " with u = y"
+        )
+        one = f"y W{' + b' * c.head_bias}"
+        logits = {"linear": one, "mlp": two, "tanh": two, "distilled": pair, "cosine": unit}[c.head]
         self.add("logits", f"o = {logits}", "The logit of each class: the higher, the more likely.")
         probabilities = self.activations["logits"].softmax(dim=-1)
         meaning = "Softmax turns the logits into probabilities."

@@ -1,0 +1,75 @@
+"""`vitrail embed`: the embeddings of images, as an index to search in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitrail.cli import overrides as options
+from vitrail.cli.outputs import check_new_files
+from vitrail.cli.streams import print_error
+from vitrail.errors import InputError, printable
+from vitrail.progress import ProgressBars
+
+_SHOWN = 5  # images that could not be read
+
+
+def embed(
+    model: Annotated[
+        str, typer.Argument(help="A weight file, a model folder, hf:owner/name, or an .onnx file.")
+    ],
+    images: Annotated[list[str], typer.Argument(help="Images, or folders of images.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The new index: a .safetensors file, or a .npy file with a .json of the names beside it.",
+        ),
+    ] = Path("index.safetensors"),
+    batch: Annotated[
+        int,
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
+    ] = 32,
+    workers: options.WorkersOption = "auto",
+    device: options.Device = None,
+    size: options.Size = None,
+    family: options.Family = None,
+    keys: options.Keys = None,
+    settings: options.Set = None,
+    offline: options.Offline = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Compute the embedding of each image and save them as an index for vitrail search.
+
+    Embeddings have length 1. Those of a CLIP or SigLIP file can be compared with words. Images that cannot
+    be read are listed and have no row; the exit code is then 1.
+    """
+    if out.suffix not in (".safetensors", ".npy"):
+        raise InputError(
+            f"--out must name a .safetensors or .npy file, not {printable(out)}; change its ending."
+        )
+    beside = out.with_suffix(".json") if out.suffix == ".npy" else None
+    check_new_files({"--out": out, "the names beside it": beside})
+
+    from vitrail.predict import Predictor
+    from vitrail.predict.index import build_index
+    from vitrail.predict.sources import expand_paths
+
+    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
+    with ProgressBars(enabled=not quiet) as bars:
+        total = sum(1 for _ in expand_paths(images)) if bars.enabled else None
+        index = build_index(predictor, images, model=model, progress=lambda done: bars("images", done, total))
+    for name, reason in list(index.errors.items())[:_SHOWN]:
+        print_error(f"{printable(name)}: {printable(reason)}")
+    if not index.names:
+        raise InputError("None of the images could be read, so there is no index; check the paths.")
+    index.save(out)
+    rows, width = index.embeddings.shape
+    print(f"{rows:,} images, embeddings of {width}: {printable(out)}")
+    if index.errors:
+        print_error(f"{len(index.errors):,} images could not be read; they are not in the index.")
+        raise typer.Exit(1)

@@ -1,0 +1,100 @@
+"""`vitrail search`: the images of an index that are most like an image, or like some words."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli import overrides as options
+from vitrail.cli.outputs import check_new_files
+from vitrail.errors import InputError, printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from vitrail.predict import Predictor
+
+
+def search(
+    index: Annotated[Path, typer.Argument(help="An index of vitrail embed.")],
+    query: Annotated[str, typer.Argument(metavar="IMAGE|WORDS", help="An image file, or words in quotes.")],
+    top: Annotated[int, typer.Option(min=1, max=100_000, help="Images to list.")] = 20,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Save a page with the images to this new HTML file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the images as JSON.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model of the index.", show_default="the path in the index"),
+    ] = None,
+    device: options.Device = None,
+    offline: options.Offline = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """List the images of an index that are most like an image, or like some words, best first.
+
+    The score is the cosine of the embeddings, at most 1. All images are compared. Words need a CLIP or SigLIP
+    model; their cosines with images are small numbers even for good matches, so only their order counts.
+    """
+    check_new_files({"--html": html_file})
+
+    from vitrail.data.folders import SUFFIXES
+    from vitrail.predict import Predictor
+    from vitrail.predict.index import read_index
+
+    is_image = Path(query).exists() or Path(query).suffix.lower() in SUFFIXES
+    if html_file is not None:
+        from vitrail.report.page import check_extras
+
+        check_extras()
+    opened = read_index(index)
+    arguments: dict[str, Any] = {"device": device, "offline": offline or None}
+    name = model or opened.model
+    if not name:
+        raise InputError(f"{printable(index)} does not say which model made it; give --model.")
+    predictor = Predictor(
+        name, workers=0, **{key: value for key, value in arguments.items() if value is not None}
+    )
+    opened.check_model(predictor)
+    hits = opened.search(_embed_query(predictor, query, is_image), top)
+    if as_json:
+        print(json.dumps([{"file": hit.name, "score": hit.score} for hit in hits], indent=2))
+    else:
+        print(f"{'score':6}  file")
+        for hit in hits:
+            print(f"{hit.score:6.4f}  {printable(hit.name)}")
+    if html_file is not None:
+        from vitrail.report.page import write_page
+        from vitrail.report.search import search_page
+
+        command = shlex.join(["vitrail", *sys.argv[1:]])
+        found = [(opened.path(hit.name), hit.score) for hit in hits]
+        write_page(
+            html_file, search_page(found, len(opened.names), query, is_image=is_image, command=command)
+        )
+        if not quiet and not as_json:
+            print(f"page: {printable(html_file)}")
+
+
+def _embed_query(predictor: Predictor, query: str, is_image: bool) -> NDArray[np.float32]:
+    """The vector of an image file, or of words."""
+    from vitrail.predict.index import build_index, text_query
+
+    if not is_image:
+        if predictor.bundle is None or not predictor.bundle.has_text:
+            raise InputError(
+                f"{printable(query)!r} is not a file, and the model of the index has no text tower to search "
+                "by words; name an image, or make the index with a CLIP or SigLIP model."
+            )
+        return text_query(predictor, query)
+    found = build_index(predictor, [query])
+    if len(found.names) != 1:
+        reason = next(iter(found.errors.values()), "it is a folder")
+        raise InputError(f"{printable(query)} cannot be searched for: {printable(reason)}")
+    return found.embeddings[0]

@@ -1,0 +1,224 @@
+"""An index of images: their embeddings and names in one file, for exact search.
+
+    index = build_index(Predictor("clip.safetensors"), ["photos/"])
+    index.save("photos.safetensors")
+    for hit in index.search(vector, top=20): ...
+
+Embeddings have length 1, so that a product is a cosine. Of a model with a text tower they are the projected
+ones, which words can be compared with; of others, the pooled vectors. Every row is compared, in blocks, so
+that no image is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitrail.errors import FileError, InputError, printable
+from vitrail.io.read import parse_json
+from vitrail.predict.predictor import Predictor
+from vitrail.weights.bundle import golden_inputs
+from vitrail.weights.files import open_weights, write_safetensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_KEY = "vitrail.index"
+_FORMAT = 1
+_BLOCK = 1 << 24  # products in memory at once
+_TOLERANCE = 1e-3  # of the embeddings of the golden inputs, between machines
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An image that was found."""
+
+    name: str
+    score: float
+    """The cosine with the query."""
+    row: int
+
+
+@dataclass(eq=False)
+class Index:
+    """Embeddings (N, E) of length 1, with the names of their images."""
+
+    embeddings: NDArray[np.float32]
+    names: list[str]
+    model: str = ""
+    """The path of the model, as it was given."""
+    folder: str = ""
+    """The folder that relative names start from."""
+    golden: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """The embeddings of the model's golden inputs: another model would have others."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Images that could not be read, with the reason. They have no row, and are not saved."""
+
+    def search(self, query: NDArray[np.floating], top: int = 20) -> list[Hit]:
+        """The images whose embeddings are nearest to a vector (E,), best first."""
+        if query.shape != self.embeddings.shape[1:]:
+            raise InputError(
+                f"The query has {query.shape[-1]} numbers and the index has rows of "
+                f"{self.embeddings.shape[1]}; use the model that made the index."
+            )
+        scores, rows = nearest(unit(query[None]), self.embeddings, top)
+        return [Hit(self.names[r], float(s), int(r)) for s, r in zip(scores[0], rows[0], strict=True)]
+
+    def path(self, name: str) -> Path:
+        """The file of an image."""
+        here = Path(name)
+        return here if here.exists() or not self.folder else Path(self.folder) / name
+
+    def check_model(self, predictor: Predictor) -> None:
+        """Refuse a model that did not make the index: its vectors would mean nothing here."""
+        golden = Embedder(predictor).golden()
+        if golden.shape != self.golden.shape or np.abs(golden - self.golden).max(initial=0) > _TOLERANCE:
+            raise InputError(
+                "The index was made by another model, so embeddings cannot be compared; use that model, "
+                f"{printable(self.model)}, or make the index again with vitrail embed."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write one .safetensors file, or a .npy file of the embeddings with a .json file beside it."""
+        import torch
+
+        about = {"format": _FORMAT, "model": self.model, "folder": self.folder}
+        if Path(path).suffix == ".npy":
+            self._save_npy(Path(path), about)
+            return
+        names = json.dumps(self.names).encode()
+        tensors = {
+            "embeddings": torch.from_numpy(self.embeddings),
+            "golden": torch.from_numpy(self.golden),
+            "names": torch.frombuffer(bytearray(names), dtype=torch.uint8),
+        }
+        write_safetensors(path, tensors, {_KEY: json.dumps(about)})
+
+    def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
+        from vitrail.io.write import atomic_file, write_text
+
+        with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
+            np.save(file, self.embeddings)
+        about |= {"golden": self.golden.tolist(), "names": self.names}
+        write_text(path.with_suffix(".json"), json.dumps(about) + "\n", overwrite=True)
+
+
+def read_index(path: str | Path) -> Index:
+    """Read an index that `Index.save` wrote as a .safetensors file."""
+    with open_weights(path) as file:
+        if _KEY not in file.metadata:
+            raise FileError(
+                f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
+                "index.safetensors."
+            )
+        about = parse_json(file.metadata[_KEY], f"the description in {path}")
+        arrays = {name: file.tensor(name).numpy() for name in ("embeddings", "golden", "names")}
+    names = parse_json(arrays["names"].tobytes(), f"the names in {path}")
+    embeddings = arrays["embeddings"].astype(np.float32)
+    valid = isinstance(about, dict) and isinstance(names, list) and embeddings.ndim == 2
+    if not valid or len(names) != len(embeddings) or not all(isinstance(name, str) for name in names):
+        raise FileError(f"{printable(path)} is damaged: its names and embeddings do not fit. Make it again.")
+    if about.get("format") != _FORMAT:
+        raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
+    if not np.isfinite(embeddings).all():
+        raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
+    return Index(
+        embeddings, names, str(about.get("model", "")), str(about.get("folder", "")), arrays["golden"]
+    )
+
+
+# ---- building -------------------------------------------------------------------------------
+
+
+class Embedder:
+    """From a model's outputs to unit vectors, in the space of the texts if the model has one."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor, config, bundle = predictor, predictor.config, predictor.bundle
+        has_text = bundle is not None and bundle.has_text and bundle.labels is None
+        # CLIP's image tower has its projection as a head; SigLIP's has none and needs none.
+        self.projects = has_text and config.classes > 0
+        self.head: Any = bundle.model.head if bundle and config.head == "cosine" and config.classes else None
+
+    def __call__(self, pooled: NDArray[np.floating], logits: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Unit vectors (B, E), of pooled vectors (B, D) and logits (B, K)."""
+        if self.projects:
+            return unit(logits)
+        if self.head is None:
+            return unit(pooled)
+        import torch
+
+        with torch.no_grad():
+            return self.head.embed(torch.from_numpy(pooled).to(self.head.fc2.weight)).float().cpu().numpy()
+
+    def golden(self) -> NDArray[np.float32]:
+        """The vectors of inputs that are the same everywhere."""
+        pixels = golden_inputs(self.predictor.config).permute(0, 2, 3, 1).numpy()
+        return self(*self.predictor.run(list(pixels)))
+
+
+def build_index(
+    predictor: Predictor,
+    images: Iterable[Any],
+    *,
+    model: str = "",
+    progress: Callable[[int], None] = lambda done: None,
+) -> Index:
+    """Embed images, files and folders. Images that cannot be read are in `.errors`."""
+    rows, names, errors, embed = [], [], {}, Embedder(predictor)
+    golden = embed.golden()
+    for done, prediction in enumerate(predictor.stream(images), 1):
+        if prediction.embedding is None:
+            errors[prediction.name] = prediction.error or "it has no embedding"
+        else:
+            logits = prediction.embedding if prediction.logits is None else prediction.logits
+            rows.append(embed(prediction.embedding[None], logits[None])[0])
+            names.append(prediction.name)
+        progress(done)
+    embeddings = np.stack(rows) if rows else golden[:0]
+    return Index(embeddings, names, model, os.getcwd(), golden, errors)
+
+
+# ---- searching ------------------------------------------------------------------------------
+
+
+def unit(vectors: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Vectors (N, E), each divided by its length; zeros stay zeros."""
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    return (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
+
+
+def nearest(
+    queries: NDArray[np.float32], rows: NDArray[np.float32], top: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Cosines and indices of the `top` nearest rows of each query, (Q, top) each, best first."""
+    top = min(top, len(rows))
+    best_scores = np.full((len(queries), 0), -np.inf, np.float32)
+    best_rows = np.zeros((len(queries), 0), np.int64)
+    step = max(1, _BLOCK // max(1, len(queries)))
+    for at in range(0, len(rows), step):
+        scores = queries @ rows[at : at + step].T
+        count = min(top, scores.shape[1])
+        some = np.argpartition(-scores, count - 1, axis=1)[:, :count]
+        best_scores = np.concatenate([best_scores, np.take_along_axis(scores, some, 1)], axis=1)
+        best_rows = np.concatenate([best_rows, some + at], axis=1)
+        order = np.argsort(-best_scores, axis=1, kind="stable")[:, :top]
+        best_scores = np.take_along_axis(best_scores, order, 1)
+        best_rows = np.take_along_axis(best_rows, order, 1)
+    return best_scores, best_rows
+
+
+def text_query(
+    predictor: Predictor, words: str, templates: Sequence[str] | None = None
+) -> NDArray[np.float32]:
+    """The unit vector of some words, averaged over templates: the words as they are by default."""
+    if predictor.bundle is None:
+        raise InputError("An ONNX file has no text tower; search with the vitrail file it was exported from.")
+    texts = [template.replace("{}", words) for template in templates or ("{}",)]
+    return unit(predictor.bundle.text(texts).mean(dim=0, keepdim=True).cpu().numpy())[0]

@@ -1,0 +1,147 @@
+"""`vitrail embed` and `vitrail search`: exact search by image and by words, on real digit scenes."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from typer.testing import CliRunner
+
+import vitrail as vt
+from tests.support.digit_clip import FILE, save_scenes
+from vitrail.cli import app
+from vitrail.errors import FileError, InputError
+from vitrail.predict.index import nearest, read_index, unit
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return save_scenes(tmp_path_factory.mktemp("scenes"))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory, photos):
+    path = tmp_path_factory.mktemp("index") / "index.safetensors"
+    command("embed", FILE, photos, "-o", path)
+    return path
+
+
+def command(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output} {result.exception!r}"
+    return result
+
+
+def refused(*arguments):
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert isinstance(result.exception, vt.VitrailError), result.output
+    return str(result.exception)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 50), st.sampled_from([1, 7, 1 << 24]))
+def test_the_search_is_exact(rows, queries, top, block):
+    rng = np.random.default_rng(rows * 1000 + queries * 100 + top)
+    data, asked = (unit(rng.normal(size=(count, 6))) for count in (rows, queries))
+    import vitrail.predict.index as module
+
+    before, module._BLOCK = module._BLOCK, block
+    try:
+        scores, found = nearest(asked, data, top)
+    finally:
+        module._BLOCK = before
+    expected = -np.sort(-(asked @ data.T), axis=1)[:, :top]
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
+    np.testing.assert_allclose(np.take_along_axis(asked @ data.T, found, 1), expected, atol=1e-6)
+
+
+def test_an_image_finds_itself_and_its_kind(index, photos):
+    query = sorted((photos / "one").glob("*.png"))[0]
+    hits = json.loads(command("search", index, query, "--top", 6, "--json").stdout)
+    assert hits[0]["file"] == str(query)
+    assert hits[0]["score"] == pytest.approx(1, abs=1e-5)
+    assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
+
+
+def test_words_find_images(index):
+    """Of the ten best for each word, most show it; chance is 10 %."""
+    right = [
+        hit["file"].split("/")[-2] == word
+        for word in ("zero", "two", "four", "seven")
+        for hit in json.loads(command("search", index, f"a {word}", "--top", 5, "--json").stdout)
+    ]
+    assert np.mean(right) > 0.5
+
+
+def test_the_table_and_the_page(index, photos, tmp_path):
+    (tmp_path / "<b>.png").write_bytes(sorted((photos / "two").glob("*.png"))[0].read_bytes())
+    output = command(
+        "search", index, tmp_path / "<b>.png", "--top", 3, "--html", tmp_path / "page.html"
+    ).output
+    assert output.splitlines()[0] == "score   file"
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("data:image/png") == 4  # the query and three images
+    assert "&lt;b&gt;.png" in page
+    assert "<b>.png" not in page
+    assert "already exists" in refused("search", index, "a two", "--html", tmp_path / "page.html")
+
+
+def test_an_image_that_is_gone_stays_in_the_list(photos, tmp_path):
+    for name in ("a", "b"):
+        Image.new("L", (24, 24), 80 if name == "a" else 200).save(tmp_path / f"{name}.png")
+    command("embed", FILE, tmp_path / "a.png", tmp_path / "b.png", "-o", tmp_path / "index.safetensors")
+    (tmp_path / "b.png").unlink()
+    page = tmp_path / "page.html"
+    command("search", tmp_path / "index.safetensors", tmp_path / "a.png", "--html", page)
+    assert "cannot be read any more" in page.read_text()
+
+
+def test_bad_images_are_listed_and_skipped(tmp_path, photos):
+    (tmp_path / "bad.png").write_bytes(b"nothing")
+    good = sorted((photos / "one").glob("*.png"))[0]
+    result = command("embed", FILE, tmp_path / "bad.png", good, "-o", tmp_path / "i.safetensors", code=1)
+    assert "bad.png" in result.stderr
+    assert read_index(tmp_path / "i.safetensors").names == [str(good)]
+    assert "None of the images" in refused(
+        "embed", FILE, tmp_path / "bad.png", "-o", tmp_path / "j.safetensors"
+    )
+    assert not (tmp_path / "j.safetensors").exists()
+
+
+def test_a_numpy_file_with_names(tmp_path, photos):
+    command("embed", FILE, photos / "one", "-o", tmp_path / "i.npy")
+    rows, about = np.load(tmp_path / "i.npy"), json.loads((tmp_path / "i.json").read_text())
+    assert len(about["names"]) == len(rows)
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+
+
+def test_other_models(tmp_path, index, photos):
+    """A classifier is searched by image only; another model's index is refused."""
+    plain = tmp_path / "plain.safetensors"
+    vt.Bundle(model=vt.create("mu/4", size=24, channels=1, classes=2, init="timm")).save(plain)
+    command("embed", plain, photos / "one", "-o", tmp_path / "i.safetensors")
+    query = sorted((photos / "one").glob("*.png"))[3]
+    hits = json.loads(command("search", tmp_path / "i.safetensors", query, "--json").stdout)
+    assert hits[0]["file"] == str(query)
+    assert "no text tower" in refused("search", tmp_path / "i.safetensors", "some words")
+    assert "made by another model" in refused("search", index, query, "--model", plain)
+    baked = tmp_path / "baked.safetensors"
+    vt.load(FILE).zero_shot(["a one", "a two"], ["{}"]).save(baked)
+    hits = json.loads(command("search", index, query, "--model", baked, "--json").stdout)  # the same space
+    assert hits[0]["file"] == str(query)
+
+
+@pytest.mark.parametrize("query", ["nothing.jpg", "."])
+def test_bad_queries(index, query):
+    assert "cannot be searched for" in refused("search", index, query)
+
+
+def test_bad_indexes(tmp_path, index):
+    assert "is not an index" in refused("search", FILE, "a two")
+    with pytest.raises(FileError, match="No such file"):
+        read_index(tmp_path / "nothing.safetensors")
+    assert ".safetensors or .npy" in refused("embed", FILE, tmp_path, "-o", tmp_path / "x.txt")
+    with pytest.raises(InputError, match="use the model that made the index"):
+        read_index(index).search(np.ones(3))

@@ -1,0 +1,230 @@
+"""Zero-shot heads: words baked into an ordinary file, checked on a real tiny CLIP of digit scenes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import vitrail as vt
+from tests.support.digit_clip import DIGITS, FILE, save_hf_folder, save_scenes, scenes, towers
+from vitrail.cli import app
+from vitrail.course.labs.scenes import scene_digits
+from vitrail.errors import InputError
+from vitrail.predict import Predictor
+from vitrail.weights.interpolate import interpolate
+from vitrail.weights.prompts import TEMPLATES, fill_templates, read_prompts
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return vt.load(FILE)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return save_scenes(tmp_path_factory.mktemp("scenes"))
+
+
+def command(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(one) for one in arguments], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output} {result.exception!r}"
+    return result
+
+
+def test_the_digits_are_classified_by_their_names(digits):
+    """Chance is 10 %. The names of the classes are all that the head is made of."""
+    pixels, chosen = scenes(400, seed=1)
+    predictions = Predictor(digits.zero_shot(DIGITS, ["a {}"]), workers=0)(list(pixels))
+    right = [
+        one.label == DIGITS[d] for one, d in zip(predictions, scene_digits(chosen).tolist(), strict=True)
+    ]
+    assert np.mean(right) > 0.6
+
+
+def test_a_baked_head_gives_the_scaled_cosines(digits):
+    texts = ["a small seven on the left", "a large two"]
+    images = torch.randn(3, 1, 24, 24)
+    baked = digits.zero_shot(texts, ["{}"])
+    with torch.no_grad():
+        expected = digits.text.scale * F.normalize(digits.model(images), dim=-1) @ digits.text(texts).T
+        torch.testing.assert_close(baked.model(images), expected, rtol=0, atol=1e-4)
+    assert (baked.labels, baked.scores.activation, baked.model.config.head) == (texts, "softmax", "cosine")
+
+
+def test_templates_are_averaged(digits):
+    one, two = (
+        digits.zero_shot(DIGITS, [template]).model.head.fc2.weight for template in ("a {}", "a small {}")
+    )
+    both = digits.zero_shot(DIGITS, ["a {}", "a small {}"]).model.head.fc2.weight
+    expected = digits.text.scale * F.normalize(one + two, dim=-1)
+    torch.testing.assert_close(both, expected, rtol=0, atol=1e-4)
+
+
+def test_transformers_reads_the_same_model(tmp_path):
+    """The folder that the tiny model was saved as is a CLIP of transformers: same scores."""
+    torch.manual_seed(0)
+    image, text, _ = towers()
+    folder = save_hf_folder(tmp_path / "clip", image, text, torch.tensor(2.0))
+    theirs, report = hf.CLIPModel.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not any(report.values()), report
+    bundle, images, texts = (
+        vt.load(folder),
+        torch.randn(3, 1, 24, 24),
+        ["a small seven", "a large two on the right"],
+    )
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=bundle.text.tokens(texts), pixel_values=images).logits_per_image
+        ours = bundle.zero_shot(texts, ["{}"]).model(images)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+# ---- commands -------------------------------------------------------------------------------
+
+
+def test_predict_with_words(photos):
+    rows = command(
+        "predict", FILE, photos, "--labels", ",".join(DIGITS), "--prompts", "a {}", "--format", "jsonl"
+    )
+    lines = [json.loads(line) for line in rows.stdout.splitlines() if line.startswith("{")]
+    right = np.mean([line["label"] == line["file"].split("/")[-2] for line in lines])
+    assert len(lines) == 120
+    assert right > 0.5
+    assert "softmax over these classes (CLIP)" in rows.stderr
+    quiet = command("predict", FILE, photos / "one", "--labels", "one,two", "--quiet")
+    assert "softmax" not in quiet.stderr
+
+
+def test_one_file_for_evaluate_export_and_training(tmp_path, photos):
+    """convert --prompts writes an ordinary file; evaluate, ONNX, verify and training give the same logits."""
+    names = tmp_path / "labels.txt"
+    names.write_text("\n".join(DIGITS) + "\n")
+    baked = tmp_path / "digits.safetensors"
+    output = command(
+        "convert", FILE, baked, "--prompts", names, "--prompts", "a {}", "--prompts", "a small {}"
+    ).output
+    assert "10 classes from 20 prompts" in output
+    evaluated = json.loads(command("evaluate", baked, photos, "--json", "-").stdout)
+    assert evaluated["metrics"]["top1"] > 0.5
+    command("verify", baked)
+    command("export", baked, "--to", "onnx", "--out", tmp_path / "digits.onnx")
+    files = sorted(photos.rglob("*.png"))[:8]
+    ours, exported = (
+        [one.logits for one in Predictor(path, workers=0)(files)]
+        for path in (baked, tmp_path / "digits.onnx")
+    )
+    np.testing.assert_allclose(ours, exported, rtol=0, atol=1e-4)
+
+    # A subset of the classes keeps its rows and the projection.
+    some = vt.load(baked, classes=["seven", "two"])
+    assert "rows of 2" in some.notes[-1]
+    assert some.model.config.head == "cosine"
+    full = vt.load(baked).model
+    images = torch.randn(2, 1, 24, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(some.model(images), full(images)[:, [7, 2]], rtol=0, atol=1e-5)
+
+
+def test_fine_tuning_and_the_way_between(tmp_path, photos):
+    """Training starts at the zero-shot head; weights between the two models are written with a table."""
+    baked, mixed = tmp_path / "zero.safetensors", tmp_path / "mixed.safetensors"
+    vt.load(FILE).zero_shot(DIGITS, ["a {}"]).save(baked)
+    start = vt.load(baked)
+    run = vt.train(photos, from_=str(baked), out=tmp_path / "run", epochs=1, batch=32)
+    tuned = run.bundle
+    assert tuned.model.config.head == "cosine"
+    assert vt.evaluate(tuned, photos).metrics.top1 > vt.evaluate(start, photos).metrics.top1 - 0.2
+    best = tmp_path / "run" / "best.safetensors"
+    output = command(
+        "convert", baked, mixed, "--toward", best, "--interpolate", 0.25, "--data", photos
+    ).output
+    assert output.splitlines()[0] == "    t  accuracy"
+    assert len([line for line in output.splitlines() if "%" in line]) == 12
+    assert " 0.25 " in output
+    assert "written" in output
+    between = vt.load(mixed).model.state_dict()
+    ordered = vt.load(baked, classes=tuned.labels)  # training takes the order of the data
+    assert ordered.labels != start.labels
+    for name, tensor in ordered.model.state_dict().items():
+        expected = 0.75 * tensor + 0.25 * tuned.model.state_dict()[name]
+        torch.testing.assert_close(between[name], expected, rtol=0, atol=1e-6)
+
+
+def test_nothing_lies_between_different_models(tmp_path):
+    one = vt.load(FILE).zero_shot(["a", "b"])
+    with pytest.raises(InputError, match="different classes"):
+        interpolate(one, vt.load(FILE).zero_shot(["b", "c"]), 0.5)
+    with pytest.raises(InputError, match="classes is 2 in one and 3 in the other"):
+        interpolate(one, vt.load(FILE).zero_shot(["a", "b", "c"]), 0.5)
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(InputError, match="from 0 to 1"):
+            interpolate(one, one, bad)
+    one.save(tmp_path / "one.safetensors")
+    result = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "one.safetensors"), str(tmp_path / "out"), "--data", "x"]
+    )
+    assert "add --toward" in str(result.exception)
+
+
+# ---- prompts --------------------------------------------------------------------------------
+
+
+def test_prompts_from_files(tmp_path):
+    (tmp_path / "names.txt").write_text("\ufeffa cat\n\n guinea_pig \n", "utf-8")
+    (tmp_path / "templates.txt").write_text("a {}\nno {}\n")
+    prompts = read_prompts(str(tmp_path / "names.txt"), None, tmp_path / "templates.txt")
+    assert prompts.labels == ["a cat", "guinea_pig"]
+    assert prompts.texts[1] == ["a guinea pig", "no guinea pig"]
+    (tmp_path / "texts.json").write_text('{"cat": "a cat", "dog": ["a dog", "a hound"]}')
+    assert read_prompts(None, [str(tmp_path / "texts.json")], None).texts == [["a cat"], ["a dog", "a hound"]]
+    assert len(fill_templates(["cat", "dog"]).texts[0]) == len(TEMPLATES)
+    assert all("{}" in template for template in TEMPLATES)
+
+
+@pytest.mark.parametrize(
+    ("labels", "prompts", "message"),
+    [
+        (None, ["a {}"], "give --labels"),
+        ("cat", None, "at least two different classes"),
+        ("cat,cat", None, "'cat' twice"),
+        ("cat,,dog", None, "at least two different classes"),
+        ("cat,dog", ["a photo"], "leave out one"),
+        (None, ["nothing.txt"], "cannot be read"),
+        (None, ["nothing.txt", "other.txt"], "takes templates"),
+        (None, ["bad.json"], "JSON object of classes"),
+        (None, ["empty.json"], "no text for 'cat'"),
+        (None, ["binary.txt"], "not a text file"),
+    ],
+)
+def test_bad_prompts(tmp_path, monkeypatch, labels, prompts, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('["cat"]')
+    (tmp_path / "empty.json").write_text('{"cat": [], "dog": "a dog"}')
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=message):
+        read_prompts(labels, prompts, None)
+
+
+def test_bad_templates(digits):
+    with pytest.raises(InputError, match=r"must contain \{\}"):
+        digits.zero_shot(["a", "b"], ["no place"])
+    with pytest.raises(InputError, match="list of names"):
+        digits.zero_shot("ab")
+    baked = digits.zero_shot(["a", "b"])
+    with pytest.raises(InputError, match="no text tower"):
+        baked.zero_shot(["a", "b"])
+    plain = vt.load(FILE, classes=3)
+    with pytest.raises(InputError, match="as it was published"):
+        plain.zero_shot(["a", "b"])
+
+
+def test_a_model_without_words(tmp_path, photos):
+    vt.Bundle(model=vt.create("mu/4", size=24, channels=1, classes=2)).save(tmp_path / "plain.safetensors")
+    result = CliRunner().invoke(
+        app, ["predict", str(tmp_path / "plain.safetensors"), str(photos), "--labels", "a,b"]
+    )
+    assert isinstance(result.exception, InputError)
+    assert "no text tower" in str(result.exception)

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -68,7 +69,9 @@ def environment() -> dict[str, Any]:
         "machine": machine(),
         "versions": versions,
         "commit": git.stdout.strip() or "unknown",
-        "command": " ".join(["python -m", f"bench.{Path(sys.argv[0]).stem}", *without_paths(sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *without_paths(sys.argv[1:])]
+        ),
         "date": time.strftime("%Y-%m-%d"),
     }
 

@@ -50,6 +50,31 @@ def cpu(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def steps(result: dict[str, Any]) -> str:
+    peers = [row["images_per_s"] for row in result["rows"] if row["row"].startswith(("timm", "transformers"))]
+    columns = ["step", "ms", "images/s", *(["to the fastest peer"] if peers else []), "peak GiB"]
+    lines = [f"**{result['what']}**, batch {result['batch']:,}\n", f"| {' | '.join(columns)} |"]
+    lines.append("|---|" + "---:|" * (len(columns) - 1))
+    for row in result["rows"]:
+        cells = [row["row"], f"{row['ms_per_step']:.2f}", f"{row['images_per_s']:,.0f}"]
+        cells += [f"{row['images_per_s'] / max(peers):.2f}"] if peers else []
+        lines.append(f"| {' | '.join(cells)} | {row['peak_gib']:.1f} |")
+    n = f"n = {result['rounds']} rounds of {result['repeats']} steps"
+    lines.append(f"\n{n}; {made_by(result['environment'])}")
+    return "\n".join(lines)
+
+
+def train(result: dict[str, Any]) -> str:
+    lines = ["| training | images/s | evaluation, images/s | ready after, s |", "|---|---:|---:|---:|"]
+    for row in result["rows"]:
+        evaluated = f"{row['evaluated_per_s']:,.0f}" if "evaluated_per_s" in row else ""
+        lines.append(f"| {row['row']} | {row['images_per_s']:,.0f} | {evaluated} | {row['ready_s']:.0f} |")
+    n = f"n = {result['rounds']} rounds of {result['steps']} steps at batch {result['batch']}"
+    files = f"{result['images']:,} JPEGs of {result['kilobytes']:.0f} kB"
+    lines.append(f"\n{result['size']}, {files}; {n}; {made_by(result['environment'])}")
+    return "\n".join(lines)
+
+
 def made_by(env: dict[str, Any]) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in env["versions"].items() if "not there" not in version
@@ -58,9 +83,17 @@ def made_by(env: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    kinds = {
+        "gpu": ("gpu-*", gpu),
+        "cpu": ("cpu", cpu),
+        "steps": ("steps-*", steps),
+        "train": ("train", train),
+    }
     tables = {
-        "gpu": "\n\n".join(gpu(json.loads(path.read_text())) for path in sorted(RESULTS.glob("gpu-*.json"))),
-        "cpu": cpu(json.loads((RESULTS / "cpu.json").read_text())),
+        name: "\n\n".join(
+            write(json.loads(path.read_text())) for path in sorted(RESULTS.glob(f"{pattern}.json"))
+        )
+        for name, (pattern, write) in kinds.items()
     }
     page = PAGE.read_text()
     for name, table in tables.items():

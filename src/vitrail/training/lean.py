@@ -26,6 +26,7 @@ from vitrail.model.position import RotaryPosition, Rotate, identity
 MAX_TOKENS = 256  # of the attention kernels
 MAX_FUSED = 128  # of those with norms of q and k, or rotary position embedding
 _HEAD_WIDTHS = (32, 64)
+_SHARED_MEMORY = {64: 48 * 1024, MAX_FUSED: 100 * 1024, MAX_TOKENS: 144 * 1024}  # bytes for so many tokens
 _MAX_NORM = 4096  # the width of a norm
 _NORM_FIRST = ("pre-norm", "parallel", "no-residual")  # a norm's output goes into products only
 
@@ -62,7 +63,7 @@ def use_fused_kernels(model: ViT, *, compiled: bool) -> None:
         compiled: whether the model will be compiled; the compiler fuses norms with what is around them.
     """
     c = model.config
-    attends = _attention_fits(c)
+    attends = _attention_fits(c, _shared_memory(next(model.parameters()).device))
     for block in model.blocks:
         if attends and type(block.attention) is Attention:
             block.attention.__class__ = ShortAttention
@@ -80,13 +81,21 @@ def _is_exact_gelu(activation: nn.Module) -> bool:
     return isinstance(activation, nn.GELU) and activation.approximate == "none"
 
 
-def _attention_fits(c: ViTConfig) -> bool:
+def _shared_memory(device: torch.device) -> int:
+    """The bytes that a kernel can have on each multiprocessor of a GPU."""
+    if device.type != "cuda":
+        return max(_SHARED_MEMORY.values())
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def _attention_fits(c: ViTConfig, shared_memory: int) -> bool:
     if c.position in ("pairwise", "relative") or c.attention_dropout or c.d not in _HEAD_WIDTHS:
         return False
     if c.qk_norm and c.norm != "layer":
         return False
     special = c.qk_norm or c.position.startswith("rotary")
-    return c.tokens <= (MAX_FUSED if special else MAX_TOKENS)
+    most = max((tokens for tokens, needed in _SHARED_MEMORY.items() if needed <= shared_memory), default=0)
+    return c.tokens <= min(most, MAX_FUSED if special else MAX_TOKENS)
 
 
 def _in_bf16(x: Tensor) -> bool:

@@ -169,6 +169,11 @@ def test_the_commands_take_names_and_a_resumed_run_keeps_them(numbered, tmp_path
     assert vt.load(tmp_path / "run" / "best.safetensors").labels[:5] == EXPECTED
     assert vt.train(out=tmp_path / "run", resume=True, epochs=2, report=False).bundle.labels[:5] == EXPECTED
     assert "Accuracy" in vitrail("evaluate", "run/best.safetensors", "data", "--classes", "n.txt").title()
+    for names in (NAMES, tmp_path / "n.txt", {str(number): name for number, name in enumerate(NAMES, 1)}):
+        result = vt.evaluate(tmp_path / "run" / "best.safetensors", numbered, classes=names)
+        assert (result.images, result.classes[:5]) == (24, EXPECTED)
+    with pytest.raises(vt.InputError, match="classes has 2 names"):
+        vt.evaluate(tmp_path / "run" / "best.safetensors", numbered, classes=["a", "b"])
     (tmp_path / "n.txt").write_text("a\nb")
     assert "n.txt has 2 names" in vitrail(
         "evaluate", "run/best.safetensors", "data", "--classes", "n.txt", code=2

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from scipy.spatial.distance import mahalanobis
+from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.cli import app
 from vitrail.evaluation.ood import SHRINKAGE, fit_statistics
 from vitrail.weights.feature_statistics import FeatureStatistics, parse_statistics
 
@@ -76,6 +78,31 @@ def bundle():
     train, val = rng.normal(size=(200, D)), rng.normal(size=(50, D))
     statistics = fit_statistics(train, np.arange(200) % 3, val, MUCH)
     return vt.Bundle(model=model, labels=["cat", "dog", "eel"], statistics=statistics)
+
+
+def test_an_evaluation_counts_images_out_of_distribution(bundle, tmp_path):
+    """The same images as `predict` flags, whatever the batch size, and with probes."""
+    rng = np.random.default_rng(2)
+    size = bundle.model.config.pixels
+    images = rng.integers(0, 255, (9, *size, 3), dtype=np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, labels=np.arange(9) % 3, classes=np.array(bundle.labels))
+    scores = np.array([one.ood_score for one in vt.Predictor(bundle)(list(images))])
+    middle = float(np.median(scores))
+    threshold = (bundle.statistics.threshold * middle * 1.0001).astype(np.float32)
+    moved = replace(bundle, statistics=replace(bundle.statistics, threshold=threshold))
+    for how in (dict(batch=128), dict(batch=2)):
+        found = vt.evaluate(moved, tmp_path / "x.npz", **how)
+        assert (found.out_of_distribution.images, found.out_of_distribution.fraction) == (4, 4 / 9)
+    assert found.as_dict()["out_of_distribution"] == {"images": 4, "fraction": 4 / 9}
+    assert "4 images (44.4%) are unlike the training images" in repr(found)
+    probed = vt.evaluate(moved, tmp_path / "x.npz", probe="knn", split="all")
+    assert probed.out_of_distribution.images == 4
+    without = vt.evaluate(replace(bundle, statistics=None), tmp_path / "x.npz", batch=2)
+    assert without.out_of_distribution is None
+    assert without.metrics == found.metrics
+    moved.save(tmp_path / "x.safetensors")
+    done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "x.safetensors"), str(tmp_path / "x.npz")])
+    assert "out of distribution  4 images (44.4%)" in done.output
 
 
 def equal(one, other):

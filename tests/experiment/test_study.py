@@ -1,5 +1,6 @@
 """`vt.study`: arms, learning rates, seeds and intervals; killed and resumed; the learning rate sweep."""
 
+import inspect
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from scipy import stats
 from vitrail.data.sources import open_dataset
 from vitrail.errors import VitrailError
 from vitrail.experiment.interval import confidence_interval, t_quantile
-from vitrail.experiment.study import Difference, Study, best_lr, study
+from vitrail.experiment.study import Difference, Study, best_lr, resolve_arm, study
 from vitrail.experiment.trial import Trial
 
 TINY = dict(
@@ -230,3 +231,17 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
 
 if __name__ == "__main__":
     study(few(), out=sys.argv[1], processes=2, **STUDY)
+
+
+def test_the_recipe_auto_chooses_once_for_all_arms():
+    """By what the arms share: an arm of another size is the same model at that size."""
+    shared = {"epochs": 3, "batch": 30}
+    plain = resolve_arm("auto", few(), {}, shared, None, 0)
+    small = resolve_arm("auto", few(), {"model": {"size": 24}}, shared, None, 0)
+    assert small.model.size == (24, 24) != plain.model.size
+    assert (small.model.width, small.model.depth, small.model.patch) == (
+        plain.model.width,
+        plain.model.depth,
+        plain.model.patch,
+    )
+    assert inspect.signature(study).parameters["recipe"].default == "auto"

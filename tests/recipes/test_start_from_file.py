@@ -1,10 +1,12 @@
 """Recipe settings for a start from a weight file."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vitrail as vt
+from vitrail.cli.train import apply_setting
 from vitrail.data.sources import open_dataset
 from vitrail.recipes.settings import Recipe
 from vitrail.training.resolve import resolve_recipe
@@ -67,3 +69,30 @@ def test_another_position_embedding_drops_the_recipes_initialization() -> None:
             None,
             {"model": {**fields, "position": "sincos1d", "position_sigma": 0.5}},
         )
+
+
+def test_preprocessing_of_the_user(weights: Path) -> None:
+    plain = resolve(weights)
+    mapped = resolve(weights, preprocess={"mean": 0.25, "std": (0.5,)})
+    assert mapped.preprocess.mean == (0.25,) != plain.preprocess.mean
+    assert (mapped.model, mapped.train) == (plain.model, plain.train)
+    assert any("mean" in note for note in mapped.notes)
+    fresh = resolve(None, preprocess={"interpolation": "bicubic"})
+    assert fresh.preprocess.interpolation == "bicubic"
+    for given, words in ((5, "takes a mapping"), ("diet", "Did you mean 'deit'"), ({"men": 1}, "'mean'")):
+        with pytest.raises(vt.ConfigError, match=words):
+            resolve(weights, preprocess=given)
+
+
+def test_preprocessing_on_the_command_line() -> None:
+    changes: dict[str, Any] = {}
+    apply_setting(changes, "preprocess.mean=0.1,0.2,0.3")
+    apply_setting(changes, "preprocess.interpolation=bilinear")
+    assert changes == {"preprocess": {"mean": (0.1, 0.2, 0.3), "interpolation": "bilinear"}}
+    with pytest.raises(vt.InputError, match="exclude each other"):
+        apply_setting(changes, "preprocess=deit")
+    other: dict[str, Any] = {}
+    apply_setting(other, "preprocess=deit")
+    assert other == {"preprocess": "deit"}
+    with pytest.raises(vt.InputError, match=r"preprocess\.mean"):
+        apply_setting({}, "preprocess.men=1")

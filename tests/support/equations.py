@@ -247,6 +247,7 @@ def functions(model, stage, at):
         "sqrt": lambda x: torch.as_tensor(x, dtype=torch.float64).sqrt(),
         "mean": lambda x: x.mean(0),
         "softmax": lambda x: (x - x.logsumexp(-1, keepdim=True)).exp(),
+        "sigmoid": lambda x: 1 / (1 + (-x).exp()),
         "cut": lambda x: cut_by_hand(x, model),
         "Stem": lambda x: model.tokens.stem(x[None])[0],
         "Spectrogram": lambda x: spectrogram(x, model),
@@ -359,8 +360,12 @@ def evaluate(model, stage, shown, at):
     return values
 
 
-def check(model, x, stages, context=None, **at):
-    """Check the tensor of each stage against its equation, evaluated from the stages before it."""
+def check(model, x, stages, context=None, last=lambda logits: logits.softmax(-1), **at):
+    """Check the tensor of each stage against its equation, evaluated from the stages before it.
+
+    Args:
+        last: from logits to the last stage.
+    """
     shown = start(model, **at)
     with torch.no_grad():
         for stage in stages:
@@ -380,7 +385,7 @@ def check(model, x, stages, context=None, **at):
                 if matrix in stage.equation and source in shown:
                     shown[f"input of {letter}"] = shown[source]
             shown |= values if more else dict.fromkeys(values, stage.tensor)
-    last = model(x[None], *([] if context is None else [context[None]]))[0]
+    output = model(x[None], *([] if context is None else [context[None]]))[0]
     if isinstance(model, vt.Decoder):
-        last = last[at["token"]]
-    assert torch.allclose(stages[-1].tensor, last.softmax(-1) if like(model).classes else last, atol=1e-12)
+        output = output[at["token"]]
+    assert torch.allclose(stages[-1].tensor, last(output) if like(model).classes else output, atol=1e-12)

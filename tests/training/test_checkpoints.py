@@ -302,6 +302,10 @@ def test_a_read_only_run_directory(data, halfway, complete):
         config["request"]["data"] = {"given": str(file), "path": str(file)}  # else it would be updated
         (out / "config.json").write_text(json.dumps(config))
         before = file_hashes(out)
+        elsewhere = shutil.copy(file, Path(folder) / "moved.npz")
+        with read_only(out), pytest.raises(FileError, match=r"run directory .* cannot be used: Permission"):
+            train(elsewhere, out=out, resume=True, **SETTINGS)  # its new path cannot be recorded
+        assert file_hashes(out) == before
         message = r"log\.txt could not be written: Permission denied"
         with read_only(out), pytest.raises(FileError, match=message):
             train(file, out=out, resume=True, **SETTINGS)
@@ -313,9 +317,9 @@ def test_a_read_only_run_directory(data, halfway, complete):
                 pytest.raises(FileError, match=r"could not be written: Permission denied.* is unchanged"),
             ):
                 train(file, out=out, resume=True, **SETTINGS)
-            with pytest.raises(PermissionError):  # when it writes the metrics of the epoch
+            with pytest.raises(FileError, match="cannot be used: Permission denied"):  # the metrics
                 train(file, out=out, resume=True, **SETTINGS)
-            with pytest.raises(PermissionError):
+            with pytest.raises(FileError, match="cannot be used: Permission denied"):
                 train(file, out=out / "new", **SETTINGS)
         assert file_hashes(out, but=["log.txt"]) == {n: v for n, v in before.items() if n != "log.txt"}
         train(file, out=out, resume=True, **SETTINGS)

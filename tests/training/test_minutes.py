@@ -20,6 +20,8 @@ from vitrail.errors import ConfigError, InputError
 from vitrail.experiment.folds import cross_validate
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import minutes
+from vitrail.training.callbacks import NullCallback
+from vitrail.training.dry_run import dry_run
 from vitrail.training.minutes import Pace, choose_epochs
 
 __all__ = ["one_thread"]
@@ -66,6 +68,22 @@ def test_the_run_is_one_of_the_reduced_length(data, tmp_path, monkeypatch):
     assert len(rows(tmp_path / "whole")) == 3
     with pytest.raises(ConfigError, match="minutes is 2, but 1 in the run"):
         train(out=tmp_path / "whole", resume=True, minutes=2)
+
+
+def test_the_plan_says_what_the_rehearsal_measured(data, tmp_path, monkeypatch):
+    """And the threads that it chose; not another estimate, and not "as chosen before"."""
+    monkeypatch.setattr(minutes, "rehearse", lambda trainer, seconds: Pace(0, 4, 1, 3))  # 21 s for an epoch
+    plans = []
+    callback = NullCallback()
+    callback.on_plan = plans.append
+    train(data, out=tmp_path / "run", minutes=1, callback=callback, **SETTINGS)
+    train(data, out=tmp_path / "plain", callback=callback, **SETTINGS)
+    dry_run(str(data), out=tmp_path / "dry", minutes=1, callback=callback, **SETTINGS)
+    measured, plain, dry = plans
+    assert measured["time"] == dry["time"] == "about 45 seconds, with evaluation, by the rehearsal"
+    assert "extrapolated from one step" in plain["time"]
+    assert measured["threads"] == plain["threads"] == dry["threads"]
+    assert "as chosen before" not in measured["threads"]
 
 
 def test_the_rehearsal_measures_this_machine(data, tmp_path):

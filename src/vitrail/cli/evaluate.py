@@ -122,9 +122,7 @@ def evaluate(
 
     from rich.console import Console
 
-    from vitrail.data.class_names import rename_classes
     from vitrail.evaluation.run import evaluate as evaluate_model
-    from vitrail.evaluation.selection import open_for_evaluation
     from vitrail.weights.load import load
 
     if html_file is not None:
@@ -134,13 +132,12 @@ def evaluate(
     bundle = load(
         model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     )
-    dataset = open_for_evaluation(data, split, probes)
-    dataset = dataset if classes is None else rename_classes(dataset, classes)
     with ProgressBars(enabled=not quiet) as bars:
         result = evaluate_model(
             bundle,
-            dataset,
+            data,
             split=split,
+            classes=classes,
             map=_parse_map(mapping or []),
             batch=batch,
             workers=options.parse_workers(workers),

@@ -63,6 +63,8 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
         yield "loss", f"{scores.loss:.4f}"
     if result.calibration is not None:
         yield from _calibration_summary(result.calibration, result.split)
+    if result.out_of_distribution is not None:
+        yield "out of distribution", result.out_of_distribution.sentence()
     yield "time", f"{result.seconds:.1f} s"
 
 

@@ -11,7 +11,14 @@ import typer
 
 from vitrail.cli.completion import recipe_names
 from vitrail.cli.console import training_process
-from vitrail.cli.overrides import Offline, Quiet, TrainingDevice, parse_sides, parse_value
+from vitrail.cli.overrides import (
+    Offline,
+    Quiet,
+    TrainingDevice,
+    parse_settings,
+    parse_sides,
+    parse_value,
+)
 from vitrail.cli.streams import outlasting
 from vitrail.errors import InputError, printable
 
@@ -205,7 +212,8 @@ def train(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="Change any setting, such as model.depth=4, augment.flip=0.5 or ema=0.99; may be repeated.",
+            help="Change any setting, such as model.depth=4, augment.flip=0.5, ema=0.99 or preprocess=deit; "
+            "may be repeated.",
         ),
     ] = None,
 ) -> None:
@@ -323,11 +331,14 @@ def _parse_batch(text: str | None) -> int | str | None:
 
 
 def apply_setting(changes: dict[str, Any], text: str) -> None:
-    """Add NAME=VALUE: a training setting, or model.FIELD, augment.FIELD or mixing.FIELD."""
+    """Add NAME=VALUE: a training setting, or a FIELD of model, augment, mixing or preprocess."""
     from vitrail.recipes.settings import TrainConfig, unknown_setting
 
     path, equals, value = text.partition("=")
     part, dot, name = path.rpartition(".")
+    if equals and "preprocess" in (part, path):
+        _apply_preprocess(changes, text)
+        return
     if not equals or not name or path in _PARTS or part not in ("", *_PARTS):
         raise InputError(
             f"--set takes NAME=VALUE, such as model.depth=4, augment.flip=0.5 or ema=0.99, not {text!r}."
@@ -338,6 +349,14 @@ def apply_setting(changes: dict[str, Any], text: str) -> None:
     fields[name] = (
         tuple(map(parse_value, value.split(","))) if name == "betas" else _parse_field(part, name, value)
     )
+
+
+def _apply_preprocess(changes: dict[str, Any], text: str) -> None:
+    """Add preprocess=NAME or preprocess.FIELD=VALUE."""
+    before, new = changes.get("preprocess"), parse_settings([text])["preprocess"]
+    if before is not None and isinstance(before, str) | isinstance(new, str):
+        raise InputError(f"--set {printable(text)} and another --set preprocess exclude each other.")
+    changes["preprocess"] = new if before is None else {**before, **new}
 
 
 def _parse_field(part: str, name: str, value: str) -> Any:

@@ -67,8 +67,9 @@ def walk(
     from vitrail.io.write import write_text
 
     bundle, weights = _load_model(model, seed, parse_settings(settings or []))
-    vit, pixels = bundle.model, read_image(image, bundle.preprocess)
-    stages = steps.walk(vit, pixels, block=block, head=head, token=token)
+    vit, activation = bundle.model, bundle.scores.activation
+    pixels = read_image(image, bundle.preprocess)
+    stages = steps.walk(vit, pixels, block=block, head=head, token=token, activation=activation)
     summary: dict[str, Any] = {"model": model, "weights": weights, "image": printable(image)}
     summary |= {"block": block, "head": head, "token": token}
     summary["token_name"] = steps.token_name(vit.config, token)
@@ -83,7 +84,7 @@ def walk(
         from vitrail.course.walk.page import fits_one_page, walk_page
 
         blocks = range(vit.config.depth) if fits_one_page(vit.config) else [block]
-        write_text(html_file, walk_page(Recording(vit, pixels, blocks), summary, answer))
+        write_text(html_file, walk_page(Recording(vit, pixels, blocks, activation), summary, answer))
         print(f"Saved {printable(html_file)}")
 
 

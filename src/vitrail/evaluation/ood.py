@@ -1,8 +1,8 @@
-"""Out of distribution: fit the feature statistics that go into a model's file."""
+"""Out of distribution: fit the feature statistics that go into a model's file, and count by them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,27 @@ if TYPE_CHECKING:
 FLAGGED = 0.05  # the largest fraction of validation images beyond the threshold
 _MIN_SPREAD = 1e-12  # of features of length 1; with less, all images have the same features
 SHRINKAGE = 0.01  # of the covariance towards a multiple of the identity
+
+
+@dataclass(frozen=True)
+class OutOfDistribution:
+    """How many of the evaluated images are unlike those the model was trained on."""
+
+    images: int
+    fraction: float
+    """Of the images that could be read; of the model's validation images it was at most 0.05."""
+
+    def sentence(self) -> str:
+        return (
+            f"{self.images:,} images ({self.fraction:.1%}) are unlike the training images; of the model's "
+            f"validation images at most {FLAGGED:.0%} were"
+        )
+
+
+def count_flagged(scores: NDArray[Any]) -> OutOfDistribution:
+    """Count the scores above 1 (`FeatureStatistics.scores`)."""
+    flagged = int((scores > 1).sum())
+    return OutOfDistribution(flagged, flagged / max(1, len(scores)))
 
 
 def fit_statistics(

@@ -26,6 +26,7 @@ from vitrail.errors import InputError, suggest
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
     from vitrail.model import ViT
+    from vitrail.weights.feature_statistics import FeatureStatistics
 
 PROBES = ("knn", "linear", "fewshot")
 _NEIGHBORS = (10, 20, 100, 200)
@@ -95,8 +96,14 @@ def feature_parts(config: ViTConfig) -> tuple[str, ...]:
     return ("class", "mean") if config.class_token else ("mean",)
 
 
-def build_collector(model: ViT, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """A function from images to rows of numbers: the logits, if the model has a head, then the features."""
+def build_collector(
+    model: ViT, layers: Sequence[int], statistics: FeatureStatistics | None = None
+) -> Callable[[Tensor], Tensor]:
+    """A function from images to rows of numbers: the logits, if the model has a head, then the features.
+
+    Args:
+        statistics: for a last column with the scores by which images are out of distribution.
+    """
     parts = feature_parts(model.config)
 
     def collect(images: Tensor) -> Tensor:
@@ -109,15 +116,20 @@ def build_collector(model: ViT, layers: Sequence[int]) -> Callable[[Tensor], Ten
                 "mean": tokens.patches.flatten(1, -2).mean(dim=1),
             }
             columns += [features[part] for part in parts]
+        if statistics is not None:
+            scores = torch.from_numpy(statistics.scores(encoded.pooled.float().cpu().numpy()))
+            columns.append(scores.float()[:, None].to(images.device))
         return torch.cat(columns, dim=1)
 
     return collect
 
 
-def split_columns(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Split the rows of a collector into logits (N, K) and features (N, layers, parts, D)."""
-    logits, flat = rows[:, : config.classes], rows[:, config.classes :]
-    return logits, flat.unflatten(1, (len(layers), len(feature_parts(config)), -1))
+def split_columns(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the rows of a collector: logits (N, K), features (N, layers, parts, D), and what is left."""
+    parts = len(feature_parts(config))
+    sizes = [config.classes, len(layers) * parts * config.width]
+    logits, flat, rest = rows.split([*sizes, rows.shape[1] - sum(sizes)], dim=1)
+    return logits, flat.reshape(len(rows), len(layers), parts, config.width), rest
 
 
 # ---- all probes -----------------------------------------------------------------------------

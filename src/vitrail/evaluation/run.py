@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitrail.data.class_names import ClassNames
 from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Split
 from vitrail.errors import InputError, printable
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
+from vitrail.evaluation.ood import OutOfDistribution, count_flagged
 from vitrail.evaluation.overlap import TrainedOn, find_trained, score_others
 from vitrail.evaluation.predictions import ImagePredictions, predict_images
 from vitrail.evaluation.probes import (
@@ -90,6 +92,8 @@ class Evaluation(Summary):
     """The prediction for each image that could be read; None for a model without a head."""
     trained_on: TrainedOn | None = None
     """The images that the model was trained on; None if its file does not say which these were."""
+    out_of_distribution: OutOfDistribution | None = None
+    """The images that are unlike those of the training set; None if the file has no statistics of these."""
     evaluated: Split | None = field(default=None, compare=False)
     """The images, with labels that count in `classes`."""
 
@@ -116,6 +120,8 @@ class Evaluation(Summary):
                 "calibration error": metrics.ece,
             }
             rows |= {name: f"{value:.2%}" for name, value in values.items() if value is not None}
+        if self.out_of_distribution is not None:
+            rows["out of distribution"] = self.out_of_distribution.sentence()
         if best := max(self.probes, key=lambda probe: probe.top1, default=None):
             rows["best probe"] = f"{best.probe} {best.setting} at block {best.layer}: {best.top1:.2%}"
         if self.corrupt:
@@ -135,6 +141,7 @@ def evaluate(
     data: Any,
     *,
     split: str | None = None,
+    classes: ClassNames | None = None,
     map: Mapping[str, str] | None = None,
     batch: int = BATCH,
     workers: int | Literal["auto"] = "auto",
@@ -152,6 +159,8 @@ def evaluate(
             have a test set only.
         split: train, val, test or all. By default test, or val if there is no test split, or all images if
             the data has no splits; then train and val are those of training by default.
+        classes: names for numbered classes of the data, as `vitrail.train` takes them: a list, a mapping from
+            class to name, or a file.
         map: names of the data's classes that the model has under other names: {"tabby": "cat"}.
         batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
             the results.
@@ -169,8 +178,8 @@ def evaluate(
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = as_bundle(bundle)
     config = bundle.model.config
-    selected = select_images(bundle, data, split, map, probes)
-    name, images, classes, columns = selected.split, selected.images, selected.classes, selected.columns
+    selected = select_images(bundle, data, split, map, probes, classes)
+    name, images, names, columns = selected.split, selected.images, selected.classes, selected.columns
     notes, multilabel = selected.notes, images.labels.ndim == 2
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
     blocks = check_layers(layers, config.depth) if probes else []
@@ -180,7 +189,7 @@ def evaluate(
     trained = find_trained(
         bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
     )
-    logits, features, valid = _run_split(bundle, images, blocks, name, **options)
+    logits, features, ood_scores, valid = _run_split(bundle, images, blocks, name, **options)
     if not valid.any():
         reason = next(iter(corrupt.reasons.values()), "check the data")
         raise InputError(
@@ -192,8 +201,8 @@ def evaluate(
         matched = logits.numpy()[:, columns]
         scale = match_scale(bundle, columns, multilabel)
         how = Scores(activation=scale.activation, thresholds=scale.thresholds)
-        metrics = compute_metrics(matched, images.labels, classes, valid, images.names, scores=how)
-        predictions = predict_images(matched, images.labels, classes, valid, images.names, scale)
+        metrics = compute_metrics(matched, images.labels, names, valid, images.names, scores=how)
+        predictions = predict_images(matched, images.labels, names, valid, images.names, scale)
         if not multilabel:
             stored = dict(bundle.card.metrics)
             calibration = calibrate(
@@ -204,7 +213,7 @@ def evaluate(
     overlap = None
     if trained is not None and bundle.fingerprint is not None:
         exact = bundle.fingerprint.is_exact
-        overlap = score_others(trained, valid, matched, images.labels, classes, exact)
+        overlap = score_others(trained, valid, matched, images.labels, names, exact)
     results = []
     if probes:
         test = LabeledFeatures(features[valid], torch.from_numpy(images.labels)[valid])
@@ -215,7 +224,7 @@ def evaluate(
         data=selected.data,
         split=name,
         images=len(images),
-        classes=classes,
+        classes=names,
         metrics=metrics,
         calibration=calibration,
         real=RealAccuracy(*real_accuracy(logits.numpy(), real_labels, valid)) if real_labels else None,
@@ -225,6 +234,7 @@ def evaluate(
         seconds=time.perf_counter() - start,
         predictions=predictions,
         trained_on=overlap,
+        out_of_distribution=None if ood_scores is None else count_flagged(ood_scores[valid]),
         evaluated=images,
     )
 
@@ -238,7 +248,7 @@ def _probe(
     options: dict[str, Any],
 ) -> list[ProbeResult]:
     """Collect the features of the training split and run the probes."""
-    _, features, valid = _run_split(bundle, selected.train, layers, "train", **options)
+    _, features, _, valid = _run_split(bundle, selected.train, layers, "train", **options)
     train = LabeledFeatures(features[valid], torch.from_numpy(selected.train.labels)[valid])
     return run_probes(names, train, test, len(selected.classes), layers, _device(bundle))
 
@@ -260,11 +270,17 @@ def _run_split(
     workers: int | Literal["auto"],
     corrupt: CorruptFiles,
     progress: Progress,
-) -> tuple[Tensor, Tensor, NDArray[np.bool_]]:
-    """Logits (N, K), features (N, layers, parts, D) of the given blocks, and which images are valid (N,)."""
-    model, config = bundle.model, bundle.model.config
+) -> tuple[Tensor, Tensor, NDArray[np.float32] | None, NDArray[np.bool_]]:
+    """Run the model on a split.
+
+    Returns:
+        Logits (N, K), features (N, layers, parts, D) of the given blocks, the scores (N,) by which images are
+        out of distribution if the file has statistics for them, and which images are valid (N,).
+    """
+    model, config, statistics = bundle.model, bundle.model.config, bundle.statistics
     assert bundle.preprocess is not None
     columns = config.classes + len(layers) * len(feature_parts(config)) * config.width
+    columns += statistics is not None
     if 4 * columns * len(images) > MAX_BYTES:
         raise InputError(
             f"Features of {columns:,} numbers for each of {len(images):,} images do not fit in memory; probe "
@@ -280,7 +296,7 @@ def _run_split(
         model,
         images,
         bundle.preprocess,
-        compute=build_collector(model, layers) if layers else None,
+        compute=build_collector(model, layers, statistics) if layers or statistics else None,
         batch=batch,
         rank=rank,
         ranks=ranks,
@@ -289,10 +305,9 @@ def _run_split(
         progress=lambda done: progress(name, min(done * ranks, len(images)), len(images)),
     )
     if ranks > 1:
-        width = columns if layers else config.classes
-        rows, valid = _all_reduce(rows, valid, width, corrupt, _device(bundle))
-    logits, features = split_columns(rows, config, layers) if layers else (rows, rows[:, :0])
-    return logits, features, valid.numpy() > 0
+        rows, valid = _all_reduce(rows, valid, columns, corrupt, _device(bundle))
+    logits, features, scores = split_columns(rows, config, layers)
+    return logits, features, scores[:, 0].numpy() if statistics else None, valid.numpy() > 0
 
 
 def _all_reduce(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from vitrail.data.class_names import ClassNames, rename_classes
 from vitrail.data.classes import class_counts, relabel
 from vitrail.data.holdout import hold_out_validation
 from vitrail.data.sources import Dataset, Split, concatenate, open_labeled
@@ -50,6 +51,7 @@ def select_images(
     split: str | None = None,
     mapping: Mapping[str, str] | None = None,
     probes: Sequence[str] = (),
+    names: ClassNames | None = None,
 ) -> Selection:
     """Open the data, choose a split, and match its classes to the model's.
 
@@ -58,10 +60,12 @@ def select_images(
         split: train, val, test or all; see `open_for_evaluation` for data without splits.
         mapping: from names of the data's classes to names of the model's.
         probes: the probes that will be fitted on the training images.
+        names: for numbered classes of the data.
     """
     if split is not None and split not in SPLITS:
         raise InputError(f"Unknown split {split!r}. {suggest(split, SPLITS)}")
     opened = data if isinstance(data, Dataset) else open_for_evaluation(data, split, probes)
+    opened = opened if names is None else rename_classes(opened, names)
     name, images = _choose_split(opened, split)
     _check_model(bundle, opened, images, probes)
     notes, train = list(opened.notes), opened.train

@@ -38,7 +38,7 @@ from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
-from vitrail.training.resolve import resolve_recipe
+from vitrail.training.resolve import resolve_recipe, run_context
 from vitrail.training.run_directory import environment
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def study(
     seeds: int | Sequence[int] = 3,
     lrs: Sequence[float] | None = None,
     selection_seeds: int = 1,
-    recipe: str = "small",
+    recipe: str = "auto",
     processes: int = 2,
     **changes: Any,
 ) -> Study:
@@ -194,7 +194,7 @@ def study(
         seeds: how many, from 0; or a list of seeds.
         lrs: learning rates to try for each arm; the recipe's own by default.
         selection_seeds: how many of the seeds select an arm's learning rate.
-        recipe: the recipe of all other settings.
+        recipe: the recipe of all other settings. "auto" chooses once for all arms, by the shared changes.
         processes: how many runs at a time, one thread each. The results do not depend on it.
         changes: changes to the recipe for all arms, such as epochs=5.
     """
@@ -249,7 +249,7 @@ def resolve_arm(
     both["seed"] = seed
     if lr is not None:
         both["lr"] = lr
-    return resolve_recipe(recipe, data, None, both)[0]
+    return resolve_recipe(recipe, data, None, both, context=run_context(shared))[0]
 
 
 def best_lr(trials: Sequence[Trial]) -> float:

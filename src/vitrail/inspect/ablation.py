@@ -18,6 +18,7 @@ from vitrail.inspect.sample import sample_images, sample_model, show_sample
 from vitrail.inspect.targets import BATCH, check_classes, check_classifier, log_probabilities, on_device
 from vitrail.model import ViT, edit
 from vitrail.model.modes import eval_mode
+from vitrail.weights.scores import Activation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,13 +61,18 @@ class Ablation:
 
 
 def compute(
-    model: ViT, images: Tensor | Iterable[Tensor], labels: Sequence[int] | Tensor | None = None
+    model: ViT,
+    images: Tensor | Iterable[Tensor],
+    labels: Sequence[int] | Tensor | None = None,
+    *,
+    activation: Activation = "softmax",
 ) -> Ablation:
     """Remove each head in turn. Every batch is read once and takes L k + 1 forward passes.
 
     Args:
         images: one batch (B, C, H, W), or an iterable of batches of any size.
         labels: the true classes of all images, in the same order.
+        activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model)
     L, k = model.config.depth, model.config.heads
@@ -76,14 +82,14 @@ def compute(
     true = None if labels is None else check_classes("labels", labels, len(labels), classes)
     with eval_mode(model):
         for batch in _batches(model, images):
-            predicted = log_probabilities(model, batch).max(dim=1)
+            predicted = log_probabilities(model, batch, activation).max(dim=1)
             batch_labels = None if true is None else true[count : count + len(batch)].to(batch.device)
             count += len(batch)
             _check_count(count, true)
             if batch_labels is not None:
                 correct_in_full += int((predicted.indices == batch_labels).sum())
             for index in np.ndindex(L, k):
-                ablated = _ablated_log_probabilities(model, batch, *index)
+                ablated = _ablated_log_probabilities(model, batch, index, activation)
                 remaining = ablated.gather(1, predicted.indices[:, None])[:, 0]
                 prediction = ablated.argmax(dim=1)
                 drop[index] += float((predicted.values - remaining).sum())
@@ -100,8 +106,11 @@ def compute(
     )
 
 
-def _ablated_log_probabilities(model: ViT, images: Tensor, block: int, head: int) -> Tensor:
-    """Log-probabilities with the output of one head set to zero: (B, K)."""
+def _ablated_log_probabilities(
+    model: ViT, images: Tensor, index: tuple[int, ...], activation: Activation
+) -> Tensor:
+    """Log-probabilities with the output of one head, index (block, head), set to zero: (B, K)."""
+    block, head = index
 
     def zero_head(heads: Tensor) -> Tensor:  # (B, k, T, d)
         mask = torch.ones(heads.shape[1], 1, 1, dtype=heads.dtype, device=heads.device)
@@ -109,7 +118,7 @@ def _ablated_log_probabilities(model: ViT, images: Tensor, block: int, head: int
         return heads * mask
 
     with edit(model, {f"blocks.{block}.attention.heads": zero_head}):
-        return log_probabilities(model, images)
+        return log_probabilities(model, images, activation)
 
 
 def _batches(model: ViT, images: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
@@ -222,7 +231,8 @@ def table(ablation: Ablation) -> tuple[list[str], list[list[object]]]:
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    ablation = compute(request.model, request.drawn().images)
+    activation = request.bundle.scores.activation
+    ablation = compute(request.model, request.drawn().images, activation=activation)
     return ablation, draw(ablation)
 
 

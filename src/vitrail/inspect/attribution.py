@@ -39,6 +39,7 @@ from vitrail.inspect.targets import (
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.model.tokens import patchify
+from vitrail.weights.scores import Activation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +82,7 @@ def compute(
     baseline: Baseline = 0.0,
     steps: int = 32,
     seed: int = 0,
+    activation: Activation = "softmax",
 ) -> Attribution:
     """Compute the maps of each method for each image.
 
@@ -89,15 +91,16 @@ def compute(
         baseline: the baseline color, in normalized units; 0 is the mean color of the training data.
         steps: number of points on the path of integrated gradients.
         seed: seed of the random maps.
+        activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
     methods = [methods] if isinstance(methods, str) else methods
     _check_methods(methods, steps)
     images = on_device(model, images)
     color = baseline_color(baseline, images)
-    inputs = _Explained(model, images, color)
+    inputs = _Explained(model, images, color, activation)
     with eval_mode(model):
-        outputs = log_probabilities(model, images)
+        outputs = log_probabilities(model, images, activation)
         inputs.target = choose_target(outputs, target)
         log_p = outputs.gather(1, inputs.target[:, None])[:, 0]
         functions = {
@@ -122,15 +125,15 @@ class _Explained:
 
     target: Tensor
 
-    def __init__(self, model: ViT, images: Tensor, color: Tensor) -> None:
-        self.model, self.images, self.color = model, images, color
+    def __init__(self, model: ViT, images: Tensor, color: Tensor, activation: Activation) -> None:
+        self.model, self.images, self.color, self.activation = model, images, color, activation
         self.grid, self.patch = model.config.grid, model.config.patch_pixels
         all_patches = torch.ones(len(images), *self.grid, dtype=torch.bool, device=images.device)
         self.baseline = cover(images, all_patches, color, self.patch)
 
     def log_p(self, images: Tensor, target: Tensor) -> Tensor:
         """log p of the class of each image: (B,)."""
-        return log_probabilities(self.model, images).gather(1, target[:, None])[:, 0]
+        return log_probabilities(self.model, images, self.activation).gather(1, target[:, None])[:, 0]
 
 
 def _occlusion(inputs: _Explained, log_p: Tensor) -> Tensor:
@@ -312,7 +315,8 @@ def table(attribution: Attribution) -> tuple[list[str], list[list[object]]]:
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn()
-    attribution = compute(request.model, images.images, target=request.target)
+    activation = request.bundle.scores.activation
+    attribution = compute(request.model, images.images, target=request.target, activation=activation)
     request.attributions = attribution.maps
     return attribution, draw(attribution, images.pixels, request.bundle.labels, images.names)
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect.canvas import INK, LINES, ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.inspect.figure import FigureSpec, InspectionRequest
 from vitrail.inspect.images import tell_apart
 from vitrail.inspect.sample import sample_images, sample_model, show_sample
-from vitrail.inspect.targets import BATCH, check_classes, check_classifier, choose_target, on_device
+from vitrail.inspect.targets import BATCH, activate, check_classes, check_classifier, choose_target, on_device
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 
@@ -107,8 +106,8 @@ def compute(
 def _block_log_probabilities(model: ViT, images: Tensor, activation: Activation) -> Tensor:
     """Log-probabilities after each block: (L, B, K)."""
     layers = model.encode(images, layers=range(model.config.depth)).layers
-    logits = torch.stack([model.head(layers[i].pooled).float() for i in range(len(layers))])
-    return logits.log_softmax(dim=2) if activation == "softmax" else logsigmoid(logits)
+    logits = torch.stack([model.head(layers[i].pooled) for i in range(len(layers))])
+    return activate(logits, activation)
 
 
 # ---- the figure -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from vitrail.inspect.targets import (
 )
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
+from vitrail.weights.scores import Activation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,6 +70,7 @@ def compute(
     target: int | Sequence[int] | Tensor | None = None,
     baseline: Baseline = 0.0,
     points: int | None = None,
+    activation: Activation = "softmax",
 ) -> Scoring:
     """Compute both curves for every method.
 
@@ -77,6 +79,7 @@ def compute(
         target: the class whose probability is measured; by default the predicted class.
         baseline: the color of covered patches, in normalized units.
         points: number of steps until all patches are covered; at most N, by default at most 28.
+        activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
     N = model.config.patches
@@ -91,12 +94,12 @@ def compute(
     color = baseline_color(baseline, images)
     deletion, insertion = {}, {}
     with eval_mode(model):
-        classes = choose_target(log_probabilities(model, images), target)
+        classes = choose_target(log_probabilities(model, images, activation), target)
         for name, values in maps.items():
             rank = torch.from_numpy(_ranks(np.asarray(values))).to(images.device)
             selected = rank[:, None] < torch.from_numpy(counts).to(images.device)[None, :, None, None]
-            deletion[name] = _probabilities(model, images, selected, color, classes)
-            insertion[name] = _probabilities(model, images, ~selected, color, classes)
+            deletion[name] = _probabilities(model, images, selected, color, classes, activation)
+            insertion[name] = _probabilities(model, images, ~selected, color, classes, activation)
     return Scoring(counts / N, deletion, insertion)
 
 
@@ -112,7 +115,7 @@ def _ranks(maps: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _probabilities(
-    model: ViT, images: Tensor, hidden: Tensor, color: Tensor, target: Tensor
+    model: ViT, images: Tensor, hidden: Tensor, color: Tensor, target: Tensor, activation: Activation
 ) -> NDArray[np.float32]:
     """Probability of the class with the `hidden` patches (B, points + 1, h, w) covered: (B, points + 1)."""
     B, count = hidden.shape[:2]
@@ -120,7 +123,7 @@ def _probabilities(
     for pairs in torch.arange(B * count, device=images.device).split(BATCH):
         image, point = pairs // count, pairs % count
         covered = cover(images[image], hidden[image, point], color, model.config.patch_pixels)
-        outputs = log_probabilities(model, covered)
+        outputs = log_probabilities(model, covered, activation)
         parts.append(outputs.gather(1, target[image][:, None])[:, 0].exp())
     return torch.cat(parts).view(B, count).cpu().numpy()
 
@@ -268,8 +271,9 @@ def table(scores: Scoring) -> tuple[list[str], list[list[object]]]:
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
     images = request.drawn().images
-    maps = request.attributions or attribution.compute(request.model, images, target=request.target).maps
-    scores = compute(request.model, images, maps, target=request.target)
+    how: dict[str, Any] = {"target": request.target, "activation": request.bundle.scores.activation}
+    maps = request.attributions or attribution.compute(request.model, images, **how).maps
+    scores = compute(request.model, images, maps, **how)
     return scores, draw(scores)
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from vitrail.errors import InputError, printable
 from vitrail.inspect.images import check_images
 from vitrail.model import ViT
+from vitrail.weights.scores import Activation
 
 BATCH = 64  # images in one forward pass
 
@@ -33,10 +35,14 @@ def on_device(model: ViT, images: Tensor) -> Tensor:
     return images.detach().to(next(model.parameters()).device)
 
 
-def log_probabilities(model: ViT, images: Tensor) -> Tensor:
+def log_probabilities(model: ViT, images: Tensor, activation: Activation) -> Tensor:
     """Log-probabilities (B, K) in float32, computed in chunks of `BATCH` images."""
-    logits = torch.cat([model(part) for part in images.split(BATCH)])
-    return logits.float().log_softmax(dim=1)
+    return activate(torch.cat([model(part) for part in images.split(BATCH)]), activation)
+
+
+def activate(logits: Tensor, activation: Activation) -> Tensor:
+    """The log-probabilities of logits (..., K): by softmax, or of each class alone by sigmoid."""
+    return logits.float().log_softmax(dim=-1) if activation == "softmax" else logsigmoid(logits.float())
 
 
 def check_classes(what: str, indices: Iterable[int] | Tensor, count: int, classes: int) -> Tensor:

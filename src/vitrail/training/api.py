@@ -99,9 +99,9 @@ def train(
         callback: receives messages, the plan, progress and metrics as well, and may raise an exception to end
             the run (`vitrail.training.callbacks.Callback`).
         changes: fields of TrainConfig, such as epochs=10 or tune="lora" (batch="auto" is the largest that
-            fits in memory); and model=, augment= and mixing=
-            with a mapping of their fields. model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the
-            name is called "name": dict(name="Ti/16", depth=6).
+            fits in memory); and model=, augment=, mixing= and preprocess= with a mapping of their fields.
+            model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the name is called "name":
+            dict(name="Ti/16", depth=6). preprocess= may be the name of a published one, such as "deit".
     """
     budget = None if minutes is None else TimeBudget(minutes)
     saved = read_saved_run(Path(out)) if resume else None
@@ -185,7 +185,8 @@ def _saved_setup(
 ) -> _Setup:
     """The settings and the data of a run that is resumed; what is given again is checked."""
     saved.check_name("recipe", recipe)
-    fields, model, nested = split_changes(changes)
+    fields, model, nested, preprocess = split_changes(changes)
+    saved.check_preprocess(preprocess)
     resolved = saved.with_changes(fields, named_fields(with_size(model, size)), nested)
     split = {name: getattr(resolved.train, name) for name in SPLIT_FIELDS}
     dataset = open_training_data(saved.locate("data") if data is None else data, classes, split, callback)

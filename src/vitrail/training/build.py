@@ -10,7 +10,7 @@ from vitrail.data.sources import Dataset
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.training.callbacks import Callback
-from vitrail.training.minutes import TimeBudget, fit_minutes
+from vitrail.training.minutes import Rehearsed, TimeBudget, fit_minutes
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 from vitrail.training.teacher import Teacher
@@ -26,13 +26,13 @@ def fit_recipe(
     ranks: ProcessGroup,
     teacher: Teacher | None,
     log: Callback,
-) -> tuple[Recipe, int]:
-    """The recipe with a number of epochs that fits the time budget, and the number of CPU threads."""
+) -> tuple[Recipe, Rehearsed]:
+    """The recipe with a number of epochs that fits the time budget, and what the rehearsal has measured."""
     log.on_message("Timing some steps, to choose the number of epochs by the minutes.")
     model = ViT(recipe.model)
     rehearsal = Trainer(model, recipe.preprocess, dataset, recipe.train, compute, ranks, teacher)
-    train, chosen, reason = fit_minutes(rehearsal, budget)
-    return replace(recipe, train=train, notes=(*recipe.notes, reason)), chosen.count
+    rehearsed = fit_minutes(rehearsal, budget)
+    return replace(recipe, train=rehearsed.train, notes=(*recipe.notes, rehearsed.reason)), rehearsed
 
 
 def build_trainer(

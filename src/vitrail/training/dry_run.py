@@ -54,17 +54,16 @@ def dry_run(
     if setup.teacher is not None:
         distiller = Teacher(setup.teacher, setup.dataset, resolved.model.channels, compute)
     check_empty(out, resume=False)
-    threads_chosen = None
+    rehearsed = None
     if budget is not None:
-        resolved, threads_chosen = fit_recipe(
-            resolved, setup.dataset, budget, compute, ranks, distiller, callback
-        )
+        resolved, rehearsed = fit_recipe(resolved, setup.dataset, budget, compute, ranks, distiller, callback)
     trainer = build_trainer(setup.dataset, resolved, setup.start, distiller, compute, ranks, callback)
     try:
-        threads = choose_threads(trainer, threads_chosen)
+        threads = rehearsed.threads if rehearsed else choose_threads(trainer, None)
         with use_threads(threads.count):
             trainer.choose_mode()
-            callback.on_plan(training_plan(trainer, f"{threads.count}; {threads.reason}"))
+            seconds = rehearsed.seconds if rehearsed else None
+            callback.on_plan(training_plan(trainer, threads, seconds))
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise out_of_memory(trainer) from error

@@ -66,8 +66,20 @@ class Pace:
         return training + math.ceil(epochs / evaluate_every) * self.evaluation + self.closing
 
 
-def fit_minutes(rehearsal: Trainer, budget: TimeBudget) -> tuple[TrainConfig, Threads, str]:
-    """The settings with as many epochs as fit, at most those of the settings; the threads; and the reason.
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal has chosen and measured."""
+
+    train: TrainConfig
+    """The settings with as many epochs as fit."""
+    threads: Threads
+    reason: str
+    seconds: float | None = None
+    """The time of the run; None if it ran out of memory."""
+
+
+def fit_minutes(rehearsal: Trainer, budget: TimeBudget) -> Rehearsed:
+    """As many epochs as fit, at most those of the settings.
 
     Args:
         rehearsal: the run as it would be with all epochs; it is trained for a few steps, and of no use then.
@@ -79,16 +91,16 @@ def fit_minutes(rehearsal: Trainer, budget: TimeBudget) -> tuple[TrainConfig, Th
             pace = rehearse(t, min(_MOST_SECONDS, _REHEARSAL * 60 * budget.minutes))
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):  # the run itself reports it, with advice
-            return t.settings, threads, "The rehearsal for --minutes ran out of memory."
+            return Rehearsed(t.settings, threads, "The rehearsal for --minutes ran out of memory.")
         raise
     finally:
         t.workers.close()
     measured = torch.tensor([*astuple(pace), budget.seconds_left], device=t.compute.device)
     *seconds, left = (t.ranks.sum(measured) / t.ranks.count).tolist()  # the same in all processes
-    epochs, reason = choose_epochs(
-        t.settings, Pace(*seconds), t.steps_per_epoch, (1 - _RESERVE) * left, budget.minutes
-    )
-    return replace(t.settings, epochs=epochs), threads, reason
+    pace, per_epoch = Pace(*seconds), t.steps_per_epoch
+    epochs, reason = choose_epochs(t.settings, pace, per_epoch, (1 - _RESERVE) * left, budget.minutes)
+    total = pace.total(epochs, per_epoch, t.settings.evaluate_every)
+    return Rehearsed(replace(t.settings, epochs=epochs), threads, reason, total)
 
 
 def choose_epochs(

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitrail.memory import activation_bytes
 from vitrail.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from vitrail.training.threads import Threads
 
-def training_plan(trainer: Trainer, threads: str = "") -> dict[str, Any]:
+
+def training_plan(
+    trainer: Trainer, threads: Threads | None = None, seconds: float | None = None
+) -> dict[str, Any]:
     """What the run will do, by name, for people to read.
 
     Args:
-        threads: how many CPU threads compute it, and why.
+        seconds: the time of the run, if a rehearsal has measured it.
     """
+    basis = "extrapolated from one step" if seconds is None else "with evaluation, by the rehearsal"
+    seconds = estimate_seconds(trainer) if seconds is None else seconds
     s, parameters = trainer.settings, list(trainer.model.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -29,14 +36,14 @@ def training_plan(trainer: Trainer, threads: str = "") -> dict[str, Any]:
         "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
         "memory": f"about {_estimate_memory(trainer, trained, count) / 2**20:,.0f} MB for weights and "
         "activations",
-        "time": f"about {_format_time(estimate_seconds(trainer))}, extrapolated from one step",
+        "time": f"about {_format_time(seconds)}, {basis}",
     }
     if trainer.mode is not None:
         plan["step"] = trainer.mode.reason
     if data.train.paths is not None:
         plan["decoding"] = str(trainer.workers.plan)
-    if threads and trainer.compute.device.type == "cpu":
-        plan["threads"] = threads
+    if threads is not None and trainer.compute.device.type == "cpu":
+        plan["threads"] = f"{threads.count}; {threads.reason}"
     if trainer.teacher is not None:
         size = sum(p.numel() for p in trainer.teacher.model.parameters())
         plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.training.parallel import ProcessGroup, global_batch_size
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
+from vitrail.weights.preprocessing import override_preprocess
 from vitrail.weights.pretrained import FEW_IMAGES, pretrained_note
 
 AUTO_BATCH = "auto"
@@ -37,10 +38,15 @@ def resolve_recipe(
     changes: Mapping[str, Any],
     size: int | tuple[int, int] | None = None,
     minutes: float | None = None,
+    context: RunContext | None = None,
 ) -> tuple[Recipe, Bundle | None]:
-    """The recipe of this name with the changes applied, and the weights to start from."""
-    fields, model, nested = split_changes(changes)
-    recipe = recipe_for(name, data, _run_context(from_, fields, model, size, minutes))
+    """The recipe of this name with the changes applied, and the weights to start from.
+
+    Args:
+        context: what `auto` chooses by; by default what the other arguments say.
+    """
+    fields, model, nested, own_preprocess = split_changes(changes)
+    recipe = recipe_for(name, data, context or run_context(changes, from_, size, minutes))
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
@@ -57,6 +63,10 @@ def resolve_recipe(
     else:
         start, config = _load_start(from_, data, {**recipe.model_from_file, **model})
         preprocess = start.preprocess or recipe.preprocess
+    if own_preprocess is not None:
+        said: list[str] = []
+        preprocess = override_preprocess(preprocess, own_preprocess, config, said) or preprocess
+        notes = (*notes, *said)
     if config.classes != len(data.classes) or data.channels not in (None, config.channels):
         raise ConfigError(
             f"the model has {config.classes} classes and {config.channels} channels, and the data "
@@ -66,14 +76,14 @@ def resolve_recipe(
     return Recipe(config, preprocess, settings, notes=notes), start
 
 
-def _run_context(
-    from_: str | Path | None,
-    fields: Mapping[str, Any],
-    model: Mapping[str, Any],
-    size: Any,
-    minutes: float | None,
+def run_context(
+    changes: Mapping[str, Any],
+    from_: str | Path | None = None,
+    size: Any = None,
+    minutes: float | None = None,
 ) -> RunContext:
     """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
+    fields, model, *_ = split_changes(changes)
     size = size if size is not None else model.get("size")
     if size is None and "@" in str(model.get("name", "")):
         size = preset(model["name"]).size
@@ -90,11 +100,22 @@ def _run_context(
     )
 
 
-def split_changes(
-    changes: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
-    """Fields of TrainConfig, of the model, and of augment and mixing, checked for unknown names."""
+class Changes(NamedTuple):
+    """What a user changes of a recipe, by its parts."""
+
+    fields: dict[str, Any]
+    """Of TrainConfig."""
+    model: dict[str, Any]
+    nested: dict[str, dict[str, Any]]
+    """Of augment and mixing."""
+    preprocess: Mapping[str, Any] | str | None
+    """Fields of Preprocess, or the name of a published one."""
+
+
+def split_changes(changes: Mapping[str, Any]) -> Changes:
+    """The changes, checked for unknown names."""
     fields = dict(changes)
+    preprocess = fields.pop("preprocess", None)
     if fields.get("batch") == AUTO_BATCH:
         del fields["batch"]  # a new run chooses it (`choose_batch`), and a saved one has chosen
     model = fields.pop("model", {})
@@ -108,7 +129,7 @@ def split_changes(
     for name in fields:
         if name not in TrainConfig.__dataclass_fields__:
             raise ConfigError(unknown_setting(name))
-    return fields, dict(model), nested
+    return Changes(fields, dict(model), nested, preprocess)
 
 
 def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:

@@ -82,18 +82,19 @@ def run_training(
     check_loggers(recipe.train.log)
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     origin = _describe_origin(start, distiller, request)
+    rehearsed = None
     if budget is not None and not (out / "config.json").exists():
-        recipe, count = fit_recipe(recipe, dataset, budget, compute, ranks, distiller, log)
-        reuse = {"threads": count}
+        recipe, rehearsed = fit_recipe(recipe, dataset, budget, compute, ranks, distiller, log)
     if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
         return _finished_run(out, dataset)
     log.open()
     recipe = replace(recipe, train=replace(recipe.train, compile=reuse.get("compile", recipe.train.compile)))
     trainer = build_trainer(dataset, recipe, start, distiller, compute, ranks, log)
-    threads = choose_threads(trainer, reuse.get("threads"))
+    threads = rehearsed.threads if rehearsed else choose_threads(trainer, reuse.get("threads"))
     if ranks.is_main:
         record_resolved(out, {"precision": compute.precision, "threads": threads.count}, log)
     session = TrainingSession(trainer, CheckpointManager(out, recipe.train.keep, ranks), log, threads)
+    session.planned_seconds = rehearsed.seconds if rehearsed else None
     session.start = read_config(out / "config.json")["start"]
     if recipe.train.fingerprint and ranks.is_main:  # which writes the files
         session.fingerprint = run_fingerprint(out, dataset, start, log)

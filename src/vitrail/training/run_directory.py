@@ -6,7 +6,8 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,19 @@ class Origin:
     """What the user asked for (`describe_request`); None if it was a recipe and an open data set."""
 
 
+@contextmanager
+def explain_errors(out: Path) -> Iterator[None]:
+    """Turn an error of the file system into a FileError that names the run directory."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"the run directory {printable(out)} cannot be used: {printable(error.strerror or error)}"
+            f"{f' ({printable(error.filename)})' if error.filename else ''}. Check its permissions and the "
+            "free disk space, or use another --out."
+        ) from error
+
+
 def prepare_run_directory(
     out: Path,
     resume: bool,
@@ -50,20 +64,22 @@ def prepare_run_directory(
     config = describe_run(recipe, data, origin.start)
     config["request"] = origin.request
     path = out / "config.json"
-    saved = check_same_run(path, config) if resume and path.exists() else None
-    if saved is None:
-        check_empty(out, resume)
-    elif recipe.train.epochs > saved["train"]["epochs"]:
-        _check_extension(out)
+    with explain_errors(out):
+        saved = check_same_run(path, config) if resume and path.exists() else None
+        if saved is None:
+            check_empty(out, resume)
+        elif recipe.train.epochs > saved["train"]["epochs"]:
+            _check_extension(out)
     ranks.barrier()  # all processes have checked; now the main one may write
     if ranks.is_main:
-        if resume:
-            remove_partial(out)
-            remove_partial(out / "checkpoints")
-        if saved is None:
-            _create_run(out, config, resume, callback)
-        else:
-            _update_config(out, saved, config, callback)
+        with explain_errors(out):
+            if resume:
+                remove_partial(out)
+                remove_partial(out / "checkpoints")
+            if saved is None:
+                _create_run(out, config, resume, callback)
+            else:
+                _update_config(out, saved, config, callback)
     ranks.barrier()
     return saved is not None and (out / "last.safetensors").exists()
 
@@ -110,7 +126,8 @@ def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) 
             )
     if any(before.get(name) != value for name, value in resolved.items()):
         new = {**saved, "resolved": {**before, **resolved}}
-        write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
+        with explain_errors(out):
+            write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
 
 
 def _check_extension(out: Path) -> None:

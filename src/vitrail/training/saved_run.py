@@ -130,6 +130,12 @@ class SavedRun:
         if given is not None and given != self.request.get(what):
             raise different_setting(what, given, self.request.get(what))
 
+    def check_preprocess(self, given: object) -> None:
+        """Check that the preprocessing, if it is given again, is what was asked for."""
+        asked = self.request["changes"].get("preprocess")
+        if given is not None and json.loads(json.dumps(given, default=_plain_value)) != asked:
+            raise different_setting("preprocess", given, asked)
+
     def with_changes(
         self, fields: Mapping[str, Any], model: Mapping[str, Any], nested: Mapping[str, Mapping[str, Any]]
     ) -> Recipe:

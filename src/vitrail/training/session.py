@@ -24,7 +24,7 @@ from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.loggers import Loggers
 from vitrail.training.lora import merge_lora
 from vitrail.training.plan import training_plan
-from vitrail.training.run_directory import record_resolved
+from vitrail.training.run_directory import explain_errors, record_resolved
 from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import StopSignal
 from vitrail.training.threads import CpuWait, Threads, describe_busy
@@ -46,6 +46,8 @@ class TrainingSession:
     checkpoints: CheckpointManager
     log: Callback
     threads: Threads
+    planned_seconds: float | None = None
+    """The time of the run, if a rehearsal has measured it."""
     stop: StopSignal = field(default_factory=StopSignal)
     history: list[dict[str, Any]] = field(default_factory=list)
     """One row of metrics per epoch."""
@@ -73,7 +75,7 @@ class TrainingSession:
             mode = t.choose_mode()
             if t.ranks.is_main:
                 record_resolved(self.checkpoints.out, {"compile": mode.compile}, self.log)
-            self.log.on_plan(training_plan(t, f"{self.threads.count}; {self.threads.reason}"))
+            self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
             self.report_busy(_PLAN_SECONDS)
             if t.ranks.is_main:
                 self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
@@ -133,7 +135,8 @@ class TrainingSession:
         row["seconds_left"] = 0.0 if t.stopped else round(t.seconds_left or 0.0, 1)
         if t.ranks.is_main:
             lines = "".join(json.dumps(one) + "\n" for one in self.history)
-            write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
+            with explain_errors(self.checkpoints.out):
+                write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
             if self.loggers is not None:
                 self.loggers.log(self.history)
             if t.data.val and row.get("val_accuracy", -1.0) > self.best:

@@ -165,6 +165,7 @@ def _compare_tokens(
         out=out,
         seeds=2 if size == "small" else 3,
         lrs=[3e-3] if size == "small" else [1e-3, 2e-3, 4e-3],
+        recipe="small",
         processes=process_count(size),
         **_study_settings(size, epochs, **changes),
     )

@@ -27,6 +27,7 @@ from vitrail.course.walk.encoder import walk_encoder
 from vitrail.course.walk.stage import Stage, token_name
 from vitrail.errors import InputError
 from vitrail.model import Decoder, DecoderConfig, ViT
+from vitrail.weights.scores import Activation
 
 __all__ = ["Stage", "token_name", "walk"]
 
@@ -39,6 +40,7 @@ def walk(
     head: int = 0,
     token: int | None = None,
     context: Tensor | None = None,
+    activation: Activation = "softmax",
 ) -> list[Stage]:
     """The forward pass of one input as a list of stages.
 
@@ -50,12 +52,14 @@ def walk(
         token: the token whose norm and attention weights are shown. By default 0, the first prefix token;
             for a decoder the last token, whose output predicts the next one.
         context: (S, context_width), the tokens of an encoder, for a decoder with cross-attention.
+        activation: how the logits of a ViT become probabilities: softmax, or sigmoid for multi-label models
+            (`bundle.scores.activation`).
     """
     match getattr(model, "config", None):
         case DecoderConfig():
             return walk_decoder(cast(Decoder, model), x, context, block, head, token)
         case ViTConfig() if context is None:
-            return walk_encoder(cast(ViT, model), x, block, head, 0 if token is None else token)
+            return walk_encoder(cast(ViT, model), x, block, head, token or 0, activation)
         case ViTConfig():
             raise InputError("Only a decoder takes a context, and this model is a ViT; omit the context.")
     raise InputError(f"walk takes a ViT or a Decoder, not a {type(model).__name__}.")

@@ -15,18 +15,27 @@ from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.model.position import AddedPosition
 from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, TextTokens, patchify
+from vitrail.weights.scores import Activation
 
 
-def walk_encoder(model: ViT, x: Tensor, block: int, head: int, token: int) -> list[Stage]:
+def walk_encoder(
+    model: ViT, x: Tensor, block: int, head: int, token: int, activation: Activation
+) -> list[Stage]:
     check_index("block", block, model.config.depth)
-    return Recording(model, x, blocks=[block]).stages(block, head, token)
+    return Recording(model, x, [block], activation).stages(block, head, token)
 
 
 class Recording:
-    """One forward pass with the activations of some blocks, to show any head and token of them."""
+    """One forward pass with the activations of some blocks, to show any head and token of them.
 
-    def __init__(self, model: ViT, x: Tensor, blocks: Iterable[int]) -> None:
-        self.model, self.batch = model, _as_batch(x, model.config)
+    Args:
+        activation: how logits become probabilities.
+    """
+
+    def __init__(
+        self, model: ViT, x: Tensor, blocks: Iterable[int], activation: Activation = "softmax"
+    ) -> None:
+        self.model, self.batch, self.activation = model, _as_batch(x, model.config), activation
         names = ["tokens.*", "position", "norm_pre", "embed", "blocks.*.out", "encoded", "pooled", "logits"]
         names += [f"blocks.{block}.{part}" for block in blocks for part in ("*", "attention.*", "mlp.*")]
         names += [f"pool.attention.{part}" for part in ("weights", "out") if model.config.pool == "attention"]
@@ -42,7 +51,7 @@ class Recording:
             walk = EncoderWalk(self.model, self.activations, block, head, token)
             walk.add_embedding(self.batch)
             walk.add_blocks()
-            walk.add_prediction()
+            walk.add_prediction(self.activation)
         return walk.stages
 
 
@@ -110,7 +119,7 @@ class EncoderWalk(BlockWalk):
 
     # ---- Eq. 4: from z_L to probabilities ---------------------------------------------------
 
-    def add_prediction(self) -> None:
+    def add_prediction(self, activation: Activation) -> None:
         c, z = self.config, f"z_{self.config.depth}"
         if c.pool_norm == "before":
             z = self.add_norm("encoded", z, "The tokens of the last block")
@@ -122,8 +131,8 @@ class EncoderWalk(BlockWalk):
             self._add_pool("pooled", "y", z, self.activations["pooled"])
         if c.classes == 0:
             return
-        activation = "tanh" if c.head == "tanh" else ACTIVATION_NAMES[c.activation]
-        two = f"{activation}(y W_1 + b_1) W_2 + b_2"
+        hidden = "tanh" if c.head == "tanh" else ACTIVATION_NAMES[c.activation]
+        two = f"{hidden}(y W_1 + b_1) W_2 + b_2"
         pair = "(y_class W_c + b_c + y_dist W_d + b_d) / 2"
         unit = f"u / |u| W_2{' + b_2' * c.head_bias}" + (
             " with u = y W_1" if c.head_hidden else " with u = y"
@@ -131,9 +140,13 @@ class EncoderWalk(BlockWalk):
         one = f"y W{' + b' * c.head_bias}"
         logits = {"linear": one, "mlp": two, "tanh": two, "distilled": pair, "cosine": unit}[c.head]
         self.add("logits", f"o = {logits}", "The logit of each class: the higher, the more likely.")
-        probabilities = self.activations["logits"].softmax(dim=-1)
-        meaning = "Softmax turns the logits into probabilities."
-        self.add("probabilities", "P = softmax(o)", meaning, probabilities)
+        logit = self.activations["logits"]
+        if activation == "softmax":
+            probabilities, meaning = logit.softmax(dim=-1), "Softmax turns the logits into probabilities."
+        else:
+            probabilities = logit.sigmoid()
+            meaning = "Sigmoid turns each logit into a probability of its own; they need not sum to 1."
+        self.add("probabilities", f"P = {activation}(o)", meaning, probabilities)
 
     def _add_pool(self, name: str, y: str, z: str, pooled: Tensor) -> str:
         """One vector for the whole input: y, or p if a norm follows."""

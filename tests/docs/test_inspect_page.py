@@ -24,3 +24,14 @@ def test_a_section_is_title_image_and_caption():
     assert page.written({"lens": "Words."}) == (
         f"### lens: {title[0].lower()}{title[1:]}\n\n![{title}](images/inspect/lens.png)\n\nWords."
     )
+
+
+def test_the_figures_of_the_lecture_are_shown_trained_and_random():
+    """`python -m docs.lecture_figures MODEL PHOTOS` draws them."""
+    from docs import lecture_figures
+
+    text = page.PAGE.read_text().split(lecture_figures.BEGIN)[1].split(lecture_figures.END)[0]
+    names = {f"{kind}-{figure}" for kind in ("trained", "random") for figure in lecture_figures.TITLES}
+    assert {path.stem for path in lecture_figures.IMAGES.iterdir()} == names
+    assert all(f"(images/lecture/{name}.png)" in text for name in names)
+    assert text.count("as in the ViT paper") == 3  # of the trained model

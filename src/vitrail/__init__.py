@@ -30,6 +30,7 @@ _MODULES = {
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
+    "check": "vitrail.course.exercises.notebook",
     "convert": "vitrail.weights.convert",
     "create": "vitrail.build",
     "cross_validate": "vitrail.experiment.folds",
@@ -62,6 +63,7 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "VitrailError",
+    "check",
     "convert",
     "create",
     "cross_validate",
@@ -82,6 +84,7 @@ __all__ = [
 if TYPE_CHECKING:
     from vitrail.build import create
     from vitrail.config import ViTConfig
+    from vitrail.course.exercises.notebook import check
     from vitrail.course.walk import walk
     from vitrail.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.evaluation.run import evaluate

@@ -216,7 +216,7 @@ def test_functions_that_are_not_written_yet():
     namespace = run_student()
     del namespace["mlp"]
     mark = check_exercise(EXERCISE["mlp"], namespace)
-    assert (mark.verdict, mark.message) == ("not yet", "The file has no function mlp.")
+    assert (mark.verdict, mark.message) == ("not yet", "There is no function mlp.")
 
 
 @pytest.mark.parametrize(

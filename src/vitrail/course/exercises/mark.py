@@ -30,6 +30,7 @@ from vitrail.course.exercises.run import STUDENT, ExerciseResult
 from vitrail.errors import printable
 
 _SEED = 2017
+_NOTEBOOK_CELL = "ipykernel_"  # in the file name of a notebook's cell
 
 
 def check_exercise(exercise: Exercise, namespace: dict[str, Any]) -> ExerciseResult:
@@ -45,7 +46,7 @@ def check_exercise(exercise: Exercise, namespace: dict[str, Any]) -> ExerciseRes
 def _check_exercise(exercise: Exercise, namespace: dict[str, Any]) -> ExerciseResult:
     function = namespace.get(exercise.name)
     if function is None:
-        return ExerciseResult(exercise.name, "not yet", f"The file has no function {exercise.name}.")
+        return ExerciseResult(exercise.name, "not yet", f"There is no function {exercise.name}.")
     cases = exercise.cases(torch.Generator().manual_seed(_SEED))
     expected = [exercise.reference(*case) for case in cases]
     results = []
@@ -98,7 +99,7 @@ def describe_error(error: BaseException) -> str:
 
 def _student_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if frame.filename == STUDENT]
+    return [frame for frame in frames if frame.filename == STUDENT or _NOTEBOOK_CELL in frame.filename]
 
 
 def _explain(

@@ -221,12 +221,16 @@ def split_of(labels):
     )
 
 
+def targets_of(split, settings):
+    return build_targets(torch.from_numpy(split.labels), 4, settings.smoothing)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_cross_entropy_equals_torchs(smoothing):
     logits, labels = torch.randn(6, 4), [0, 1, 2, 3, 3, 3]
     how = TrainConfig(smoothing=smoothing)
     split = split_of(labels)
-    each = per_image_loss(logits, build_targets(split, 4, how), class_weights(split, 4, how), how)
+    each = per_image_loss(logits, targets_of(split, how), class_weights(split, 4, how), how)
     expected = F.cross_entropy(logits, torch.tensor(labels), label_smoothing=smoothing, reduction="none")
     torch.testing.assert_close(each, expected)
 
@@ -237,7 +241,7 @@ def test_balanced_class_weights_equal_torchs(smoothing):
     how, split = TrainConfig(class_weights="balanced", smoothing=smoothing), split_of(labels)
     weights = class_weights(split, 4, how)
     torch.testing.assert_close(weights, torch.tensor([1.2, 1.2, 1.2, 0.4]))
-    each = per_image_loss(logits, build_targets(split, 4, how), weights, how)
+    each = per_image_loss(logits, targets_of(split, how), weights, how)
     expected = F.cross_entropy(
         logits, torch.tensor(labels), weights, label_smoothing=smoothing, reduction="none"
     )
@@ -249,12 +253,12 @@ def test_bce_equals_torchs_for_single_and_multi_label():
     how = TrainConfig(loss="bce")
     multilabel = split_of([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
     for split, targets in ((multilabel, multilabel.labels), (split_of([0, 3, 3]), np.eye(4)[[0, 3, 3]])):
-        each = per_image_loss(logits, build_targets(split, 4, how), torch.ones(4), how)
+        each = per_image_loss(logits, targets_of(split, how), torch.ones(4), how)
         expected = F.binary_cross_entropy_with_logits(logits, torch.tensor(targets).float(), reduction="none")
         torch.testing.assert_close(each, expected.mean(1))
     weights = class_weights(multilabel, 4, TrainConfig(loss="bce", class_weights="balanced"))
     torch.testing.assert_close(weights, torch.tensor([8, 8, 4, 8]) / 7)
-    each = per_image_loss(logits, build_targets(multilabel, 4, how), weights, how)
+    each = per_image_loss(logits, targets_of(multilabel, how), weights, how)
     expected = F.binary_cross_entropy_with_logits(
         logits, torch.tensor(multilabel.labels).float(), weights, reduction="none"
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitrail.data.lazy import BLOCK
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def class_counts(split: Split, classes: int) -> NDArray[np.int64]:
     """(K,) the number of images of each class in a split."""
     if split.labels.ndim == 2:
         return split.labels.sum(axis=0)
-    return np.bincount(split.labels, minlength=classes)
+    if len(split) <= BLOCK:
+        return np.bincount(split.labels, minlength=classes)
+    blocks = (split.labels[first : first + BLOCK] for first in range(0, len(split), BLOCK))
+    return np.sum([np.bincount(block, minlength=classes) for block in blocks], axis=0)
 
 
 def without_images(data: Dataset) -> dict[str, list[str]]:
@@ -42,9 +46,10 @@ def without_images(data: Dataset) -> dict[str, list[str]]:
     trained = class_counts(data.train, len(data.classes)) > 0
     for name, split in splits.items():
         if split is not None and (len(split) or name == "train"):
-            empty = class_counts(split, len(data.classes)) == 0
-            if name != "train":
-                empty &= trained  # the others are reported for train
+            if name == "train":
+                empty = ~trained
+            else:  # the others are reported for train
+                empty = (class_counts(split, len(data.classes)) == 0) & trained
             if empty.any():
                 missing[name] = [data.classes[number] for number in np.flatnonzero(empty)]
     return missing

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitrail.data.lazy import RelativePaths
+from vitrail.data.lazy import LazySequence, RelativePaths
 from vitrail.errors import VitrailError
 from vitrail.images.stored import StoredImage
 from vitrail.io.cache import cache_folder
@@ -55,6 +55,8 @@ def content_keys(
     Args:
         source: the path of the data set, for the cache; None for no cache.
     """
+    if isinstance(split.keys, LazySequence):
+        return np.concatenate(list(split.keys.blocks()))
     if split.keys is not None:
         return split.keys
     if split.images is not None:

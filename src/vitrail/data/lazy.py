@@ -5,6 +5,7 @@ A split of such data is a choice of rows (`Rows`): a range, an array of row numb
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,8 +58,10 @@ Rows = Selection | range | Any
 """The rows of a split: a Selection, a range, or an array of int64."""
 
 
-def take_values(values: NDArray[Any], indices: Indices) -> NDArray[Any]:
-    """The elements of an array at these indices."""
+def take_values(values: Any, indices: Indices) -> Any:
+    """The elements of an array, or of a lazy sequence, at these indices."""
+    if isinstance(values, LazySequence):
+        return values.take(indices)
     return values[indices.mask()] if isinstance(indices, Selection) else values[indices]
 
 
@@ -83,6 +86,13 @@ def find_rows(rows: Rows, indices: NDArray[np.int64]) -> NDArray[np.int64]:
     return rows.start + indices if isinstance(rows, range) else rows[indices]
 
 
+def hash_rows(rows: Rows) -> bytes:
+    if isinstance(rows, range):
+        return hashlib.sha256(repr(rows).encode()).digest()
+    values = rows.bits if isinstance(rows, Selection) else rows
+    return hashlib.sha256(np.ascontiguousarray(values).data).digest()
+
+
 class LazySequence(Sequence[T]):
     """One item for each row, read when it is asked for."""
 
@@ -95,6 +105,10 @@ class LazySequence(Sequence[T]):
     @abstractmethod
     def read(self, rows: NDArray[np.int64]) -> Sequence[T]:
         """The items of some rows."""
+
+    @abstractmethod
+    def identity(self) -> bytes:
+        """A hash of what the items are read from, and of the rows; equal for equal items."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -109,6 +123,12 @@ class LazySequence(Sequence[T]):
             return self.take(np.arange(*index.indices(len(self)), dtype=np.int64))
         number = range(len(self))[index]  # an IndexError outside, and negative ones from the end
         return self.read(find_rows(self.rows, np.array([number], dtype=np.int64)))[0]
+
+    def blocks(self) -> Iterator[Any]:
+        """All items, some at a time, as `read` returns them."""
+        for first in range(0, len(self), BLOCK):
+            last = min(first + BLOCK, len(self))
+            yield self.read(find_rows(self.rows, np.arange(first, last, dtype=np.int64)))
 
     def __iter__(self) -> Iterator[T]:
         for first in range(0, len(self), BLOCK >> 4):

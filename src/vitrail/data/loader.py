@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.augment import Augment, crop_numbers
-from vitrail.data.rng import random_permutation
-from vitrail.data.sources import Split
+from vitrail.data.order import Order, epoch_order
 from vitrail.images.crop import propose_crops, read_crop
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import Batch, CorruptFiles, ImageReader, ImageSource, LoadImage, read_pixels
@@ -24,29 +23,12 @@ from vitrail.images.workers import Workers
 __all__ = ["Batch", "CorruptFiles", "Reader", "batch_indices", "epoch_order", "steps_in_epoch"]
 
 
-def epoch_order(split: Split, *, seed: int, epoch: int, balanced: bool = False) -> Tensor:
-    """The order in which an epoch sees the images, as indices.
-
-    Balanced, every class comes equally often: images of rare classes are repeated, and some of the
-    frequent classes are omitted.
-    """
-    order = random_permutation([seed, epoch], len(split))
-    if not balanced:
-        return order
-    labels = torch.from_numpy(split.labels)[order]
-    counts = labels.bincount()
-    largest = int(counts.max())
-    by_class = [order[labels == label] for label in range(len(counts)) if counts[label]]
-    repeated = torch.stack([indices[torch.arange(largest) % len(indices)] for indices in by_class])
-    return repeated.T.flatten()[: len(order)]  # (classes, largest) read by columns
-
-
 def steps_in_epoch(count: int, batch: int) -> int:
     """How many complete batches an epoch has; the images that remain come in another epoch."""
     return max(1, count // batch)
 
 
-def batch_indices(order: Tensor, step: int, batch: int) -> Tensor:
+def batch_indices(order: Order, step: int, batch: int) -> Tensor:
     """The global batch of a step of the epoch. A data set smaller than a batch is repeated."""
     return order[torch.arange(step * batch, (step + 1) * batch) % len(order)]
 

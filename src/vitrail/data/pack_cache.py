@@ -66,7 +66,7 @@ def _in_one_split(data: Dataset, splits: list[Split]) -> Dataset:
     """All images in the order of their names: the held-out split may change, the file stays the same."""
     names = [name for split in splits for name in split.names]
     order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
-    keys = [split.keys for split in splits if split.keys is not None]
+    keys = [np.asarray(split.keys) for split in splits if split.keys is not None]
     joined = Split(
         np.concatenate([split.labels for split in splits]),
         names,

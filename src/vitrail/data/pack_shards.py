@@ -194,7 +194,7 @@ def _write_shard(shard: _Shard, classes: Sequence[str]) -> list[str]:
             places.append(_add(tar, key + suffix, data or b""))
             keys.append(bytes_key(data) if data else name_key(name))
             _add(tar, f"{key}.cls", (classes[label] if numbered else str(label)).encode())
-    write_index(index_paths(shard.path)[0], os.stat(shard.path), classes, places, labels, keys, names)
+    write_index(next(index_paths(shard.path)), os.stat(shard.path), classes, places, labels, keys, names)
     return unreadable
 
 

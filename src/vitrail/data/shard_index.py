@@ -49,10 +49,11 @@ _MAX_HEADER = 1 << 20  # bytes of an extended header in a tar
 _KEYS = ("label", "cls", "class")  # of a label in a .json file
 
 
-def index_paths(tar: Path) -> list[Path]:
+def index_paths(tar: Path) -> Iterator[str]:
     """Where the index of a shard may be: beside it, or in the cache folder."""
-    name = hashlib.sha256(os.fsencode(tar.absolute())).hexdigest()[:32]
-    return [tar.with_name(tar.name + ".index"), cache_folder() / "index" / f"{name}.index"]
+    path = os.path.abspath(tar)
+    yield f"{path}.index"
+    yield str(cache_folder() / "index" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.index")
 
 
 def open_index(tar: Path) -> ShardHeader | None:
@@ -60,7 +61,7 @@ def open_index(tar: Path) -> ShardHeader | None:
     version = version_of(str(tar))
     for path in index_paths(tar):
         with suppress(OSError, VitrailError):
-            header = read_header(str(tar.absolute()), str(path.absolute()))
+            header = read_header(os.path.abspath(tar), path)
             if header.tar_version == version:
                 return header
     return None
@@ -76,9 +77,9 @@ def build_index(tar: Path) -> ShardHeader:
     labels, classes = rows.encode_labels()
     for path in index_paths(tar):
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_index(path, status, classes, rows.places, labels, rows.keys, rows.names)
-            return read_header(str(tar.absolute()), str(path.absolute()))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_index(path, status, classes, rows.places, labels, rows.keys, rows.names, rows.others)
+            return read_header(os.path.abspath(tar), path)
         except OSError as error:
             reason = printable(error.strerror or error)
     raise FileError(
@@ -88,13 +89,14 @@ def build_index(tar: Path) -> ShardHeader:
 
 
 def write_index(
-    path: Path,
+    path: str,
     tar: os.stat_result,
     classes: Sequence[str],
     places: Sequence[tuple[int, int]],
     labels: Sequence[int] | NDArray[Any],
     keys: Sequence[int],
     names: Sequence[str],
+    others: Sequence[str] = (),
 ) -> None:
     """Write an index atomically; an older one is replaced.
 
@@ -102,6 +104,7 @@ def write_index(
         tar: size and time of the shard.
         classes: the names of all classes, or of those in this shard.
         labels: the number of each image's class, or NO_LABEL.
+        others: the names of images that are not read.
     """
     texts = [name.encode("utf-8", "surrogateescape") for name in names]
     columns: dict[str, NDArray[Any]] = {
@@ -114,11 +117,11 @@ def write_index(
     digest = hashlib.sha256(joined)
     for column in ("labels", "keys", "ends"):
         digest.update(columns[column].tobytes())
-    info = json.dumps({"classes": list(classes), "digest": digest.hexdigest()}).encode()
+    info = json.dumps({"classes": list(classes), "others": list(others)}).encode()
     starts, _ = column_starts(len(info), len(names))
-    head = (zlib.crc32(info), len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined))
+    lengths = len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined)
     with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, *head) + info)
+        file.write(HEADER.pack(MAGIC, VERSION, zlib.crc32(info), *lengths, digest.digest()) + info)
         for column, values in columns.items():
             file.seek(starts[column])
             file.write(values.tobytes())
@@ -142,6 +145,8 @@ class _Rows:
         """The row of each key with an image."""
         self.labels: dict[tuple[str, str], str] = {}
         """Labels by key, and by cls or json."""
+        self.others: list[str] = []
+        """Images whose names have a second dot: they are other parts of their key, as in WebDataset."""
 
     def add(self, file: BinaryIO, name: str, offset: int, size: int) -> None:
         """Add a member, if it is an image or a label."""
@@ -156,7 +161,9 @@ class _Rows:
             data = _read_member(self.tar, file, offset, min(size, _MAX_LABEL + 1))
             if (label := self.parse_label(name, kind, data)) is not None:
                 self.labels[key, kind] = label
-        elif kind in SUFFIXES:
+        elif kind not in SUFFIXES:
+            self.others += [name] if posixpath.splitext(kind)[1] in SUFFIXES else []
+        else:
             if key in self.rows:
                 other = self.names[self.rows[key]]
                 raise self.bad(

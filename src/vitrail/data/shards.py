@@ -6,21 +6,23 @@ test in their name, or in folders of these names, are splits.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
 from vitrail.data.content import Progress
 from vitrail.data.folders import SPLITS
-from vitrail.data.lazy import LARGE, Indices, LazySequence, Rows, take_rows
+from vitrail.data.lazy import BLOCK, LARGE, Indices, LazySequence, Rows, hash_rows, take_rows
 from vitrail.data.shard_index import build_index, open_index
 from vitrail.data.sources import Dataset, Split, build_dataset
 from vitrail.data.tables import numeric_order
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 MAX_SHARDS = 1_000_000
 _THREADS = min(8, os.cpu_count() or 1)
+T = TypeVar("T", covariant=True)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -101,10 +104,10 @@ def _tars_in(folder: Path) -> tuple[list[Path], list[Path]]:
         for entry in entries:
             if entry.name.startswith((".", "__")):
                 continue
-            if os.path.isdir(entry.path):  # an entry raises an error for circular links
-                folders.append(entry.name)
-            elif entry.name.lower().endswith(".tar"):
+            if entry.name.lower().endswith(".tar"):
                 shards.append(entry.name)
+            elif os.path.isdir(entry.path):  # an entry raises an error for circular links
+                folders.append(entry.name)
     return [folder / name for name in sorted(shards)], [folder / name for name in sorted(folders)]
 
 
@@ -150,27 +153,46 @@ class ShardTable:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint64)
 
 
-class ShardImages(LazySequence[ShardImage]):
-    """The images of some rows."""
+class _Column(LazySequence[T]):
+    """Something of each image in some rows of a table."""
 
     def __init__(self, table: ShardTable, rows: Rows) -> None:
         self.table, self.rows = table, rows
 
-    def take(self, indices: Indices) -> ShardImages:
-        return ShardImages(self.table, take_rows(self.rows, indices))
+    def take(self, indices: Indices) -> Self:
+        return type(self)(self.table, take_rows(self.rows, indices))
+
+    def identity(self) -> bytes:
+        digest = hashlib.sha256(hash_rows(self.rows))
+        for shard in self.table.shards:
+            digest.update(shard.digest)
+        return digest.digest()
+
+
+class ShardImages(_Column[ShardImage]):
+    """The images."""
 
     def read(self, rows: NDArray[np.int64]) -> list[ShardImage]:
         return [shard.image(row) for shard, own in self.table.runs(rows) for row in own.tolist()]
 
 
-class ShardNames(LazySequence[str]):
-    """The names of some rows."""
+class ShardKeys(_Column[np.uint64]):
+    """Their content keys."""
 
-    def __init__(self, table: ShardTable, rows: Rows) -> None:
-        self.table, self.rows = table, rows
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:  # type: ignore[override]  # an array
+        return self.table.column("keys", rows)
 
-    def take(self, indices: Indices) -> ShardNames:
-        return ShardNames(self.table, take_rows(self.rows, indices))
+    def blocks(self) -> Iterator[NDArray[np.uint64]]:
+        if self.rows != range(len(self.table)):
+            yield from super().blocks()
+            return
+        for shard in self.table.shards:  # without looking for the shard of each row
+            for first in range(0, shard.count, BLOCK):
+                yield shard.read("keys", first, min(first + BLOCK, shard.count))
+
+
+class ShardNames(_Column[str]):
+    """Their names."""
 
     def read(self, rows: NDArray[np.int64]) -> list[str]:
         names: list[str] = []
@@ -189,13 +211,18 @@ class ShardNames(LazySequence[str]):
 
 def open_shards(shards: Sequence[Path], progress: Progress) -> list[ShardHeader]:
     """The index of each shard; shards without a current one are read, some at a time."""
-    found = {shard: open_index(shard) for shard in shards}
+    infos: dict[bytes, bytes] = {}  # which are mostly equal, with the names of all classes
+
+    def share(header: ShardHeader) -> ShardHeader:
+        return replace(header, info=infos.setdefault(header.info, header.info))
+
+    found = {shard: share(header) if (header := open_index(shard)) else None for shard in shards}
     missing = [shard for shard, header in found.items() if header is None]
     if missing:
         with ThreadPoolExecutor(_THREADS) as pool:
             try:
                 for done, header in enumerate(pool.map(build_index, missing), 1):
-                    found[missing[done - 1]] = header
+                    found[missing[done - 1]] = share(header)
                     progress(done, len(missing))
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -218,26 +245,39 @@ def read_shards(path: str | Path, *, need_train: bool = True, progress: Progress
     everything = [shard for some in shards.values() for shard in some]
     if not sum(shard.count for shard in everything):
         raise InputError(f"{printable(path)} has no images: its shards must hold key.jpg and key.cls.")
-    classes, numbers = _merge_classes(everything)
+    infos = {info: json.loads(info) for info in {shard.info: None for shard in everything}}
+    classes, numbers = _merge_classes(infos)
     splits = {}
     for name, some in shards.items():
         table = ShardTable(some)
         rows, labels = range(len(table)), _labels(some, numbers, len(classes))
-        keys = table.column("keys", np.arange(len(table))).astype(np.uint64) if len(table) < LARGE else None
+        keys: Any = ShardKeys(table, rows)
+        keys = keys.read(np.arange(len(table))) if len(table) < LARGE else keys
         splits[name] = Split(labels, ShardNames(table, rows), ShardImages(table, rows), None, keys)
     file = Path(path)
     name = file.resolve().name if file.is_dir() else _RANGE.sub("", file.stem).strip("-_. ") or "shards"
     note = f"{len(everything):,} tar shard{'s' * (len(everything) > 1)}; their indexes are current."
-    return build_dataset(name, classes, splits, [note])
+    return build_dataset(name, classes, splits, [note, *_skip_note(infos.values())])
 
 
-def _merge_classes(shards: Sequence[ShardHeader]) -> tuple[list[str], dict[bytes, NDArray[np.int64]]]:
+def _skip_note(infos: Iterable[Any]) -> list[str]:
+    """A note on images that are not read."""
+    others = [str(name) for info in infos for name in info.get("others", ())]
+    if not others:
+        return []
+    return [
+        f"Not read: {len(others):,} images such as {printable(others[0])!r}, whose names have a second dot: "
+        "a key ends at the first one."
+    ]
+
+
+def _merge_classes(infos: Mapping[bytes, Any]) -> tuple[list[str], dict[bytes, NDArray[np.int64]]]:
     """The classes of all shards, and the class of each label of a shard by the shard's description.
 
     Shards that were written together all have the list of all classes, in its order. Others have the labels
     that occur in them, which are put in numeric order, as those of a table are.
     """
-    lists = {shard.info: [str(name) for name in json.loads(shard.info)["classes"]] for shard in shards}
+    lists = {info: [str(name) for name in fields["classes"]] for info, fields in infos.items()}
     unequal = list({tuple(names): None for names in lists.values()})
     classes = list(unequal[0])
     if len(unequal) > 1:
@@ -253,13 +293,13 @@ def _labels(
     count = sum(shard.count for shard in shards)
     small = np.int16 if classes <= 2**15 else np.int32
     labels: NDArray[Any] = np.empty(count, dtype=np.int64 if count < LARGE else small)
+    same = {info: np.array_equal(own, np.arange(len(own))) for info, own in numbers.items()}
     at = 0
     for shard in shards:
-        codes = shard.read("labels", 0, shard.count)
-        missing = codes >= len(numbers[shard.info])
-        if missing.any():
-            raise _no_label(shard, np.flatnonzero(missing))
-        labels[at : at + shard.count] = numbers[shard.info][codes] if shard.count else 0
+        codes, own = shard.read("labels", 0, shard.count), numbers[shard.info]
+        if shard.count and codes.max() >= len(own):
+            raise _no_label(shard, np.flatnonzero(codes >= len(own)))
+        labels[at : at + shard.count] = codes if same[shard.info] else own[codes]
         at += shard.count
     return labels
 
@@ -270,5 +310,5 @@ def _no_label(shard: ShardHeader, rows: NDArray[np.int64]) -> InputError:
     stem = name.rpartition("/")[2].partition(".")[0]
     return InputError(
         f"{printable(shard.tar)} has no label for {printable(name)!r}{more}; add {printable(stem)}.cls with "
-        f'its class, or {printable(stem)}.json with {{"label": ...}}.'
+        f'its class, or {printable(stem)}.json with {{"label": ...}}. If its folders are classes, unpack it.'
     )

@@ -27,7 +27,7 @@ import numpy as np
 from vitrail.data.classes import class_notes
 from vitrail.data.content import Progress
 from vitrail.data.holdout import VAL_FRACTION, hold_out_validation
-from vitrail.data.lazy import Indices, RelativePaths, take_items, take_values
+from vitrail.data.lazy import Indices, LazySequence, RelativePaths, take_items, take_values
 from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class Split:
     """The path of each image, if they are files, or its place in a packed file or a shard."""
     images: NDArray[np.uint8] | None = None
     """(N, H, W, C), if they are in an array."""
-    keys: NDArray[np.uint64] | None = None
-    """(N,) the content key of each image (content.py), if they are known."""
+    keys: NDArray[np.uint64] | LazySequence[np.uint64] | None = None
+    """(N,) the content key of each image (content.py), if they are known; lazy if there are very many."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -143,7 +143,7 @@ def concatenate(splits: Sequence[Split]) -> Split:
         raise InputError(
             f"The images of all splits must have one shape to be used together, not {shapes}; use one split."
         )
-    keys = [split.keys for split in splits if split.keys is not None]
+    keys = [np.asarray(split.keys) for split in splits if split.keys is not None]
     return Split(
         np.concatenate([split.labels for split in splits]),
         [name for split in splits for name in split.names],

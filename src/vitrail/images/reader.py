@@ -41,7 +41,7 @@ class ImageSource(Protocol):
     @property
     def names(self) -> Sequence[str]: ...
     @property
-    def paths(self) -> Sequence[Path | StoredImage] | None: ...
+    def paths(self) -> Sequence[Path | StoredImage] | None: ...  # may have a `take` for many at once
     @property
     def images(self) -> NDArray[np.uint8] | None: ...
 
@@ -148,10 +148,8 @@ class ImageReader:
         for indices, loads in requests:
             waiting.append(indices)
             numbers = indices.tolist()
-            items = [
-                (self.source.paths[number], load)
-                for number, load in zip(numbers, loads or [plain] * len(numbers), strict=True)
-            ]
+            paths = _pick(self.source.paths, numbers)
+            items = list(zip(paths, loads or [plain] * len(numbers), strict=True))
             for start in range(0, len(items), self.workers.chunk):
                 yield Task(read_or_reason, items[start : start + self.workers.chunk])
 
@@ -187,6 +185,12 @@ class ImageReader:
         name, reason = printable(self.source.paths[index]), reason.rstrip(".")
         reason = reason if name in reason else f"{name} cannot be read: {reason}"
         raise InputError(f"{reason}. To skip unreadable files, use --set corrupt=skip.")
+
+
+def _pick(paths: Sequence[Path | StoredImage], numbers: list[int]) -> Sequence[Path | StoredImage]:
+    """Some of the paths. A lazy sequence finds many at once in a fraction of the time."""
+    take = getattr(paths, "take", None)
+    return [paths[number] for number in numbers] if take is None else list(take(np.array(numbers)))
 
 
 def start_workers(

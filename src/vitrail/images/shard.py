@@ -1,11 +1,11 @@
 """Images inside a tar shard, found by the index beside it (`photos-000000.tar.index`).
 
-| bytes    | what                                                                                        |
-|----------|---------------------------------------------------------------------------------------------|
-| 0 to 64  | HEADER: magic, version, CRC-32 of the JSON object, its length, the number of images, size and |
-|          | time of the tar, the length of the names                                                      |
-| the rest | the JSON object, then columns with a value for each image: where its bytes are (PLACE), its  |
-|          | label (u4), its content key (u8), where its name ends (u8); then the names                   |
+| bytes    | what                                                                                          |
+|----------|-----------------------------------------------------------------------------------------------|
+| 0 to 96  | HEADER: magic, version, CRC-32 of the JSON object, its length, the number of images, size and |
+|          | time of the tar, the length of the names, SHA-256 of names, labels and content keys           |
+| the rest | the JSON object, then columns with a value for each image: where its bytes are (PLACE), its   |
+|          | label (u4), its content key (u8), where its name ends (u8); then the names                    |
 
 An image is only a row number. Where its bytes are is read from the index by the worker that reads the image,
 so the main process needs no memory for it.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAGIC, VERSION = b"VITRSHRD", 1
-HEADER = struct.Struct("<8sIIQQQqQ8x")
+HEADER = struct.Struct("<8sIIQQQqQ32s8x")
 PLACE = np.dtype([("offset", "<u8"), ("size", "<u4")])
 COLUMNS = {"places": PLACE, "labels": np.dtype("<u4"), "keys": np.dtype("<u8"), "ends": np.dtype("<u8")}
 NO_LABEL = 2**32 - 1
@@ -50,7 +50,9 @@ class ShardHeader:
     tar_version: Version
     index_version: Version
     info: bytes
-    """A JSON object (data/shard_index.py)."""
+    """A JSON object (data/shard_index.py): classes, and names of images that are not read."""
+    digest: bytes
+    """Of names, labels and content keys."""
     starts: dict[str, int]
     """The position of each column, and of the names."""
 
@@ -86,7 +88,7 @@ def read_header(tar: str, index: str) -> ShardHeader:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise _damaged(index, "its header is incomplete")
-        _, version, crc, length, count, tar_size, tar_time, names = HEADER.unpack(head)
+        _, version, crc, length, count, tar_size, tar_time, names, digest = HEADER.unpack(head)
         if version != VERSION:
             raise _damaged(index, f"it has format {version}, and this version of Vitrail reads {VERSION}")
         starts, at = column_starts(length, count)
@@ -96,7 +98,7 @@ def read_header(tar: str, index: str) -> ShardHeader:
     if zlib.crc32(info) != crc:
         raise _damaged(index, "its description does not have the checksum of its header")
     version = status.st_size, status.st_mtime_ns
-    return ShardHeader(tar, index, count, (tar_size, tar_time), version, info, starts)
+    return ShardHeader(tar, index, count, (tar_size, tar_time), version, info, digest, starts)
 
 
 def column_starts(length: int, count: int) -> tuple[dict[str, int], int]:

@@ -180,6 +180,11 @@ class TrainConfig(Config):
     sampling: Literal["shuffle", "balanced"] = choice(
         "Order of the images: shuffled, or with all classes equally often", default="shuffle"
     )
+    shuffle_block: int | None = integer(
+        "Shuffle blocks of this many consecutive images, and the images of 16 blocks at a time: for shards "
+        "on spinning disks and object stores, which then read long runs. None shuffles all images",
+        default=None,
+    )
 
     # ---- distillation
     distill: Literal["none", "hard", "soft"] = choice(

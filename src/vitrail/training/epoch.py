@@ -49,7 +49,7 @@ def evaluate_epoch(
         logits = torch.zeros(len(split), model.config.classes)
     logits = ranks.sum(logits.to(compute.device)).cpu()
     valid = ranks.sum(valid.to(compute.device)).cpu()
-    labels = torch.from_numpy(split.labels)
+    labels = torch.from_numpy(split.labels).long()
     if labels.ndim == 2:
         losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
         correct = ((logits > 0) == labels.bool()).float().mean(1)

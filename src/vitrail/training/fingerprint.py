@@ -16,16 +16,23 @@ from vitrail.weights.files import write_npz
 from vitrail.weights.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 
 FILE_NAME = "fingerprint.npz"
+MAX_IMAGES = 1 << 24  # a filter of 30 MB in every model file
 
 
-def run_fingerprint(out: Path, data: Dataset, start: Bundle | None, callback: Callback) -> Fingerprint:
+def run_fingerprint(out: Path, data: Dataset, start: Bundle | None, callback: Callback) -> Fingerprint | None:
     """The fingerprint of a run, read from its directory or computed and written there.
 
-    It includes the images that the weights it starts from were trained on.
+    It includes the images that the weights it starts from were trained on. Of very many images there is none.
     """
     saved = _read(out / FILE_NAME)
     if saved is not None:
         return saved
+    if len(data.train) > MAX_IMAGES:
+        callback.on_message(
+            f"The model's files do not record which images it was trained on: {len(data.train):,} are more "
+            f"than {MAX_IMAGES:,}. vitrail evaluate cannot tell then whether it has seen an image."
+        )
+        return None
     keys = content_keys(data.train, data.source_of("train"), ReadingReporter(callback, "for the fingerprint"))
     fingerprint = fingerprint_of(keys) | (start.fingerprint if start else None)
     write_npz(out / FILE_NAME, {**fingerprint.arrays(), "images": np.array(fingerprint.describe())})

@@ -16,13 +16,15 @@ class InputPipeline:
     """What happens to the images of a batch before the model sees them; all of it on their device.
 
     Args:
-        targets: (N, K), the targets of the whole training set, on the device.
+        labels: (N,) or (N, K), of the whole training set, on the device.
+        targets: from the labels of a batch to its targets (B, K).
         size: (height, width) of the model's images.
     """
 
     augment: Augment
     mixing: Mixing
-    targets: Tensor
+    labels: Tensor
+    targets: Callable[[Tensor], Tensor]
     normalize: Callable[[Tensor], Tensor]
     size: tuple[int, int]
     seed: int
@@ -31,7 +33,7 @@ class InputPipeline:
         self, images: Tensor, indices: Tensor, epoch: int | Tensor, *, mixes: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Augmented and mixed images with values from 0 to 1, the same normalized, and their targets."""
-        targets = self.targets[indices]
+        targets = self.targets(self.labels[indices])
         if images.device.type == "mps":  # it has no float64, in which the random parameters are computed
             indices = indices.cpu()
         x = augment_batch(images, indices, self.augment, seed=self.seed, epoch=epoch, size=self.size)

@@ -6,23 +6,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.data.classes import class_counts
 from vitrail.data.sources import Split
 from vitrail.recipes.settings import TrainConfig
 
 
-def build_targets(split: Split, classes: int, settings: TrainConfig) -> Tensor:
-    """One-hot or multi-hot targets (N, K) with label smoothing."""
-    labels = torch.from_numpy(split.labels)
-    hot = labels.float() if labels.ndim == 2 else F.one_hot(labels, classes).float()
-    return hot * (1 - settings.smoothing) + settings.smoothing / classes
+def build_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
+    """One-hot or multi-hot targets (B, K) with label smoothing, of labels (B,) or (B, K).
+
+    They are made for each batch: those of a million images of a thousand classes would take 4 GB.
+    """
+    if labels.ndim == 1:
+        labels = labels[:, None] == torch.arange(classes, device=labels.device)
+    return labels.float() * (1 - smoothing) + smoothing / classes
 
 
 def class_weights(split: Split, classes: int, settings: TrainConfig) -> Tensor:
     """The weight of each class in the loss (K,): 1, or proportional to 1 / frequency with mean 1."""
     if settings.class_weights == "none":
         return torch.ones(classes)
-    labels = torch.from_numpy(split.labels)
-    counts = labels.sum(0) if labels.ndim == 2 else labels.bincount(minlength=classes)
+    counts = torch.from_numpy(class_counts(split, classes))
     inverse = 1 / counts.clamp(min=1).double()
     return (inverse * classes / inverse.sum()).float()
 

@@ -96,4 +96,6 @@ def global_batch_size(data: Dataset, settings: TrainConfig, ranks: ProcessGroup)
             "sampling='balanced' needs exactly one class per image, and this data is multi-label; use "
             "--set class_weights=balanced."
         )
+    if s.sampling == "balanced" and s.shuffle_block is not None:
+        raise ConfigError("sampling='balanced' has an order of its own; set no shuffle_block with it.")
     return batch

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vitrail import __version__
+from vitrail.data.lazy import LARGE, LazySequence
 from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, printable
 from vitrail.io.write import PARTIAL, remove_partial, write_text
@@ -141,7 +142,7 @@ def _check_extension(out: Path) -> None:
 
 def describe_run(recipe: Recipe, data: Dataset, start: Mapping[str, Any]) -> dict[str, Any]:
     """config.json: everything that determines the result of a run."""
-    digest = hashlib.sha256("\n".join(data.train.names).encode(errors="surrogatepass"))
+    digest = hashlib.sha256(_name_bytes(data.train.names))
     digest.update(data.train.labels.tobytes())
     config = {
         "version": VERSION,
@@ -157,6 +158,13 @@ def describe_run(recipe: Recipe, data: Dataset, start: Mapping[str, Any]) -> dic
         "start": dict(start),
     }
     return json.loads(json.dumps(config))
+
+
+def _name_bytes(names: Sequence[str]) -> bytes:
+    """The names of all images; of very many, a hash of where they are read from."""
+    if isinstance(names, LazySequence) and len(names) >= LARGE:
+        return names.identity()
+    return "\n".join(names).encode(errors="surrogatepass")
 
 
 def check_same_run(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

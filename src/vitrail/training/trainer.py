@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.data.order import Order
 from vitrail.data.rng import random_integer
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
@@ -94,7 +96,8 @@ class Trainer:
         self.inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = InputPipeline(
             augment=replace(s.augment, crop=None) if crop_in_decode else s.augment,
             mixing=s.mixing,
-            targets=build_targets(self.data.train, classes, s).to(device),
+            labels=self.labels,
+            targets=partial(build_targets, classes=classes, smoothing=s.smoothing),
             normalize=build_normalize(self.preprocess, device),
             size=self.preprocess.target,
             seed=s.seed,
@@ -162,12 +165,17 @@ class Trainer:
 
     def micro_batch_indices(self) -> Iterator[tuple[int, Tensor]]:
         """The epoch and the image indices of this process's micro-batches, from the next step to the last."""
-        s, epoch, order = self.settings, -1, torch.empty(0)
+        s, epoch = self.settings, -1
+        order: Order = torch.empty(0)
         for step in range(self.step, self.steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
                 order = epoch_order(
-                    self.data.train, seed=s.seed, epoch=epoch, balanced=s.sampling == "balanced"
+                    self.data.train,
+                    seed=s.seed,
+                    epoch=epoch,
+                    balanced=s.sampling == "balanced",
+                    block=s.shuffle_block,
                 )
             shard = self.ranks.shard(batch_indices(order, step % self.steps_per_epoch, self.batch))
             for part in shard.chunk(s.accumulate):

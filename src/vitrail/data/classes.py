@@ -46,10 +46,8 @@ def without_images(data: Dataset) -> dict[str, list[str]]:
     trained = class_counts(data.train, len(data.classes)) > 0
     for name, split in splits.items():
         if split is not None and (len(split) or name == "train"):
-            if name == "train":
-                empty = ~trained
-            else:  # the others are reported for train
-                empty = (class_counts(split, len(data.classes)) == 0) & trained
+            filled = trained if name == "train" else class_counts(split, len(data.classes)) > 0
+            empty = ~filled & (trained | (name == "train"))  # the others are reported for train
             if empty.any():
                 missing[name] = [data.classes[number] for number in np.flatnonzero(empty)]
     return missing

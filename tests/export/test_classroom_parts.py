@@ -207,6 +207,15 @@ def test_the_flow_shows_the_whole_model_and_leads_to_its_parts(sample):
     assert "block 1 → 3 100%" in flow.inner_text()
 
 
+def test_the_flow_of_a_deep_model_scrolls_to_the_chosen_block(opened):
+    config = vt.ViTConfig(width=12, depth=9, heads=3, patch=4, size=12, channels=1, classes=5)
+    page = opened(Bundle(model=add_noise(vt.ViT(config))), viewport={"width": 700, "height": 900})
+    assert page.evaluate("document.getElementById('flow-steps').scrollLeft") == 0  # it starts with the image
+    page.locator("#attention").get_by_role("radio", name="7").check()
+    now, steps = (page.locator(name).bounding_box() for name in ("#flow .now", "#flow-steps"))
+    assert steps["x"] <= now["x"] <= now["x"] + now["width"] <= steps["x"] + steps["width"]
+
+
 def test_the_tour_goes_through_every_section_and_leaves_nothing_changed(sample):
     sample.click("#tour-start")
     count = sample.evaluate("TOUR.length")

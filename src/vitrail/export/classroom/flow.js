@@ -66,4 +66,12 @@ function chooseBlock(l, norm = state.norm) {
   [state.block, state.norm] = [l, norm];
   syncChoices();
   paintBlock();
+  revealBlock(l);
+}
+
+/** Scroll the flow sideways to a block that is out of sight. */
+function revealBlock(l) {
+  const parent = $("flow-steps"), { box } = flow.blocks[l], left = box.offsetLeft - parent.offsetLeft;
+  const hidden = left < parent.scrollLeft || left + box.offsetWidth > parent.scrollLeft + parent.clientWidth;
+  if (hidden) parent.scrollLeft = left - (parent.clientWidth - box.offsetWidth) / 2;
 }

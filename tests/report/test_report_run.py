@@ -147,9 +147,9 @@ def test_unreadable_files_and_skipped_steps_are_noted(run, tmp_path):
 def test_selection_of_the_weights_is_described(run):
     data = open_dataset("digits")
     rows = [
-        {"epoch": 1, "val_accuracy": 0.5},
-        {"epoch": 2, "val_accuracy": 0.7},
-        {"epoch": 3, "val_accuracy": 0.7},
+        {"epoch": 1, "val_accuracy": 0.7, "val_loss": 0.9},
+        {"epoch": 2, "val_accuracy": 0.7, "val_loss": 0.6},  # of equals, the lowest loss
+        {"epoch": 3, "val_accuracy": 0.5, "val_loss": 0.5},
     ]
     assert "epoch 2 of 3, the best on this validation set" in describe_selection(rows, data)
     alone = type(data)(data.name, data.classes, data.train, None, data.val)

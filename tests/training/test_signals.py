@@ -65,7 +65,7 @@ def test_the_command_saves_and_exits_with_the_signals_code(number, code, data, t
     assert "Traceback" not in errors
     stop = next(line for line in output.splitlines() if line.startswith("Stopped at step"))
     assert "of 10,000" in stop
-    assert "--resume" in stop
+    assert f"vitrail train --out {out} --resume" in stop
     found, warnings = files.load_newest(out / "checkpoints")
     assert (f"{found.step:,}", warnings) == (stop.split()[3], {})
     assert not partial_files(out)

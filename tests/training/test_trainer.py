@@ -554,6 +554,8 @@ def test_best_is_selected_on_val_and_is_the_last_where_there_is_only_a_test_set(
     run = train(data, out=tmp_path / "run", **{**SETTINGS, "epochs": 6, "lr": 0.05})
     scores = [row["val_accuracy"] for row in run.metrics]
     assert run.bundle.card.metrics["accuracy"] == max(scores)
+    equal = [row for row in run.metrics if row["val_accuracy"] == max(scores)]
+    assert run.bundle.card.metrics["epoch"] == min(equal, key=lambda row: row["val_loss"])["epoch"]
     found = open_dataset(data)
     only = replace(found, val=None, test=found.val)
     run = train(only, out=tmp_path / "other", **SETTINGS)

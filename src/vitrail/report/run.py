@@ -58,10 +58,18 @@ def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation
     )
 
 
+def row_score(row: Mapping[str, Any]) -> tuple[float, float]:
+    """What the epochs of a run are ranked by: the validation accuracy, and for equal ones the lower loss.
+
+    With few held-out images, many epochs have the same accuracy.
+    """
+    return row["val_accuracy"], -row["val_loss"]
+
+
 def best_row(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> Mapping[str, Any]:
     """The metrics of the epoch whose weights are in best.safetensors: the best on val, or the last one."""
     evaluated = [row for row in rows if "val_accuracy" in row]
-    return max(evaluated, key=lambda row: row["val_accuracy"]) if dataset.val else evaluated[-1]
+    return max(evaluated, key=row_score) if dataset.val else evaluated[-1]
 
 
 def describe_selection(rows: Sequence[Mapping[str, Any]], dataset: Dataset) -> str:

@@ -189,6 +189,11 @@ def check_empty(out: Path, resume: bool) -> None:
     names = [p.name for p in out.iterdir()] if out.is_dir() else []
     foreign = [name for name in names if name not in ours and not (resume and PARTIAL.fullmatch(name))]
     if foreign or (out.exists() and not out.is_dir()):
+        if not resume and "config.json" in names and "checkpoints" in names:
+            raise FileError(
+                f"--out must be a new or empty folder, and {printable(out)} holds a run; resume it with "
+                f"vitrail train --out {printable(out)} --resume, or choose another folder."
+            )
         advice = "choose another folder" if resume else "choose another folder, or resume a run with --resume"
         raise FileError(
             f"--out must be a new or empty folder, or a run's, and {printable(out)} is not; {advice}."

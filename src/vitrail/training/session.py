@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 
 from vitrail.config import format_sides
 from vitrail.data.loader import CorruptFiles
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import ConfigError, VitrailError, printable
 from vitrail.io.write import write_text
 from vitrail.memory import is_out_of_memory
 from vitrail.model import ViT
+from vitrail.report.run import row_score
 from vitrail.training.batch_size import fitting_batch
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
@@ -53,8 +55,8 @@ class TrainingSession:
     """One row of metrics per epoch."""
     pending: bool = False
     """Whether the last epoch is over but not evaluated yet."""
-    best: float = -1.0
-    """The best validation accuracy."""
+    best: tuple[float, float] = (-1.0, 0.0)
+    """The best `row_score` so far."""
     corrupt_eval: dict[str, str] = field(default_factory=dict)
     """Held-out images that could not be read."""
     start: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class TrainingSession:
                     self.finish()
                 except Interrupted:
                     self.checkpoints.save(self.checkpoint())
-                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with --resume.")
+                    command = f"vitrail train --out {shlex.quote(printable(self.checkpoints.out))} --resume"
+                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
                     raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -139,8 +142,8 @@ class TrainingSession:
                 write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
             if self.loggers is not None:
                 self.loggers.log(self.history)
-            if t.data.val and row.get("val_accuracy", -1.0) > self.best:
-                self.best = row["val_accuracy"]
+            if t.data.val and "val_accuracy" in row and row_score(row) > self.best:
+                self.best = row_score(row)
                 self.checkpoints.save_best(self.bundle(t.averaged_model))
         self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
@@ -199,8 +202,8 @@ class TrainingSession:
         self.trainer.stopped = early_stop(self.history, self.trainer.settings.patience) is not None
         self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
         self.reported = set(self.trainer.corrupt.reasons)
-        scores = [row["val_accuracy"] for row in self.history if "val_accuracy" in row]
-        self.best = max(scores, default=-1.0)
+        scores = [row_score(row) for row in self.history if "val_accuracy" in row]
+        self.best = max(scores, default=(-1.0, 0.0))
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
 
     def bundle(self, model: ViT) -> Bundle:

@@ -114,9 +114,11 @@ def _find_weights(folder: Path) -> tuple[Path | None, list[str]]:
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes)
     if len(files) == 1:
         return None, files
+    # A run directory has the weights of the best and of the last epoch.
+    advice = printable(folder / "best.safetensors") if "best.safetensors" in files else "the file itself"
     raise FileError(
         f"{printable(folder)} holds {len(files)} weight files, and neither {' nor '.join(WEIGHTS)}; "
-        + ("pass the file itself." if files else "check the path.")
+        + (f"pass {advice}." if files else "check the path.")
     )
 
 

@@ -7,7 +7,18 @@ from typer.testing import CliRunner
 import vitrail as vt
 from vitrail.cli import app
 
-COMMANDS = ["train", "evaluate", "predict", "inspect", "doctor", "export", "convert", "embed", "search"]
+COMMANDS = [
+    "train",
+    "evaluate",
+    "predict",
+    "inspect",
+    "doctor",
+    "export",
+    "convert",
+    "embed",
+    "search",
+    "probe",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.digit_clip import DIGITS, FILE, save_hf_folder, save_scenes, scenes, towers
+from tests.support.text_models import gemma_like, noisy
 from vitrail.cli import app
 from vitrail.course.labs.scenes import scene_digits
 from vitrail.errors import InputError
@@ -80,6 +81,33 @@ def test_transformers_reads_the_same_model(tmp_path):
         expected = theirs.eval()(input_ids=bundle.text.tokens(texts), pixel_values=images).logits_per_image
         ours = bundle.zero_shot(texts, ["{}"]).model(images)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_siglip_scores_are_sigmoids(tmp_path):
+    """The bias is in the head, and each score is by itself: equal to transformers' logits."""
+    torch.manual_seed(0)
+    tokenizer = gemma_like()
+    text = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=40)
+    vision = dict(**text, patch_size=8, image_size=32)
+    text |= dict(vocab_size=len(tokenizer), max_position_embeddings=12, projection_size=32)
+    theirs = noisy(hf.SiglipModel(hf.SiglipConfig(text_config=text, vision_config=vision)))
+    with torch.no_grad():
+        theirs.logit_bias.fill_(-3.0)
+        theirs.logit_scale.fill_(1.5)
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    baked = vt.load(tmp_path).zero_shot(["cat", "dog of cats"], ["a {}"])
+    assert baked.scores.activation == "sigmoid"
+    assert "do not add up to 1" in baked.notes[-1]
+    images = torch.randn(3, 3, 32, 32)
+    ids = tokenizer(["a cat", "a dog of cats"], padding="max_length", max_length=12, return_tensors="pt")[
+        "input_ids"
+    ]
+    with torch.no_grad():
+        expected = theirs(input_ids=ids, pixel_values=images).logits_per_image
+        torch.testing.assert_close(baked.model(images), expected, rtol=0, atol=1e-5)
+    baked.save(tmp_path / "baked.safetensors")
+    assert torch.equal(vt.load(tmp_path / "baked.safetensors").model(images), baked.model(images))
 
 
 # ---- commands -------------------------------------------------------------------------------

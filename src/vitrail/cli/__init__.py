@@ -28,6 +28,7 @@ from vitrail.cli.lab import lab, notes
 from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.pack import pack
 from vitrail.cli.predict import predict
+from vitrail.cli.probe import probe
 from vitrail.cli.search import search
 from vitrail.cli.serve import serve
 from vitrail.cli.streams import discard_output, open_streams, print_error
@@ -46,7 +47,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _COMMANDS = (
-    *(demo, train, sweep, evaluate, predict, embed, search, serve, doctor, pack, inspect, walk),
+    *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
     *(lab, notes, check),
     *(export, info, convert, verify),
 )

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.outputs import check_new_files
 from vitrail.cli.overrides import WorkersOption, parse_workers
-from vitrail.errors import printable
+from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.data.doctor import DatasetReport
+    from vitrail.data.sources import Dataset
     from vitrail.weights.fingerprint import Fingerprint
 
 _MAX_LINES = 5  # of each kind of finding; the JSON has all
@@ -40,6 +45,18 @@ def doctor(
             help="Count the images that this model was trained on. DATA needs no training set then.",
         ),
     ] = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            help="With --model: look for near-duplicates, outliers and label errors by the model's features, "
+            "and save a page with the images to this new HTML file.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Images per forward pass, with --html.")
+    ] = 64,
+    device: options.Device = None,
     offline: options.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
     workers: WorkersOption = "auto",
@@ -51,7 +68,13 @@ def doctor(
     that cannot be read or are skipped, the same image in two splits or with two labels, classes without
     training images or with almost the same name, and whatever training would refuse. Small classes,
     duplicates within a split and other files are only reported. It is 2 if the data cannot be opened.
+
+    With --model and --html, images that only look the same, images that are unlike all others and labels that
+    are probably wrong are reported too. These are guesses: look at the page before you change anything.
     """
+    if html_file is not None and model is None:
+        raise InputError("--html shows what a model's features tell about the data; give --model as well.")
+    check_new_files({"--html": html_file})
     from vitrail.data.doctor import check_images, count_trained, open_for_check
     from vitrail.data.sources import open_labeled
 
@@ -67,6 +90,9 @@ def doctor(
         report = check_images(dataset, count, bars)
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
+        if html_file is not None and model is not None:
+            arguments = options.load_arguments(device=device, offline=offline or None)
+            _write_findings(html_file, model, dataset, report, arguments, count, batch, bars)
     report.problems = problems
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -74,8 +100,37 @@ def doctor(
         if model is not None:
             _print_wrapped(_trained_line(report, model))
         _show_report(report, notes=not quiet)
+        if html_file is not None:
+            print(f"Page: {printable(html_file)}")
     if report.has_faults:
         raise typer.Exit(1)
+
+
+def _write_findings(
+    page: Path,
+    model: str,
+    data: Dataset,
+    report: DatasetReport,
+    arguments: dict[str, Any],
+    workers: Any,
+    batch: int,
+    bars: ProgressBars,
+) -> None:
+    """Compare the images by a model's features: findings into the report, and a page with images."""
+    from vitrail.evaluation.curation import add_findings, curate, embed_dataset
+    from vitrail.report.curation import curation_page
+    from vitrail.report.page import check_extras, write_page
+    from vitrail.weights.load import load
+
+    check_extras()
+    bundle = load(model, **arguments)
+    total = sum(map(len, data.splits.values()))
+    images = embed_dataset(
+        bundle, data, workers=workers, batch=batch, progress=lambda done: bars("features", done, total)
+    )
+    found = curate(images)
+    add_findings(report, found, images, data)
+    write_page(page, curation_page(found, images, data, command=shlex.join(["vitrail", *sys.argv[1:]])))
 
 
 def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
@@ -155,6 +210,13 @@ def _remarks(report: DatasetReport) -> Iterator[_Section]:
     from vitrail.data.folders import HARMLESS
 
     yield from _list_groups("the same image twice", report.duplicates)
+    yield from _list_groups("probably the same image in two splits", report.near_leaks or [])
+    yield from _list_groups("probably the same image twice", report.near_duplicates or [])
+    if errors := report.label_errors:
+        lines = [f"{one['image']}: {one['label']}, or {one['suggested']}?" for one in errors]
+        yield _list_names("labels that may be wrong", lines)
+    if report.outliers:
+        yield _list_names("unlike all other images", report.outliers)
     for split, names in report.empty_classes.items():
         if split != "train":
             yield _list_names(f"classes without an image in {split}", names)

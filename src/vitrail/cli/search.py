@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,6 +34,7 @@ def search(
         typer.Option(metavar="MODEL", help="The model of the index.", show_default="the path in the index"),
     ] = None,
     device: options.Device = None,
+    settings: options.Set = None,
     offline: options.Offline = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -54,13 +55,11 @@ def search(
 
         check_extras()
     opened = read_index(index)
-    arguments: dict[str, Any] = {"device": device, "offline": offline or None}
+    arguments = options.load_arguments(given=settings, device=device, offline=offline or None)
     name = model or opened.model
     if not name:
         raise InputError(f"{printable(index)} does not say which model made it; give --model.")
-    predictor = Predictor(
-        name, workers=0, **{key: value for key, value in arguments.items() if value is not None}
-    )
+    predictor = Predictor(name, workers=0, **arguments)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:

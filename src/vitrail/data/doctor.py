@@ -74,6 +74,15 @@ class DatasetReport:
     trained_on: dict[str, int] | None = None
     """The number of images in each split that a model was trained on; None if that is unknown."""
 
+    near_leaks: list[list[str]] | None = None
+    """Pairs of images that look the same, in different splits; None if no model has compared them."""
+    near_duplicates: list[list[str]] | None = None
+    """The same in one split."""
+    label_errors: list[dict[str, Any]] | None = None
+    """Images whose label is probably wrong, with the suggested class and its probability."""
+    outliers: list[str] | None = None
+    """Images that are unlike all others."""
+
     @property
     def has_faults(self) -> bool:
         """Whether something must be repaired: training would refuse or skip data, or use wrong labels."""

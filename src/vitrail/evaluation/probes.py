@@ -235,6 +235,24 @@ def predict_logistic(
     return predicted
 
 
+def logistic_probabilities(x: Tensor, y: Tensor, x_test: Tensor, classes: int, l2: float) -> Tensor:
+    """Probabilities (N, K) of logistic regression on standardized features."""
+    weight, bias = fit_head(x, y, classes, l2)
+    return (x_test.double() @ weight.T + bias).softmax(dim=1)
+
+
+def fit_head(x: Tensor, y: Tensor, classes: int, l2: float) -> tuple[Tensor, Tensor]:
+    """Weight (K, D) and bias (K,) of logistic regression, for features that are not standardized."""
+    x = x.double()
+    mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
+    weight = torch.zeros(x.shape[1], classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    with torch.enable_grad():
+        _fit_logistic((x - mean) / std, y, weight, bias, l2)
+    scaled = (weight.detach() / std[:, None]).T
+    return scaled, bias.detach() - scaled @ mean
+
+
 def _fit_logistic(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, l2: float) -> None:
     """Minimize mean cross-entropy + l2 / 2 * |weight|^2 in place, by at most 100 steps of L-BFGS."""
     optimizer = torch.optim.LBFGS(

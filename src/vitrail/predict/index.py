@@ -80,8 +80,8 @@ class Index:
         golden = Embedder(predictor).golden()
         if golden.shape != self.golden.shape or np.abs(golden - self.golden).max(initial=0) > _TOLERANCE:
             raise InputError(
-                "The index was made by another model, so embeddings cannot be compared; use that model, "
-                f"{printable(self.model)}, or make the index again with vitrail embed."
+                "The index was made by another model or with other settings (--set), so embeddings cannot "
+                f"be compared; use {printable(self.model)} as it was, or make the index again."
             )
 
     def save(self, path: str | Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitrail.memory import activation_bytes
+from vitrail.training.loading import measure_loading, step_seconds
 from vitrail.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -22,8 +23,9 @@ def training_plan(
     Args:
         seconds: the time of the run, if a rehearsal has measured it.
     """
-    basis = "extrapolated from one step" if seconds is None else "with evaluation, by the rehearsal"
-    seconds = estimate_seconds(trainer) if seconds is None else seconds
+    basis, bottleneck = "with evaluation, by the rehearsal", ""
+    if seconds is None:
+        seconds, basis, bottleneck = _estimate_time(trainer)
     s, parameters = trainer.settings, list(trainer.model.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -42,12 +44,34 @@ def training_plan(
         plan["step"] = trainer.mode.reason
     if data.train.paths is not None:
         plan["decoding"] = str(trainer.workers.plan)
+    if bottleneck:
+        plan["loading"] = bottleneck
     if threads is not None and trainer.compute.device.type == "cpu":
         plan["threads"] = f"{threads.count}; {threads.reason}"
     if trainer.teacher is not None:
         size = sum(p.numel() for p in trainer.teacher.model.parameters())
         plan["teacher"] = f"{size:,} parameters, {s.distill} distillation, {s.distill_weight:.0%} of the loss"
     return plan
+
+
+def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
+    """The time of the remaining steps and evaluations, its basis, and a sentence if loading takes longest."""
+    t, steps = trainer, trainer.steps - trainer.step
+    computing, images = estimate_seconds(t) / max(1, steps), t.batch / t.ranks.count
+    rate = measure_loading(t)
+    loading = images / rate if rate else 0.0
+    evaluating = step_seconds(computing / 3, loading, t)  # a forward pass takes about a third of a step
+    seconds = steps * step_seconds(computing, loading, t) + (t.mode.ready if t.mode else 0.0)
+    seconds += t.evaluations_left * evaluating * len(t.data.eval_split) / t.batch
+    if rate is None:
+        return seconds, "extrapolated from one step", ""
+    bottleneck = ""
+    if loading > computing:
+        bottleneck = (
+            f"slower than the model: {rate:,.0f} images/s are read, and the model takes "
+            f"{images / computing:,.0f}; decode them once with vitrail pack or --cache, or use more workers"
+        )
+    return seconds, "extrapolated from one step and the reading of some images", bottleneck
 
 
 def estimate_seconds(trainer: Trainer) -> float:

@@ -28,7 +28,7 @@ class _Way:
     seconds_per_block: float = 0.0
     fraction: float = 1.0
     """Of the time of a plain step."""
-    captured_fraction: float = 0.2
+    captured_fraction: float = 0.23
     """The same for a step that is launch-bound, captured as a CUDA graph."""
 
     def ready(self, trainer: Trainer) -> float:
@@ -36,7 +36,7 @@ class _Way:
 
 
 _PLAIN = _Way()
-_KERNELS = _Way(kernels=True, seconds=6.0, fraction=0.85, captured_fraction=0.12)
+_KERNELS = _Way(kernels=True, seconds=6.0, fraction=0.85, captured_fraction=0.14)
 _COMPILED = _Way(compile=True, seconds=12.0, seconds_per_block=1.5, fraction=0.8, captured_fraction=0.1)
 _BOTH = replace(_COMPILED, kernels=True, fraction=0.7, captured_fraction=0.08)
 
@@ -53,6 +53,8 @@ class StepMode:
     """Whether fused kernels are used (`vitrail.training.lean`)."""
     seconds: float | None = None
     """The estimated duration of a micro-batch; None if it was not measured."""
+    ready: float = 0.0
+    """The estimated time until the first step, for compiling."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
     way, seconds, why = _choose_way(trainer, cost, graph)
     if s.cuda_graph:
         why += f", not captured as a CUDA graph: {obstacle}" if obstacle else ", captured as one CUDA graph"
-    return StepMode(way.compile, graph, why, way.kernels, seconds)
+    return StepMode(way.compile, graph, why, way.kernels, seconds, way.ready(trainer))
 
 
 def _choose_way(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[_Way, float, str]:

@@ -311,10 +311,13 @@ class Trainer:
     @property
     def seconds_left(self) -> float | None:
         """The time of the remaining steps and evaluations; None before the first step."""
+        return self.clock.seconds_left(self.steps - self.step, self.evaluations_left)
+
+    @property
+    def evaluations_left(self) -> int:
         s, epoch = self.settings, self.step // self.steps_per_epoch
         evaluations = s.epochs // s.evaluate_every - epoch // s.evaluate_every
-        evaluations += s.epochs % s.evaluate_every > 0 and epoch < s.epochs
-        return self.clock.seconds_left(self.steps - self.step, evaluations)
+        return evaluations + (s.epochs % s.evaluate_every > 0 and epoch < s.epochs)
 
     def _progress(self) -> Progress:
         """Read the metrics from the device; raise Diverged if training has diverged."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vitrail.images.stored import StoredImage
 
 MAX_CLASSES = 100_000
+_ARCHIVES = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 RowProgress = Callable[[int], None]
 
 
@@ -227,6 +228,8 @@ def read_data(
     elif file.suffix.lower() == ".npz" and file.is_file():
         data = arrays.read_npz(file, need_train=need_train)
     else:
+        if file.suffix.lower() in _ARCHIVES and file.exists():
+            raise InputError(f"{printable(path)} is an archive; unpack it, and give the folder as DATA.")
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
             f"{printable(path)} {problem}; DATA must be a folder of images with a folder for each class, "

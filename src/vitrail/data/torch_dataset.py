@@ -25,9 +25,11 @@ def read_torch_dataset(given: Any) -> Dataset:
     """A data set of (image, label) pairs, or a mapping of them: {"train": ..., "val": ...}.
 
     An image is a PIL image, a uint8 array (H, W) or (H, W, C), or a tensor (C, H, W) of uint8 or of floats
-    from 0 to 1. torchvision's ImageFolder is read by its files, so that images may differ in size.
+    from 0 to 1. torchvision's ImageFolder is read by its files, so that images may differ in size. A pair of
+    arrays or tensors, (images, labels), is read like a Dataset of their rows.
     """
     parts = dict(given) if isinstance(given, Mapping) else {"train": given}
+    parts = {name: Arrays(*part) if _are_arrays(part) else part for name, part in parts.items()}
     unknown = [name for name in parts if name not in _SPLITS]
     if unknown or "train" not in parts:
         raise InputError(
@@ -47,6 +49,30 @@ def read_torch_dataset(given: Any) -> Dataset:
         note = "The transform of the Dataset is not used; preprocessing and augmentation are the recipe's."
         data = replace(data, notes=[*data.notes, note])
     return data
+
+
+class Arrays:
+    """A pair of arrays or tensors, of images and of labels, as a Dataset."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        if len(images) != len(labels):
+            raise InputError(
+                f"(images, labels) must have one label for each image, not {len(images):,} images and "
+                f"{len(labels):,} labels."
+            )
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.images[index], self.labels[index]
+
+
+def _are_arrays(given: Any) -> bool:
+    """Whether it is (images, labels), and not a list of two samples."""
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    return pair and getattr(given[0], "ndim", 0) >= 3 and getattr(given[1], "ndim", 0) in (1, 2)
 
 
 def _class_names(dataset: Any) -> list[str] | None:

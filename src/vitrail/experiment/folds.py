@@ -25,6 +25,7 @@ from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.report.folds import folds_page
 from vitrail.report.page import check_extras, write_page
+from vitrail.summary import Summary
 from vitrail.training.api import train
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.display import show_run
@@ -50,8 +51,8 @@ class Fold:
     """The run directory."""
 
 
-@dataclass(frozen=True)
-class CrossValidation:
+@dataclass(frozen=True, repr=False)
+class CrossValidation(Summary):
     """The results of all folds."""
 
     out: Path
@@ -60,6 +61,12 @@ class CrossValidation:
     unused_test_images: int
     """The data's own test set is in no fold."""
     environment: Mapping[str, Any] = field(default_factory=environment)
+
+    def summary(self) -> dict[str, str]:
+        """The folder, the mean accuracy and its spread."""
+        low, high = self.interval
+        accuracy = f"{self.mean:.2%}, 95 % interval {max(0, low):.2%} to {min(1, high):.2%}"
+        return {"folder": str(self.out), "folds": str(len(self.folds)), "mean accuracy": accuracy}
 
     @property
     def mean(self) -> float:

@@ -22,6 +22,7 @@ from vitrail.fields import as_integer, is_real, short_repr
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import write_text
 from vitrail.model import ViT
+from vitrail.summary import Summary
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.metrics import Diverged
 from vitrail.training.open_data import open_training_data
@@ -38,8 +39,8 @@ _FROM_MINIMUM = 10.0
 _RAMP_ENDED = 15  # the signal number that ends a run; nobody sees it
 
 
-@dataclass(frozen=True)
-class LRCurve:
+@dataclass(frozen=True, repr=False)
+class LRCurve(Summary):
     """The loss at each learning rate of the ramp."""
 
     lrs: list[float]
@@ -49,6 +50,10 @@ class LRCurve:
     lr: float
     """The suggestion."""
     recipe_lr: float
+
+    def summary(self) -> dict[str, str]:
+        """The suggestion, and what the recipe has."""
+        return {"suggested lr": f"{self.lr:.2g}", "the recipe's": f"{self.recipe_lr:g}"}
 
     @styled
     def figure(self) -> Figure:

@@ -38,6 +38,7 @@ from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
+from vitrail.summary import Summary
 from vitrail.training.resolve import resolve_recipe, run_context
 from vitrail.training.run_directory import environment
 
@@ -102,8 +103,8 @@ class Difference:
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, repr=False)
+class Study(Summary):
     """The results of all arms, compared at equal compute."""
 
     out: Path
@@ -114,6 +115,11 @@ class Study:
     lrs: list[float]
     arms: dict[str, Arm]
     environment: Mapping[str, Any] = field(default_factory=environment)
+
+    def summary(self) -> dict[str, str]:
+        """The folder, and the mean accuracy of each arm."""
+        arms = {name: f"{arm.mean:.2%} (n = {arm.n}, lr {arm.lr:g})" for name, arm in self.arms.items()}
+        return {"folder": str(self.out), **arms}
 
     def compare(self, first: str, second: str) -> Difference:
         """First minus second, paired by seed, so that variation common to both cancels."""

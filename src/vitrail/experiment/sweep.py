@@ -25,6 +25,7 @@ from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.recipes.settings import MAX_SEED, Recipe, TrainConfig
+from vitrail.summary import Summary
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
@@ -57,8 +58,8 @@ class Round:
     scores: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, repr=False)
+class Sweep(Summary):
     """The results of a search."""
 
     out: Path
@@ -74,6 +75,15 @@ class Sweep:
     model: str
     """The model file of the best candidate, in `out`."""
     environment: Mapping[str, Any] = field(default_factory=environment)
+
+    def summary(self) -> dict[str, str]:
+        """The best candidate, and the command that trains it."""
+        best = f"lr {self.best.lr:g}, weight decay {self.best.weight_decay:g}, augmentation x "
+        return {
+            "accuracy": f"{self.score:.2%}",
+            "best": f"{best}{self.best.strength:g}",
+            "command": self.command,
+        }
 
 
 def sweep(

@@ -73,6 +73,9 @@ class Predictor:
         self.batch, self.workers = 1 if engine.one_by_one else batch, check_workers(workers)
         self.check_fits(1)
 
+    def __repr__(self) -> str:
+        return f"<Predictor of {self.config.classes:,} classes, batch {self.batch}>"
+
     @overload
     def __call__(self, images: Image) -> Prediction: ...
     @overload

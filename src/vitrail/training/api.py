@@ -36,7 +36,9 @@ from vitrail.weights.load import load
 if TYPE_CHECKING:
     from torch.utils.data import Dataset as TorchDataset
 
-    Data = str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]]
+    Arrays = tuple[Any, Any]  # images and labels
+    Part = TorchDataset[Any] | Arrays
+    Data = str | Path | Dataset | Part | Mapping[str, Part]
 
 DEFAULT_RECIPE = "auto"
 
@@ -54,7 +56,7 @@ class _Setup:
 
 
 def train(
-    data: str | Path | Dataset | TorchDataset[Any] | Mapping[str, TorchDataset[Any]] | None = None,
+    data: Data | None = None,
     *,
     out: str | Path,
     classes: ClassNames | None = None,
@@ -76,8 +78,8 @@ def train(
 
     Args:
         data: a folder of images, a table, an array file, "digits", or an open Dataset; a torch Dataset of
-            (image, label), or {"train": ..., "val": ...} of them, is read into memory. Not needed with
-            `resume`.
+            (image, label), a pair of arrays (images, labels), or {"train": ..., "val": ...} of them, is read
+            into memory. Not needed with `resume`.
         out: the run directory; it must be new or empty, unless `resume` is set.
         classes: names for numbered classes: a list, a mapping from class to name, or a file with one name
             per line or such JSON.

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from vitrail.errors import InputError
+from vitrail.fields import short_repr
 from vitrail.training.callbacks import Callback, NullCallback, Progress
 from vitrail.training.console import ConsoleCallback
 from vitrail.training.notebook import NotebookCallback, in_notebook
@@ -20,6 +22,11 @@ def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
         verbose: whether anything is shown; of several processes, the main one shows it.
     """
     own = callback or NullCallback()
+    if missing := [name for name in vars(NullCallback) if name.startswith("on_") and not hasattr(own, name)]:
+        raise InputError(
+            f"callback must have the methods of vitrail.training.callbacks.NullCallback, and "
+            f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
+        )
     if not verbose or not init_process_group().is_main:
         yield own
         return

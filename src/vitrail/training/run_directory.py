@@ -192,7 +192,7 @@ def check_empty(out: Path, resume: bool) -> None:
         if not resume and "config.json" in names and "checkpoints" in names:
             raise FileError(
                 f"--out must be a new or empty folder, and {printable(out)} holds a run; resume it with "
-                f"vitrail train --out {printable(out)} --resume, or choose another folder."
+                f"vitrail train --out {printable(out)} --resume (resume=True), or choose another folder."
             )
         advice = "choose another folder" if resume else "choose another folder, or resume a run with --resume"
         raise FileError(

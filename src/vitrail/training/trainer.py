@@ -51,6 +51,12 @@ class Interrupted(Exception):
         super().__init__(signal)
         self.signal = signal
 
+    def __str__(self) -> str:
+        return (
+            f"the run was stopped by signal {self.signal} and its checkpoint is saved; resume it with "
+            "vt.train(out=..., resume=True)."
+        )
+
 
 @dataclass
 class Trainer:

@@ -21,6 +21,7 @@ SETTINGS = ("config.json", "preprocessor_config.json")
 TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
 TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
+BEST = "best.safetensors"  # of a training run
 _MAX_JSON = 10_000_000  # bytes
 
 
@@ -77,12 +78,14 @@ def _checkpoint_key_note(file: WeightFile) -> str:
 
 
 def open_model(path: str | os.PathLike[str], checkpoint_key: str | None = None) -> ModelFiles:
-    """Open the model at a path and read its headers.
+    """Open the model at a path and read its headers. Of a run directory, these are the best weights.
 
     Args:
         checkpoint_key: the key of a torch.save file that holds the weights, if not the usual one.
     """
     path = Path(path)
+    if (path / BEST).is_file() and (path / "metrics.jsonl").is_file():
+        path = path / BEST  # a run directory; its config.json is not the model's
     if not path.is_dir():
         return ModelFiles(path, [open_weights(path, checkpoint_key)], {})
     settings = {name: _read_object(path / name) for name in SETTINGS if (path / name).exists()}
@@ -114,11 +117,9 @@ def _find_weights(folder: Path) -> tuple[Path | None, list[str]]:
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes)
     if len(files) == 1:
         return None, files
-    # A run directory has the weights of the best and of the last epoch.
-    advice = printable(folder / "best.safetensors") if "best.safetensors" in files else "the file itself"
     raise FileError(
         f"{printable(folder)} holds {len(files)} weight files, and neither {' nor '.join(WEIGHTS)}; "
-        + (f"pass {advice}." if files else "check the path.")
+        + ("pass the file itself." if files else "check the path.")
     )
 
 

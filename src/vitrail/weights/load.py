@@ -88,9 +88,10 @@ def load(
 
 
 def as_bundle(model: Bundle | ViT | str | Path, **options: Any) -> Bundle:
-    """A bundle as it is, a model with the default preprocessing, or what `load` reads."""
+    """A bundle as it is, that of a run, a model with the default preprocessing, or what `load` reads."""
     from torch import nn
 
+    model = getattr(model, "bundle", model)  # a finished run, which is defined in a layer above
     if not isinstance(model, (Bundle, nn.Module)):
         return load(model, **options)
     if options:

@@ -50,6 +50,17 @@ def cpu(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cpu_steps(result: dict[str, Any]) -> str:
+    lines = ["| recipe | step | ms | to ours |", "|---|---|---:|---:|"]
+    for row in result["rows"]:
+        lines.append(f"| `{row['recipe']}` | {row['step']} | {row['ms']:.1f} | {row['to_ours']:.3f} |")
+    env = result["environment"]
+    note = "*To ours*: how many times as long as ours it takes, the median of each round's own ratio"
+    machine = f"One thread of {env['machine']['cores']} cores, {env['machine']['cpu']}"
+    lines.append(f"\n{note}; n = {result['rounds']} rounds. {machine}; {made_by(env)}")
+    return "\n".join(lines)
+
+
 def steps(result: dict[str, Any]) -> str:
     peers = [row["images_per_s"] for row in result["rows"] if row["row"].startswith(("timm", "transformers"))]
     columns = ["step", "ms", "images/s", *(["to the fastest peer"] if peers else []), "peak GiB"]
@@ -86,6 +97,7 @@ def main() -> None:
     kinds = {
         "gpu": ("gpu-*", gpu),
         "cpu": ("cpu", cpu),
+        "cpu steps": ("cpu-steps", cpu_steps),
         "steps": ("steps-*", steps),
         "train": ("train", train),
     }

@@ -18,6 +18,8 @@ COMMANDS = [
     "embed",
     "search",
     "probe",
+    "pack",
+    "sweep",
 ]
 
 

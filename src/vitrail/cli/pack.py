@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.overrides import WorkersOption, parse_workers
+from vitrail.cli.overrides import Quiet, WorkersOption, parse_workers
 from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
 
@@ -50,6 +51,7 @@ def pack(
         bool, typer.Option("--clear-cache", help="Empty the cache folder, which train --cache fills.")
     ] = False,
     workers: WorkersOption = "auto",
+    quiet: Quiet = False,
 ) -> None:
     """Decode and resize the images of a data set once, into one file.
 
@@ -68,18 +70,18 @@ def pack(
         raise InputError("vitrail pack takes DATA and OUT, such as vitrail pack pets/ pets.pack.")
     _check_options(to, {"--size": size, "--jpeg": jpeg or None, "--check": check or None}, shard_size)
     if check:
-        _check(data, out)
+        _check(data, out, quiet)
         return
     if to == "shards":
-        _pack_shards(data, out, shard_size)
+        _pack_shards(data, out, shard_size, quiet)
         return
     from vitrail.data.pack import SIZE, pack_dataset
     from vitrail.data.sources import read_data
 
     count = parse_workers(workers)
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
-        dataset = read_data(data)
+        dataset = read_data(data, on_rows=partial(bars, "reading rows", total=None))
         bars("listing files", len(dataset.train), len(dataset.train))
         result = pack_dataset(
             dataset,
@@ -106,13 +108,13 @@ def _check_options(to: str, of_file: dict[str, Any], shard_size: int | None) -> 
         raise InputError("--shard-size is for --to shards; add that, or remove it.")
 
 
-def _pack_shards(data: str, out: Path, shard_size: int | None) -> None:
+def _pack_shards(data: str, out: Path, shard_size: int | None, quiet: bool) -> None:
     from vitrail.data.pack_shards import SHARD_SIZE, pack_shards
     from vitrail.data.sources import read_data
 
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
-        dataset = read_data(data)
+        dataset = read_data(data, on_rows=partial(bars, "reading rows", total=None))
         bars("listing files", len(dataset.train), len(dataset.train))
         result = pack_shards(
             dataset,
@@ -129,11 +131,11 @@ def _pack_shards(data: str, out: Path, shard_size: int | None) -> None:
     )
 
 
-def _check(data: str, out: Path) -> None:
+def _check(data: str, out: Path, quiet: bool) -> None:
     from vitrail.data.pack_check import check_packed
     from vitrail.data.sources import read_data
 
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         check = check_packed(read_data(data), out, lambda done, total: bars("checking images", done, total))
     _print_names("damaged in the packed file", check.damaged)
     _print_names("changed since it was packed", check.changed)

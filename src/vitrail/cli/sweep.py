@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.overrides import Offline, TrainingDevice, parse_sides
+from vitrail.cli.overrides import Offline, Quiet, TrainingDevice, parse_sides
 from vitrail.cli.train import apply_setting
 from vitrail.errors import printable
 from vitrail.progress import ProgressBars
@@ -53,6 +53,7 @@ def sweep(
             "--set", metavar="NAME=VALUE", help="Change any setting, for all runs; may be repeated."
         ),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Search for a better learning rate, weight decay and strength of augmentation.
 
@@ -68,7 +69,7 @@ def sweep(
     if offline:  # also in the processes of the runs
         os.environ["HF_HUB_OFFLINE"] = "1"
     changes |= {"recipe": recipe, "from_": start, "size": None if size is None else parse_sides(size)}
-    with ProgressBars() as bars:
+    with ProgressBars(enabled=not quiet) as bars:
         if lr_only:
             _find_lr(data, out, {**changes, "seed": seed}, bars)
             return

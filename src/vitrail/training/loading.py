@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import count
 
 import torch
 from torch import Tensor
 
-from vitrail.data.loader import CorruptFiles, Reader, epoch_order
+from vitrail.data.loader import CorruptFiles, Reader
 from vitrail.images.reader import AHEAD
 from vitrail.images.worker_process import PREFETCH
 from vitrail.images.workers import WorkerPlan, usable_cores
@@ -50,14 +49,13 @@ def measure_loading(trainer: Trainer) -> float | None:
         read += len(batch.indices)
         if time.perf_counter() - start > _SECONDS:
             break
-    return read / (time.perf_counter() - start)
+    return read / (time.perf_counter() - start) if read else None
 
 
 def _requests(trainer: Trainer) -> Iterator[tuple[int, Tensor]]:
-    """Endless, in the order of the first epochs."""
-    for epoch in count():
-        order = epoch_order(trainer.data.train, seed=trainer.settings.seed, epoch=epoch)
-        yield from ((epoch, part) for part in order.split(_REQUEST))
+    """The images of the next steps, in small parts."""
+    for epoch, indices in trainer.micro_batch_indices():
+        yield from ((epoch, part) for part in indices.split(_REQUEST))
 
 
 def _prefetched(plan: WorkerPlan, chunk: int) -> int:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Numbers = Mapping[str, Any]
 
 
-def _study(arms: Mapping[str, Numbers]) -> Study:
+def _study(arms: Mapping[str, Numbers], images: int) -> Study:
     """A study with the saved scores of its arms."""
     made = {
         name: Arm(
@@ -53,6 +53,7 @@ def _study(arms: Mapping[str, Numbers]) -> Study:
             sweep=[Trial(name, float(lr), 0, score, None, 0.0) for lr, score in arm.get("sweep", {}).items()],
             parameters=arm.get("parameters", 0),
             seconds=0.0,
+            images=images,
         )
         for name, arm in arms.items()
     }
@@ -70,7 +71,7 @@ def _attention_distance(numbers: Numbers) -> Figure:
 
 def _blocks(numbers: Numbers) -> Figure:
     depths = [int(name.split()[0]) for name in numbers["accuracy"] if name.endswith(f"x {blocks.WIDTH}")]
-    result = _study(numbers["accuracy"])
+    result = _study(numbers["accuracy"], numbers["held out"])
     return blocks.draw(depths, blocks.WIDER_SHAPES, result, numbers["seconds per step"])
 
 
@@ -83,24 +84,30 @@ def _norms(numbers: Numbers) -> Figure:
             name: [norms.gradient_by_block(images, shared, fields, 24, seed) for seed in range(10)]
             for name, fields in norms.ARMS.items()
         }
-    saved = numbers["gradient, first block over last"]
+    saved = numbers["gradient by seed, first and last block"]
     for name, runs in gradients.items():
-        assert np.isclose(norms.gradient_ratio(runs), saved[name], rtol=1e-3), f"{name} is not the saved run"
-    return norms.draw(gradients, _study(numbers["accuracy"]))
+        ends = [(run[0], run[-1]) for run in runs]
+        assert np.allclose(ends, saved[name], rtol=1e-3, atol=0), f"{name} is not the saved run"
+    return norms.draw(gradients, _study(numbers["accuracy"], numbers["held out"]))
 
 
 def _practice(numbers: Numbers) -> Figure:
-    gains = {name: Difference(mean, ends, 0) for name, (mean, ends) in numbers["gains"].items()}
-    return practice.draw(numbers["scores"], gains)
+    scores = numbers["scores"]
+    gains = {
+        step.name: Difference.of(scores[step.name], scores[step.base], numbers["held out"])
+        for step in practice.cumulative_steps(1, 1)[1:]
+    }
+    return practice.draw(scores, gains)
 
 
 def _resolution(numbers: Numbers) -> Figure:
     before, after = numbers["before fine-tuning"], numbers["after fine-tuning"]
-    return resolution.draw(numbers["at the low resolution"], before, after, numbers["epochs"][1])
+    low = numbers["at the low resolution"]
+    return resolution.draw(low, before, after, numbers["epochs"][1], numbers["held out"])
 
 
 def _speech(numbers: Numbers, data: str) -> Figure:
-    arms = _study(numbers["tokens"]).arms
+    arms = _study(numbers["tokens"], numbers["held out"]).arms
     best = max(speech.SPECTROGRAM_TOKENS, key=lambda name: arms[name].mean)
     recordings = build_dataset("spoken digits", *split_by_index(read_recordings(data)))
     return speech.draw(
@@ -111,11 +118,10 @@ def _speech(numbers: Numbers, data: str) -> Figure:
 
 
 def _towers(numbers: Numbers) -> Figure:
-    captions, letters = (
-        [towers.RetrievalResult(seen=one["seen"], unseen=one["unseen"]) for one in numbers[kind]]
-        for kind in ("captions", "random letters")
+    captions, letters, sounds = (
+        [towers.RetrievalResult(**one) for one in numbers[kind]]
+        for kind in ("captions", "random letters", "sounds")
     )
-    sounds = [towers.RetrievalResult(image_by_sound=a, sound_by_image=b) for a, b in numbers["sounds"]]
     return towers.draw(load_dataset(None, *towers.MAX_IMAGES), captions, letters, sounds)
 
 
@@ -136,7 +142,7 @@ FIGURES: dict[str, Callable[[Numbers], Figure]] = {
     "attention-distance": _attention_distance,
     "blocks": _blocks,
     "norms": _norms,
-    "pool": lambda numbers: pool.draw(_study(numbers["arms"])),
+    "pool": lambda numbers: pool.draw(_study(numbers["arms"], numbers["held out"])),
     "practice": _practice,
     "resolution": _resolution,
     "towers": _towers,

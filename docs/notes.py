@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vitrail.course.labs.lab import find_lab, format_number, format_verdict, load_results
+from vitrail.course.labs.lab import find_lab, format_number, load_results
+from vitrail.course.labs.verdict import format_verdict
 
 PAGE = Path(__file__).parent / "notes.md"
 IMAGES = Path(__file__).parent / "images" / "labs"
@@ -16,10 +17,11 @@ def section(result: dict[str, Any]) -> str:
     """The claim, the measurements, the verdict and the figure of a lab."""
     name = str(result["name"])
     verdict = format_verdict(f"**{result['verdict']}**", result["condition"])
+    text = " ".join([result["sentence"], *result["warnings"]])
     return (
         f"## {name}\n\nNote {result['note']}. {result['claim']}\n\n"
         f"    {result['command']}\n\n"
-        f"{format_number(result)}. Verdict: {verdict}.\n\n{result['sentence']}\n\n"
+        f"{format_number(result)}. Verdict: {verdict}.\n\n{text}\n\n"
         f"![{name}: {find_lab(name).CLAIM}](images/labs/{name}.png)"
     )
 

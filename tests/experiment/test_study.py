@@ -16,7 +16,12 @@ from scipy import stats
 
 from vitrail.data.sources import open_dataset
 from vitrail.errors import VitrailError
-from vitrail.experiment.interval import confidence_interval, t_quantile
+from vitrail.experiment.interval import (
+    confidence_interval,
+    difference_interval,
+    fraction_interval,
+    t_quantile,
+)
 from vitrail.experiment.study import Difference, Study, best_lr, resolve_arm, study
 from vitrail.experiment.trial import Trial
 
@@ -57,10 +62,8 @@ def test_means_intervals_and_the_difference(complete):
     for arm in complete.arms.values():
         assert arm.n == 2
         assert arm.mean == pytest.approx(np.mean(arm.scores))
-        low, high = arm.interval
-        assert (low, high) == pytest.approx(
-            stats.t.interval(0.95, 1, np.mean(arm.scores), stats.sem(arm.scores))
-        )
+        assert arm.images == len(few().eval_split)
+        assert arm.interval == fraction_interval(arm.scores, arm.images)
         assert 0.2 < arm.mean < 1
         assert {(t.lr, t.seed) for t in arm.sweep} == {(1e-3, 0), (1e-2, 0)}
         assert arm.lr == best_lr(arm.sweep)
@@ -68,7 +71,7 @@ def test_means_intervals_and_the_difference(complete):
     found = complete.compare("plain", "mean of all")
     each = np.subtract(first.scores, second.scores)
     assert found.mean == pytest.approx(each.mean())
-    assert found.interval == pytest.approx(stats.t.interval(0.95, 1, each.mean(), stats.sem(each)), abs=1e-4)
+    assert found.interval == difference_interval(each.tolist(), first.images)
     assert found.n == 2
 
 

@@ -22,6 +22,7 @@ from vitrail.cli.doctor import doctor
 from vitrail.cli.embed import embed
 from vitrail.cli.evaluate import evaluate
 from vitrail.cli.export import export
+from vitrail.cli.generate import generate
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
@@ -48,7 +49,7 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
-    *(lab, notes, check),
+    *(lab, notes, generate, check),
     *(export, info, convert, verify),
 )
 for command in _COMMANDS:

@@ -29,14 +29,26 @@ def lab(
         Path | None, typer.Option(help="The output folder, new or empty.", show_default="lab-NAME")
     ] = None,
     small: Annotated[
-        bool, typer.Option("--small", help="Run a smaller experiment, which takes seconds.")
+        bool,
+        typer.Option("--small", help="Run a smaller experiment, which takes seconds and gives no verdict."),
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="Where models are trained: auto, cpu or cuda.", metavar="DEVICE")
+    ] = "auto",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="With the lab characters, the file for the trained model, for `vitrail generate`.",
+            show_default="not saved",
+        ),
+    ] = None,
 ) -> None:
     """Test a claim of the lecture notes with an experiment.
 
     The output folder gets NAME.json with all measurements, and the figure as NAME.png and NAME.svg.
     """
-    from vitrail.course.labs.lab import LABS, find_lab, format_number, format_verdict, run_lab
+    from vitrail.course.labs.lab import LABS, find_lab, format_number, run_lab
+    from vitrail.course.labs.verdict import format_verdict
 
     if name is None:
         _print_fields({each: find_lab(each).CLAIM for each in LABS})
@@ -44,7 +56,7 @@ def lab(
     find_lab(name)
     folder = Path(f"lab-{name}") if out is None else out
     check_empty_folder("--out", folder)
-    result = run_lab(name, folder, "small" if small else "full", data)
+    result = run_lab(name, folder, "small" if small else "full", data, device, save)
     _print_fields(
         {
             "note": result["note"],
@@ -54,8 +66,12 @@ def lab(
         }
     )
     print(textwrap.fill(result["sentence"], _width()))
+    for warning in result["warnings"]:
+        print(textwrap.fill(f"Warning: {warning}", _width()))
     for ending in ("json", "png", "svg"):
         print(f"Saved {printable(folder / name)}.{ending}")
+    if save is not None:
+        print(f"Saved {printable(save)}: vitrail generate {printable(save)}")
 
 
 def notes(
@@ -141,7 +157,7 @@ def _run_labs(out: Path, small: bool) -> list[dict[str, Any]]:
 # ---- the terminal ---------------------------------------------------------------------------
 
 
-_COLORS = {"holds": "green", "partly": "yellow", "does not hold": "red"}
+_COLORS = {"holds": "green", "partly": "yellow", "does not hold": "red", "not clear here": "blue"}
 
 
 def _note_numbers(result: Mapping[str, Any]) -> list[str]:
@@ -157,18 +173,20 @@ def _show_overview(results: Sequence[dict[str, Any]]) -> None:
     print("What five sets of lecture notes on Vision Transformers claim, tested:\n")
     for number, title in NOTES.items():
         print(f"  {number}  {title}")
-    print(f"\n{'verdict':14}{'lab':19}{'claim':32}notes")
+    print(f"\n{'verdict':15}{'lab':19}{'claim':31}notes")
     for result in results:
-        verdict = typer.style(f"{result['verdict']:14}", fg=_COLORS.get(result["verdict"]))
+        word = result["verdict"].removesuffix(" to judge")  # too small
+        verdict = typer.style(f"{word:15}", fg=_COLORS.get(word))
         notes = " ".join(_note_numbers(result))
-        typer.echo(f"{verdict}{result['name']:19}{find_lab(result['name']).TITLE:32}{notes}")
+        typer.echo(f"{verdict}{result['name']:19}{find_lab(result['name']).TITLE:31}{notes}")
     print("\nvitrail notes 002: the claims of a note in full; --full: all of them.")
     print("vitrail lab NAME: run an experiment.")
 
 
 def _show_results(results: Sequence[dict[str, Any]]) -> None:
     """A paragraph for each lab: a table of five columns would be unreadable in a terminal."""
-    from vitrail.course.labs.lab import format_number, format_verdict
+    from vitrail.course.labs.lab import format_number
+    from vitrail.course.labs.verdict import format_verdict
 
     for result in results:
         print(result["command"])
@@ -178,6 +196,8 @@ def _show_results(results: Sequence[dict[str, Any]]) -> None:
             "  measured": format_number(result),
             "  verdict": format_verdict(result["verdict"], result["condition"]),
         }
+        if result["warnings"]:
+            fields["  warning"] = " ".join(result["warnings"])
         _print_fields(fields)
         print()
 

@@ -31,7 +31,7 @@ import torch
 
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError, FileError, InputError, printable, suggest
-from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.interval import difference_interval, fraction_interval
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.fields import as_integer, is_real, short_repr
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
@@ -65,6 +65,8 @@ class Arm:
     parameters: int
     seconds: float
     """Of all its runs together, one thread each."""
+    images: int
+    """The number of held-out images that the scores are fractions of."""
 
     @property
     def n(self) -> int:
@@ -77,7 +79,7 @@ class Arm:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval of the mean; None for a single seed."""
-        return confidence_interval(self.scores)
+        return fraction_interval(self.scores, self.images)
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,11 @@ class Difference:
     n: int
 
     @classmethod
-    def of(cls, first: Sequence[float], second: Sequence[float]) -> Difference:
-        """First minus second; each has one score per seed."""
+    def of(cls, first: Sequence[float], second: Sequence[float], images: int | None = None) -> Difference:
+        """First minus second; each has one score per seed, a fraction of so many held-out images."""
         differences = [a - b for a, b in zip(first, second, strict=True)]
-        return cls(
-            math.fsum(differences) / len(differences), confidence_interval(differences), len(differences)
-        )
+        interval = difference_interval(differences, images)
+        return cls(math.fsum(differences) / len(differences), interval, len(differences))
 
     @property
     def significant(self) -> bool:
@@ -126,20 +127,12 @@ class Study(Summary):
         for name in (first, second):
             if name not in self.arms:
                 raise InputError(f"unknown arm {short_repr(name)}. {suggest(name, self.arms)}")
-        return Difference.of(self.arms[first].scores, self.arms[second].scores)
+        return Difference.of(self.arms[first].scores, self.arms[second].scores, self.arms[first].images)
 
     @property
     def notes(self) -> list[str]:
         """Reservations about the results, one sentence each."""
-        notes = []
-        for arm in self.arms.values():
-            if len(self.lrs) > 1 and arm.lr in (min(self.lrs), max(self.lrs)):
-                which = "lowest" if arm.lr == min(self.lrs) else "highest"
-                notes.append(
-                    f"The best learning rate of {arm.name}, {arm.lr:g}, is the {which} tried; extend the "
-                    "range."
-                )
-        return notes
+        return [note for arm in self.arms.values() if (note := edge_note(arm.name, arm.lr, self.lrs))]
 
     def as_json(self) -> dict[str, Any]:
         derived = ("mean", "interval", "n")
@@ -167,6 +160,14 @@ class Study(Summary):
         left.set_title(f"{len(self.seeds)} seeds, mean and 95 % interval")
         right.set(xscale="log", xlabel="learning rate", title="learning rate sweep")
         return figure
+
+
+def edge_note(name: str, lr: float, lrs: Sequence[float]) -> str:
+    """A sentence if the best learning rate is the lowest or highest tried; empty otherwise."""
+    if len(lrs) == 1 or min(lrs) < lr < max(lrs):
+        return ""
+    which = "lowest" if lr == min(lrs) else "highest"
+    return f"The best learning rate of {name}, {lr:g}, is the {which} tried; extend the range."
 
 
 def draw_arm(axis: Axes, n: int, arm: Arm, color: str) -> None:
@@ -228,7 +229,8 @@ def study(
         seconds = {(trial.lr, trial.seed): trial.seconds for trial in (*own_sweep, *own_final)}
         count = count_parameters(next(one.recipe for one in sweep if one.arm == name))
         scores, total = [trial.score for trial in own_final], round(sum(seconds.values()), 3)
-        results[name] = Arm(name, arms[name], best[name], scores, own_sweep, count, total)
+        images = len(dataset.eval_split)
+        results[name] = Arm(name, arms[name], best[name], scores, own_sweep, count, total, images)
     all_lrs = sorted({trial.lr for trial in swept})
     result = Study(folder, dataset.name, recipe, changes, seed_list, all_lrs, results)
     write_text(folder / "study.json", json.dumps(result.as_json(), indent=2), overwrite=True)

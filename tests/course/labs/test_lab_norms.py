@@ -9,9 +9,7 @@ from torch import nn
 from vitrail.config import ViTConfig
 from vitrail.course.labs import norms
 from vitrail.course.labs.datasets import load_dataset, plain_settings
-from vitrail.course.labs.lab import Verdict
-from vitrail.course.labs.norms import ARMS, NormStatistics
-from vitrail.experiment.study import Difference
+from vitrail.course.labs.norms import ARMS
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
 
@@ -28,19 +26,17 @@ def test_small_run_has_all_arms_and_leaves_no_files(small):
     assert list(out.iterdir()) == []
     assert math.isfinite(result.number)
     assert result.n == 2
-    assert (
-        set(result.numbers["accuracy"]) == set(ARMS) == set(result.numbers["gradient, first block over last"])
-    )
-    assert result.verdict.word in ("holds", "partly", "does not hold")
+    gradients = result.numbers["gradient by seed, first and last block"]
+    assert set(result.numbers["accuracy"]) == set(ARMS) == set(gradients)
     assert "nan" not in result.sentence
     assert len(result.figure.axes) == 2
 
 
 def test_gradients_vanish_without_norm_and_residual_and_grow_without_norm(small):
-    ratios = small[1].numbers["gradient, first block over last"]
+    gradients = small[1].numbers["gradient by seed, first and last block"]
+    ratios = {name: norms.gradient_ratio(runs) for name, runs in gradients.items()}
     assert ratios["neither"] < 0.1 < ratios["pre-norm"] < 10
-    first = small[1].numbers["gradient of the first block"]
-    assert first["no norm"] > 100 * first["pre-norm"]
+    assert gradients["no norm"][0][0] > 100 * gradients["pre-norm"][0][0]
 
 
 def test_layernorm_statistics_before_and_after_gain_and_bias():
@@ -70,23 +66,28 @@ def test_gradient_norms_by_block():
 
 
 def test_verdict_for_every_outcome():
-    better, unclear, worse = (Difference(x, (x - 0.1, x + 0.1), 3) for x in (0.5, 0.05, -0.5))
-    all_better = dict.fromkeys([name for name in ARMS if name != "pre-norm"], better)
-    places = {"post-norm": unclear, "res-post-norm": unclear}
-    ratios = dict.fromkeys(ARMS, 1.0) | {"no residual": 1e-6, "neither": 1e-9}
-    plain, learned = NormStatistics(0.0, 1.0), NormStatistics(0.3, 2.0)
-    assert norms.decide_verdict(all_better | places, ratios, plain, plain) == Verdict("holds")
-    preserved = norms.decide_verdict(all_better | places, ratios | {"no residual": 0.5}, plain, plain)
-    assert "with norms they keep their size" in preserved.condition
-    gain = norms.decide_verdict(all_better | places, ratios, plain, learned)
-    assert gain.word == "partly"
-    assert "before the learned gain and bias" in gain.condition
-    assert "post-norm is worse" in norms.decide_verdict(all_better, ratios, plain, plain).condition
-    better_post_norm = norms.decide_verdict(all_better | places | {"post-norm": worse}, ratios, plain, plain)
-    assert "post-norm is better" in better_post_norm.condition
-    unclear_norm = norms.decide_verdict(all_better | places | {"no norm": unclear}, ratios, plain, plain)
-    assert "not clear with 3 seeds" in unclear_norm.condition
-    for difference in (unclear, worse):
-        wrong = norms.decide_verdict(all_better | {"no residual": difference}, ratios, plain, plain)
-        assert wrong.word == "does not hold"
-    assert norms.decide_verdict(all_better, ratios, learned, learned).word == "does not hold"
+    low, high, noisy = [0.3, 0.31, 0.32], [0.8, 0.81, 0.82], [0.9, 0.3, 0.6]
+    plain, learned = {"mean": 0.0, "variance": 1.0}, {"mean": 0.3, "variance": 2.0}
+    gone, kept = [(1e-9, 1.0), (2e-9, 1.0), (1.5e-9, 1.0)], [(0.5, 1.0), (0.4, 1.0), (0.45, 1.0)]
+
+    def verdict(no_residual=low, no_norm=low, gradients=gone, before=plain, after=plain):
+        accuracy = {"pre-norm": high, "no residual": no_residual, "no norm": no_norm}
+        return norms.decide_verdict(
+            {
+                "accuracy": {name: {"scores": scores} for name, scores in accuracy.items()},
+                "gradient by seed, first and last block": {"no residual": gradients, "neither": gone},
+                "mean and variance": {"before gain and bias": before, "after": after},
+                "held out": 360,
+            }
+        )
+
+    assert verdict().word == "holds"
+    kept_gradients = verdict(gradients=kept).condition
+    assert "Not true: gradients vanish without residuals (log10" in kept_gradients
+    assert "threshold -2" in kept_gradients
+    assert "before the learned gain and bias" in verdict(after=learned).condition
+    assert verdict(after=learned).word == "partly"
+    assert "Not clear: accuracy is better with norms" in verdict(no_norm=noisy).condition
+    nothing = verdict([0.95, 0.96, 0.97], [0.95, 0.96, 0.97], kept, learned, learned)
+    assert "True: gradients vanish without residuals and norms" in nothing.condition
+    assert "Not true: training is better with residuals" in nothing.condition

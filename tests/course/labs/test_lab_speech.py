@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from vitrail.course.labs import speech, spoken_digits
-from vitrail.course.labs.lab import Verdict
 from vitrail.course.labs.spoken_digits import (
     SAMPLE_RATE,
     SAMPLES,
@@ -91,23 +90,30 @@ def test_kinds_of_tokens_have_equal_number_and_size():
 
 
 def test_verdict_for_every_outcome():
-    good = {"patches": 0.95, "rows": 0.93}
-    assert speech.decide_verdict(good, None, 9) == Verdict("holds")
-    assert speech.decide_verdict(good, 0.95, 9) == Verdict("holds")
-    rows = speech.decide_verdict({**good, "rows": 0.6}, None, 9)
+    def verdict(speakers=(), **tokens):
+        arms = {name: {"mean": np.mean(scores), "scores": scores} for name, scores in tokens.items()}
+        speakers = {str(n): score for n, score in enumerate(speakers)}
+        return speech.decide_verdict(
+            {"tokens": arms, "unseen speakers": speakers, "held out": 3_000, "recordings": 9_000}
+        )
+
+    good, poor, near = [0.95, 0.96, 0.97], [0.6, 0.62, 0.61], [0.897, 0.88, 0.913]
+    assert verdict(patches=good, rows=good).word == "holds"
+    assert verdict([0.97, 0.96, 0.95, 0.96], patches=good).word == "holds"
+    rows = verdict(patches=good, rows=poor)
     assert rows.word == "partly"
-    assert "not with rows (60.0%)" in rows.condition
-    unseen = speech.decide_verdict(good, 0.5, 9)
+    assert "Not true: rows work as tokens (61.0 [" in rows.condition
+    assert "threshold 90 %" in rows.condition
+    assert verdict(patches=near).word == "not clear here", "an interval that contains the threshold"
+    unseen = verdict([0.5, 0.7, 0.6, 0.8], patches=good)
     assert unseen.word == "partly"
-    assert "only for speakers in the training set (50%" in unseen.condition
-    poor = speech.decide_verdict({"patches": 0.5, "rows": 0.3}, 0.5, 9)
-    assert poor.word == "does not hold"
-    assert "50%" in poor.condition
+    assert "not in the training set (mean of 4) (65.0 [" in unseen.condition
+    assert verdict(patches=poor, rows=poor).word == "does not hold"
 
 
 def test_only_clear_differences_are_reported():
     def arm(name, scores):
-        return speech.Arm(name, {}, 1e-3, scores, [], 1, 1.0)
+        return speech.Arm(name, {}, 1e-3, scores, [], 1, 1.0, 300)
 
     patches, rows = arm("patches", [0.90, 0.91, 0.92]), arm("rows", [0.80, 0.811, 0.82])
     noisy = arm("columns", [0.95, 0.86, 0.95])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.course.labs.lab import LabResult, LabSize
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model.mlp import build_activation
 
@@ -26,7 +28,7 @@ CLAIM = (
 )
 ACCEPTS = ""
 
-_EXACT, _CLOSE = 1e-6, 1e-3
+_CLOSE = 1e-3
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
@@ -62,22 +64,36 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=max_error["tanh"],
         unit=f"maximum difference between GELU and its tanh approximation, at x = ±{worst_x:.2f}",
         n=len(x),
-        verdict=decide_verdict(max_error, properties),
         sentence=sentence,
         figure=draw(x, phi),
         numbers={"differences": max_error, "minimum at": minimum, "properties": properties},
     )
 
 
-def decide_verdict(max_error: dict[str, float], properties: dict[str, bool]) -> Verdict:
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    errors, properties = numbers["differences"], numbers["properties"]
     violated = [name for name, holds in properties.items() if not holds]
-    if violated or max_error["tanh"] > _CLOSE:
-        return Verdict("does not hold", f"not true: {', '.join(violated) or 'the tanh formula is close'}")
-    if max_error["Phi(x)"] > _CLOSE and max_error["x Phi(x)"] < _EXACT:
-        return Verdict(
-            "partly", "GELU is x times the cumulative distribution function, not the function itself"
-        )
-    return Verdict("holds")
+    return decide(
+        [
+            fact(
+                "GELU is the cumulative distribution function",
+                errors["Phi(x)"] <= _CLOSE,
+                f"it differs by up to {errors['Phi(x)']:.1f} from -8 to 8; x times the function, by "
+                f"{errors['x Phi(x)']:.0e}",
+            ),
+            fact(
+                "the tanh formula approximates GELU",
+                errors["tanh"] <= _CLOSE,
+                f"to {errors['tanh']:.1e}, threshold {_CLOSE:g}",
+            ),
+            fact(
+                "GELU and ReLU have the stated properties",
+                not violated,
+                f"{len(properties) - len(violated)} of {len(properties)}"
+                + (f"; not: {', '.join(violated)}" if violated else ""),
+            ),
+        ]
+    )
 
 
 def _apply_activation(name: str, x: Tensor) -> Tensor:

@@ -6,15 +6,17 @@ slide does not state is tested separately.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.course.labs.lab import LabResult, LabSize
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import attend_explicitly
 
@@ -91,25 +93,37 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         unit="relative error of attention with a sink token, with no match or one (convolution: "
         f"{errors['convolution, none or one']:.2f})",
         n=count,
-        verdict=decide_verdict(errors),
         sentence=sentence,
         figure=draw(alphas, by_alpha, errors),
         numbers={**errors, "alpha": dict(zip(map(str, alphas), by_alpha, strict=True))},
     )
 
 
-def decide_verdict(errors: dict[str, float]) -> Verdict:
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """A condition is needed if the error is large without it and small with it."""
-    if errors["one match"] > _MAX_CORRECT or errors["convolution, none or one"] < _MIN_WRONG:
-        return Verdict("does not hold", "attention is wrong even with one match, or a convolution is correct")
     conditions = []
-    if errors["one match, U not orthogonal"] > _MIN_WRONG and errors["the same with U^T"] < _MAX_CORRECT:
-        conditions.append("U must be orthogonal (or U^T replace U^-1)")
-    if errors["three matches"] > _MIN_WRONG:
-        conditions.append("at most one patch may match")
-    if errors["none or one match"] > _MIN_WRONG and errors["the same with a sink"] < _MAX_CORRECT:
-        conditions.append("a sink token must take the attention if none matches")
-    return Verdict("partly", ", ".join(conditions)) if conditions else Verdict("holds")
+    if numbers["one match, U not orthogonal"] > _MIN_WRONG and numbers["the same with U^T"] < _MAX_CORRECT:
+        conditions.append("U is orthogonal (or U^T replaces U^-1)")
+    if numbers["three matches"] > _MIN_WRONG:
+        conditions.append("at most one patch matches")
+    if numbers["none or one match"] > _MIN_WRONG and numbers["the same with a sink"] < _MAX_CORRECT:
+        conditions.append("a sink token takes the attention where none matches")
+    convolution = numbers["convolution, none or one"]
+    return decide(
+        [
+            fact(
+                "self-attention represents f",
+                numbers["one match"] <= _MAX_CORRECT,
+                f"relative error {numbers['one match']:.1e} with one match, threshold {_MAX_CORRECT:g}",
+                ", ".join(conditions),
+            ),
+            fact(
+                "a convolution does not",
+                convolution >= _MIN_WRONG,
+                f"relative error {convolution:.2f} with no match or one, threshold {_MIN_WRONG:g}",
+            ),
+        ]
+    )
 
 
 # ---- patches --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,8 @@ import torch
 
 from vitrail.course.labs.custom_run import CustomRun, set_weights, train_run
 from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Statement, Verdict, decide, format_interval, is_above
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import resolve_arm
@@ -58,60 +59,83 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         model["size"] = _DIGIT_SIDE
     if small:
         model |= {"width": 8, "heads": 2}
-    seeds = 2 if small else 3
+    seeds = 2 if small else 8
     epochs = 3 if small else 20 if data is None else 10
     changes: dict[str, Any] = {"model": model, "batch": 40 if small else 64, "epochs": epochs}
     recipes = [resolve_arm("mnist-notes", images, {}, changes, _LR, seed) for seed in range(seeds)]
     runs = [CustomRun(recipe, snapshot_epochs=(epochs,)) for recipe in recipes]
     results = map_in_processes(partial(train_run, data=images), runs, process_count(size))
-    trained = [
-        measure_distances(recipe, images, result.snapshots[epochs])
+    finished = [
+        (recipe, result.snapshots[epochs])
         for recipe, result in zip(recipes, results, strict=True)
         if epochs in result.snapshots
     ]
-    untrained = [measure_distances(recipe, images, None) for recipe in recipes]
-    slopes = [100 * slope_per_layer(distances) for distances in trained]
-    first_layer = [(float(distances[0].min()), float(distances[0].max())) for distances in trained]
+    trained = [measure_distances(recipe, images, weights) for recipe, weights in finished]
+    untrained = [measure_distances(recipe, images, None) for recipe, _ in finished]
+    gained = slope_gains(trained, untrained)
     accuracy = fmean(result.score for result in results)
     return LabResult(
-        number=fmean(slopes),
-        unit="% of the uniform attention distance gained per layer",
-        n=len(slopes),
-        verdict=decide_verdict(slopes, first_layer),
-        sentence=summarize(images, epochs, accuracy, trained, untrained, slopes, first_layer),
+        number=fmean(gained),
+        unit="% of the uniform attention distance gained per layer, more than before training",
+        n=len(gained),
+        sentence=summarize(images, epochs, accuracy, trained, untrained),
         figure=draw(trained, untrained),
-        interval=confidence_interval(slopes),
+        interval=confidence_interval(gained),
         numbers={
             "fraction of the uniform distance, by seed, layer and head": [
                 distances.tolist() for distances in trained
             ],
             "before training": [distances.tolist() for distances in untrained],
-            "slopes": slopes,
-            "nearest and farthest head of the first layer": first_layer,
             "accuracy": [result.score for result in results],
             "lr": _LR,
         },
     )
 
 
-def decide_verdict(slopes: Sequence[float], first_layer: Sequence[tuple[float, float]]) -> Verdict:
-    """Distance must clearly grow with depth, and the first layer must have local and global heads."""
-    bounds = confidence_interval(slopes)
-    grows = bounds is not None and bounds[0] > 0
-    shrinks = bounds is not None and bounds[1] < 0
-    both = sum(low < LOCAL and high > GLOBAL for low, high in first_layer) > len(first_layer) / 2
-    low, high = fmean(low for low, _ in first_layer), fmean(high for _, high in first_layer)
-    reach = f"from {low:.0%} to {high:.0%} of the uniform distance"
-    if grows and both:
-        return Verdict("holds")
-    if grows:
-        return Verdict("partly", f"distance grows with depth, but heads of the first layer reach {reach}")
-    trend = "shrinks" if shrinks else "neither clearly grows nor shrinks"
-    if both:
-        return Verdict("partly", f"the first layer has both kinds of heads, but distance {trend} with depth")
-    return Verdict(
-        "does not hold", f"distance {trend} with depth, and heads of the first layer reach {reach}"
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Training must make distance grow with depth, and the first layer must have local and global heads."""
+    trained, untrained = (
+        [np.array(one) for one in numbers[key]]
+        for key in ("fraction of the uniform distance, by seed, layer and head", "before training")
     )
+    gained = slope_gains(trained, untrained)
+    bounds = confidence_interval(gained)
+    nearest, farthest = ([float(pick(one[0])) for one in trained] for pick in (np.min, np.max))
+    local = is_above(confidence_interval(nearest), LOCAL)
+    return decide(
+        [
+            Statement(
+                "attention distance grows with depth",
+                is_above(bounds, 0),
+                f"{format_interval(fmean(gained), bounds, '+.2f')} % of the uniform distance per layer, more "
+                "than before training",
+            ),
+            Statement(
+                "in the first layer some heads attend locally",
+                None if local is None else not local,
+                f"the nearest head: {_format_distance(nearest)}, local below {LOCAL:.0%}",
+            ),
+            Statement(
+                "in the first layer some heads attend globally",
+                is_above(confidence_interval(farthest), GLOBAL),
+                f"the farthest head: {_format_distance(farthest)}, global above {GLOBAL:.0%}",
+            ),
+        ]
+    )
+
+
+def _format_distance(distances: Sequence[float]) -> str:
+    bounds = confidence_interval(distances)
+    percent = bounds and (100 * bounds[0], 100 * bounds[1])
+    return f"{format_interval(100 * fmean(distances), percent, '.0f')} % of the uniform distance"
+
+
+def slope_gains(trained: Sequence[HeadDistances], untrained: Sequence[HeadDistances]) -> list[float]:
+    """The slope over the layers after training minus that before it, in percent per layer, by seed."""
+    return [
+        100 * (slope_per_layer(after) - slope_per_layer(before))
+        for after, before in zip(trained, untrained, strict=True)
+    ]
 
 
 def measure_distances(recipe: Recipe, data: Dataset, weights: Weights | None) -> HeadDistances:
@@ -140,18 +164,19 @@ def summarize(
     accuracy: float,
     trained: Sequence[HeadDistances],
     untrained: Sequence[HeadDistances],
-    slopes: Sequence[float],
-    first_layer: Sequence[tuple[float, float]],
 ) -> str:
     layer_means = np.mean([distances.mean(axis=1) for distances in trained], axis=0)
-    low, high = fmean(low for low, _ in first_layer), fmean(high for _, high in first_layer)
+    low, high = (np.mean([pick(one[0]) for one in trained]) for pick in (np.min, np.max))
+    after, before = (
+        100 * fmean(slope_per_layer(one) for one in distances) for distances in (trained, untrained)
+    )
     return (
         f"A ViT with {len(layer_means)} layers, trained on {describe_dataset(data)} ({epochs} epochs, "
         f"{len(trained)} seeds, accuracy {accuracy:.1%}), has a mean attention distance of "
         f"{layer_means[0]:.0%} of that of uniform attention in its first layer and {layer_means[-1]:.0%} in "
-        f"its last: {fmean(slopes):+.1f} % per layer. Heads of the first layer range from {low:.0%} to "
-        f"{high:.0%}. Before training the mean is {np.mean(untrained):.0%}. The paper's models are far "
-        "larger and were trained on far more images."
+        f"its last: {after:+.2f} % per layer, and {before:+.2f} % before training. Heads of the first layer "
+        f"range from {low:.0%} to {high:.0%}. Before training the mean is {np.mean(untrained):.0%}. The "
+        "paper's models are far larger and were trained on far more images."
     )
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitrail.course.labs.datasets import arm_recipe, describe_dataset, load_dataset, plain_settings
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Verdict, decide, format_points, gain
 from vitrail.data.sources import Dataset
 from vitrail.experiment.study import Difference, Study, study
 from vitrail.inspect.canvas import LINES, new_figure, styled
@@ -47,8 +50,8 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         images,
         arms=arms,
         out=out / "runs",
-        seeds=4 if full else 2,
-        lrs=[1e-3, 3e-3, 1e-2, 3e-2] if full else [2e-3],
+        seeds=5 if full else 2,
+        lrs=[1e-3, 3e-3, 1e-2, 3e-2, 1e-1] if full else [2e-3],
         processes=process_count(size),
         batch=_BATCH,
         **shared,
@@ -62,14 +65,12 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         for depth, alternatives in wider.items()
         for shape in alternatives
     }
-    depth_differences = {pair: _compare_depths(result, *pair) for pair in depth_pairs(depths)}
     depth_gain = result.compare(shape_name((depths[-1], WIDTH)), shape_name((depths[0], WIDTH)))
     return LabResult(
         number=100 * depth_gain.mean,
         unit=f"percentage points of accuracy, {depths[-1]} blocks minus {depths[0]}",
         n=depth_gain.n,
-        verdict=decide_verdict(depths, depth_differences, width_differences),
-        sentence=summarize(images, epochs, depths, result, step_seconds),
+        sentence=summarize(images, epochs, depths, result, step_seconds, width_differences),
         figure=draw(depths, wider, result, step_seconds),
         interval=None
         if depth_gain.interval is None
@@ -86,51 +87,31 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                 for name, arm in result.arms.items()
             },
             "seconds per step": step_seconds,
-            "equal parameters": {name: vars(difference) for name, difference in width_differences.items()},
-            "notes": result.notes,
+            "depths": depths,
+            "images": len(images.train),
+            "held out": len(images.eval_split),
         },
+        warnings=result.notes,
     )
 
 
-def decide_verdict(
-    depths: Sequence[int], gains: Mapping[tuple[int, int], Difference], width: Mapping[str, Difference]
-) -> Verdict:
-    """More blocks must be clearly better; then, up to how many, and whether width would be better.
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Accuracy must grow with the number of blocks, over all of them and from the fewest to the most.
 
-    Args:
-        gains: for (more, fewer) blocks, the accuracy gained by more.
-        width: accuracy with more blocks minus that with the same parameters spent on width.
+    Whether the same parameters do more as width is no part of the claim.
     """
-
-    def has_clear_gain(depth: int) -> bool:
-        return any(gain.significant and gain.mean > 0 for (_, fewer), gain in gains.items() if fewer == depth)
-
-    sufficient = next(depth for depth in depths if not has_clear_gain(depth))
-    width_text = _better_widths(width)
-    if sufficient == depths[0]:
-        return Verdict(
-            "does not hold",
-            f"no clear gain here with more than {sufficient} block{'s' * (sufficient > 1)}{width_text}",
-        )
-    if sufficient == depths[-1] and not width_text:
-        return Verdict("holds")
-    condition = f"only up to {sufficient} blocks; beyond that, no gain is clear at this scale"
-    if sufficient == depths[-1]:
-        condition = f"{sufficient} blocks are clearly better than fewer, but width helps too"
-    worse = [more for more, fewer in gains if fewer == sufficient and _clearly_worse(gains[more, fewer])]
-    if worse:
-        condition += f", and {' and '.join(map(str, worse))} blocks are clearly worse"
-    return Verdict("partly", condition + width_text)
-
-
-def _clearly_worse(gain: Difference) -> bool:
-    return gain.significant and gain.mean < 0
-
-
-def _better_widths(width: Mapping[str, Difference]) -> str:
-    """The wider models that are clearly better than more blocks, as text."""
-    worse = [name.partition(" minus ") for name, difference in width.items() if _clearly_worse(difference)]
-    return "".join(f"; {wide} (blocks x width) is clearly better than {deep}" for deep, _, wide in worse)
+    depths, where = numbers["depths"], f"with {numbers['images']:,} images"
+    scores = [numbers["accuracy"][shape_name((depth, WIDTH))]["scores"] for depth in depths]
+    doublings = [math.log2(depth) for depth in depths]
+    slopes = [linear_regression(doublings, by_depth).slope for by_depth in zip(*scores, strict=True)]
+    trend = Difference.of(slopes, [0.0] * len(slopes))
+    ends = Difference.of(scores[-1], scores[0], numbers["held out"])
+    return decide(
+        [
+            gain(f"each doubling of the blocks raises accuracy {where}", trend),
+            gain(f"{depths[-1]} blocks are better than {depths[0]} {where}", ends),
+        ]
+    )
 
 
 # ---- shapes and timing ----------------------------------------------------------------------
@@ -144,14 +125,6 @@ def shape_name(shape: tuple[int, int]) -> str:
 def shape_fields(shape: tuple[int, int]) -> dict[str, int]:
     depth, width = shape
     return {"depth": depth, "width": width, "heads": width // _HEAD_WIDTH}
-
-
-def depth_pairs(depths: Sequence[int]) -> list[tuple[int, int]]:
-    return [(more, fewer) for fewer in depths for more in depths if more > fewer]
-
-
-def _compare_depths(result: Study, more: int, fewer: int) -> Difference:
-    return result.compare(shape_name((more, WIDTH)), shape_name((fewer, WIDTH)))
 
 
 def _measure_step_seconds(data: Dataset, shared: Mapping[str, Any], arm: Mapping[str, Any]) -> float:
@@ -170,7 +143,12 @@ def _measure_step_seconds(data: Dataset, shared: Mapping[str, Any], arm: Mapping
 
 
 def summarize(
-    data: Dataset, epochs: int, depths: Sequence[int], result: Study, step_seconds: Mapping[str, float]
+    data: Dataset,
+    epochs: int,
+    depths: Sequence[int],
+    result: Study,
+    step_seconds: Mapping[str, float],
+    width_differences: Mapping[str, Difference],
 ) -> str:
     depth_names = {shape_name((depth, WIDTH)) for depth in depths}
     scores = ", ".join(f"{name} {arm.mean:.1%}" for name, arm in result.arms.items() if name in depth_names)
@@ -179,13 +157,14 @@ def summarize(
         for name, arm in result.arms.items()
         if name not in depth_names
     )
+    differences = "; ".join(f"{name} {format_points(one)}" for name, one in width_differences.items())
     shallow, deep = shape_name((depths[0], WIDTH)), shape_name((depths[-1], WIDTH))
     return (
         f"Accuracy by blocks x width on {describe_dataset(data)}, {epochs} epoch{'s' * (epochs > 1)}, each "
         f"arm at its own best learning rate, {result.arms[shallow].n} seeds: {scores}. A training step with "
         f"{_BATCH} images takes {1000 * step_seconds[shallow]:.0f} ms at depth {depths[0]} and "
         f"{1000 * step_seconds[deep]:.0f} ms at depth {depths[-1]}. With the same parameters spent on width: "
-        f"{wider}."
+        f"{wider}. With more blocks instead of more width: {differences}."
     )
 
 

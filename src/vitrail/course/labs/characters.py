@@ -7,6 +7,7 @@ attention weights of the causal mask. Then trains a decoder and compares it with
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -16,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.course.character_model import CharacterModel
+from vitrail.course.labs.lab import LabResult, LabSize
 from vitrail.course.labs.text import CharacterText, next_character_batch, read_text
 from vitrail.course.labs.training_loop import train_model
+from vitrail.course.labs.verdict import Statement, Verdict, decide, fact, format_interval, is_above
 from vitrail.experiment.interval import confidence_interval
 from vitrail.inspect.canvas import FAINT, INK, LINES, new_figure, styled
 from vitrail.model import Decoder, DecoderConfig, generate, record
@@ -110,16 +113,18 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=decoder_loss,
         unit=f"nats per held-out character (bigram counts {bigram:.2f}, uniform {uniform:.2f})",
         n=settings.seeds,
-        verdict=decide_verdict(slide_matches, mask_weights, future_leak, losses, bigram),
         sentence=sentence,
         figure=draw(mask_weights, [losses for _, losses in runs], decoder_loss, bigram, uniform, sample),
         interval=confidence_interval(losses),
+        model=CharacterModel(runs[0][0], text.vocabulary),
         numbers={
             **{
                 "decoder": losses,
                 "bigram": bigram,
                 "uniform": uniform,
                 "change of earlier logits": future_leak,
+                "slide's batch reproduced": slide_matches,
+                "printed attention weights": torch.equal(mask_weights, slide_mask_weights()),
             },
             **{
                 "xb": inputs.tolist(),
@@ -131,25 +136,31 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     )
 
 
-def decide_verdict(
-    slide_matches: bool | None, mask_weights: Tensor, future_leak: float, losses: list[float], bigram: float
-) -> Verdict:
-    """`slide_matches` is whether the slide's batch was reproduced; None for any other text."""
-    bounds = confidence_interval(losses)
-    if slide_matches is False:
-        return Verdict("does not hold", "the slide's batch is not what its seed draws")
-    if not torch.equal(mask_weights, slide_mask_weights()):
-        return Verdict("does not hold", "equal scores do not give the printed attention weights")
-    if future_leak > 0:
-        return Verdict("does not hold", "a character changes the logits before it")
-    if bounds is None or bounds[1] >= bigram:
-        return Verdict("does not hold", "a trained decoder is not clearly better than bigram counts")
-    if slide_matches is None:
-        return Verdict(
-            "partly",
-            "the slide's batch was not checked: it is from tinyshakespeare, and this is another text",
-        )
-    return Verdict("holds")
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """The slides must be reproduced, and a trained decoder must be better than bigram counts."""
+    losses, bigram, leak = (numbers[key] for key in ("decoder", "bigram", "change of earlier logits"))
+    bounds, slide = confidence_interval(losses), numbers["slide's batch reproduced"]
+    above = is_above(bounds, bigram)
+    return decide(
+        [
+            Statement(
+                "the printed batch and its targets are what its seed draws",
+                slide,
+                f"seed {SLIDE_SEED}" if slide is not None else "of tinyshakespeare; this is another text",
+            ),
+            fact(
+                "equal scores give the printed attention weights",
+                numbers["printed attention weights"],
+                "compared number by number",
+            ),
+            fact("the mask hides later positions", leak == 0, f"they change earlier logits by {leak:g}"),
+            Statement(
+                "a trained decoder is better than bigram counts",
+                None if above is None else not above,
+                f"{format_interval(fmean(losses), bounds, '.2f')} nats per character, threshold {bigram:.2f}",
+            ),
+        ]
+    )
 
 
 def _describe_slide(slide_matches: bool | None) -> str:

@@ -1,4 +1,4 @@
-"""Contrastive training of two towers with a common embedding space (CLIP, VATT).
+"""Contrastive training of towers with a common embedding space: two in CLIP, three in VATT.
 
 Each tower is a ViT whose head is the projection into the embedding space. Towers for images, texts and sounds
 differ only in their tokens. In a batch, each embedding of one tower is classified among those of the other;
@@ -20,16 +20,16 @@ from vitrail.model import ViT
 _INITIAL_SCALE, _MAX_SCALE = 1 / 0.07, 100.0  # factor on cosine similarities, as in CLIP
 
 
-class TwoTowers(nn.Module):
-    """Two encoders and a learned temperature."""
+class Towers(nn.Module):
+    """Encoders of several modalities, by name, with a common embedding space and a learned temperature."""
 
-    def __init__(self, first: ViT, second: ViT) -> None:
+    def __init__(self, **towers: ViT) -> None:
         super().__init__()
-        self.first, self.second = first, second
-        # At initialization a tower's outputs are nearly the same for all inputs, and two such towers hardly
+        self.towers = nn.ModuleDict(towers)
+        # At initialization a tower's outputs are nearly the same for all inputs, and such towers hardly
         # train. BatchNorm removes their common mean.
-        self.first_norm, self.second_norm = (
-            nn.BatchNorm1d(tower.config.classes, affine=False) for tower in (first, second)
+        self.norms = nn.ModuleDict(
+            {name: nn.BatchNorm1d(tower.config.classes, affine=False) for name, tower in towers.items()}
         )
         self.log_scale = nn.Parameter(torch.tensor(math.log(_INITIAL_SCALE)))
 
@@ -38,21 +38,18 @@ class TwoTowers(nn.Module):
         """The inverse temperature; its logarithm is the parameter."""
         return self.log_scale.exp().clamp(max=_MAX_SCALE)
 
-    def embed_first(self, x: Tensor) -> Tensor:
-        """Embeddings of the first tower: unit vectors, (B, dimension)."""
-        return F.normalize(self.first_norm(self.first(x)), dim=-1)
-
-    def embed_second(self, x: Tensor) -> Tensor:
-        return F.normalize(self.second_norm(self.second(x)), dim=-1)
+    def embed(self, name: str, x: Tensor) -> Tensor:
+        """Embeddings of a tower: unit vectors, (B, dimension)."""
+        return F.normalize(self.norms[name](self.towers[name](x)), dim=-1)
 
     def loss(self, a: Tensor, a_classes: Tensor, b: Tensor, b_classes: Tensor) -> Tensor:
-        """The contrastive loss of a batch.
+        """The contrastive loss of the embeddings of two towers.
 
         Args:
-            a, b: inputs of the first and the second tower.
+            a, b: embeddings.
             a_classes, b_classes: (A,) and (B,) their classes; inputs of the same class are positive pairs.
         """
-        return contrastive_loss(self.embed_first(a), a_classes, self.embed_second(b), b_classes, self.scale)
+        return contrastive_loss(a, a_classes, b, b_classes, self.scale)
 
 
 def build_tower(dimension: int, **fields: Any) -> ViT:

@@ -1,22 +1,26 @@
-"""Lab `convolution`: gradient descent on position-only attention finds the neighborhood of a convolution.
+"""Lab `convolution`: gradient descent on a self-attention layer finds the neighborhood of a convolution.
 
-After Jelassi, Sander and Li 2022, cited in note 004: the target is a convolution, the layer is softmax(p_ij)
-with a value matrix, and p is initialized to zero, so that attention starts uniform.
+After Jelassi, Sander and Li 2022, cited in note 004: the target is a convolution, the layer is the slide's,
+softmax(v_i^T Q K^T v_j + p_ij) with a value matrix. p is initialized to zero. In the first arms Q and K are
+zero, as in the slide's intuition, and attention starts uniform; in the others they are trained too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
-from vitrail.experiment.interval import confidence_interval
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Statement, Verdict, decide, format_interval, is_above, reaches
+from vitrail.experiment.interval import confidence_interval, share_interval
+from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect.canvas import LINES, new_figure, show_map, styled
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
@@ -29,105 +33,202 @@ TITLE = "attention learns a convolution"
 NOTE = '004 "Self-Attention can learn convolution"'
 CLAIM = (
     "If the target is a convolution, gradient descent on a self-attention layer finds its structure: patches "
-    "come to attend to their neighbors."
+    "come to attend to their neighbors, and attention no longer depends on their content."
 )
 ACCEPTS = ""
 
-_WIDTH, _HEADS = 4, 4
-_LR, _MOMENTUM, _BATCH = 0.1, 0.9, 32
+_WIDTH, _BATCH = 4, 32
+_SGD_LR, _MOMENTUM, _ADAM_LR = 0.1, 0.9, 0.03
 # The 3 x 3 edge kernel. The mean kernel averages the neighbors that exist, fewer at the border.
 EDGE = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
-_MIN_ON_NEIGHBORS, _MAX_FITTED_ERROR, _MIN_FAILED_ERROR = 0.9, 0.1, 0.3
+_MIN_ON_NEIGHBORS, _MAX_ERROR = 0.9, 0.1
+_MAX_CONTENT = 0.1  # of the norm of Q K^T before training that may remain
+
+
+@dataclass(frozen=True)
+class LayerArm:
+    """How a layer is trained."""
+
+    steps: int
+    """A multiple of the lab's number of steps."""
+    optimizer: Literal["SGD", "Adam"]
+    higher_rate: bool = False
+    """Whether p learns with 10 N times the learning rate: softmax over N patches scales its gradient by about
+    1 / N. With a grid of 6 x 6 patches that is 360 times."""
+    content: bool = False
+    """Whether Q and K are trained, too, and not zero."""
+    kernel: Literal["mean", "edge"] = "mean"
+    heads: int = 1
+
+
+CONTENT, POSITIONS, PLAIN, LONG = "Adam, Q and K trained too", "Adam", "SGD", "SGD, ten times the steps"
+HIGHER, EDGE_ONE, EDGE_MANY = "SGD, higher rate for p", "edge kernel, one head", "edge kernel, four heads"
+ARMS = {
+    CONTENT: LayerArm(3, "Adam", content=True),
+    POSITIONS: LayerArm(1, "Adam"),
+    PLAIN: LayerArm(1, "SGD"),
+    LONG: LayerArm(10, "SGD"),
+    HIGHER: LayerArm(1, "SGD", higher_rate=True),
+    EDGE_ONE: LayerArm(3, "SGD", higher_rate=True, kernel="edge"),
+    EDGE_MANY: LayerArm(3, "SGD", higher_rate=True, kernel="edge", heads=4),
+}
 
 
 @dataclass(frozen=True, eq=False)
-class _TrainedLayer:
+class TrainedLayer:
     """A trained layer."""
 
     before: float
     """Fraction of the attention on true neighbors before training."""
     after: float
-    loss: float
-    """Relative squared error, 1 for an output of zeros."""
+    error: float
+    """Relative squared error of the last step, 1 for an output of zeros."""
+    content: float
+    """Norm of Q K^T as a fraction of that before training; 0 if both are zero."""
     weights: Tensor
-    """(k, N, N) attention weights after training."""
+    """(k, N, N) mean attention weights after training."""
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
-    side, steps, seeds = (6, 300, 5) if size == "full" else (4, 150, 2)
-    mean_kernel = [_train_layer(side, "mean", 1, steps, seed) for seed in range(seeds)]
-    edge_kernel = [_train_layer(side, "edge", 1, steps, seed) for seed in range(seeds // 2)]
-    several_heads = [_train_layer(side, "edge", _HEADS, 3 * steps, seed) for seed in range(seeds // 2)]
-    after = [trained.after for trained in mean_kernel]
-    losses = {
-        "mean, one head": fmean(trained.loss for trained in mean_kernel),
-        "edge, one head": fmean(trained.loss for trained in edge_kernel),
-        "edge, several heads": fmean(trained.loss for trained in several_heads),
+    side, steps, seeds = (6, 300, 5) if size == "full" else (4, 40, 2)
+    tasks = [(arm, side, steps, seed) for arm in ARMS for seed in range(seeds)]
+    trained = dict(zip(tasks, map_in_processes(train_layer, tasks, process_count(size)), strict=True))
+    layers = {arm: [trained[arm, side, steps, seed] for seed in range(seeds)] for arm in ARMS}
+    numbers: dict[str, Any] = {
+        "on neighbors": {arm: [one.after for one in runs] for arm, runs in layers.items()},
+        "before": {arm: fmean(one.before for one in runs) for arm, runs in layers.items()},
+        "error": {arm: [one.error for one in runs] for arm, runs in layers.items()},
+        "Q K^T after over before": [one.content for one in layers[CONTENT]],
+        "steps": {arm: steps * one.steps for arm, one in ARMS.items()},
+        "rate of p over that of the rest": position_factor(side),
     }
-    before, mean_after = mean_kernel[0].before, fmean(after)
-    sentence = (
-        f"On a grid of {side} x {side} patches with a 3 x 3 kernel, neighbors get {before:.1%} of the "
-        f"attention before training and {mean_after:.1%} after {steps} steps if the kernel is a mean (error "
-        f"{losses['mean, one head']:.4f}). With an edge kernel, whose weights have both signs, one head "
-        f"leaves an error of {losses['edge, one head']:.2f}, because attention weights cannot be negative. "
-        f"{_HEADS} heads leave {losses['edge, several heads']:.3f} after three times as many steps."
-    )
+    after = numbers["on neighbors"][CONTENT]
     return LabResult(
-        number=mean_after,
-        unit=f"of the attention is on true neighbors after training ({before:.3f} before)",
+        number=fmean(after),
+        unit="of the attention is on true neighbors after training Q, K, V and p "
+        f"({numbers['before'][CONTENT]:.3f} before)",
         n=seeds,
-        verdict=decide_verdict(before, mean_after, losses),
-        sentence=sentence,
-        figure=draw(mean_kernel[0], several_heads[0], side),
-        interval=confidence_interval(after),
-        numbers={"before": before, "after": after, "errors": losses},
+        sentence=summarize(numbers, side),
+        figure=draw({arm: runs[0] for arm, runs in layers.items()}, side),
+        interval=share_interval(after),
+        numbers=numbers,
     )
 
 
-def decide_verdict(before: float, after: float, losses: dict[str, float]) -> Verdict:
-    if after < _MIN_ON_NEIGHBORS or after <= before or losses["mean, one head"] > _MAX_FITTED_ERROR:
-        return Verdict(
-            "does not hold", f"{after:.0%} of the attention is on neighbors, {before:.0%} before training"
-        )
-    if losses["edge, one head"] > _MIN_FAILED_ERROR and losses["edge, several heads"] < _MAX_FITTED_ERROR:
-        return Verdict("partly", "the kernel's weights must have one sign, or there must be several heads")
-    return Verdict("holds")
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """All of the layer must be trained at one learning rate; then, by plain SGD, and for other kernels."""
+    content = numbers["Q K^T after over before"]
+    remains = is_above(confidence_interval(content), _MAX_CONTENT)
+    steps = numbers["steps"]
+    return decide(
+        [
+            _on_neighbors(numbers, CONTENT, "patches come to attend to their neighbors, by Adam"),
+            Statement(
+                "attention no longer depends on the content of the patches",
+                None if remains is None else not remains,
+                f"{format_interval(fmean(content), confidence_interval(content))} of the norm of Q K^T "
+                f"remain, threshold {_MAX_CONTENT:g}",
+            ),
+            _on_neighbors(
+                numbers, PLAIN, f"they do by SGD with one learning rate for all in {steps[PLAIN]} steps"
+            ),
+            _on_neighbors(numbers, LONG, f"they do by SGD with one learning rate in {steps[LONG]:,} steps"),
+            _on_neighbors(
+                numbers,
+                HIGHER,
+                f"they do by SGD in {steps[HIGHER]} steps if p learns at "
+                f"{numbers['rate of p over that of the rest']:g} times the rate",
+            ),
+            _fits(numbers, EDGE_ONE, "one head fits a kernel whose weights have both signs"),
+            _fits(numbers, EDGE_MANY, "four heads fit such a kernel"),
+        ]
+    )
 
 
-def _train_layer(side: int, kernel: str, heads: int, steps: int, seed: int) -> _TrainedLayer:
-    """Train the layer with SGD on new random patches at every step."""
+def _on_neighbors(numbers: Mapping[str, Any], arm: str, text: str) -> Statement:
+    after = numbers["on neighbors"][arm]
+    return reaches(text, fmean(after), share_interval(after), _MIN_ON_NEIGHBORS)
+
+
+def _fits(numbers: Mapping[str, Any], arm: str, text: str) -> Statement:
+    errors = numbers["error"][arm]
+    above = is_above(confidence_interval(errors), _MAX_ERROR)
+    evidence = (
+        f"error {format_interval(fmean(errors), confidence_interval(errors))}, threshold {_MAX_ERROR:g}"
+    )
+    return Statement(text, None if above is None else not above, evidence)
+
+
+def summarize(numbers: Mapping[str, Any], side: int) -> str:
+    arms = "; ".join(
+        f"{arm} {fmean(numbers['on neighbors'][arm]):.1%} ({numbers['steps'][arm]:,} steps, error "
+        f"{fmean(numbers['error'][arm]):.2g})"
+        for arm, one in ARMS.items()
+        if one.kernel == "mean"
+    )
+    edge = {arm: fmean(numbers["error"][arm]) for arm in (EDGE_ONE, EDGE_MANY)}
+    return (
+        f"On a grid of {side} x {side} patches with a 3 x 3 kernel, neighbors get "
+        f"{numbers['before'][POSITIONS]:.1%} of the attention before training. If the kernel is a mean, they "
+        f"get after it: {arms}. The gradient of p is about {side**2} times smaller than that of the values, "
+        "because softmax divides it among all patches; so with one learning rate SGD hardly moves it, a rate "
+        f"{position_factor(side):g} times higher for p makes up for it, and Adam needs none. Where Q and K "
+        f"are trained, Q K^T shrinks to {fmean(numbers['Q K^T after over before']):.1%} of its norm: the "
+        "layer learns that content does not matter. With an edge kernel, whose weights have both signs, one "
+        f"head leaves an error of {edge[EDGE_ONE]:.2f}, because attention weights cannot be negative, and "
+        f"four heads {edge[EDGE_MANY]:.3f}."
+    )
+
+
+# ---- training -------------------------------------------------------------------------------
+
+
+def position_factor(side: int) -> float:
+    """The factor on the learning rate of p where it is higher."""
+    return 10.0 * side**2
+
+
+def train_layer(task: tuple[str, int, int, int]) -> TrainedLayer:
+    """Train the layer of an arm on new random patches at every step.
+
+    Args:
+        task: the arm, the side of the grid, the number of steps and the seed.
+    """
+    name, side, steps, seed = task
+    arm = ARMS[name]
     torch.manual_seed(seed)
-    layer = _build_position_only_attention(side, heads)
+    layer = _build_layer(side, arm)
     assert layer.bias is not None
-    neighbor_mask = neighbor_matrix(side)
-    target_mixing = (
-        neighbor_mask / neighbor_mask.sum(dim=1, keepdim=True) if kernel == "mean" else edge_weights(side)
-    )
+    neighbors = neighbor_matrix(side)
+    mixing = neighbors / neighbors.sum(dim=1, keepdim=True) if arm.kernel == "mean" else edge_weights(side)
     values, _ = torch.linalg.qr(torch.randn(_WIDTH, _WIDTH))
-    before = _attention_on_neighbors(layer, neighbor_mask)
-    # Softmax over N patches scales gradients by about 1/N; a higher learning rate for p compensates.
-    position_group = {"params": list(layer.bias.parameters()), "lr": _LR * 10 * side**2}
-    other_parameters = [p for name, p in layer.named_parameters() if not name.startswith("bias.")]
-    groups: list[dict[str, Any]] = [position_group, {"params": other_parameters}]
-    optimizer = torch.optim.SGD(groups, lr=_LR, momentum=_MOMENTUM)
+    held_out = torch.randn(_BATCH, side**2, _WIDTH)
+    before, content = _attention_weights(layer, held_out), _content_norm(layer)
+    optimizer = _build_optimizer(layer, arm, side)
     loss = torch.tensor(1.0)
-    for _ in range(steps):
+    for _ in range(steps * arm.steps):
         patches = torch.randn(_BATCH, side**2, _WIDTH)
-        target = target_mixing @ patches @ values
+        target = mixing @ patches @ values
         loss = (layer(patches) - target).square().mean() / target.square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    weights = layer.bias().softmax(dim=-1).detach()
-    return _TrainedLayer(before, _attention_on_neighbors(layer, neighbor_mask), loss.item(), weights)
+    after = _attention_weights(layer, held_out)
+    return TrainedLayer(
+        _on_mask(before, neighbors),
+        _on_mask(after, neighbors),
+        loss.item(),
+        _content_norm(layer) / content if arm.content else 0.0,
+        after,
+    )
 
 
-def _build_position_only_attention(side: int, heads: int) -> Attention:
-    """The layer of the slide: softmax(p_ij), independent of the patches' content."""
+def _build_layer(side: int, arm: LayerArm) -> Attention:
+    """The layer of the slide; without content it is softmax(p_ij), independent of the patches."""
     config = ViTConfig(
         width=_WIDTH,
         depth=1,
-        heads=heads,
+        heads=arm.heads,
         head_width=_WIDTH,
         patch=1,
         size=side,
@@ -136,7 +237,7 @@ def _build_position_only_attention(side: int, heads: int) -> Attention:
         class_token=False,
         pool="mean",
         position="pairwise",
-        scale=0.0,
+        scale="none" if arm.content else 0.0,
         qkv_bias="none",
     )
     layer = ViT(config).blocks[0].attention
@@ -144,9 +245,34 @@ def _build_position_only_attention(side: int, heads: int) -> Attention:
     return layer
 
 
-def _attention_on_neighbors(layer: Attention, neighbor_mask: Tensor) -> float:
+def _build_optimizer(layer: Attention, arm: LayerArm, side: int) -> torch.optim.Optimizer:
+    if arm.optimizer == "Adam":
+        return torch.optim.Adam(layer.parameters(), lr=_ADAM_LR)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in layer.named_parameters() if not name.startswith("bias.")]},
+        {"params": [p for name, p in layer.named_parameters() if name.startswith("bias.")]},
+    ]
+    groups[1]["lr"] = _SGD_LR * (position_factor(side) if arm.higher_rate else 1)
+    return torch.optim.SGD(groups, lr=_SGD_LR, momentum=_MOMENTUM)
+
+
+@torch.no_grad()
+def _attention_weights(layer: Attention, patches: Tensor) -> Tensor:
+    """(k, N, N): the attention weights, a mean over the patches of a batch."""
     assert layer.bias is not None
-    return (layer.bias().softmax(dim=-1) * neighbor_mask).sum(dim=-1).mean().item()
+    q, k, _ = layer.project(patches, None)
+    return (layer.scale * q @ k.transpose(-2, -1) + layer.bias()).softmax(dim=-1).mean(dim=0)
+
+
+@torch.no_grad()
+def _content_norm(layer: Attention) -> float:
+    """The norm of Q K^T, for one head."""
+    q, k, _ = layer.qkv.weight.chunk(3)  # (d, D) each
+    return (q.T @ k).norm().item()
+
+
+def _on_mask(weights: Tensor, mask: Tensor) -> float:
+    return (weights * mask).sum(dim=-1).mean().item()
 
 
 def neighbor_matrix(side: int) -> Tensor:
@@ -169,19 +295,23 @@ def _offsets(side: int) -> Tensor:
 
 
 @styled
-def draw(mean_kernel: _TrainedLayer, several_heads: _TrainedLayer, side: int) -> Figure:
-    """Attention of the middle patch before and after training."""
-    figure = new_figure(7.2, 2.3)
-    axes = figure.subplots(1, 4)
+def draw(layers: Mapping[str, TrainedLayer], side: int) -> Figure:
+    """Attention of the middle patch after training."""
+    figure = new_figure(8.4, 2.6)
+    names: Sequence[tuple[str, str, int]] = [
+        ("Adam, Q and K\ntrained too", CONTENT, 0),
+        ("Adam", POSITIONS, 0),
+        ("SGD", PLAIN, 0),
+        ("SGD, 10 times\nthe steps", LONG, 0),
+        ("SGD, higher\nrate for p", HIGHER, 0),
+        ("edge kernel,\nhead 1 of 4", EDGE_MANY, 0),
+        ("head 2", EDGE_MANY, 1),
+    ]
+    axes = figure.subplots(1, len(names))
     middle = side // 2 * side + side // 2
-    uniform = torch.full((side, side), 1 / side**2)
-    maps = {
-        "before training": uniform,
-        "mean, one head": mean_kernel.weights[0, middle].view(side, side),
-        "edge, head 1": several_heads.weights[0, middle].view(side, side),
-        "edge, head 2": several_heads.weights[1, middle].view(side, side),
-    }
-    for axis, (title, values) in zip(axes, maps.items(), strict=True):
-        show_map(axis, values.double().numpy(), vmax=0.5 if "edge" in title else 0.12, title=title)
+    for axis, (title, arm, head) in zip(axes, names, strict=True):
+        weights = layers[arm].weights[head, middle].view(side, side)
+        show_map(axis, weights.double().numpy(), vmax=0.5 if arm == EDGE_MANY else 0.12, title="")
+        axis.set_title(title, fontsize=8)
         axis.plot(side // 2, side // 2, "o", markersize=5, markerfacecolor="none", color=LINES[1])
     return figure

@@ -90,7 +90,7 @@ def _build_trainer(run: CustomRun, data: Dataset) -> Trainer:
     model = ViT(run.recipe.model)
     if run.initial_weights is not None:
         set_weights(model, run.initial_weights)
-    device = choose_device(settings.precision)
+    device = choose_device(settings.precision, device=settings.device)
     trainer = Trainer(model, run.recipe.preprocess, data, settings, device)
     if run.frozen_positions is not None:
         table = model.get_parameter("position.table")

@@ -6,14 +6,16 @@ The patches come from a dictionary of directions that includes a and b and is or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.course.labs.lab import LabResult, LabSize
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model import attend_explicitly
 
@@ -32,6 +34,7 @@ ACCEPTS = ""
 _WIDTH, _PATCHES = 16, 16
 _ALPHA = 100.0
 _A, _B = 0, 1  # indices of a and b in the dictionary
+_CORRECT, _MAX_COUNT_ERROR = 0.99, 0.1
 _REACH = 2  # patches that a convolution with as many parameters covers: v_1 and one more
 
 
@@ -74,7 +77,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         unit="accuracy, attention with a threshold (convolution of all patches with a threshold: "
         f"{accuracy['convolution of all patches']:.3f})",
         n=count,
-        verdict=decide_verdict(accuracy, count_error),
         sentence=sentence,
         figure=draw(output, first_is_a, b_count, accuracy),
         numbers={
@@ -86,22 +88,41 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     )
 
 
-def decide_verdict(accuracy: dict[str, float], count_error: float) -> Verdict:
-    """Attention must classify correctly and a small convolution must not; then, under which conditions."""
-    small_reach, full_reach = (
-        accuracy[f"convolution of {_REACH} patches"],
-        accuracy["convolution of all patches"],
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Attention must count and classify, and a convolution must not."""
+    accuracy, error = numbers["accuracy"], numbers["relative error as a count"]
+    small_reach = accuracy[f"convolution of {_REACH} patches"]
+    full_reach = accuracy["convolution of all patches"]
+    random_directions = accuracy["attention, random directions"]
+    threshold = f"threshold {_CORRECT:.0%}"
+    condition = "different patches are orthogonal" if random_directions < _CORRECT else ""
+    return decide(
+        [
+            fact(
+                "self-attention counts the patches equal to b",
+                error <= _MAX_COUNT_ERROR,
+                f"relative error {error:.2f}, threshold {_MAX_COUNT_ERROR:g}: it shows whether b occurs, not "
+                "how often",
+            ),
+            fact(
+                "with a threshold at 0.5 it decides whether v_1 = a and b occurs",
+                accuracy["attention"] >= _CORRECT,
+                f"accuracy {accuracy['attention']:.1%}, {threshold}; with random directions "
+                f"{random_directions:.1%}",
+                condition,
+            ),
+            fact(
+                f"a convolution that reaches {_REACH} patches does not",
+                small_reach < _CORRECT,
+                f"{small_reach:.1%}, {threshold}",
+            ),
+            fact(
+                "a convolution that reaches all patches does not",
+                full_reach < _CORRECT,
+                f"{full_reach:.1%}, {threshold}",
+            ),
+        ]
     )
-    if accuracy["attention"] < 0.99 or small_reach > 0.99:
-        return Verdict("does not hold", "attention is wrong, or a small convolution is correct")
-    conditions = []
-    if count_error > 0.1:
-        conditions.append("attention shows whether b occurs, not how often, and only with a threshold")
-    if accuracy["attention, random directions"] < 0.99:
-        conditions.append("different patches must be orthogonal")
-    if full_reach > 0.99:
-        conditions.append("the convolution must not reach every patch (one that does is as good)")
-    return Verdict("partly", "; ".join(conditions)) if conditions else Verdict("holds")
 
 
 def _draw_sample(count: int) -> tuple[Tensor, Tensor, Tensor]:

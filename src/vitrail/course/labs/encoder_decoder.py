@@ -6,7 +6,8 @@ words, another word order, and agreement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,13 @@ from vitrail.course.labs.grammar import (
     SentenceCorpus,
     build_corpus,
 )
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.training_loop import train_model
-from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference
-from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
+from vitrail.course.labs.verdict import Statement, Verdict, decide, gain, is_above, reaches
+from vitrail.experiment.interval import fraction_interval
+from vitrail.experiment.study import Difference, edge_note
+from vitrail.experiment.trial import ProcessPool
+from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import Decoder, DecoderConfig, ViT, generate, record
 
 if TYPE_CHECKING:
@@ -126,82 +129,144 @@ class TranslationSettings:
     batch: int
     lrs: tuple[float, ...]
     seeds: int
-    train: int
+    train: tuple[int, ...]
+    """Sizes of the training set, ascending: with the fewest sentences no variant translates all of them."""
     held_out: int
 
 
 SETTINGS = {
-    "full": TranslationSettings(64, 2, 300, 64, lrs=(1e-3, 3e-3, 1e-2), seeds=3, train=1_000, held_out=500),
-    "small": TranslationSettings(48, 1, 150, 64, lrs=(6e-3,), seeds=2, train=4_000, held_out=100),
+    "full": TranslationSettings(
+        64, 2, 300, 64, lrs=(1e-3, 3e-3, 1e-2), seeds=3, train=(200, 1_000), held_out=500
+    ),
+    "small": TranslationSettings(48, 1, 150, 64, lrs=(6e-3,), seeds=2, train=(4_000,), held_out=100),
 }
 _MIN_ACCURACY, _MAX_WITHOUT_SOURCE = 0.8, 0.05  # fractions of complete sentences
+_CEILING = 0.99  # above it two variants cannot be told apart
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     settings = SETTINGS[size]
-    corpus = build_corpus(settings.train, settings.held_out)
-    scores: dict[str, list[float]] = {}
-    best_lrs: dict[str, float] = {}
-    models: dict[str, Translator] = {}
-    for variant in VARIANTS:
-        by_lr = {lr: train_translator(variant, corpus, settings, lr, 0) for lr in settings.lrs}
-        first_scores = {lr: sentence_accuracy(model, corpus) for lr, model in by_lr.items()}
-        lr = best_lrs[variant] = max(first_scores, key=first_scores.__getitem__)
-        models[variant] = by_lr[lr]
-        others = [train_translator(variant, corpus, settings, lr, seed) for seed in range(1, settings.seeds)]
-        scores[variant] = [first_scores[lr], *(sentence_accuracy(model, corpus) for model in others)]
-    aligned = find_aligned_head(models["encoder"], corpus)
-    means = {variant: fmean(values) for variant, values in scores.items()}
-    sentence = (
-        f"Of {settings.held_out} held-out sentences, with {settings.train:,} for training, an encoder and "
-        f"decoder translate {means['encoder']:.1%} without an error, including word order and agreement; a "
-        f"decoder without the source, {means['no source']:.1%}. A decoder alone with the source as a prefix "
-        f"and the same total number of blocks translates {means['prefix']:.1%}. In block {aligned.block} of "
-        f"the decoder, head {aligned.head} attends most to the source word of each noun, adjective and verb, "
-        f"{aligned.fraction:.0%} of the time. This is a toy problem: {len(corpus.vocabulary)} words, width "
-        f"{settings.width}."
-    )
+    corpus = build_corpus(settings.train[-1], settings.held_out)
+    with ProcessPool(process_count(size)) as pool:
+        trained = {
+            count: _train_variants(replace(corpus, train=corpus.train[:count]), settings, pool)
+            for count in settings.train
+        }
+    best = trained[settings.train[-1]]
+    model = _build_translator("encoder", corpus, settings)
+    model.load_state_dict(best["encoder"].state)
+    model.eval()
+    aligned = find_aligned_head(model, corpus)
+    scores = {count: {name: one.scores for name, one in arms.items()} for count, arms in trained.items()}
+    means = {variant: fmean(values) for variant, values in scores[settings.train[-1]].items()}
     return LabResult(
         number=means["encoder"],
-        unit=f"of the held-out sentences translated correctly (source as prefix {means['prefix']:.3f}, "
-        f"no source {means['no source']:.3f})",
+        unit=f"of the held-out sentences translated correctly with {settings.train[-1]:,} for training "
+        f"(source as prefix {means['prefix']:.3f}, no source {means['no source']:.3f})",
         n=settings.seeds,
-        verdict=decide_verdict(scores),
-        sentence=sentence,
-        figure=draw(scores, models["encoder"], corpus, aligned),
-        interval=confidence_interval(scores["encoder"]),
+        sentence=summarize(scores, settings, aligned, len(corpus.vocabulary)),
+        figure=draw(scores, model, corpus, aligned),
+        interval=fraction_interval(scores[settings.train[-1]]["encoder"], settings.held_out),
         numbers={
-            "accuracy": scores,
-            "intervals": {variant: confidence_interval(values) for variant, values in scores.items()},
-            "lrs": best_lrs,
+            "accuracy by training sentences": scores,
+            "lrs": {count: {name: one.lr for name, one in arms.items()} for count, arms in trained.items()},
+            "held out": settings.held_out,
             "alignment": {"block": aligned.block, "head": aligned.head, "fraction": aligned.fraction},
             "parameters": {
-                variant: sum(p.numel() for p in model.parameters()) for variant, model in models.items()
+                variant: sum(p.numel() for p in _build_translator(variant, corpus, settings).parameters())
+                for variant in VARIANTS
             },
         },
+        warnings=[
+            note
+            for count, arms in trained.items()
+            for name, one in arms.items()
+            if name != "no source"  # at 0 with every learning rate
+            and fmean(one.scores) < _CEILING
+            and (note := edge_note(f"{VARIANTS[name]} with {count:,} sentences", one.lr, settings.lrs))
+        ],
     )
 
 
-def decide_verdict(scores: dict[str, list[float]]) -> Verdict:
-    """`scores` are the fractions of correct sentences by variant, for each seed."""
-    if fmean(scores["encoder"]) < _MIN_ACCURACY:
-        return Verdict("does not hold", "encoder and decoder do not translate")
-    if fmean(scores["no source"]) > _MAX_WITHOUT_SOURCE:
-        return Verdict("does not hold", "the source is not needed")
-    difference = Difference.of(scores["encoder"], scores["prefix"])
-    if not difference.significant or difference.mean < 0:
-        return Verdict(
-            "partly",
-            "no encoder is needed: a decoder alone with the source as a prefix is not clearly worse",
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Encoder and decoder must translate, need the source, and be better than a decoder alone."""
+    by_count, sentences = numbers["accuracy by training sentences"], numbers["held out"]
+    most = list(by_count)[-1]
+    encoder, without = (by_count[most][name] for name in ("encoder", "no source"))
+    interval = fraction_interval(without, sentences)
+    above = is_above(interval, _MAX_WITHOUT_SOURCE)
+    text = reaches("", fmean(without), interval, _MAX_WITHOUT_SOURCE).evidence
+    statements = [
+        reaches(
+            f"encoder and decoder translate, with {most} sentences for training",
+            fmean(encoder),
+            fraction_interval(encoder, sentences),
+            _MIN_ACCURACY,
+        ),
+        Statement("a decoder without the source does not", None if above is None else not above, text),
+    ]
+    return decide([*statements, *(_needs_encoder(n, by_count[n], sentences) for n in by_count)])
+
+
+def _needs_encoder(count: str, scores: Mapping[str, list[float]], sentences: int) -> Statement:
+    """The statement that an encoder is better than the source as a prefix of the decoder's sequence."""
+    text = f"an encoder is better than a decoder alone with the source as a prefix, with {count} sentences"
+    difference = Difference.of(scores["encoder"], scores["prefix"], sentences)
+    statement = gain(text, difference)
+    if min(fmean(scores["encoder"]), fmean(scores["prefix"])) > _CEILING:
+        return Statement(text, None, f"{statement.evidence}: both are above {_CEILING:.0%}")
+    return statement
+
+
+@dataclass(frozen=True, eq=False)
+class _TrainedVariant:
+    """A variant at its best learning rate."""
+
+    lr: float
+    scores: list[float]
+    """Fractions of complete sentences, for each seed."""
+    state: Mapping[str, Tensor]
+    """The weights of the first seed."""
+
+
+_Task = tuple[str, SentenceCorpus, TranslationSettings, float, int]
+
+
+def _train_variants(
+    corpus: SentenceCorpus, settings: TranslationSettings, pool: ProcessPool
+) -> dict[str, _TrainedVariant]:
+    """Every variant at every learning rate with the first seed, then the other seeds at the best one."""
+
+    def train(keys: list[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
+        tasks = [(variant, corpus, settings, lr, seed) for variant, lr, seed in keys]
+        return dict(zip(keys, pool.map(_score_translator, tasks), strict=True))
+
+    sweep = train([(variant, lr, 0) for variant in VARIANTS for lr in settings.lrs])
+    lrs = {v: max((sweep[v, lr, 0][0], -lr) for lr in settings.lrs)[1] * -1 for v in VARIANTS}
+    runs = sweep | train([(v, lrs[v], seed) for v in VARIANTS for seed in range(1, settings.seeds)])
+    return {
+        v: _TrainedVariant(
+            lrs[v], [runs[v, lrs[v], seed][0] for seed in range(settings.seeds)], sweep[v, lrs[v], 0][1]
         )
-    return Verdict("holds")
+        for v in VARIANTS
+    }
+
+
+def _score_translator(task: _Task) -> tuple[float, Mapping[str, Tensor]]:
+    """Accuracy on the held-out sentences, and the weights."""
+    model = train_translator(*task)
+    return sentence_accuracy(model, task[1]), model.state_dict()
+
+
+def _build_translator(variant: str, corpus: SentenceCorpus, settings: TranslationSettings) -> Translator:
+    return Translator(variant, len(corpus.vocabulary), settings.width, settings.depth)
 
 
 def train_translator(
     variant: str, corpus: SentenceCorpus, settings: TranslationSettings, lr: float, seed: int
 ) -> Translator:
     torch.manual_seed(seed)
-    model = Translator(variant, len(corpus.vocabulary), settings.width, settings.depth)
+    model = _build_translator(variant, corpus, settings)
     sources, targets = corpus.encode(corpus.train)
 
     def batch_loss() -> Tensor:
@@ -257,20 +322,49 @@ def find_aligned_head(model: Translator, corpus: SentenceCorpus) -> _AlignedHead
     return _AlignedHead(block, head, fractions.max().item())
 
 
+def summarize(
+    scores: Mapping[int, Mapping[str, list[float]]],
+    settings: TranslationSettings,
+    aligned: _AlignedHead,
+    words: int,
+) -> str:
+    by_count = "; ".join(
+        f"with {count:,} for training, {fmean(one['encoder']):.1%} by an encoder and a decoder and "
+        f"{fmean(one['prefix']):.1%} by a decoder alone with the source as a prefix and the same total "
+        "number of blocks"
+        for count, one in scores.items()
+    )
+    without = fmean(scores[settings.train[-1]]["no source"])
+    return (
+        f"Of {settings.held_out} held-out sentences, these are translated without an error, including word "
+        f"order and agreement ({settings.seeds} seeds): {by_count}. A decoder without the source translates "
+        f"{without:.1%}. In block {aligned.block} of the decoder, head {aligned.head} attends most to the "
+        f"source word of each noun, adjective and verb, {aligned.fraction:.0%} of the time. This is a toy "
+        f"problem: {words} words, width {settings.width}."
+    )
+
+
 @styled
 def draw(
-    scores: dict[str, list[float]], model: Translator, corpus: SentenceCorpus, aligned: _AlignedHead
+    scores: Mapping[int, Mapping[str, list[float]]],
+    model: Translator,
+    corpus: SentenceCorpus,
+    aligned: _AlignedHead,
 ) -> Figure:
     figure = new_figure(7.6, 3.4)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1])
-    for n, values in enumerate(scores.values()):
-        left.barh(n, fmean(values), color=LINES[n], alpha=0.85, height=0.6)
-        left.plot(values, [n] * len(values), "o", color=FAINT, markersize=4)
-    left.set(
-        yticks=range(len(VARIANTS)), yticklabels=[name.replace(", ", ",\n") for name in VARIANTS.values()]
-    )
-    left.set(xlim=(0, 1.03), xlabel="complete sentences correct", title="held-out sentences")
-    left.invert_yaxis()
+    counts = list(scores)
+    for n, (variant, name) in enumerate(VARIANTS.items()):
+        means = [fmean(scores[count][variant]) for count in counts]
+        left.plot(counts, means, "o-", color=LINES[n], markersize=4, label=name)
+        for count in counts:
+            values = scores[count][variant]
+            left.plot([count] * len(values), values, "o", color=LINES[n], alpha=0.3, markersize=3)
+    left.set(xscale="log", ylim=(-0.03, 1.03), xlabel="sentences for training")
+    left.set_xticks(counts, [f"{count:,}" for count in counts])
+    left.minorticks_off()
+    left.set_title("complete held-out sentences correct")
+    figure.legend(loc="outside lower left", fontsize=7.5, ncols=3)
     longest = max(corpus.held_out, key=lambda one: len(set(one.source)))  # the most different words
     weights = cross_attention_weights(model, *corpus.encode([longest]))[aligned.block, 0, aligned.head]
     _draw_alignment(right, longest, weights)

@@ -8,14 +8,15 @@ A lab is a module of this package with
     CLAIM       the claim, in our words
     ACCEPTS     what --data may be; empty if the lab needs no data
     run(out, size, data) -> LabResult
+    decide_verdict(numbers) -> Verdict    the verdict, from the numbers of the result alone (verdict.py)
 
 and, called by `run`,
 
-    decide_verdict(...) -> Verdict    the verdict, computed from the measured numbers
-    summarize(...) -> str             the sentences that report them; short ones are written in `run`
-    draw(...) -> Figure               the figure
+    summarize(...) -> str                 the sentences that report them; short ones are written in `run`
+    draw(...) -> Figure                   the figure
 
-`perform` runs a lab and writes its results.
+`run_lab` runs a lab and writes its results. As verdicts depend on saved numbers only, `collect --verdicts`
+decides them again without running anything, and a test checks that each saved one is what its numbers give.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError, require_extra, suggest
+from vitrail.course.labs.verdict import TOO_SMALL, Verdict, format_verdict
+from vitrail.errors import InputError, printable, require_extra, suggest
 from vitrail.experiment.trial import one_thread
 from vitrail.io.write import write_text
 
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LabSize = Literal["full", "small"]
-VerdictWord = Literal["holds", "partly", "does not hold"]
 
 # Every lab and its module, in the order of the table that `vitrail notes` prints.
 LABS = {
@@ -53,6 +54,7 @@ LABS = {
     "pool": "pool",
     "norms": "norms",
     "activation": "activation",
+    "gelu-relu": "gelu_relu",
     "blocks": "blocks",
     "translation": "translation",
     "convolution": "convolution",
@@ -60,29 +62,23 @@ LABS = {
     "double-if": "double_if",
     "resolution": "resolution",
     "attention-distance": "attention_distance",
+    "heads": "heads",
+    "filters": "filters",
     "characters": "characters",
+    "subwords": "subwords",
+    "recurrent": "recurrent",
     "encoder-decoder": "encoder_decoder",
     "speech": "speech",
     "towers": "towers",
 }
+KEEPS_MODEL = ("characters",)  # labs whose result has a model to save
 RESULTS = Path(__file__).with_name("results.json")
 
 
-def format_verdict(word: str, condition: str) -> str:
-    """A verdict as text."""
-    return f"{word}: {condition}" if condition else word
+class Saveable(Protocol):
+    """A model that writes itself into a file."""
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim holds, and under which condition."""
-
-    word: VerdictWord
-    condition: str = ""
-    """With `partly`, the condition under which the claim holds; with `does not hold`, the reason."""
-
-    def __str__(self) -> str:
-        return format_verdict(self.word, self.condition)
+    def save(self, path: Path) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +91,17 @@ class LabResult:
     """What the number measures, as text."""
     n: int
     """The number of trials that the number is a mean or a maximum of."""
-    verdict: Verdict
     sentence: str
     """A summary of all measurements."""
     figure: Figure
     interval: tuple[float, float] | None = None
     """95 % confidence interval of the number; None if it is not random."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """The other measurements that the verdict depends on."""
+    """The measurements that the verdict depends on, as JSON can hold them."""
+    warnings: Sequence[str] = ()
+    """Reservations, such as a learning rate at the edge of its sweep, one sentence each."""
+    model: Saveable | None = None
+    """The trained model, if the lab keeps it."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -110,9 +109,8 @@ class LabResult:
             "unit": self.unit,
             "interval": self.interval,
             "n": self.n,
-            "verdict": self.verdict.word,
-            "condition": self.verdict.condition,
             "sentence": self.sentence,
+            "warnings": list(self.warnings),
             "numbers": dict(self.numbers),
         }
 
@@ -128,6 +126,8 @@ class LabModule(Protocol):
 
     def run(self, out: Path, size: LabSize, data: str | Path | None = None) -> LabResult: ...
 
+    def decide_verdict(self, numbers: Mapping[str, Any]) -> Verdict: ...
+
 
 def find_lab(name: str) -> LabModule:
     """The module of a lab."""
@@ -136,16 +136,31 @@ def find_lab(name: str) -> LabModule:
     return cast(LabModule, import_module(f"vitrail.course.labs.{LABS[name]}"))
 
 
-def run_lab(name: str, out: Path, size: LabSize = "full", data: str | Path | None = None) -> dict[str, Any]:
-    """Run a lab, write NAME.json, NAME.png and NAME.svg into a folder, and return the content of the JSON."""
+def run_lab(
+    name: str,
+    out: Path,
+    size: LabSize = "full",
+    data: str | Path | None = None,
+    device: str = "auto",
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """Run a lab, write NAME.json, NAME.png and NAME.svg into a folder, and return the content of the JSON.
+
+    Args:
+        device: where labs that train by a recipe compute: "auto", "cpu" or "cuda".
+        save: the file for the lab's trained model, if it keeps one.
+    """
     from vitrail.inspect.canvas import save_figure
     from vitrail.training.run_directory import environment
 
     lab = find_lab(name)
     if data is not None and not lab.ACCEPTS:
         raise InputError(f"The lab {name} takes no data; remove --data {data}.")
+    if save is not None:
+        _check_save(name, save)
     with require_extra("inspect"):
         import matplotlib  # noqa: F401, fails here rather than after the experiment
+    _set_device(device)
     out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with one_thread():
@@ -159,11 +174,45 @@ def run_lab(name: str, out: Path, size: LabSize = "full", data: str | Path | Non
         "claim": lab.CLAIM,
         "command": f"vitrail lab {name}" + ("" if data is None else f" --data {Path(data).name}"),
     }
-    record |= result.as_json() | {"size": size, "seconds": seconds, "environment": versions | {"threads": 1}}
+    record |= result.as_json() | verdict_fields(name, result.numbers, size)
+    record |= {"size": size, "seconds": seconds, "environment": versions | {"threads": 1}}
     record["data"] = None if data is None else Path(data).name
     write_text(out / f"{name}.json", json.dumps(record, indent=2) + "\n", overwrite=True)
     save_figure(result.figure, out / name)
+    if save is not None and result.model is not None:
+        result.model.save(save)
     return record
+
+
+def _check_save(name: str, file: Path) -> None:
+    """Check a file for a lab's model before the experiment."""
+    from vitrail.io.write import check_new
+    from vitrail.weights.bundle import check_suffix
+
+    if name not in KEEPS_MODEL:
+        raise InputError(
+            f"The lab {name} keeps no model; --save is an option for {' and '.join(KEEPS_MODEL)}."
+        )
+    check_suffix(file)
+    check_new(file, "--save")
+
+
+def verdict_fields(name: str, numbers: Mapping[str, Any], size: LabSize) -> dict[str, str]:
+    """The verdict on a lab's numbers, as saved in its result."""
+    plain = json.loads(json.dumps(numbers))  # as they are read back: lists, and keys that are texts
+    verdict = find_lab(name).decide_verdict(plain) if size == "full" else TOO_SMALL
+    return {"verdict": verdict.word, "condition": verdict.condition}
+
+
+def _set_device(device: str) -> None:
+    """Choose where models are trained, in this process and in the workers, which inherit its environment."""
+    from vitrail.training.precision import choose_device
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device must be auto, cpu or cuda, not {printable(device)!r}.")
+    choose_device("auto", device=device)  # an error where there is no GPU
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def process_count(size: LabSize) -> int:

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.course.labs.datasets import arm_recipe, describe_dataset, load_dataset, plain_settings
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Statement, Verdict, decide, fact, format_interval, gain, is_above
 from vitrail.data.loader import Reader
 from vitrail.data.sources import Dataset
 from vitrail.evaluation.forward import resize_split
+from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import Difference, Study, draw_arm, study
 from vitrail.images.normalize import normalize_batch
 from vitrail.inspect.canvas import LINES, new_figure, styled
@@ -88,7 +90,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         images,
         arms=arms,
         out=out / "runs",
-        seeds=3 if full else 2,
+        seeds=5 if full else 2,
         lrs=[1.25e-4, 5e-4, 2e-3, 8e-3] if full else [1e-3],
         processes=process_count(size),
         **shared,
@@ -98,79 +100,73 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     before, after = norm_statistics(model, _first_batch(images, shared)[0])
     shutil.rmtree(result.out)
     compared = {name: result.compare("pre-norm", name) for name in ARMS if name != "pre-norm"}
-    gradient_ratios = {name: gradient_ratio(runs) for name, runs in gradients.items()}
     residual_gain = compared["no residual"]
     return LabResult(
         number=100 * residual_gain.mean,
         unit="percentage points of accuracy, pre-norm minus no residual",
         n=residual_gain.n,
-        verdict=decide_verdict(compared, gradient_ratios, before, after),
         sentence=summarize(images, shared, gradient_depth, result, gradients, before, after),
         figure=draw(gradients, result),
         interval=None
         if residual_gain.interval is None
         else (100 * residual_gain.interval[0], 100 * residual_gain.interval[1]),
         numbers={
-            "gradient, first block over last": gradient_ratios,
-            "gradient of the first block": {
-                name: _geometric_mean_by_block(runs)[0] for name, runs in gradients.items()
+            "gradient by seed, first and last block": {
+                name: [(run[0], run[-1]) for run in runs] for name, runs in gradients.items()
             },
             "accuracy": {
                 name: {"mean": arm.mean, "interval": arm.interval, "lr": arm.lr, "scores": arm.scores}
                 for name, arm in result.arms.items()
             },
-            "pre-norm minus": {name: vars(value) for name, value in compared.items()},
             "mean and variance": {"before gain and bias": vars(before), "after": vars(after)},
-            "notes": result.notes,
+            "held out": len(images.eval_split),
         },
+        warnings=result.notes,
     )
 
 
-def decide_verdict(
-    compared: Mapping[str, Difference],
-    gradient_ratios: Mapping[str, float],
-    before: NormStatistics,
-    after: NormStatistics,
-) -> Verdict:
-    """Residuals must help, and LayerNorm must normalize; the other findings are conditions.
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Residuals and norms must help, gradients must vanish without residuals, and LayerNorm must normalize.
 
-    Args:
-        compared: accuracy of pre-norm minus that of each other arm.
-        gradient_ratios: gradient norm of the first block over that of the last.
+    Which position of the norm is better is no part of the claim.
     """
+    accuracy, images = numbers["accuracy"], numbers["held out"]
 
-    def is_better(arm: str) -> bool:
-        return compared[arm].significant and compared[arm].mean > 0
+    def gained_over(arm: str) -> Difference:
+        return Difference.of(accuracy["pre-norm"]["scores"], accuracy[arm]["scores"], images)
 
-    if not is_better("no residual"):
-        return Verdict("does not hold", "residuals bring no clear gain here")
-    if not before.is_standard:
-        return Verdict("does not hold", "LayerNorm does not give mean 0 and variance 1")
-    conditions = []
-    if gradient_ratios["neither"] < _VANISHED <= gradient_ratios["no residual"]:
-        conditions.append(
-            "gradients vanish only if norms are missing too: with norms they keep their size without "
-            "residuals, but training fails all the same"
-        )
-    elif gradient_ratios["no residual"] >= _VANISHED:
-        conditions.append("gradients do not vanish at this depth")
-    if not after.is_standard:
-        conditions.append("mean 0 and variance 1 hold only before the learned gain and bias")
-    if not is_better("no norm"):
-        norm_gain = compared["no norm"]
-        conditions.append(
-            f"the norm's gain, {100 * norm_gain.mean:+.0f} points, is not clear with {norm_gain.n} seeds"
-        )
-    different = [
-        f"{name} is {'worse' if compared[name].mean > 0 else 'better'}"
-        for name in _NORM_POSITIONS
-        if compared[name].significant
-    ]
-    if different:
-        conditions.append(
-            f"the position of the norm matters: compared with pre-norm, {' and '.join(different)}"
-        )
-    return Verdict("partly", "; ".join(conditions)) if conditions else Verdict("holds")
+    before, after = (
+        NormStatistics(**numbers["mean and variance"][when]) for when in ("before gain and bias", "after")
+    )
+    learned = "before the learned gain and bias, not after"
+    return decide(
+        [
+            gain("training is better with residuals than without", gained_over("no residual")),
+            _vanishing(numbers, "no residual", "gradients vanish without residuals"),
+            _vanishing(numbers, "neither", "gradients vanish without residuals and norms"),
+            fact(
+                "LayerNorm gives mean 0 and variance 1",
+                before.is_standard,
+                f"means up to {abs(before.mean):.0e} and variances to {before.variance:.6f}; after gain and "
+                f"bias {abs(after.mean):.2f} and {after.variance:.2f}, tolerance {_TOLERANCE:g}",
+                "" if after.is_standard else f"meant {learned}",
+            ),
+            gain("accuracy is better with norms than without", gained_over("no norm")),
+        ]
+    )
+
+
+def _vanishing(numbers: Mapping[str, Any], arm: str, text: str) -> Statement:
+    """The statement that gradients of the parameters shrink from the last block to the first."""
+    runs = numbers["gradient by seed, first and last block"][arm]
+    logs = [math.log10(first / last) for first, last in runs]
+    interval, threshold = confidence_interval(logs), math.log10(_VANISHED)
+    above = is_above(interval, threshold)
+    evidence = (
+        "log10 of the gradient of the first block's parameters over that of the last: "
+        f"{format_interval(fmean(logs), interval, '.1f')}, threshold {threshold:g}"
+    )
+    return Statement(text, None if above is None else not above, evidence)
 
 
 # ---- gradients before the first step --------------------------------------------------------

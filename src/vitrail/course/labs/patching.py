@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, load_images
+from vitrail.course.labs.lab import LabResult, LabSize, load_images
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import SEQUENTIAL, add_colorbar, new_figure, show_map, styled
 from vitrail.model.tokens import patchify
 
@@ -44,7 +46,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         )
         if patch != (1, 1):  # for a single pixel, both orders are the same
             channels_last.append(_relative_difference(_tokens_channels_last(images, kernel), expected))
-    verdict = decide_verdict(max(float64), max(float32), min(channels_last))
     sentence = (
         f"The tokens differ by at most {max(float64):.1e} of the largest value in float64 and "
         f"{max(float32):.1e} in float32. If patches are flattened in the order row, column, channel while "
@@ -55,18 +56,22 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     figure = draw(
         images, _tokens_by_convolution(images, torch.randn(width, images.shape[1], 2, 2, dtype=torch.float64))
     )
-    return LabResult(
-        max(float64), unit, len(float64) * len(images), verdict, sentence, figure, numbers=numbers
-    )
+    return LabResult(max(float64), unit, len(float64) * len(images), sentence, figure, numbers=numbers)
 
 
-def decide_verdict(float64: float, float32: float, channels_last: float) -> Verdict:
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """The tokens must be equal up to rounding; the order of flattening may matter."""
-    if float64 > _FLOAT64_TOLERANCE or float32 > _ARTICLE_TOLERANCE:
-        return Verdict("does not hold", f"the tokens differ by {max(float64, float32):.1e}")
+    float64, float32, channels_last = (numbers[key] for key in ("float64", "float32", "channels last"))
+    equal = float64 <= _FLOAT64_TOLERANCE and float32 <= _ARTICLE_TOLERANCE
+    evidence = (
+        f"they differ by {float64:.1e} in float64, threshold {_FLOAT64_TOLERANCE:g}, and by {float32:.1e} in "
+        f"float32, threshold {_ARTICLE_TOLERANCE:g}"
+    )
+    condition = ""
     if channels_last > _ARTICLE_TOLERANCE:
-        return Verdict("partly", "patch and kernel must be flattened in the same order")
-    return Verdict("holds")
+        condition = "patch and kernel are flattened in the same order"
+        evidence += f"; by {channels_last:.2f} if they are not"
+    return decide([fact("both give the same tokens", equal, evidence, condition)])
 
 
 def _tokens_by_convolution(images: Tensor, kernel: Tensor) -> Tensor:

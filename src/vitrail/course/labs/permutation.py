@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, load_images
+from vitrail.course.labs.lab import LabResult, LabSize, load_images
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT
 from vitrail.model.tokens import patchify
@@ -35,9 +37,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     images = load_images(data, count)
     changes = {position: shuffle_changes(images, position, depth, shuffles) for position in _POSITIONS}
     zero_bias = shuffle_changes(images, "pairwise", depth, shuffles, add_noise=False)
-    verdict = decide_verdict(
-        {position: value for position, (_, value) in changes.items()}, changes["none"][0]
-    )
     least = min(value for position, (_, value) in changes.items() if position != "none")
     sentence = (
         f"Without positions, the class token's output changes by {changes['none'][1]:.1e} of its size, and "
@@ -49,7 +48,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=changes["none"][1],
         unit="maximum relative change of the class token when patches are shuffled, without positions",
         n=count * shuffles,
-        verdict=verdict,
         sentence=sentence,
         figure=draw({position: value for position, (_, value) in changes.items()}),
         numbers={
@@ -59,17 +57,32 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     )
 
 
-def decide_verdict(class_token: dict[str, float], tokens: float) -> Verdict:
-    if max(class_token["none"], tokens) > _UNCHANGED:
-        return Verdict(
-            "does not hold", f"without positions the class token changes by {class_token['none']:.1e}"
-        )
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Nothing may change without positions, and the class token must with each kind of positions."""
+    without, least = (
+        max(numbers["none"].values()),
+        min(values["class token"] for position, values in numbers.items() if position != "none"),
+    )
     unaffected = [
-        position for position, value in class_token.items() if position != "none" and value < _CHANGED
+        position
+        for position, values in numbers.items()
+        if position != "none" and values["class token"] < _CHANGED
     ]
-    if unaffected:
-        return Verdict("partly", f"{', '.join(unaffected)} positions leave the class token unchanged")
-    return Verdict("holds")
+    return decide(
+        [
+            fact(
+                "without positions the prediction is unchanged and the patch tokens are shuffled",
+                without <= _UNCHANGED,
+                f"relative change {without:.1e}, threshold {_UNCHANGED:g}",
+            ),
+            fact(
+                "with positions the prediction changes",
+                not unaffected,
+                f"by {least:.2g} or more, threshold {_CHANGED:g}"
+                + (f"; not with {', '.join(unaffected)}" if unaffected else ""),
+            ),
+        ]
+    )
 
 
 def shuffle_changes(

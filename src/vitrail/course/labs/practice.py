@@ -12,24 +12,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from vitrail.config import format_sides
 from vitrail.course.labs.custom_run import CustomRun, train_run
-from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.datasets import describe_dataset, input_fields, load_dataset, resize_dataset
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Statement, Verdict, decide, format_points, gain, reaches
 from vitrail.data.sources import Dataset
+from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference, resolve_arm
 from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model import ViT
-from vitrail.model.position import sincos
 from vitrail.recipes.settings import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 NAME = "practice"
 TITLE = "a weak ViT can reach 98 %"
@@ -40,9 +39,8 @@ CLAIM = (
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
-_NO_SCHEDULE = {"schedule": "constant", "warmup": 0.0, "clip": 0.0}  # the lecture notes mention none of them
 _ATTENTION_DROPOUT, _WEIGHT_DECAY = 0.1, 0.05  # the lecture notes give no numbers
-_CLAIMED_ACCURACY = 0.98  # on MNIST, in the lecture notes
+_CLAIMED_ACCURACY, _CLAIMED_IMAGES = 0.98, 60_000  # on MNIST, in the lecture notes
 _LONGER = 3  # factor on the epochs for "more training", also without a number
 
 
@@ -57,11 +55,10 @@ class _ExerciseStep:
     """The step that it changes; by default the previous one."""
 
 
+_WEAK = "mnist-weak"  # the recipe of the model that the exercise starts from
 START = _ExerciseStep(
-    "start",
-    {"size": 32, "patch": 16, "width": 9, "heads": 3, "depth": 3, "attention_dropout": 0.0},
-    {**_NO_SCHEDULE, "lr": 5e-3, "batch": 128, "epochs": 5, "weight_decay": 0.0},
-)
+    "start", {"size": 32, "patch": 16}, {"lr": 5e-3, "batch": 128, "epochs": 5}
+)  # the fields of the recipe that depend on the data, or are divided
 STEPS = [
     _ExerciseStep("28 px with patch 4", {"size": 28, "patch": 4}),
     _ExerciseStep("width 64 with 4 heads", {"width": 64, "heads": 4}),
@@ -73,7 +70,7 @@ STEPS = [
     _ExerciseStep("weight decay", train={"weight_decay": _WEIGHT_DECAY}),
     _ExerciseStep("more training", train={"epochs": 10 * _LONGER}),
 ]
-_SOLUTION = STEPS[-1].name
+_LISTED, _SOLUTION = STEPS[-2].name, STEPS[-1].name  # the settings of the slide, and "more training"
 VARIANTS = [  # further questions of the exercise, for the solution before longer training
     _ExerciseStep("trainable positions", {"position": "learned"}, base="weight decay"),
     _ExerciseStep("no class token", {"class_token": False, "pool": "mean"}, base="weight decay"),
@@ -84,7 +81,7 @@ _Scores = dict[str, list[float]]
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     small = size == "small"
-    images = load_dataset(data, *((48, 32) if small else (20_000, 10_000)))
+    images = load_dataset(data, *((48, 32) if small else (60_000, 10_000)))
     seeds = 2 if small else 3
     # For small data sets, batches are smaller, so that an epoch has about as many steps.
     batch_divisor = 1 if len(images.train) >= 10_000 else 8
@@ -93,63 +90,55 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     train_key = partial(_train_step, images=images, steps={step.name: step for step in steps})
     score_of = dict(zip(keys, map_in_processes(train_key, keys, process_count(size)), strict=True))
     scores = {step.name: [score_of[step.name, seed] for seed in range(seeds)] for step in steps}
-    gains = {step.name: Difference.of(scores[step.name], scores[step.base]) for step in steps[1:]}
-    total = Difference.of(scores[_SOLUTION], scores[START.name])
+    held_out = len(images.eval_split)
+    gains = {step.name: Difference.of(scores[step.name], scores[step.base], held_out) for step in steps[1:]}
+    total = Difference.of(scores[_SOLUTION], scores[START.name], held_out)
     E = _check_E(recipe_for(steps[-2], images, 0))
     return LabResult(
         number=100 * total.mean,
         unit="percentage points of accuracy, solution minus start",
         n=seeds,
-        verdict=decide_verdict(total, gains, fmean(scores[_SOLUTION]), len(images.train)),
         sentence=summarize(scores, gains, images, E),
         figure=draw(scores, gains),
         interval=total.interval and (100 * total.interval[0], 100 * total.interval[1]),
         numbers={
             "scores": scores,
-            "gains": {name: (gain.mean, gain.interval) for name, gain in gains.items()},
             "E": E,
             "images": len(images.train),
+            "held out": len(images.eval_split),
             "batch size and epochs divided by": (batch_divisor, 5 if small else 1),
         },
     )
 
 
-def decide_verdict(total: Difference, gains: Mapping[str, Difference], solved: float, images: int) -> Verdict:
-    """All steps together must gain; then, which single steps do, and whether the accuracy is as claimed."""
-    if not total.significant or total.mean < 0:
-        return Verdict(
-            "does not hold", f"from start to solution accuracy changes by {100 * total.mean:+.1f} points"
-        )
-    step_gains = {step.name: gains[step.name] for step in STEPS}
-    better = [name for name, gain in step_gains.items() if gain.significant and gain.mean > 0]
-    worse = [name for name, gain in step_gains.items() if gain.significant and gain.mean < 0]
-    shortfall = ""
-    if solved < _CLAIMED_ACCURACY:
-        shortfall = (
-            f" (with {images:,} images the final accuracy is {solved:.1%}, not {_CLAIMED_ACCURACY:.0%})"
-        )
-    if len(better) == len(step_gains) and not shortfall:
-        return Verdict("holds")
-    parts = [f"{_join_names(better)} gain{'s' * (len(better) == 1)}" if better else "none gains clearly"]
-    if worse:
-        parts.append(f"{_join_names(worse)} cost{'s' * (len(worse) == 1)}")
-    has_rest = 0 < len(better) + len(worse) < len(step_gains)
-    rest = ", the others have no clear effect" if has_rest else ""
-    return Verdict("partly", f"of the single steps, {', '.join(parts)}{rest}{shortfall}")
-
-
-def _join_names(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """The solution must be better than the start and reach 98 %, which the notes report on all of MNIST."""
+    scores, images, held_out = (numbers[key] for key in ("scores", "images", "held out"))
+    total = Difference.of(scores[_SOLUTION], scores[START.name], held_out)
+    statements = [gain("the changes together make the weak ViT better", total)]
+    for name, text in (
+        (_LISTED, "with the listed settings and 10 epochs it reaches 98 %"),
+        (_SOLUTION, f"with more training, {10 * _LONGER} epochs, it reaches 98 %"),
+    ):
+        interval = fraction_interval(scores[name], held_out)
+        statement = reaches(text, fmean(scores[name]), interval, _CLAIMED_ACCURACY)
+        if images < _CLAIMED_IMAGES:
+            evidence = f"{statement.evidence}, but with {images:,} images instead of {_CLAIMED_IMAGES:,}"
+            statement = Statement(text, None, evidence)
+        statements.append(statement)
+    return decide(statements)
 
 
 def summarize(scores: _Scores, gains: Mapping[str, Difference], images: Dataset, E: Mapping[str, Any]) -> str:
-    best = max((step.name for step in STEPS), key=lambda name: gains[name].mean)
-    variants = ", ".join(f"{step.name} {100 * gains[step.name].mean:+.1f}" for step in VARIANTS)
+    steps = "; ".join(f"{step.name} {format_points(gains[step.name])}" for step in STEPS)
+    variants = "; ".join(f"{step.name} {format_points(gains[step.name])}" for step in VARIANTS)
     return (
         f"On {describe_dataset(images)} ({len(scores[_SOLUTION])} seeds), accuracy is "
-        f"{fmean(scores[START.name]):.1%} at the start and {fmean(scores[_SOLUTION]):.1%} with the solution; "
-        f"the lecture notes report 98 % on MNIST. The largest gain is {best}, {100 * gains[best].mean:+.1f} "
-        f"points. Other variants, in points: {variants}. E is {E['name']}, stored as "
+        f"{fmean(scores[START.name]):.1%} at the start, {fmean(scores[_LISTED]):.2%} with the listed "
+        f"settings and {fmean(scores[_SOLUTION]):.2%} with more training; the notes report 98 % on MNIST; "
+        "the recipe mnist-notes, with learned positions and a higher learning rate that decays, has 98.6 % "
+        f"after 10 epochs. Gains of the steps, each compared with all before it: {steps}. Other variants, "
+        f"compared with the listed settings: {variants}. E is {E['name']}, stored as "
         f"{format_sides(E['stored'])}; as a matrix it is {format_sides(E['as a matrix'])}, and x_p E + b "
         f"differs from the model's tokens by at most {E['difference']:.0e}."
     )
@@ -179,25 +168,15 @@ def cumulative_steps(batches: int, epochs: int) -> list[_ExerciseStep]:
 
 
 def recipe_for(step: _ExerciseStep, data: Dataset, seed: int) -> Recipe:
-    model = {**lecture_model_fields(data), **step.model}
-    changes = {**step.train, "model": model}
-    return resolve_arm("mnist-notes", data, {}, changes, changes.pop("lr"), seed)
+    changes = {**step.train, "model": {**input_fields(data), **step.model}}
+    return resolve_arm(_WEAK, data, {}, changes, changes.pop("lr"), seed)
 
 
 def _train_step(key: tuple[str, int], images: Dataset, steps: Mapping[str, _ExerciseStep]) -> float:
     """Accuracy of a step on the held-out images."""
     step, seed = steps[key[0]], key[1]
-    recipe = recipe_for(step, images, seed)
-    positions = None
-    if "position" not in step.model:
-        positions = sinusoidal_positions(recipe.model.tokens, recipe.model.width)
     resized = resize_dataset(images, step.model["size"])
-    return train_run(CustomRun(recipe, frozen_positions=positions), resized).score
-
-
-def sinusoidal_positions(tokens: int, width: int) -> NDArray[np.float32]:
-    """The fixed 1-D positions of the exercise; for an odd width the last cosine is dropped."""
-    return sincos(torch.arange(tokens), width)[:, :width].numpy()
+    return train_run(CustomRun(recipe_for(step, images, seed)), resized).score
 
 
 def _check_E(recipe: Recipe) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import torch
 from vitrail.config import format_sides
 from vitrail.course.labs.custom_run import CustomRun, initial_accuracy, set_weights, train_run
 from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.verdict import Verdict, decide, gain
 from vitrail.data.sources import Dataset
-from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, best_lr, resolve_arm
+from vitrail.experiment.interval import fraction_interval
+from vitrail.experiment.study import Difference, best_lr, edge_note, resolve_arm
 from vitrail.experiment.trial import Trial, map_in_processes
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model import ViT, surgery
@@ -54,7 +55,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     if small:
         fields |= {"width": 16, "depth": 1, "heads": 2}
     low, high = (resize_by(images, fields["size"], factor) for factor in (1, 2))
-    lrs, seeds = ([1e-3], 2) if small else ([3e-4, 1e-3, 3e-3], 5 if digits else 3)
+    lrs, seeds = ([1e-3], 2) if small else ([1e-3, 3e-3, 1e-2, 3e-2], 5 if digits else 3)
     epochs, tuning_epochs = (6, 1) if small else (30, 3) if digits else (10, 2)
     changes: dict[str, Any] = {"model": fields, "batch": 20 if small else 64}
     processes = process_count(size)
@@ -70,54 +71,39 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     second = changes | {"model": {**fields, "size": _double(fields["size"])}, "epochs": tuning_epochs}
     before, after, best_lrs = _fine_tune(starts, high, second, lrs, processes)
     base_scores = [result.score for result in pretrained]
-    gains = {
-        when: {arm: Difference.of(scores[INTERPOLATED], scores[arm]) for arm in (RANDOM, PADDED)}
-        for when, scores in (("before", before), ("after", after))
-    }
-    gain = gains["before"][RANDOM]
+    gained = Difference.of(before[INTERPOLATED], before[RANDOM], len(images.eval_split))
     return LabResult(
-        number=100 * gain.mean,
+        number=100 * gained.mean,
         unit="percentage points of accuracy before fine-tuning, interpolated minus new random positions",
         n=seeds,
-        verdict=decide_verdict(gains),
         sentence=summarize(images, fields["size"], base_scores, before, after, tuning_epochs),
-        figure=draw(base_scores, before, after, tuning_epochs),
-        interval=gain.interval and (100 * gain.interval[0], 100 * gain.interval[1]),
+        figure=draw(base_scores, before, after, tuning_epochs, len(images.eval_split)),
+        interval=gained.interval and (100 * gained.interval[0], 100 * gained.interval[1]),
         numbers={
             "at the low resolution": base_scores,
             "before fine-tuning": before,
             "after fine-tuning": after,
             "lrs": best_lrs,
-            "interpolated minus": {
-                when: {arm: (gain.mean, gain.interval) for arm, gain in by_arm.items()}
-                for when, by_arm in gains.items()
-            },
             "images": len(images.train),
+            "held out": len(images.eval_split),
             "epochs": (epochs, tuning_epochs),
         },
+        warnings=[note for arm in ARMS if (note := edge_note(f"{arm} positions", best_lrs[arm], lrs))],
     )
 
 
-def decide_verdict(gains: Mapping[str, Mapping[str, Difference]]) -> Verdict:
-    """Interpolated embeddings must be clearly better than the others, before and after fine-tuning."""
-
-    def better(when: str) -> list[str]:
-        return [arm for arm, gain in gains[when].items() if gain.significant and gain.mean > 0]
-
-    before, after = better("before"), better("after")
-    if len(before) == len(after) == len(gains["before"]):
-        return Verdict("holds")
-    if not before and not after:
-        return Verdict("does not hold", "interpolated positions are not clearly better before or after")
-    parts = []
-    for when, worse_arms in (("before fine-tuning", before), ("after it", after)):
-        worse = (
-            "clearly better than " + " and ".join(worse_arms)
-            if worse_arms
-            else "not clearly better than others"
-        )
-        parts.append(f"{when}, interpolated positions are {worse}")
-    return Verdict("partly", "; ".join(parts))
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Interpolated embeddings must be better than the others, before and after fine-tuning."""
+    return decide(
+        [
+            gain(
+                f"{when}, interpolated positions are better than {arm} ones",
+                Difference.of(numbers[when][INTERPOLATED], numbers[when][arm], numbers["held out"]),
+            )
+            for when in ("before fine-tuning", "after fine-tuning")
+            for arm in (RANDOM, PADDED)
+        ]
+    )
 
 
 # ---- positions for a larger grid ------------------------------------------------------------
@@ -206,14 +192,16 @@ def summarize(
 
 
 @styled
-def draw(base_scores: Sequence[float], before: _Scores, after: _Scores, tuning_epochs: int) -> Figure:
+def draw(
+    base_scores: Sequence[float], before: _Scores, after: _Scores, tuning_epochs: int, images: int
+) -> Figure:
     """Every seed before and after fine-tuning, and the mean at the low resolution."""
     figure = new_figure(7.6, 2.6)
     axes = figure.subplots(1, 2, sharey=True)
     titles = ("before fine-tuning", f"after {tuning_epochs} epoch{'s' * (tuning_epochs > 1)} of fine-tuning")
     for axis, scores, title in zip(axes, (before, after), titles, strict=True):
         for n, values in enumerate(scores.values()):
-            _draw_scores(axis, n, values)
+            _draw_scores(axis, n, values, images)
         axis.axvline(fmean(base_scores), color=FAINT, linestyle="--", linewidth=1, label="low resolution")
         axis.set(xlabel="held-out accuracy", yticks=range(len(ARMS)), yticklabels=ARMS)
         axis.set_xlim(0, 1.02)
@@ -223,8 +211,8 @@ def draw(base_scores: Sequence[float], before: _Scores, after: _Scores, tuning_e
     return figure
 
 
-def _draw_scores(axis: Axes, row: int, values: Sequence[float]) -> None:
+def _draw_scores(axis: Axes, row: int, values: Sequence[float], images: int) -> None:
     axis.plot(values, [row] * len(values), "o", color=LINES[row], alpha=0.35, markersize=5)
     axis.plot([fmean(values)], [row], "|", color=LINES[row], markersize=14, markeredgewidth=2)
-    if (bounds := confidence_interval(values)) is not None:
+    if (bounds := fraction_interval(values, images)) is not None:
         axis.plot(bounds, [row, row], color=LINES[row], linewidth=2)

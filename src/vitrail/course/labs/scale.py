@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict
-from vitrail.experiment.interval import confidence_interval
+from vitrail.course.labs.lab import LabResult, LabSize
+from vitrail.course.labs.verdict import Verdict, decide, fact
+from vitrail.experiment.interval import share_interval
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model.attention import attention_scale
 
@@ -69,29 +71,39 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=sum(entropy_at_64) / seeds,
         unit=f"of the maximum entropy without a divisor at d = {_HEAD_WIDTH}",
         n=seeds,
-        verdict=decide_verdict(entropy),
         sentence=sentence,
         figure=draw(widths, entropy, saturated),
-        interval=confidence_interval(entropy_at_64),
+        interval=share_interval(entropy_at_64),
         numbers={"d": widths, "entropy": entropy, "saturated queries": saturated},
     )
 
 
-def decide_verdict(entropy: dict[str, list[float]]) -> Verdict:
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """The entropy must be steady with sqrt(d) and fall without a divisor; sqrt(D) may be as good."""
-
-    def is_steady(scale: str) -> bool:
-        return max(entropy[scale]) - min(entropy[scale]) < _MAX_CHANGE
-
-    if not is_steady("head"):
-        return Verdict("does not hold", "the entropy is not steady with 1/sqrt(d)")
-    if entropy["none"][-1] > _MAX_REMAINING * entropy["none"][0]:
-        return Verdict("does not hold", "softmax does not saturate without a divisor")
-    if is_steady("width"):
-        return Verdict(
-            "partly", "the divisor must grow as sqrt(d); sqrt(D) does too if the number of heads is fixed"
-        )
-    return Verdict("holds")
+    entropy = numbers["entropy"]
+    change = {scale: max(entropy[scale]) - min(entropy[scale]) for scale in ("head", "width")}
+    remaining = entropy["none"][-1] / entropy["none"][0]
+    widths = f"from d = {numbers['d'][0]} to {numbers['d'][-1]}"
+    steady = f"threshold {_MAX_CHANGE:g} of the maximum"
+    return decide(
+        [
+            fact(
+                "with 1/sqrt(d) the entropy of softmax does not depend on d",
+                change["head"] < _MAX_CHANGE,
+                f"it changes by {change['head']:.3f} {widths}, {steady}",
+            ),
+            fact(
+                "without a divisor softmax saturates",
+                remaining < _MAX_REMAINING,
+                f"{remaining:.0%} of the entropy remain {widths}, threshold {_MAX_REMAINING:.0%}",
+            ),
+            fact(
+                "the divisor must be sqrt(d), not sqrt(D)",
+                change["width"] >= _MAX_CHANGE,
+                f"with a fixed number of heads, sqrt(D) changes it by {change['width']:.4f}, {steady}",
+            ),
+        ]
+    )
 
 
 def _measure(d: int, factor: float, seed: int) -> tuple[float, float]:

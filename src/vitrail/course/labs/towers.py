@@ -7,18 +7,18 @@ caption belongs to which image, retrieves the captions of such images too: zero-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from vitrail.course.labs.contrastive import TwoTowers, build_tower
+from vitrail.course.labs.contrastive import Towers, build_tower
 from vitrail.course.labs.datasets import describe_dataset, load_dataset
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.scenes import (
     SCENES,
     UNSEEN,
@@ -29,17 +29,18 @@ from vitrail.course.labs.scenes import (
     encode_captions,
     random_captions,
     random_shift,
-    resize_digits,
     scene_digits,
     small_digit_side,
 )
 from vitrail.course.labs.spoken_digits import build_dataset, has_recordings, read_recordings, split_by_index
 from vitrail.course.labs.training_loop import train_model
+from vitrail.course.labs.verdict import Statement, Verdict, decide, gain, reaches
 from vitrail.data.sources import Dataset
-from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference
 from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
+from vitrail.model import ViT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +51,8 @@ TITLE = "one space for image and text"
 NOTE = '002 "Next week" (CLIP) and 003 "VATT"'
 CLAIM = (
     "Contrastive training maps images and texts into a common embedding space, where one retrieves the "
-    "other, also for unseen combinations; sounds can be added in the same way."
+    "other, also for unseen combinations (CLIP); sounds can be added in the same way, so that all three "
+    "share one space (VATT)."
 )
 ACCEPTS = "spoken digits as `vitrail lab speech` takes them, to add sounds; or digits as IDX files or a .npz"
 
@@ -58,6 +60,7 @@ _MIN_RETRIEVED = 0.5  # fraction of captions of seen combinations
 _MIN_RATIO = 0.9  # of unseen to seen combinations, for the claim to hold without a condition
 _DIMENSION = 32  # of the embedding space
 _LR, _BATCH = 3e-3, 64
+_COPIES = {"small": 2, "full": 25}  # held-out images of each scene
 MAX_IMAGES = 6_000, 2_000  # training and held-out images
 
 _CaptionKind = Literal["captions", "random letters"]
@@ -90,6 +93,9 @@ class RetrievalResult:
     image_by_sound: float = 0.0
     """Recordings whose nearest image shows the spoken digit."""
     sound_by_image: float = 0.0
+    caption_by_sound: float = 0.0
+    """Recordings whose nearest caption names the spoken digit; they were never trained together."""
+    sound_by_caption: float = 0.0
 
 
 _Results = Sequence[RetrievalResult]
@@ -104,35 +110,30 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     results = map_in_processes(train_towers, tasks, process_count(size))
     n = len(seeds)
     captions, letters, sounds = results[:n], results[n : 2 * n], results[2 * n :]
-    scores = {
-        "seen": [result.seen for result in captions],
-        "unseen": [result.unseen for result in captions],
-        "random letters": [result.unseen for result in letters],
-    }
+    unseen = [result.unseen for result in captions]
+    counts = {"seen": _scene_count(size, ~UNSEEN), "unseen": _scene_count(size, UNSEEN)}
+    if recordings is not None:
+        counts["recordings"] = len(recordings.eval_split)
     return LabResult(
-        number=fmean(scores["unseen"]),
+        number=fmean(unseen),
         unit=f"of the images of unseen combinations retrieve their caption among {len(SCENES)}",
         n=n,
-        verdict=decide_verdict(scores, [result.image_by_sound for result in sounds]),
         sentence=summarize(digits, captions, letters, sounds),
         figure=draw(digits, captions, letters, sounds),
-        interval=confidence_interval(scores["unseen"]),
+        interval=fraction_interval(unseen, counts["unseen"]),
         numbers={
-            "captions": [_caption_scores(result) for result in captions],
-            "random letters": [_caption_scores(result) for result in letters],
-            "sounds": [[result.image_by_sound, result.sound_by_image] for result in sounds],
+            "captions": [asdict(result) for result in captions],
+            "random letters": [asdict(result) for result in letters],
+            "sounds": [asdict(result) for result in sounds],
+            "held out": counts,
             "chance": 1 / len(SCENES),
         },
     )
 
 
-def _caption_scores(result: RetrievalResult) -> dict[str, float | tuple[float, ...]]:
-    return {
-        "seen": result.seen,
-        "unseen": result.unseen,
-        "among unseen": result.among_unseen,
-        "parts": result.parts,
-    }
+def _scene_count(size: LabSize, mask: Tensor) -> int:
+    """How many held-out images show these scenes."""
+    return int(mask.sum()) * _COPIES[size]
 
 
 def _load_digits_and_recordings(data: str | Path | None, size: LabSize) -> tuple[Dataset, Dataset | None]:
@@ -147,36 +148,50 @@ def _load_digits_and_recordings(data: str | Path | None, size: LabSize) -> tuple
     return digits, None
 
 
-def decide_verdict(scores: dict[str, list[float]], sound_scores: Sequence[float]) -> Verdict:
-    """Images must retrieve their captions, for unseen combinations better than with random letters."""
-    seen, unseen = fmean(scores["seen"]), fmean(scores["unseen"])
-    if seen < _MIN_RETRIEVED:
-        return Verdict("does not hold", f"even of seen combinations, {seen:.0%} retrieve their caption")
-    difference = Difference.of(scores["unseen"], scores["random letters"])
-    if not difference.significant or difference.mean < 0:
-        reason = f"{unseen:.0%} of unseen combinations are retrieved, no more than with random letters"
-        return Verdict("does not hold", reason)
-    conditions = []
-    if unseen < _MIN_RATIO * seen:
-        conditions.append(f"mainly for seen combinations ({seen:.0%} retrieved; {unseen:.0%} of unseen ones)")
-    if sound_scores and fmean(sound_scores) < _MIN_RETRIEVED:
-        conditions.append(f"for images and texts, but not for sounds ({fmean(sound_scores):.0%})")
-    return Verdict("partly", "; ".join(conditions)) if conditions else Verdict("holds")
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Images must retrieve captions, also unseen ones, and with sounds all three must share a space."""
+    captions, letters, sounds = (numbers[key] for key in ("captions", "random letters", "sounds"))
+    counts = numbers["held out"]
+
+    def column(results: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+        return [result[name] for result in results]
+
+    seen, unseen = column(captions, "seen"), column(captions, "unseen")
+    expected = [_MIN_RATIO * value for value in seen]
+    statements = [
+        _retrieves("images retrieve their captions", seen, counts["seen"]),
+        gain(
+            "images of unseen combinations retrieve theirs better than with random letters as captions",
+            Difference.of(unseen, column(letters, "unseen"), counts["unseen"]),
+        ),
+        gain(
+            f"unseen combinations are retrieved as often: unseen minus {_MIN_RATIO:g} times seen",
+            Difference.of(unseen, expected, counts["unseen"]),
+        ),
+    ]
+    names = {
+        "image_by_sound": "sounds retrieve images of their digit",
+        "caption_by_sound": "sounds retrieve captions that name it, with which they were never trained",
+    }
+    if sounds:
+        statements += [_retrieves(text, column(sounds, n), counts["recordings"]) for n, text in names.items()]
+    return decide(statements)
+
+
+def _retrieves(text: str, scores: Sequence[float], items: int) -> Statement:
+    return reaches(text, fmean(scores), fraction_interval(scores, items), _MIN_RETRIEVED)
 
 
 # ---- training -------------------------------------------------------------------------------
 
 
 def train_towers(task: TowerTask) -> RetrievalResult:
-    """Train a pair of towers and evaluate retrieval on held-out images."""
+    """Train two towers, or three with sounds, and evaluate retrieval on held-out images and recordings.
+
+    Sounds are paired with images only: sounds and texts meet because both are close to the same images.
+    """
     torch.manual_seed(task.seed)
     rng = torch.Generator().manual_seed(task.seed)
-    if task.recordings is None:
-        return _train_on_captions(task, rng)
-    return _train_on_sounds(task, task.recordings, rng)
-
-
-def _train_on_captions(task: TowerTask, rng: torch.Generator) -> RetrievalResult:
     small = small_digit_side(task.digits.train)
     texts = [scene.caption for scene in SCENES] if task.captions == "captions" else random_captions()
     captions = encode_captions(texts)
@@ -184,29 +199,42 @@ def _train_on_captions(task: TowerTask, rng: torch.Generator) -> RetrievalResult
     full_steps = 1_000 if small == 8 else 3_000  # larger images need more steps
     width, depth, steps = (32, 1, 30) if task.size == "small" else (48, 2, full_steps)
     shape = {"width": width, "depth": depth, "heads": 4}
-    towers = TwoTowers(
-        build_tower(_DIMENSION, **shape, size=3 * small, patch=small // 2, channels=1, position="sincos2d"),
-        build_tower(_DIMENSION, **shape, input="text", size=captions.shape[1], patch=1, vocabulary=1 + 26),
+    spoken = None if task.recordings is None else DigitSampler(task.recordings.train)
+    towers = Towers(
+        image=build_tower(
+            _DIMENSION, **shape, size=3 * small, patch=small // 2, channels=1, position="sincos2d"
+        ),
+        text=build_tower(
+            _DIMENSION, **shape, input="text", size=captions.shape[1], patch=1, vocabulary=1 + 26
+        ),
+        **({} if spoken is None else {"sound": _sound_tower(spoken, shape)}),
     )
 
     def batch_loss() -> Tensor:
         scenes = seen[torch.randint(len(seen), (_BATCH,), generator=rng)]
         images = compose_scenes(sampler.sample(scene_digits(scenes), rng), scenes, small, rng)
         unique = scenes.unique()  # each caption is encoded once, even if several images have it
-        return towers.loss(images, scenes, captions[unique], unique)
+        embedded = towers.embed("image", images)
+        loss = towers.loss(embedded, scenes, towers.embed("text", captions[unique]), unique)
+        if spoken is None:
+            return loss
+        digits = torch.randint(10, (_BATCH,), generator=rng)
+        sounds = towers.embed("sound", random_shift(spoken.sample(digits, rng), rng))
+        return loss + towers.loss(sounds, digits, embedded, scene_digits(scenes))
 
     train_model(towers, batch_loss, steps, _LR)
-    return _evaluate_captions(towers, task, captions, small)
+    result = _evaluate_captions(towers, task, captions, small)
+    return result if task.recordings is None else _evaluate_sounds(towers, task, captions, small, result)
 
 
 @torch.no_grad()
-def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, small: int) -> RetrievalResult:
+def _evaluate_captions(towers: Towers, task: TowerTask, captions: Tensor, small: int) -> RetrievalResult:
     """Retrieval of captions by held-out digits, with every scene equally often."""
     rng = torch.Generator().manual_seed(10_000)  # the same images for every seed
-    scenes = torch.arange(len(SCENES)).repeat(2 if task.size == "small" else 25)
+    scenes = torch.arange(len(SCENES)).repeat(_COPIES[task.size])
     digits = DigitSampler(task.digits.eval_split).sample(scene_digits(scenes), rng)
     images = compose_scenes(digits, scenes, small, rng)
-    similarity = towers.embed_first(images) @ towers.embed_second(captions).T  # (B, 80)
+    similarity = towers.embed("image", images) @ towers.embed("text", captions).T  # (B, 80)
     predicted, unseen = similarity.argmax(dim=1), UNSEEN[scenes]
     predicted_unseen = similarity.masked_fill(~UNSEEN, -2.0).argmax(dim=1)
     attributes = torch.tensor([[scene.digit, scene.position, scene.size] for scene in SCENES])
@@ -223,32 +251,37 @@ def _evaluate_captions(towers: TwoTowers, task: TowerTask, captions: Tensor, sma
     )
 
 
-def _train_on_sounds(task: TowerTask, recordings: Dataset, rng: torch.Generator) -> RetrievalResult:
-    """Train on pairs of a spoken and a written digit, positive if they are the same digit."""
-    side = small_digit_side(task.digits.train)
-    spoken, written = DigitSampler(recordings.train), DigitSampler(task.digits.train)
-    width, depth, steps = (32, 1, 100) if task.size == "small" else (48, 2, 1_000)
-    shape = {"width": width, "depth": depth, "heads": 4, "channels": 1, "position": "sincos2d"}
-    towers = TwoTowers(
-        build_tower(_DIMENSION, **shape, size=tuple(spoken.images.shape[2:]), patch=8),
-        build_tower(_DIMENSION, **shape, size=side, patch=side // 4),
-    )
+def _sound_tower(spoken: DigitSampler, shape: dict[str, int]) -> ViT:
+    """A tower of spectrograms."""
+    size = tuple(spoken.images.shape[2:])
+    return build_tower(_DIMENSION, **shape, size=size, patch=8, channels=1, position="sincos2d")
 
-    def batch_loss() -> Tensor:
-        sound_digits, image_digits = (torch.randint(10, (_BATCH,), generator=rng) for _ in range(2))
-        images = resize_digits(written.sample(image_digits, rng), side)
-        sounds = random_shift(spoken.sample(sound_digits, rng), rng)
-        return towers.loss(sounds, sound_digits, images, image_digits)
 
-    train_model(towers, batch_loss, steps, _LR)
-    spoken, written = DigitSampler(recordings.eval_split), DigitSampler(task.digits.eval_split)
-    with torch.no_grad():
-        sound_embeddings = towers.embed_first(spoken.images)
-        image_embeddings = towers.embed_second(resize_digits(written.images, side))
-    similarity = sound_embeddings @ image_embeddings.T  # (recordings, images)
-    return RetrievalResult(
-        image_by_sound=(written.labels[similarity.argmax(dim=1)] == spoken.labels).double().mean().item(),
-        sound_by_image=(spoken.labels[similarity.argmax(dim=0)] == written.labels).double().mean().item(),
+@torch.no_grad()
+def _evaluate_sounds(
+    towers: Towers, task: TowerTask, captions: Tensor, small: int, result: RetrievalResult
+) -> RetrievalResult:
+    """Retrieval between held-out recordings, held-out images of all scenes, and captions, by digit."""
+    assert task.recordings is not None
+    rng, scenes = torch.Generator().manual_seed(20_000), torch.arange(len(SCENES)).repeat(4)
+    digits = scene_digits(scenes)
+    written = DigitSampler(task.digits.eval_split).sample(digits, rng)
+    spoken = DigitSampler(task.recordings.eval_split)
+    sounds = towers.embed("sound", spoken.images)
+    images = towers.embed("image", compose_scenes(written, scenes, small, rng))
+    texts = towers.embed("text", captions)
+    caption_digits = scene_digits(torch.arange(len(SCENES)))
+
+    def retrieved(queries: Tensor, query_digits: Tensor, keys: Tensor, key_digits: Tensor) -> float:
+        nearest = key_digits[(queries @ keys.T).argmax(dim=1)]
+        return (nearest == query_digits).double().mean().item()
+
+    return replace(
+        result,
+        image_by_sound=retrieved(sounds, spoken.labels, images, digits),
+        sound_by_image=retrieved(images, digits, sounds, spoken.labels),
+        caption_by_sound=retrieved(sounds, spoken.labels, texts, caption_digits),
+        sound_by_caption=retrieved(texts, caption_digits, sounds, spoken.labels),
     )
 
 
@@ -272,9 +305,13 @@ def summarize(digits: Dataset, captions: _Results, letters: _Results, sounds: _R
     if not sounds:
         return sentence + "Sounds were not tested, which needs --data."
     return sentence + (
-        f"A spoken digit retrieves an image of the same digit for {mean(sounds, 'image_by_sound')} of the "
-        f"held-out recordings, and an image a recording for {mean(sounds, 'sound_by_image')} (chance 10 %). "
-        "The pairs come from the labels; VATT uses videos, in which sounds and images occur together."
+        "With a third tower for sounds, paired with images only, all in one space: a spoken digit retrieves "
+        f"an image of the same digit for {mean(sounds, 'image_by_sound')} of the held-out recordings and an "
+        f"image a recording for {mean(sounds, 'sound_by_image')}; a spoken digit retrieves a caption that "
+        f"names it for {mean(sounds, 'caption_by_sound')} and a caption a recording for "
+        f"{mean(sounds, 'sound_by_caption')}, although no sound was ever paired with a text (chance 10 %). "
+        f"Images retrieve {mean(sounds, 'seen')} of their captions there. The pairs come from the labels; "
+        "VATT uses videos, in which sounds and images occur together."
     )
 
 
@@ -311,6 +348,8 @@ def _draw_scores(axis: Axes, captions: _Results, letters: _Results, sounds: _Res
     if sounds:
         bars["image by sound"] = [result.image_by_sound for result in sounds]
         bars["sound by image"] = [result.sound_by_image for result in sounds]
+        bars["caption by sound"] = [result.caption_by_sound for result in sounds]
+        bars["sound by caption"] = [result.sound_by_caption for result in sounds]
     for n, values in enumerate(bars.values()):
         axis.barh(n, fmean(values), color=LINES[n // 2], alpha=0.35, height=0.6)
         axis.plot(values, [n] * len(values), "o", color=LINES[n // 2], markersize=4)

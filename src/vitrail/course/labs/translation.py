@@ -24,11 +24,12 @@ from vitrail.course.labs.equivariance import (
     feature_changes,
     influenced_pixels,
 )
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, process_count
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.lr_sweep import ClassifierRun, SweepResult, sweep_learning_rates
+from vitrail.course.labs.verdict import Statement, Verdict, decide, equal_within, fact, gain
 from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError
-from vitrail.experiment.study import Difference
+from vitrail.experiment.study import Difference, edge_note
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -47,8 +48,10 @@ ACCEPTS = "labeled images in arrays"
 
 ARMS = ("ViT", "CNN", "hybrid")
 _FRACTIONS = (0.01, 0.1, 1.0)  # of the training images
-_STEPS = {"few": 40, "more": 130, "many": 400}  # for up to a few thousand images
+_STEPS = {"few": 40, "more": 130, "many": 400, "most": 1_200}  # for up to a few thousand images
 EQUIVARIANCE_CONDITION = "the CNN has no pooling or the shift is a multiple of its stride"
+_MARGIN = 0.01  # of accuracy, within which two models count as equal
+_LEARNED = 0.5  # accuracy below which a model has not learned enough for a comparison
 _MAX_UNCHANGED, _MIN_CHANGED = 1e-3, 0.05  # feature changes, as a fraction of the distance between two images
 
 
@@ -57,7 +60,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     images = load_dataset(data) if full else load_dataset(data, 64, 64)
     held_out = load_inputs(images.eval_split)
     builders = builders_for(held_out[0], len(images.classes))
-    lrs, seeds = ([3e-3, 1e-3, 1e-2], 4) if full else ([3e-3], 2)
+    lrs, seeds = ([3e-3, 1e-3, 1e-2, 3e-2], 5) if full else ([3e-3], 2)
     step_factor = max(1, len(images.train) // 2_000)  # so that the number of epochs stays about the same
     steps = {name: step_factor * count for name, count in _STEPS.items()} if full else {"few": 3, "many": 8}
     fractions = _FRACTIONS if full else _FRACTIONS[1:]
@@ -78,27 +81,27 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
     with ProcessPool(process_count(size)) as pool:
         by_fraction = {fraction: train_arms(ARMS, fraction, "many") for fraction in fractions}
-        by_steps = {duration: train_arms(ARMS, 1.0, duration) for duration in steps if duration != "many"}
+        by_steps = {
+            duration: by_fraction[1.0] if duration == "many" else train_arms(ARMS, 1.0, duration)
+            for duration in steps
+        }
         others = train_arms(["CNN without pooling", "ViT without positions"], 1.0, "many", weights_only=True)
-    by_steps["many"] = by_fraction[1.0]
     weights = {name: result.state for name, result in (by_fraction[1.0] | others).items()}
     feature_change = feature_changes(builders, weights, held_out[0][:32])
     influenced = {
         name: influenced_pixels(build_random(builders[name]), held_out[0][:8]) for name in SHIFTED_ARMS
     }
-    cnn_gain, hybrid_gain = _differences(by_fraction, "CNN", "ViT"), _differences(by_steps, "hybrid", "ViT")
-    hybrid_minus_cnn = _differences(by_steps, "hybrid", "CNN")
-    gain = cnn_gain[fractions[0]]
+    few = by_fraction[fractions[0]]
+    cnn_gain = Difference.of(few["CNN"].scores, few["ViT"].scores, len(held_out[1]))
     return LabResult(
-        number=100 * gain.mean,
+        number=100 * cnn_gain.mean,
         unit=f"percentage points of accuracy, CNN minus ViT with {fractions[0]:.0%} of the images",
-        n=gain.n,
-        verdict=decide_verdict(check_statements(feature_change, cnn_gain, hybrid_gain, hybrid_minus_cnn)),
+        n=cnn_gain.n,
         sentence=summarize(
             images, by_fraction, by_steps, feature_change, influenced, steps, held_out[0].shape[-1]
         ),
         figure=draw(feature_change, by_fraction, by_steps, steps),
-        interval=None if gain.interval is None else (100 * gain.interval[0], 100 * gain.interval[1]),
+        interval=cnn_gain.interval and (100 * cnn_gain.interval[0], 100 * cnn_gain.interval[1]),
         numbers={
             "parameters": {name: _parameter_count(build) for name, build in builders.items()},
             "change when shifted": feature_change,
@@ -109,83 +112,100 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             "accuracy by steps": {
                 str(steps[duration]): _arm_numbers(arms) for duration, arms in by_steps.items()
             },
-            "CNN minus ViT": {str(fraction): vars(difference) for fraction, difference in cnn_gain.items()},
-            "hybrid minus ViT": {
-                str(steps[duration]): vars(difference) for duration, difference in hybrid_gain.items()
-            },
-            "hybrid minus CNN": {
-                str(steps[duration]): vars(difference) for duration, difference in hybrid_minus_cnn.items()
-            },
+            "held out": len(held_out[1]),
         },
+        warnings=[
+            *_edge_notes(
+                {f"{fraction:.0%} of the images": arms for fraction, arms in by_fraction.items()}, lrs
+            ),
+            *_edge_notes({f"{steps[d]} steps": arms for d, arms in by_steps.items() if d != "many"}, lrs),
+        ],
     )
 
 
 # ---- verdict --------------------------------------------------------------------------------
 
 
-def decide_verdict(statements: Mapping[str, tuple[bool, str]]) -> Verdict:
-    """Whether all, some or none of the statements hold, with the reasons.
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Every statement of the claim, each from all of its points."""
+    images, by_fraction, by_steps = (
+        numbers[key] for key in ("held out", "accuracy by fraction", "accuracy by steps")
+    )
+    few, *_, all_images = (_paired(arms, "CNN", "ViT") for arms in by_fraction.values())
+    learned = [
+        steps
+        for steps, arms in by_steps.items()
+        if max(arms["hybrid"]["mean"], arms["ViT"]["mean"]) > _LEARNED
+    ]
+    statements = [
+        _equivariance(numbers["change when shifted"]),
+        gain(
+            f"a CNN is better than a ViT with {min(map(float, by_fraction)):.0%} of the images",
+            Difference.of(*few, images),
+        ),
+        gain("the gain shrinks with all images", _shrinkage(few, all_images, images)),
+    ]
+    if len(learned) < 2:
+        return decide([*statements, Statement("hybrids are better with less training", None, "not learned")])
+    least, most = learned[0], learned[-1]
+    hybrid = {steps: _paired(by_steps[steps], "hybrid", "ViT") for steps in learned}
+    by_length = f"after {least} steps, the fewest after which one of the two is above {_LEARNED:.0%}"
+    return decide(
+        [
+            *statements,
+            gain(f"a hybrid is better than a ViT {by_length}", Difference.of(*hybrid[least], images)),
+            gain(
+                f"a hybrid is better than a CNN after {least} steps",
+                Difference.of(*_paired(by_steps[least], "hybrid", "CNN"), images),
+            ),
+            gain(
+                f"the hybrid's gain over the ViT shrinks from {least} to {most} steps",
+                _shrinkage(hybrid[least], hybrid[most], images),
+            ),
+            equal_within(
+                f"the hybrid's gain over the ViT has vanished after {most} steps",
+                Difference.of(*hybrid[most], images),
+                _MARGIN,
+            ),
+        ]
+    )
 
-    Args:
-        statements: for each statement, whether it holds, and why.
-    """
-    reasons = "; ".join(f"{name}: {why}" for name, (_, why) in statements.items())
-    true_statements = [name for name, (holds, _) in statements.items() if holds]
-    if not true_statements:
-        return Verdict("does not hold", reasons)
-    if len(true_statements) < len(statements):
-        verb = "holds" if len(true_statements) == 1 else "hold"
-        return Verdict("partly", f"only {' and '.join(true_statements)} {verb} ({reasons})")
-    if EQUIVARIANCE_CONDITION in reasons:
-        return Verdict("partly", f"only if {EQUIVARIANCE_CONDITION}")
-    return Verdict("holds")
 
-
-def check_statements(
-    feature_change: Mapping[str, Mapping[str, float]],
-    cnn_gain: Mapping[Any, Difference],
-    hybrid_gain: Mapping[Any, Difference],
-    hybrid_minus_cnn: Mapping[Any, Difference],
-) -> dict[str, tuple[bool, str]]:
-    """For each statement of the claim, whether it holds, and why.
-
-    Args:
-        feature_change: change of the features by model and shift.
-        cnn_gain: accuracy, CNN minus ViT, from the fewest images to all.
-        hybrid_gain: accuracy, hybrid minus ViT, from the fewest steps to the most.
-        hybrid_minus_cnn: accuracy, hybrid minus CNN, likewise.
-    """
+def _equivariance(feature_change: Mapping[str, Mapping[str, float]]) -> Statement:
+    """The statement that CNNs are equivariant to translation."""
     without_pooling, with_pooling, vit = (
         feature_change[f"{name}, trained"] for name in ("CNN without pooling", "CNN", "ViT")
     )
     equivariant = without_pooling["1 pixel"] < _MAX_UNCHANGED and vit["1 pixel"] > _MIN_CHANGED
-    reason = "holds" if equivariant else "does not hold"
-    if equivariant and with_pooling["1 pixel"] > _MAX_UNCHANGED > with_pooling["1 patch"]:
-        reason += f" if {EQUIVARIANCE_CONDITION}"
-    hybrid_holds, why = check_fading_gain(hybrid_gain, "with the fewest steps", "with the most")
-    first_gain = next(iter(hybrid_minus_cnn.values()))
-    return {
-        "equivariance": (equivariant, reason),
-        "small data": check_fading_gain(cnn_gain, "with the fewest images", "with all"),
-        "hybrids": (hybrid_holds, f"{why}, compared with a CNN {100 * first_gain.mean:+.1f} with the fewest"),
-    }
+    condition = EQUIVARIANCE_CONDITION if with_pooling["1 pixel"] > _MAX_UNCHANGED else ""
+    evidence = (
+        f"features of images shifted by a pixel change by {without_pooling['1 pixel']:.1g}, threshold "
+        f"{_MAX_UNCHANGED:g}; {with_pooling['1 pixel']:.2g} with pooling, {vit['1 pixel']:.2g} in a ViT"
+    )
+    return fact("CNNs are equivariant to translation", equivariant, evidence, condition)
 
 
-def check_fading_gain(gains: Mapping[Any, Difference], first: str, last: str) -> tuple[bool, str]:
-    """Whether a gain is clear at first, and smaller or not clear at last."""
-    first_gain, *_, last_gain = gains.values()
-    is_clear = first_gain.significant and first_gain.mean > 0
-    shrinks = not last_gain.significant or last_gain.mean < first_gain.mean
-    verdict = "holds" if is_clear and shrinks else "does not hold"
-    gains_text = f"{100 * first_gain.mean:+.1f} points {first}, {100 * last_gain.mean:+.1f} {last}"
-    return is_clear and shrinks, f"{verdict} ({gains_text})"
+def _paired(arms: Mapping[str, Any], first: str, second: str) -> tuple[list[float], list[float]]:
+    """The scores of two arms, by seed."""
+    return arms[first]["scores"], arms[second]["scores"]
 
 
-def _differences(
-    results: Mapping[Any, Mapping[str, SweepResult]], first: str, second: str
-) -> dict[Any, Difference]:
-    """Accuracy of one arm minus that of another, for every condition."""
-    return {key: Difference.of(arms[first].scores, arms[second].scores) for key, arms in results.items()}
+def _shrinkage(
+    early: tuple[list[float], list[float]], late: tuple[list[float], list[float]], images: int
+) -> Difference:
+    """The early difference between two arms minus the late one, paired by seed."""
+    gains = [[a - b for a, b in zip(*scores, strict=True)] for scores in (early, late)]
+    return Difference.of(gains[0], gains[1], images)
+
+
+def _edge_notes(results: Mapping[str, Mapping[str, SweepResult]], lrs: Sequence[float]) -> list[str]:
+    """Warnings of learning rates at the edge of their sweep."""
+    return [
+        warning
+        for where, arms in results.items()
+        for name, result in arms.items()
+        if (warning := edge_note(f"the {name} with {where}", result.lr, lrs))
+    ]
 
 
 def _arm_numbers(arms: Mapping[str, SweepResult]) -> dict[str, Any]:
@@ -241,8 +261,12 @@ def summarize(
     fractions = "; ".join(
         f"{fraction:.0%} of the images: {scores(arms)}" for fraction, arms in by_fraction.items()
     )
-    fewest = next(iter(by_steps))
-    n = len(by_steps[fewest]["ViT"].scores)
+    lengths = "; ".join(
+        f"{steps[duration]} steps: {scores(arms)}"
+        for duration, arms in by_steps.items()
+        if duration != "many"
+    )
+    n = len(by_steps["many"]["ViT"].scores)
     return (
         "When the image is shifted by a pixel or a patch and the features are shifted back, they change by "
         f"{format_change('CNN without pooling, trained')} of the distance between two images in a CNN "
@@ -251,8 +275,7 @@ def summarize(
         f"a ViT without positions. One pixel influences {influenced['CNN without pooling']}, "
         f"{influenced['CNN']} and {influenced['ViT']} of {side} pixels in CNNs without and with pooling and "
         f"in a ViT. Accuracy on {describe_dataset(data)}, no augmentation, each arm at its own best learning "
-        f"rate, {n} seeds: {fractions} after {steps['many']} steps; with all images after {steps[fewest]} "
-        f"steps: {scores(by_steps[fewest])}."
+        f"rate, {n} seeds: {fractions} after {steps['many']} steps. With all images, after fewer: {lengths}."
     )
 
 

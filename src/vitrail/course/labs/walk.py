@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.build import create
-from vitrail.course.labs.lab import LabResult, LabSize, Verdict, load_images
+from vitrail.course.labs.lab import LabResult, LabSize, load_images
+from vitrail.course.labs.verdict import Verdict, decide, fact
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT, record
 
@@ -28,7 +29,7 @@ CLAIM = (
 )
 ACCEPTS = "images"
 
-_TOLERANCE, _CLEAR_ERROR = 1e-9, 1e-2
+_TOLERANCE = 1e-9
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
@@ -48,7 +49,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         _relative_differences(corrected_stages, model_stages),
         _relative_differences(printed_stages, model_stages),
     )
-    verdict = decide_verdict(same_shapes, max(corrected), as_printed[1])
     sentence = (
         f"With the first residual corrected, every stage agrees with the model to {max(corrected):.1e} "
         "(random weights). As printed, the first residual adds the output of LayerNorm instead of its "
@@ -58,20 +58,25 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         "variable called std holds the variance."
     )
     numbers = {
+        "same shapes": same_shapes,
         "shapes": {"embedding": shapes[0], "layer": shapes[1], "logits": shapes[-1]},
         "corrected": corrected,
         "as printed": as_printed,
     }
     unit = "relative error after the first layer, as printed"
-    return LabResult(as_printed[1], unit, 1, verdict, sentence, draw(corrected, as_printed), numbers=numbers)
+    return LabResult(as_printed[1], unit, 1, sentence, draw(corrected, as_printed), numbers=numbers)
 
 
-def decide_verdict(same_shapes: bool, corrected: float, as_printed: float) -> Verdict:
-    if not same_shapes or corrected > _TOLERANCE:
-        return Verdict("does not hold", f"even with the correction, the result is off by {corrected:.1e}")
-    if as_printed > _CLEAR_ERROR:
-        return Verdict("partly", "the first residual must add the embeddings, not the normalized ones")
-    return Verdict("holds")
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """With the correction every stage must equal the model's; as printed, it may not."""
+    corrected, as_printed = max(numbers["corrected"]), numbers["as printed"][1]
+    same = numbers["same shapes"] and corrected <= _TOLERANCE
+    evidence = f"relative difference {corrected:.1e}, threshold {_TOLERANCE:g}"
+    condition = ""
+    if as_printed > _TOLERANCE:
+        condition = "the first residual adds the embeddings, not the normalized ones"
+        evidence += f"; as printed, {as_printed:.2f} after the first layer"
+    return decide([fact("the steps give the model's outputs", same, evidence, condition)])
 
 
 def _randomized_model(name: str) -> ViT:

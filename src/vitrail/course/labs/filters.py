@@ -1,0 +1,160 @@
+"""Lab `filters`: the principal components of E of a trained model, compared with those of random filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vitrail.course.labs.lab import LabResult, LabSize
+from vitrail.course.labs.verdict import Statement, Verdict, decide
+from vitrail.errors import printable
+from vitrail.inspect import filters
+from vitrail.inspect.canvas import DIVERGING, FAINT, LINES, new_figure, styled
+from vitrail.inspect.sample import sample_model
+from vitrail.model import ViT
+from vitrail.weights.load import load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+NAME = "filters"
+TITLE = "E holds a basis of patches"
+NOTE = '002 "What does the E matrix do?"'
+CLAIM = (
+    "Each column of E is a filter. The principal components of the columns resemble plausible basis "
+    "functions for a low-dimensional representation of the fine structure within each patch."
+)
+ACCEPTS = "a trained model, as every command takes it"
+
+_FRACTION, _MOST = 0.25, 28  # of the components that are shown and measured; the paper shows 28
+_RANDOM = {"full": 200, "small": 20}  # sets of random filters
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    """`data` is a model; by default the package's sample model, which is small and trained on MNIST."""
+    model = (sample_model() if data is None else load(data)).model
+    name = "the sample model" if data is None else printable(Path(data).name)
+    weight = model.get_parameter("tokens.proj.weight")
+    count = component_count(weight[0].numel())
+    trained = filters.compute(model)
+    random = [_random_filters(model, seed) for seed in range(_RANDOM[size])]
+    numbers: dict[str, Any] = {
+        "model": name,
+        "filters": len(weight),
+        "pixels": weight[0].numel(),
+        "components": count,
+        "smoothness": smoothness(trained, count),
+        "random smoothness": [smoothness(one, count) for one in random],
+        "needed": trained.needed,
+        "random needed": [one.needed for one in random],
+    }
+    return LabResult(
+        number=numbers["smoothness"],
+        unit=f"correlation of neighboring pixels in the first {count} principal components of E "
+        f"(random filters {fmean(numbers['random smoothness']):.2f})",
+        n=numbers["filters"],
+        sentence=summarize(numbers, model),
+        figure=draw([random[0].components, trained.components], numbers),
+        numbers=numbers,
+    )
+
+
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """The components must be smooth and few, compared with those of random filters."""
+    count = numbers["components"]
+    smooth, random = numbers["smoothness"], numbers["random smoothness"]
+    needed, random_needed = numbers["needed"], numbers["random needed"]
+    few = is_outside(needed, random_needed)
+    return decide(
+        [
+            Statement(
+                f"the first {count} components resemble basis functions: neighboring pixels correlate",
+                is_outside(smooth, random),
+                f"{smooth:.2f}, random filters {_format_range(random, '.2f')}",
+            ),
+            Statement(
+                "their representation is low-dimensional: few components explain 90 % of the variance",
+                None if few is None else not few,
+                f"{needed} of {numbers['pixels']}, random filters {_format_range(random_needed, '.0f')}",
+            ),
+        ]
+    )
+
+
+def is_outside(value: float, random: Sequence[float]) -> bool | None:
+    """Whether a value is above the central 95 % of random ones; False if below, None if among them."""
+    low, high = np.quantile(random, [0.025, 0.975])
+    return None if low <= value <= high else bool(value > high)
+
+
+def _format_range(random: Sequence[float], form: str) -> str:
+    low, high = np.quantile(random, [0.025, 0.975])
+    return f"{low:{form}} to {high:{form}}"
+
+
+def component_count(pixels: int) -> int:
+    """How many components are measured: a quarter of them, and at most the paper's 28."""
+    return max(1, min(_MOST, round(_FRACTION * pixels)))
+
+
+def smoothness(components: filters.Filters, count: int) -> float:
+    return float(np.mean(components.smoothness[:count]))
+
+
+def _random_filters(model: ViT, seed: int) -> filters.Filters:
+    """The components of as many random filters of the same shape."""
+    rng = torch.Generator().manual_seed(seed)
+    weight = model.get_parameter("tokens.proj.weight")
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.copy_(torch.randn(weight.shape, generator=rng))
+        return filters.compute(model)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+# ---- summary and figure ---------------------------------------------------------------------
+
+
+def summarize(numbers: Mapping[str, Any], model: ViT) -> str:
+    height, width = model.config.patch_pixels
+    return (
+        f"{numbers['model']}: {numbers['filters']} filters of {height} x {width} pixels and "
+        f"{model.config.channels} channel{'s' * (model.config.channels > 1)}. In the first "
+        f"{numbers['components']} of their {numbers['pixels']} principal components, neighboring pixels "
+        f"correlate by {numbers['smoothness']:.2f}, in those of {len(numbers['random smoothness'])} sets of "
+        f"random filters by {fmean(numbers['random smoothness']):.2f}. To explain 90 % of the variance takes "
+        f"{numbers['needed']} components, for random filters {fmean(numbers['random needed']):.0f}."
+    )
+
+
+@styled
+def draw(shown: Sequence[NDArray[np.float32]], numbers: Mapping[str, Any]) -> Figure:
+    """The first components of random filters and of the model, and how smooth they are."""
+    figure = new_figure(8.4, 3.0)
+    parts: Any = figure.subfigures(1, 2, width_ratios=[1.7, 1])
+    left, right = parts
+    axes = left.subplots(2, 8)
+    for row, (title, components) in enumerate(zip(("random", "trained"), shown, strict=True)):
+        tiles = components[:8].mean(axis=1)  # over the channels
+        limit = float(np.abs(tiles).max())
+        for axis, tile in zip(axes[row], tiles, strict=False):
+            axis.imshow(tile, cmap=DIVERGING, vmin=-limit, vmax=limit)
+        for axis in axes[row]:
+            axis.set(xticks=[], yticks=[])
+        axes[row, 0].set_ylabel(title)
+    left.suptitle("first principal components of E", fontsize=9)
+    axis = right.subplots()
+    axis.hist(numbers["random smoothness"], bins=20, color=FAINT, label="random filters")
+    axis.axvline(numbers["smoothness"], color=LINES[0], label="trained")
+    axis.set(xlabel=f"correlation of neighboring pixels, {numbers['components']} components", yticks=[])
+    axis.legend(fontsize=7.5)
+    return figure

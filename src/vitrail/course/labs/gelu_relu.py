@@ -1,0 +1,195 @@
+"""Lab `gelu-relu`: GELU and ReLU trained, in a ViT and in an MLP that fits a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.course.labs.datasets import describe_dataset, load_dataset, plain_settings
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.training_loop import train_model
+from vitrail.course.labs.verdict import (
+    Statement,
+    Verdict,
+    decide,
+    format_interval,
+    format_points,
+    gain,
+    is_above,
+)
+from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.study import Difference, draw_arm, study
+from vitrail.experiment.trial import ProcessPool
+from vitrail.inspect.canvas import LINES, new_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitrail.experiment.study import Study
+
+NAME = "gelu-relu"
+TITLE = "GELU trains better than ReLU"
+NOTE = '001 "Intermediate", 003 "Feed forward"'
+CLAIM = (
+    "Not being monotonic, convex or linear above zero, GELU approximates complicated functions more easily "
+    "than ReLU; being smooth, it is easier to optimize by gradients."
+)
+ACCEPTS = "labeled images"
+
+GELU, RELU = "GELU", "ReLU"
+ARMS: dict[str, dict[str, Any]] = {GELU: {}, RELU: {"model": {"activation": "relu"}}}
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {GELU: nn.GELU, RELU: nn.ReLU}
+_POINTS, _HIDDEN = 512, 64
+
+
+def _sines(x: Tensor) -> Tensor:
+    return (3 * x).sin() + (7 * x + 1).sin() + 0.5 * (15 * x).sin()
+
+
+def _zigzag(x: Tensor) -> Tensor:
+    """The triangle wave of about the same frequencies: made of straight lines, as ReLU is."""
+    return sum(weight * 2 / math.pi * (rate * x).sin().asin() for rate, weight in ((3, 1), (7, 1), (15, 0.5)))  # type: ignore[return-value]
+
+
+TARGETS = {"sines": _sines, "zigzags": _zigzag}
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    full = size == "full"
+    images = load_dataset(data) if full else load_dataset(data, 128, 64)
+    epochs = 16 if full else 1
+    model = {"width": 48, "depth": 2, "heads": 4} if full else {"width": 16, "depth": 1, "heads": 2}
+    with TemporaryDirectory(prefix="runs-", dir=out) as runs:
+        result = study(
+            images,
+            arms=ARMS,
+            out=runs,
+            seeds=6 if full else 2,
+            lrs=[1e-3, 3e-3, 1e-2, 3e-2] if full else [3e-3],
+            processes=process_count(size),
+            batch=64,
+            **plain_settings(images, epochs, **model),
+        )
+    fits, fit_lrs = _fit_functions(size)
+    difference = result.compare(GELU, RELU)
+    return LabResult(
+        number=100 * difference.mean,
+        unit="percentage points of accuracy, a ViT with GELU minus one with ReLU",
+        n=difference.n,
+        sentence=summarize(result, fits, describe_dataset(images), epochs),
+        figure=draw(result, fits),
+        interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
+        numbers={
+            "accuracy": {
+                name: {"mean": arm.mean, "interval": arm.interval, "lr": arm.lr, "scores": arm.scores}
+                for name, arm in result.arms.items()
+            },
+            "error of the fitted function": fits,
+            "lrs of the fits": fit_lrs,
+            "images": len(images.train),
+            "held out": len(images.eval_split),
+        },
+        warnings=result.notes,
+    )
+
+
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """GELU must give a better ViT, and fit functions better."""
+    accuracy = numbers["accuracy"]
+    difference = Difference.of(accuracy[GELU]["scores"], accuracy[RELU]["scores"], numbers["held out"])
+    statements = [gain("a ViT with GELU is more accurate than one with ReLU", difference)]
+    for target, errors in numbers["error of the fitted function"].items():
+        logs = log_ratios(errors)
+        bounds = confidence_interval(logs)
+        ratio = format_interval(fmean(logs), bounds, "+.2f")
+        evidence = f"log10 of the error with ReLU over that with GELU: {ratio}"
+        text = f"an MLP with GELU fits a function of {target} with less error"
+        statements.append(Statement(text, is_above(bounds, 0), evidence))
+    return decide(statements)
+
+
+def log_ratios(errors: Mapping[str, list[float]]) -> list[float]:
+    """log10 of the error with ReLU over that with GELU, by seed."""
+    return [math.log10(relu / gelu) for gelu, relu in zip(errors[GELU], errors[RELU], strict=True)]
+
+
+# ---- fitting a function ---------------------------------------------------------------------
+
+
+def _fit_functions(size: LabSize) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
+    """For each target and activation, the error of every seed at the best learning rate."""
+    lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1], 6, 1_000) if size == "full" else ([1e-2], 2, 20)
+    fits: dict[str, dict[str, list[float]]] = {}
+    best_lrs: dict[str, dict[str, float]] = {}
+    with ProcessPool(process_count(size)) as pool:
+        for target in TARGETS:
+            tasks = [(target, name, lr, seed, steps) for name in ARMS for lr in lrs for seed in range(seeds)]
+            error_of = dict(zip(tasks, pool.map(fit_function, tasks), strict=True))
+
+            def errors(name: str, lr: float) -> list[float]:
+                return [error_of[target, name, lr, seed, steps] for seed in range(seeds)]  # noqa: B023
+
+            best_lrs[target] = {
+                name: min(lrs, key=lambda lr: fmean(map(math.log, errors(name, lr)))) for name in ARMS
+            }
+            fits[target] = {name: errors(name, best_lrs[target][name]) for name in ARMS}
+    return fits, best_lrs
+
+
+def fit_function(task: tuple[str, str, float, int, int]) -> float:
+    """The relative squared error between the training points of an MLP with one hidden layer."""
+    target, activation, lr, seed, steps = task
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(1, _HIDDEN), _ACTIVATIONS[activation](), nn.Linear(_HIDDEN, 1))
+    x = torch.linspace(-1, 1, _POINTS)[:, None]
+    y, between = TARGETS[target](x), (x[1:] + x[:-1]) / 2
+    train_model(model, lambda: (model(x) - y).square().mean(), steps, lr)
+    expected = TARGETS[target](between)
+    with torch.no_grad():
+        return ((model(between) - expected).square().mean() / expected.var()).item()
+
+
+# ---- summary and figure ---------------------------------------------------------------------
+
+
+def summarize(result: Study, fits: Mapping[str, Mapping[str, list[float]]], data: str, epochs: int) -> str:
+    gelu, relu = result.arms[GELU], result.arms[RELU]
+    errors = "; ".join(
+        f"{target} {math.exp(fmean(map(math.log, one[GELU]))):.1e} with GELU and "
+        f"{math.exp(fmean(map(math.log, one[RELU]))):.1e} with ReLU"
+        for target, one in fits.items()
+    )
+    return (
+        f"On {data} ({epochs} epoch{'s' * (epochs > 1)}, {gelu.n} seeds, each arm at its own best learning "
+        f"rate), accuracy is {gelu.mean:.1%} with GELU at {gelu.lr:g} and {relu.mean:.1%} with ReLU at "
+        f"{relu.lr:g}: {format_points(result.compare(GELU, RELU))}. An MLP with {_HIDDEN} hidden units, each "
+        f"at its best learning rate, fits functions of one variable with a relative squared error of "
+        f"(geometric mean over {len(next(iter(fits.values()))[GELU])} seeds): {errors}. Zigzags are made of "
+        "straight lines, as ReLU is."
+    )
+
+
+@styled
+def draw(result: Study, fits: Mapping[str, Mapping[str, list[float]]]) -> Figure:
+    figure = new_figure(7.6, 2.8)
+    left, right = figure.subplots(1, 2)
+    for n, arm in enumerate(result.arms.values()):
+        draw_arm(left, n, arm, LINES[n])
+    left.set(yticks=range(len(ARMS)), yticklabels=list(ARMS), xlabel="held-out accuracy", ylim=(1.5, -0.5))
+    left.set_title(f"ViT, {len(result.seeds)} seeds, 95 % confidence interval", loc="left")
+    rows = [(target, name) for target in fits for name in ARMS]
+    for row, (target, name) in enumerate(rows):
+        values, color = fits[target][name], LINES[list(ARMS).index(name)]
+        right.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=5)
+        mean = math.exp(fmean(map(math.log, values)))
+        right.plot([mean], [row], "|", color=color, markersize=14, markeredgewidth=2)
+    right.set(yticks=range(len(rows)), yticklabels=[f"{target}, {name}" for target, name in rows])
+    right.set(xscale="log", xlabel="relative squared error of an MLP", ylim=(len(rows) - 0.5, -0.5))
+    return figure

@@ -1,0 +1,299 @@
+"""Lab `recurrent`: a Transformer and a recurrent network of the same size, by time and by loss.
+
+Both are language models of characters: the causal decoder of note 003, and an LSTM with as many parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, linear_regression, median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.course.labs.lab import LabResult, LabSize, process_count
+from vitrail.course.labs.text import next_character_batch, read_text
+from vitrail.course.labs.training_loop import train_model
+from vitrail.course.labs.verdict import Statement, Verdict, decide, format_interval, is_above
+from vitrail.experiment.interval import confidence_interval
+from vitrail.experiment.study import edge_note
+from vitrail.experiment.trial import map_in_processes
+from vitrail.inspect.canvas import LINES, new_figure, styled
+from vitrail.model import Decoder, DecoderConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NAME = "recurrent"
+TITLE = "faster than a recurrent net"
+NOTE = '002 "Recap: Transformer"; 003 "But what even are transformers?"'
+CLAIM = "A Transformer trains faster than a recurrent network, because it computes all tokens in parallel."
+ACCEPTS = "a text file"
+
+TRANSFORMER, LSTM = "Transformer", "LSTM"
+_BATCH, _VOCABULARY = 16, 128
+_PARALLEL = 0.5  # slope of log time over log length below which a model computes tokens in parallel
+
+
+class RecurrentModel(nn.Module):
+    """An LSTM language model: token ids (B, T) to logits (B, T, V)."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, depth, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(tokens))[0])
+
+
+def build_models(width: int, depth: int, length: int, vocabulary: int) -> dict[str, Callable[[], nn.Module]]:
+    """Both models, with about as many parameters: 12 width^2 per block, and 8 per layer of the LSTM."""
+    config = DecoderConfig(vocabulary=vocabulary, width=width, depth=depth, heads=4, length=length)
+    wide = round(width * math.sqrt(12 / 8) / 8) * 8
+    return {
+        TRANSFORMER: lambda: Decoder(config),
+        LSTM: lambda: RecurrentModel(vocabulary, wide, depth),
+    }
+
+
+def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
+    full = size == "full"
+    width, depth = (64, 2) if full else (32, 1)
+    lengths, repeats = ([32, 64, 128, 256, 512], 10) if full else ([16, 32], 3)
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    models = build_models(width, depth, lengths[-1], _VOCABULARY)
+    seconds = {
+        device: {name: measure_steps(build, lengths, repeats, device) for name, build in models.items()}
+        for device in devices
+    }
+    losses, lrs, tried = _compare_losses(size, data)
+    device = devices[-1]
+    ratios = time_ratios(seconds[device], str(lengths[-1]))
+    numbers = {
+        "seconds per step": seconds,
+        "device": device,
+        "batch": _BATCH,
+        "parameters": {n: sum(p.numel() for p in build().parameters()) for n, build in models.items()},
+        "nats per character": losses,
+        "lrs": lrs,
+    }
+    return LabResult(
+        number=math.exp(fmean(map(math.log, ratios))),
+        unit=f"times as long takes a training step of the LSTM with {lengths[-1]} tokens ({device})",
+        n=repeats,
+        sentence=summarize(numbers),
+        figure=draw(numbers),
+        interval=_exp(confidence_interval([math.log(ratio) for ratio in ratios])),
+        numbers=numbers,
+        warnings=[note for name, lr in lrs.items() if (note := edge_note(f"the {name}", lr, tried))],
+    )
+
+
+def _exp(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+    return bounds and (math.exp(bounds[0]), math.exp(bounds[1]))
+
+
+def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
+    """Steps must be faster, their time must not grow with the length, and as many must teach as much."""
+    device = numbers["device"]
+    seconds = numbers["seconds per step"][device]
+    longest = list(seconds[TRANSFORMER])[-1]
+    logs = [math.log(ratio) for ratio in time_ratios(seconds, longest)]
+    slopes = {name: length_slopes(by_length) for name, by_length in seconds.items()}
+    where = f"on the {'GPU' if device == 'cuda' else 'CPU, one thread'}"
+    transformer, lstm = (numbers["nats per character"][name] for name in (TRANSFORMER, LSTM))
+    gained = [b - a for a, b in zip(transformer, lstm, strict=True)]
+    flat = is_above(confidence_interval(slopes[TRANSFORMER]), _PARALLEL)
+    return decide(
+        [
+            Statement(
+                f"a training step with {longest} tokens is faster {where}",
+                is_above(confidence_interval(logs), 0),
+                f"the LSTM takes {math.exp(fmean(logs)):.2f} times as long, log "
+                f"{format_interval(fmean(logs), confidence_interval(logs), '+.2f')}",
+            ),
+            Statement(
+                f"the Transformer computes tokens in parallel {where}",
+                None if flat is None else not flat,
+                f"time grows as length to the power {_format(slopes[TRANSFORMER])}, threshold {_PARALLEL:g}",
+            ),
+            Statement(
+                "the LSTM does not",
+                is_above(confidence_interval(slopes[LSTM]), _PARALLEL),
+                f"power {_format(slopes[LSTM])}",
+            ),
+            Statement(
+                "the loss of the Transformer is lower after as many steps",
+                is_above(confidence_interval(gained), 0),
+                f"{_format(gained)} nats per character",
+            ),
+        ]
+    )
+
+
+def _format(values: Sequence[float]) -> str:
+    return format_interval(fmean(values), confidence_interval(values), "+.2f")
+
+
+# ---- time -----------------------------------------------------------------------------------
+
+
+def measure_steps(
+    build: Callable[[], nn.Module], lengths: Sequence[int], repeats: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds of a forward and backward pass, by length; they take turns, so that a slow moment hits all."""
+    torch.manual_seed(0)
+    model = build().to(device)
+    tokens = torch.randint(_VOCABULARY, (_BATCH, lengths[-1]), device=device)
+    seconds: dict[str, list[float]] = {str(length): [] for length in lengths}
+    for n in range(repeats + 2):  # the first two warm up
+        for length in lengths:
+            taken = _time_step(model, tokens[:, :length], device)
+            if n >= 2:
+                seconds[str(length)].append(taken)
+    return seconds
+
+
+def _time_step(model: nn.Module, tokens: Tensor, device: str) -> float:
+    def synchronize() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    synchronize()
+    start = time.perf_counter()
+    logits = model(tokens)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def time_ratios(seconds: Mapping[str, Mapping[str, list[float]]], length: str) -> list[float]:
+    """The time of the LSTM over that of the Transformer, by repetition."""
+    return [b / a for a, b in zip(seconds[TRANSFORMER][length], seconds[LSTM][length], strict=True)]
+
+
+def length_slopes(by_length: Mapping[str, list[float]]) -> list[float]:
+    """The slope of log time over log length, by repetition: 0 if time does not depend on the length."""
+    lengths = [math.log(int(length)) for length in by_length]
+    return [
+        linear_regression(lengths, [math.log(value) for value in values]).slope
+        for values in zip(*by_length.values(), strict=True)
+    ]
+
+
+# ---- loss -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _LossTask:
+    """A language model to train."""
+
+    model: str
+    lr: float
+    seed: int
+    train: Tensor
+    held_out: Tensor
+    vocabulary: int
+    size: LabSize
+
+
+def _compare_losses(
+    size: LabSize, data: str | Path | None
+) -> tuple[dict[str, list[float]], dict[str, float], list[float]]:
+    """Nats per held-out character of both models, each at its own best learning rate."""
+    text = read_text(data)
+    lrs, seeds = ([1e-3, 3e-3, 1e-2, 3e-2], 3) if size == "full" else ([3e-3], 2)
+
+    def losses(keys: Sequence[tuple[str, float, int]]) -> dict[tuple[str, float, int], float]:
+        tasks = [
+            _LossTask(*key, text.train, text.eval_split[:50_000], len(text.vocabulary), size) for key in keys
+        ]
+        return dict(zip(keys, map_in_processes(_train_model, tasks, process_count(size)), strict=True))
+
+    names = (TRANSFORMER, LSTM)
+    sweep = losses([(name, lr, 0) for name in names for lr in lrs])
+    best = {name: min((sweep[name, lr, 0], lr) for lr in lrs)[1] for name in names}
+    runs = sweep | losses([(name, best[name], seed) for name in names for seed in range(1, seeds)])
+    return {name: [runs[name, best[name], seed] for seed in range(seeds)] for name in names}, best, lrs
+
+
+def _train_model(task: _LossTask) -> float:
+    width, depth, length, steps = (16, 1, 8, 5) if task.size == "small" else (64, 2, 32, 400)
+    torch.manual_seed(task.seed)
+    model = build_models(width, depth, length, task.vocabulary)[task.model]()
+
+    def batch_loss() -> Tensor:
+        starts = torch.randint(len(task.train) - length, (32,))
+        x, y = next_character_batch(task.train, starts, length)
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    train_model(model, batch_loss, steps, task.lr)
+    x, y = next_character_batch(task.held_out, torch.arange(0, len(task.held_out) - length, length), length)
+    with torch.no_grad():
+        parts = zip(x.split(128), y.split(128), strict=True)
+        sums = [
+            F.cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum").item() for a, b in parts
+        ]
+    return sum(sums) / y.numel()
+
+
+# ---- summary and figure ---------------------------------------------------------------------
+
+
+def summarize(numbers: Mapping[str, Any]) -> str:
+    texts = []
+    for device, seconds in numbers["seconds per step"].items():
+        shortest, *_, longest = seconds[TRANSFORMER]
+        times = "; ".join(
+            f"{name} {1000 * median(by_length[shortest]):.1f} ms with {shortest} tokens and "
+            f"{1000 * median(by_length[longest]):.1f} with {longest}"
+            for name, by_length in seconds.items()
+        )
+        texts.append(f"on {'a GPU' if device == 'cuda' else 'one thread of a CPU'}, {times}")
+    losses = numbers["nats per character"]
+    counts = numbers["parameters"]
+    return (
+        f"A forward and backward pass of {numbers['batch']} sequences takes, with {counts[TRANSFORMER]:,} "
+        f"parameters (LSTM {counts[LSTM]:,}): {'; '.join(texts)} (medians). Trained on characters, smaller "
+        f"models of both kinds have after as many steps {fmean(losses[TRANSFORMER]):.2f} (Transformer) and "
+        f"{fmean(losses[LSTM]):.2f} nats per held-out character (LSTM), each at its own best learning rate. "
+        "To write text, both compute one token after the other."
+    )
+
+
+@styled
+def draw(numbers: Mapping[str, Any]) -> Figure:
+    devices = numbers["seconds per step"]
+    figure = new_figure(3.6 * (1 + len(devices)), 2.8)
+    axes = figure.subplots(1, 1 + len(devices))
+    for axis, (device, seconds) in zip(axes, devices.items(), strict=False):
+        for n, (name, by_length) in enumerate(seconds.items()):
+            lengths = [int(length) for length in by_length]
+            axis.plot(
+                lengths,
+                [1000 * median(values) for values in by_length.values()],
+                "o-",
+                color=LINES[n],
+                label=name,
+                markersize=4,
+            )
+        axis.set(xscale="log", yscale="log", xlabel="tokens in a sequence", ylabel="milliseconds per step")
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
+        axis.set_title("GPU" if device == "cuda" else "CPU, one thread", loc="left")
+        axis.legend(fontsize=7.5)
+    for n, values in enumerate(numbers["nats per character"].values()):
+        axes[-1].plot(values, [n] * len(values), "o", color=LINES[n], alpha=0.4, markersize=5)
+        axes[-1].plot([fmean(values)], [n], "|", color=LINES[n], markersize=14, markeredgewidth=2)
+    axes[-1].set(yticks=[0, 1], yticklabels=list(numbers["nats per character"]), ylim=(1.5, -0.5))
+    axes[-1].set(xlabel="nats per held-out character")
+    axes[-1].set_title("after as many steps", loc="left")
+    return figure

@@ -1,0 +1,144 @@
+"""Verdicts on claims: one rule for all labs.
+
+A claim consists of statements. A measured statement is true, or not true, only if its whole 95 % confidence
+interval lies on one side of the threshold; if the interval contains the threshold, it is not clear here. Each
+verdict prints measurement, interval and threshold; without one, the threshold is 0. A small run, with
+`--small`, gives no verdict: nothing is learned in a few steps, and that says nothing about a claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vitrail.experiment.study import Difference
+
+VerdictWord = Literal["holds", "partly", "does not hold", "not clear here", "too small to judge"]
+Interval = tuple[float, float]
+
+
+def format_verdict(word: str, condition: str) -> str:
+    """A verdict as text."""
+    return f"{word}: {condition}" if condition else word
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds, and why."""
+
+    word: VerdictWord
+    condition: str = ""
+    """The statements of the claim with their measurements, and the conditions under which they hold."""
+
+    def __str__(self) -> str:
+        return format_verdict(self.word, self.condition)
+
+
+TOO_SMALL = Verdict("too small to judge", "run the lab without --small")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement of a claim, and whether the measurements show it to be true."""
+
+    text: str
+    true: bool | None
+    """None if it is not clear here."""
+    evidence: str
+    """The measurement, with its interval and threshold."""
+    condition: str = ""
+    """What the claim does not say and must hold for the statement to be true."""
+
+    def __str__(self) -> str:
+        condition = f", if {self.condition}" if self.condition and self.true else ""
+        return f"{self.text}{condition} ({self.evidence})"
+
+
+def decide(statements: Sequence[Statement]) -> Verdict:
+    """The verdict on a claim that makes these statements.
+
+    It holds if all are true without a condition, and does not hold if none is. It holds partly if some are
+    true, or only under a condition. If none is true and one of them is not clear, neither is the claim.
+    """
+    groups = {
+        "true": [str(statement) for statement in statements if statement.true],
+        "not true": [str(statement) for statement in statements if statement.true is False],
+        "not clear": [str(statement) for statement in statements if statement.true is None],
+    }
+    word: VerdictWord = "partly"
+    if not groups["true"]:
+        word = "not clear here" if groups["not clear"] else "does not hold"
+    elif len(groups["true"]) == len(statements) and not any(each.condition for each in statements):
+        word = "holds"
+    texts = [(name, "; ".join(group)) for name, group in groups.items() if group]
+    if len(texts) == 1:
+        return Verdict(word, texts[0][1])
+    return Verdict(word, ". ".join(f"{name.capitalize()}: {text}" for name, text in texts))
+
+
+# ---- statements -----------------------------------------------------------------------------
+
+
+def fact(text: str, true: bool, evidence: str, condition: str = "") -> Statement:
+    """A statement that is computed and not estimated, so that it has no interval."""
+    return Statement(text, true, evidence, condition)
+
+
+def gain(text: str, difference: Difference, threshold: float = 0.0, condition: str = "") -> Statement:
+    """The statement that a difference of accuracies is above a threshold, given as a fraction."""
+    evidence = format_points(difference)
+    if threshold:
+        evidence += f", threshold {100 * threshold:g}"
+    return Statement(text, is_above(difference.interval, threshold), evidence, condition)
+
+
+def equal_within(text: str, difference: Difference, margin: float, expected: float = 0.0) -> Statement:
+    """The statement that a difference of accuracies is as expected, to within a margin, as fractions.
+
+    True if the whole interval is within the margin, and not true if it is outside.
+    """
+    low, high, true = expected - margin, expected + margin, None
+    if difference.interval is not None and low < difference.interval[0] and difference.interval[1] < high:
+        true = True
+    elif difference.interval is not None and (difference.interval[0] > high or difference.interval[1] < low):
+        true = False
+    return Statement(text, true, f"{format_points(difference)}, equal from {100 * low:g} to {100 * high:g}")
+
+
+def reaches(
+    text: str, mean: float, interval: Interval | None, threshold: float, condition: str = ""
+) -> Statement:
+    """The statement that a fraction is above a threshold."""
+    evidence = f"{format_fraction(mean, interval)}, threshold {100 * threshold:g} %"
+    return Statement(text, is_above(interval, threshold), evidence, condition)
+
+
+def is_above(interval: Interval | None, threshold: float) -> bool | None:
+    """Whether a measurement is above a threshold; None if its interval contains it, or it has none."""
+    if interval is None or interval[0] <= threshold <= interval[1]:
+        return None
+    return interval[0] > threshold
+
+
+def format_points(difference: Difference) -> str:
+    """A difference of accuracies in percentage points: "+20.0 [+13.1, +26.9] points"."""
+    text = f"{100 * difference.mean:+.1f}"
+    if difference.interval is not None:
+        text += " [{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in difference.interval))
+    return f"{text} points"
+
+
+def format_fraction(mean: float, interval: Interval | None) -> str:
+    """A fraction in percent: "89.7 [83.0, 93.9] %"."""
+    text = f"{100 * mean:.1f}"
+    if interval is not None:
+        text += " [{:.1f}, {:.1f}]".format(*(100 * bound for bound in interval))
+    return f"{text} %"
+
+
+def format_interval(mean: float, interval: Interval | None, form: str = ".2g") -> str:
+    """Any measurement with its interval."""
+    if interval is None:
+        return f"{mean:{form}}"
+    return f"{mean:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"

@@ -78,6 +78,12 @@ def write_arrays(file, count=80, held_out=30):
     return file
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The path of a small data set of arrays, with a validation set."""
+    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
+
+
 def write_folder(folder, each=22):
     """JPEG and PNG files in three classes, of several sizes and modes."""
     rng = np.random.default_rng(1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.tiny_runs import RecordingCallback, fingerprints, one_thread, train, write_arrays
+from tests.support.tiny_runs import RecordingCallback, fingerprints, train, write_arrays
 from vitrail.config import ViTConfig
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
@@ -16,8 +16,6 @@ from vitrail.training.batch_size import choose_batch, fitting_batch, largest_pow
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
-
-__all__ = ["one_thread"]
 
 CPU = choose_device("fp32")
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8)

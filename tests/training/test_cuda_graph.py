@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.tiny_runs import one_thread, write_arrays
+from tests.support.tiny_runs import write_arrays
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
@@ -15,8 +15,6 @@ from vitrail.recipes.settings import TrainConfig
 from vitrail.training.precision import choose_device
 from vitrail.training.step_mode import StepMode
 from vitrail.training.trainer import Trainer
-
-__all__ = ["one_thread"]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 

@@ -15,10 +15,8 @@ from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,
     fingerprints,
-    one_thread,
     stopped_and_resumed,
     train,
-    write_arrays,
 )
 from vitrail.data.loader import Reader
 from vitrail.data.sources import Split, open_dataset
@@ -32,16 +30,9 @@ from vitrail.training.precision import choose_device
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 
-__all__ = ["one_thread"]
-
 TINY = dict(width=16, depth=1, heads=2, patch=4, size=8, channels=1, classes=3)
 OTHER = Preprocess(size=12, mean=(0.2,), std=(0.7,), scale=1 / 128)
 CPU = choose_device("fp32")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def build_teacher(seed=5, labels=("0", "1", "2"), preprocess=OTHER, **config):

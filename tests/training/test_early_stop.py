@@ -10,7 +10,6 @@ from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
@@ -21,14 +20,7 @@ from vitrail.errors import ConfigError
 from vitrail.training.early_stop import early_stop
 from vitrail.training.precision import choose_device
 
-__all__ = ["one_thread"]
-
 FLAT = {**SETTINGS, "epochs": 9, "lr": 1e-9, "ema": None}  # the accuracy hardly changes
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def history(*scores):

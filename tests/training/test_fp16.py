@@ -10,11 +10,9 @@ import torch
 from tests.support.tiny_runs import (
     SETTINGS,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
-    write_arrays,
 )
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
@@ -28,8 +26,6 @@ from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
-
-__all__ = ["one_thread"]
 
 CONFIG = ViTConfig(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)
 SCALED = ComputeDevice(torch.device("cpu"), torch.float16, "scaled")  # no autocast: fp32 with loss scaling
@@ -48,11 +44,6 @@ class HalfOnCpu(ComputeDevice):
     def autocast(self):
         with torch.autocast("cpu", torch.float16):
             yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.fixture

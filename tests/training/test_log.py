@@ -11,10 +11,8 @@ from tests.support.tiny_runs import (
     Signals,
     file_hashes,
     fingerprints,
-    one_thread,
     rows,
     train,
-    write_arrays,
     write_folder,
 )
 from vitrail.data.sources import open_dataset
@@ -23,14 +21,7 @@ from vitrail.training.callbacks import NullCallback, Progress, epoch_line
 from vitrail.training.log import LogFile
 from vitrail.training.trainer import Interrupted
 
-__all__ = ["one_thread"]
-
 HOW = {**SETTINGS, "epochs": 2}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def lines(out):

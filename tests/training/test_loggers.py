@@ -16,20 +16,11 @@ from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
-    write_arrays,
 )
 from vitrail.cli import app
-
-__all__ = ["one_thread"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,9 @@ from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
-    write_arrays,
 )
 from vitrail.cli import app
 from vitrail.errors import ConfigError, InputError
@@ -24,14 +22,7 @@ from vitrail.training.callbacks import NullCallback
 from vitrail.training.dry_run import dry_run
 from vitrail.training.minutes import Pace, choose_epochs
 
-__all__ = ["one_thread"]
-
 PACE = Pace(first_step=5, step=0.1, evaluation=2, closing=9)  # 100 steps: 12 s for an epoch, 14 s besides
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,12 @@ import pytest
 
 import vitrail as vt
 from tests.support.notebooks import execute
-from tests.support.tiny_runs import write_arrays
 from vitrail.summary import html_table
 from vitrail.training.callbacks import NullCallback, Progress
 from vitrail.training.notebook import NotebookCallback, in_notebook
 
 HOW = dict(batch=16, model=dict(width=16, depth=1, heads=2, patch=4), report=False)
 TRAIN = "run = vt.train({data!r}, out={out!r}, epochs={epochs}, **HOW)"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.fixture(scope="module")

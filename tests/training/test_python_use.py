@@ -6,11 +6,9 @@ import torch
 from typer.testing import CliRunner
 
 import vitrail as vt
-from tests.support.tiny_runs import Signals, one_thread, train, write_arrays
+from tests.support.tiny_runs import Signals, train, write_arrays
 from vitrail.cli import app
 from vitrail.training.trainer import Interrupted
-
-__all__ = ["one_thread"]
 
 HOW = dict(batch=16, epochs=1, model=dict(width=16, depth=1, heads=2, patch=4))
 

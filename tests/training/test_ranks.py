@@ -13,7 +13,6 @@ from tests.support.tiny_runs import (
     SETTINGS,
     STOPS,
     fingerprints,
-    one_thread,
     partial_and_distilled,
     partial_files,
     results,
@@ -24,8 +23,6 @@ from tests.support.tiny_runs import (
     write_folder,
 )
 from tests.support.tiny_runs import __file__ as program
-
-__all__ = ["one_thread"]
 
 pytestmark = pytest.mark.slow  # two minutes of two processes
 

@@ -14,7 +14,6 @@ from tests.support.tiny_runs import (
     Signals,
     file_hashes,
     fingerprints,
-    one_thread,
     partial_files,
     rows,
     stopped_and_resumed,
@@ -25,8 +24,6 @@ from tests.support.tiny_runs import (
 from tests.support.tiny_runs import __file__ as program
 from vitrail.errors import ConfigError, FileError
 from vitrail.training.trainer import Interrupted
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from tests.support.tiny_runs import (
     Signals,
     file_hashes,
     fingerprints,
-    one_thread,
     rows,
     train,
     write_arrays,
@@ -24,8 +23,6 @@ from vitrail.errors import ConfigError, FileError, InputError
 from vitrail.training.optim import lr_at
 from vitrail.training.saved_run import read_saved_run
 from vitrail.training.trainer import Interrupted
-
-__all__ = ["one_thread"]
 
 HOW = {**SETTINGS, "epochs": 2}
 

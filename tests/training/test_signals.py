@@ -15,22 +15,13 @@ from tests.support.tiny_runs import (
     Signals,
     file_hashes,
     fingerprints,
-    one_thread,
     partial_files,
     rows,
     train,
-    write_arrays,
     write_folder,
 )
 from vitrail.training import checkpoint as files
 from vitrail.training.trainer import Interrupted
-
-__all__ = ["one_thread"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def start(data, out, *more):

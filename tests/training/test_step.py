@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.tiny_runs import SETTINGS, RecordingCallback, fingerprints, one_thread, train, write_arrays
+from tests.support.tiny_runs import SETTINGS, RecordingCallback, fingerprints, train
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
@@ -22,14 +22,7 @@ from vitrail.training.precision import choose_device, seed_generators
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
 
-__all__ = ["one_thread"]
-
 CONFIG = ViTConfig(width=16, depth=3, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def build_trainer(data, **settings):

@@ -14,7 +14,6 @@ from tests.support.tiny_runs import (
     Signals,
     fingerprints,
     train,
-    write_arrays,
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
@@ -25,11 +24,6 @@ from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.threads import CpuWait, choose_threads
 from vitrail.training.trainer import Interrupted, Trainer
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.fixture(autouse=True)

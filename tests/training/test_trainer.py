@@ -15,7 +15,6 @@ from tests.support.tiny_runs import (
     Signals,
     file_hashes,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
@@ -36,14 +35,7 @@ from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
-__all__ = ["one_thread"]
-
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 def build_trainer(data, model=None, **settings):

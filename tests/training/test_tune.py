@@ -10,12 +10,10 @@ from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,
     fingerprints,
-    one_thread,
     rows,
     stopped_and_resumed,
     train,
     without_dropout,
-    write_arrays,
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
@@ -28,15 +26,8 @@ from vitrail.training.optim import parameter_groups
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
-__all__ = ["one_thread"]
-
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
 LORA = TrainConfig(tune="lora", lora_rank=3, lora_alpha=6)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_arrays(tmp_path_factory.mktemp("data") / "data.npz")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _UPDATE_SECONDS = 0.5  # between updates of the progress
 _DRAW_FRACTION = 0.1  # of the time, at most, is spent on drawing curves
 _MAX_ROWS = 20  # of the table; of more epochs, the last ones are shown
-_COLUMNS = ("epoch", "training loss", "accuracy", "held-out loss", "accuracy", "time")
+_COLUMNS = ("epoch", "training loss", "training accuracy", "held-out loss", "held-out accuracy", "time")
 
 
 def in_notebook() -> bool:

@@ -17,6 +17,7 @@ SWITCHES = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # huggingface_hub, and with it hf_xet, transformers and timm
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",  # reports of its own errors
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 

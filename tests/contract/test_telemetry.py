@@ -289,11 +289,12 @@ def test_one_place_imports_onnxruntime():
 
 def test_imports_of_libraries_with_telemetry():
     """A new file must call disable_telemetry first, or be called by one that does; then add it here."""
-    reporting = {"huggingface_hub", "hf_xet", "transformers", "timm", "onnxscript", "mlflow", "wandb"}
+    reporting = {"huggingface_hub", "hf_xet", "transformers", "timm", "onnxscript", "mlflow", "wandb", "ray"}
     families = {
         f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
     }  # called by convert.compare
     own = {"src/vitrail/export/onnx.py", "src/vitrail/weights/hub.py", "src/vitrail/training/loggers.py"}
+    own.add("src/vitrail/predict/ray_engine.py")
     assert set(importers("src", reporting)) == own | families
     assert set(importers("bench", reporting)) == {"bench/peers.py"}
 

@@ -9,6 +9,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.outputs import check_new_files
+from vitrail.cli.parts import EngineOption, Part, PartSize, parse_parts, run_parts
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
@@ -22,13 +23,21 @@ def embed(
     ],
     images: Annotated[list[str], typer.Argument(help="Images, or folders of images.")],
     out: Annotated[
-        Path,
+        str,
         typer.Option(
             "--out",
             "-o",
-            help="The new index: a .safetensors file, or a .npy file with a .json of the names beside it.",
+            help="The new index: a .safetensors file, or a .npy file with a .json of the names beside it; "
+            "or a folder for parts, with a / at its end.",
         ),
-    ] = Path("index.safetensors"),
+    ] = "index.safetensors",
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help="Format of the parts: npy or parquet.", show_default="npy"),
+    ] = None,
+    part: Part = None,
+    part_size: PartSize = None,
+    engine: EngineOption = "local",
     batch: Annotated[
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
@@ -46,20 +55,33 @@ def embed(
 
     Embeddings have length 1. Those of a CLIP or SigLIP file can be compared with words. Images that cannot
     be read are listed and have no row; the exit code is then 1.
+
+    With a folder for --out, embeddings are written in parts, and the same command resumes after any
+    interruption: see docs/scale.md. An image that cannot be read has a row of NaN then.
     """
-    if out.suffix not in (".safetensors", ".npy"):
+    request = parse_parts(out, form or "", part, part_size, engine)
+    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
+    if request is not None:
+        from vitrail.predict.parts import PART_SIZE, PartOptions
+
+        kind = PartOptions("embed", form or "npy", 1, part_size or PART_SIZE)
+        run_parts(request, model, images, kind, how, quiet=quiet)
+        return
+    file = Path(out)
+    if file.suffix not in (".safetensors", ".npy"):
         raise InputError(
-            f"--out must name a .safetensors or .npy file, not {printable(out)}; change its ending."
+            f"--out must name a .safetensors or .npy file, or a folder for parts with a / at its end, not "
+            f"{printable(out)}."
         )
-    beside = out.with_suffix(".json") if out.suffix == ".npy" else None
-    check_new_files({"--out": out, "the names beside it": beside})
+    beside = file.with_suffix(".json") if file.suffix == ".npy" else None
+    check_new_files({"--out": file, "the names beside it": beside})
 
     from vitrail.predict import Predictor
     from vitrail.predict.index import build_index
     from vitrail.predict.sources import expand_paths
 
-    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    predictor = Predictor(model, batch=batch, workers=options.parse_workers(workers), **overrides)
+    predictor = Predictor(model, **how)
     with ProgressBars(enabled=not quiet) as bars:
         total = sum(1 for _ in expand_paths(images)) if bars.enabled else None
         index = build_index(predictor, images, model=model, progress=lambda done: bars("images", done, total))
@@ -67,7 +89,7 @@ def embed(
         print_error(f"{printable(name)}: {printable(reason)}")
     if not index.names:
         raise InputError("None of the images could be read, so there is no index; check the paths.")
-    index.save(out)
+    index.save(file)
     rows, width = index.embeddings.shape
     print(f"{rows:,} images, embeddings of {width}: {printable(out)}")
     if index.errors:

@@ -14,6 +14,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files
+from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.progress import ProgressBars
@@ -36,10 +37,24 @@ def predict(
         int | None,
         typer.Option(min=1, max=1_000_000, help="Classes to list per image.", show_default="1"),
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="Output format: table, csv or jsonl.")] = "table",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Output format: table, csv or jsonl; of a folder also parquet or npy.",
+            show_default="table; of a folder csv",
+        ),
+    ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Save the rows to this new file.", show_default="stdout")
+        str | None,
+        typer.Option(
+            help="Save the rows to this new file; or in parts to a folder, with a / at its end.",
+            show_default="stdout",
+        ),
     ] = None,
+    part: Part = None,
+    part_size: PartSize = None,
+    engine: EngineOption = "local",
     labels: options.Labels = None,
     prompts: options.Prompts = None,
     templates: options.Templates = None,
@@ -80,6 +95,9 @@ def predict(
     below the threshold are "don't know". An image that is unlike those the model was trained on is marked
     as out of distribution, if the file has statistics of their features.
 
+    With a folder for --out, rows are written in parts, and the same command resumes after any interruption:
+    see --part and docs/scale.md. DATA may then be tar shards, too.
+
     With --labels, a CLIP or SigLIP file classifies without training: each class is described by words.
     """
     inputs = [*(paths or []), *(["-"] if stdin and "-" not in (paths or []) else [])]
@@ -87,15 +105,27 @@ def predict(
         raise InputError("No images given; name files or folders, or - to read paths from stdin.")
     if "-" in inputs:
         stdin_bytes()  # fails before the model is loaded if stdin is closed
-    _check_outputs(out, embeddings, explain)
+    request = parse_parts(out, form, part, part_size, engine)
+    if request is None:
+        _check_outputs(Path(out) if out else None, embeddings, explain)
 
     from vitrail.predict import Predictor
     from vitrail.predict.embeddings import writing_rows
     from vitrail.predict.rows import format_rows
 
-    format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
+    form = form or ("table" if request is None else "csv")
+    if request is None:
+        format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     opened = options.open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
+    if request is not None:
+        from vitrail.predict.parts import PART_SIZE, PartOptions
+
+        check_alone({"--embeddings": embeddings, "--explain": explain})
+        kind = PartOptions("predict", form, top or 1, part_size or PART_SIZE)
+        how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
+        run_parts(request, opened or model, inputs, kind, how, quiet=quiet)
+        return
     predictor = Predictor(opened or model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
     if not config.classes:
@@ -107,7 +137,7 @@ def predict(
         explain.mkdir(exist_ok=True)
     count = failed = 0
     with ExitStack() as stack:
-        write = stack.enter_context(_open_rows(out))
+        write = stack.enter_context(_open_rows(Path(out) if out else None))
         add = stack.enter_context(writing_rows(embeddings, config.pooled_width)) if embeddings else None
         shows_rows = out is None and sys.stdout.isatty()
         bars = stack.enter_context(ProgressBars(enabled=not quiet and not shows_rows))

@@ -24,8 +24,8 @@ from vitrail.recipes.settings import Recipe
 from vitrail.training.metrics import Diverged
 from vitrail.training.run import run_training
 from vitrail.training.run_directory import check_same_run, describe_run
-from vitrail.training.teacher import bundle_digest
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.digest import bundle_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

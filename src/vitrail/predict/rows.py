@@ -38,10 +38,7 @@ def format_rows(form: str, top: int, classes: int, ood: bool = False) -> tuple[s
     if form == "jsonl":
         return "", lambda prediction: as_json(prediction, top)
     if form == "csv":
-        guesses = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "score")]
-        said = [*(["label", "score"] if top else []), *(guesses if top > 1 else [])]
-        said += ["ood", "ood_score"] if ood else []
-        return as_csv(["file", *said, "error"]), lambda prediction: as_csv(cells(prediction, top, ood))
+        return as_csv(columns(top, ood)), lambda prediction: as_csv(cells(prediction, top, ood))
     heading = f"{'score':6}  {'label':{WIDTH}}  file\n" if top else ""
     return heading, lambda prediction: as_table(prediction, top)
 
@@ -72,6 +69,13 @@ def label_text(prediction: Prediction, joint: str) -> str:
 
 
 # ---- CSV -----------------------------------------------------------------------
+
+
+def columns(top: int, ood: bool = False) -> list[str]:
+    """The names of the columns."""
+    guesses = [f"{word}_{place}" for place in range(1, top + 1) for word in ("label", "score")]
+    said = [*(["label", "score"] if top else []), *(guesses if top > 1 else [])]
+    return ["file", *said, *(["ood", "ood_score"] if ood else []), "error"]
 
 
 def cells(prediction: Prediction, top: int, ood: bool = False) -> list[str | float]:

@@ -19,6 +19,7 @@ import numpy as np
 from vitrail.data.folders import SUFFIXES
 from vitrail.errors import printable
 from vitrail.images.reader import read_pixels
+from vitrail.images.stored import StoredImage
 from vitrail.images.workers import MIN_IMAGES, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
@@ -36,14 +37,17 @@ class Source:
 
     name: str
     image: Any
-    """A path, a PIL image or an array."""
+    """A path, an image in a larger file, a PIL image or an array."""
     reason: str = ""
     """Why it cannot be read, if that is already known."""
 
 
 def expand_paths(images: Iterable[Any]) -> Iterator[Source]:
-    """Yield a source for each image; a folder stands for every image below it."""
+    """Yield a source for each image; a folder stands for every image below it. A source stays as it is."""
     for number, image in enumerate(images):
+        if isinstance(image, Source):
+            yield image
+            continue
         path = os.fsdecode(image) if isinstance(image, (str, os.PathLike)) else None
         if path is None:
             yield Source(f"image {number}", image)
@@ -136,7 +140,7 @@ def prefetch(
         while chunk := list(islice(everything, running.chunk)):
             # PIL images are not thread-safe, and one may be in the list twice: they are read here.
             waiting.append([(source.name, _known(source, preprocess)) for source in chunk])
-            files = [source.image for source in chunk if not source.reason and isinstance(source.image, str)]
+            files = [source.image for source in chunk if not source.reason and _is_file(source)]
             yield Task(read_or_describe, [(file, preprocess) for file in files])
 
     try:
@@ -153,4 +157,8 @@ def _known(source: Source, preprocess: Preprocess) -> PixelsOrReason | None:
     """What is known of a source without reading a file."""
     if source.reason:
         return source.reason
-    return None if isinstance(source.image, str) else read_or_describe(source.image, preprocess)
+    return None if _is_file(source) else read_or_describe(source.image, preprocess)
+
+
+def _is_file(source: Source) -> bool:
+    return isinstance(source.image, (str, StoredImage))

@@ -27,9 +27,10 @@ from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.session import TrainingSession
-from vitrail.training.teacher import Teacher, bundle_digest
+from vitrail.training.teacher import Teacher
 from vitrail.training.threads import choose_threads, use_threads
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.digest import bundle_digest
 from vitrail.weights.load import load
 
 

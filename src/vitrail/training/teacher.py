@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +16,7 @@ from vitrail.model import ViT
 from vitrail.model.head import DistilledHead
 from vitrail.training.precision import ComputeDevice
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.digest import bundle_digest
 from vitrail.weights.labels import match_labels
 
 
@@ -87,14 +85,3 @@ def _class_columns(bundle: Bundle, data: Dataset, notes: list[str]) -> list[int]
         return match_labels(bundle.labels, bundle.model.config.classes, data.classes, notes)
     except InputError as error:
         raise InputError(f"the teacher must have the classes of the data. {error}") from error
-
-
-def bundle_digest(bundle: Bundle) -> str:
-    """SHA-256 of everything that a model's logits depend on: weights, config, preprocessing and labels."""
-    preprocess = bundle.preprocess and asdict(bundle.preprocess)
-    configs = [asdict(bundle.model.config), preprocess, bundle.labels]
-    digest = hashlib.sha256(json.dumps(configs).encode())
-    for name, tensor in sorted(bundle.model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.tiny_runs import Signals, train, write_arrays
 from vitrail.cli import app
+from vitrail.data.sources import open_dataset
 from vitrail.training.trainer import Interrupted
 
 HOW = dict(batch=16, epochs=1, model=dict(width=16, depth=1, heads=2, patch=4))
@@ -45,6 +46,15 @@ def test_a_pair_of_arrays_or_tensors(arrays, tmp_path):
     as_tensors = torch.from_numpy(images)[:, None], torch.from_numpy(labels)
     other = train(as_tensors, out=tmp_path / "tensors", **HOW)
     assert pair.metrics[0]["loss"] == other.metrics[0]["loss"]
+    names = np.array(["cat", "ant", "bee"])
+    splits = {name: (images, names[labels]) for name, (images, labels) in arrays.items()}
+    named = open_dataset(splits)
+    assert named.classes == ["ant", "bee", "cat"]
+    assert [named.classes[label] for label in named.val.labels[:3]] == ["cat", "ant", "bee"]
+    as_objects = open_dataset((images, names[labels].astype(object)))
+    assert as_objects.classes == ["ant", "bee", "cat"]
+    with pytest.raises(vt.InputError, match="must be integers"):
+        open_dataset({"train": (images, names[labels]), "val": (images, labels)})
     with pytest.raises(vt.InputError, match="not 80 images and 5 labels"):
         train((images, labels[:5]), out=tmp_path / "x", **HOW)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,11 @@ def read_torch_dataset(given: Any) -> Dataset:
 
     An image is a PIL image, a uint8 array (H, W) or (H, W, C), or a tensor (C, H, W) of uint8 or of floats
     from 0 to 1. torchvision's ImageFolder is read by its files, so that images may differ in size. A pair of
-    arrays or tensors, (images, labels), is read like a Dataset of their rows.
+    arrays or tensors, (images, labels), is read like a Dataset of their rows; labels may be names.
     """
     parts = dict(given) if isinstance(given, Mapping) else {"train": given}
     parts = {name: Arrays(*part) if _are_arrays(part) else part for name, part in parts.items()}
+    _number_labels([part for part in parts.values() if isinstance(part, Arrays)])
     unknown = [name for name in parts if name not in _SPLITS]
     if unknown or "train" not in parts:
         raise InputError(
@@ -61,12 +62,25 @@ class Arrays:
                 f"{len(labels):,} labels."
             )
         self.images, self.labels = images, labels
+        self.classes: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         return self.images[index], self.labels[index]
+
+
+def _number_labels(parts: Sequence[Arrays]) -> None:
+    """Labels that are names become numbers, in the order of the alphabet and the same in all parts."""
+    labels = [np.asarray(part.labels) for part in parts]
+    texts = [one.dtype.kind in "UO" and all(isinstance(text, str) for text in one.flat) for one in labels]
+    if not parts or not all(texts):
+        return
+    classes = sorted({str(name) for one in labels for name in one})
+    numbers = {name: number for number, name in enumerate(classes)}
+    for part, one in zip(parts, labels, strict=True):
+        part.labels, part.classes = np.array([numbers[str(name)] for name in one]), classes
 
 
 def _are_arrays(given: Any) -> bool:

@@ -200,3 +200,33 @@ def test_the_format_says_when_a_file_has_a_tokenizer(tmp_path):
         with safetensors.safe_open(tmp_path / f"{name}.safetensors", "pt") as file:
             formats.append(json.loads(file.metadata()["vitrail"])["format"])
     assert formats == [2, 3]
+
+
+def test_the_settings_of_openclip_are_read(tmp_path):
+    """quick_gelu, heads and preprocessing are in no tensor, but in open_clip_config.json beside it."""
+    torch.manual_seed(0)
+    theirs = noisy(open_clip_model("gelu"), 0.05)
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "open_clip_model.safetensors")
+    settings = {
+        "model_cfg": {
+            "embed_dim": 20, "vision_cfg": {"width": 64, "head_width": 32, "patch_size": 8},
+            "text_cfg": {"context_length": 16, "vocab_size": 49_408, "width": 64, "heads": 1, "layers": 2},
+        },
+        "preprocess_cfg": {"mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear", "resize_mode": "squash"},
+    }  # fmt: skip
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(settings))
+    bundle = vt.load(tmp_path)
+    tokens, images = open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        close(bundle.model(images), theirs.encode_image(images))
+        close(bundle.text.tower(tokens), theirs.encode_text(tokens))
+    spec = bundle.preprocess
+    assert (spec.mean, spec.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    assert (spec.interpolation, spec.resize) == ("bilinear", "squash")
+    (tmp_path / "open_clip_config.json").write_text('{"model_cfg": [], "preprocess_cfg": {"mean": ["x"]}}')
+    odd = vt.load(tmp_path, heads=2)
+    assert odd.preprocess.mean == (0.48145466, 0.4578275, 0.40821073)
+    assert any("was not used" in note for note in odd.notes)
+    (tmp_path / "open_clip_config.json").write_text("[]")
+    with pytest.raises(FileError, match="must be a JSON object"):
+        vt.load(tmp_path)

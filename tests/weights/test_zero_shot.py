@@ -256,3 +256,14 @@ def test_a_model_without_words(tmp_path, photos):
     )
     assert isinstance(result.exception, InputError)
     assert "no text tower" in str(result.exception)
+
+
+def test_no_classes_without_words(photos):
+    result = CliRunner().invoke(app, ["predict", str(FILE), str(photos)])
+    assert "name some with --labels" in str(result.exception)
+
+
+def test_info_shows_the_text_tower():
+    output = " ".join(command("info", FILE).output.split())
+    assert "text tower hf-clip-text: width 32, depth 1, 12 of" in output
+    assert "with its tokenizer" in output

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitrail.weights.arrays import Entry
     from vitrail.weights.describe import FileDescription
     from vitrail.weights.folder import ModelFiles
+    from vitrail.weights.match import FamilyMatch
 
 SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 
@@ -88,6 +89,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
             )
         ),
         "feature statistics": _feature_statistics(files.entries.get(f"{PREFIX}means")),
+        "text tower": _text_tower(files, match),
         "extra tensors": [printable(name) for name in match.extras.values()] or None,
         "follows": match.family.profile.follows or None,
         "notes": [printable(note) for note in description.notes] or None,
@@ -101,6 +103,17 @@ def _trained_on(files: ModelFiles) -> str | None:
 
     counts = (read_header(files) or {}).get("fingerprint")
     return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
+
+
+def _text_tower(files: ModelFiles, match: FamilyMatch) -> str | None:
+    """The text tower among the tensors that the image model does not use."""
+    from vitrail.weights.folder import TEXT_PREFIX
+    from vitrail.weights.text import describe_text
+
+    beside = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
+    inside = [name.removeprefix(TEXT_PREFIX) for name in files.entries if name.startswith(TEXT_PREFIX)]
+    others = {name: files.entries[original] for name, original in match.extras.items()}
+    return describe_text(others, [*beside, *inside])
 
 
 def _feature_statistics(means: Entry | None) -> str | None:

@@ -128,6 +128,7 @@ def predict(
         return
     predictor = Predictor(opened or model, batch=batch, workers=options.parse_workers(workers), **overrides)
     config = predictor.config
+    _check_words(predictor, embeddings)
     if not config.classes:
         _check_headless(top, embeddings)
     has_statistics = predictor.engine.statistics is not None
@@ -168,6 +169,16 @@ def _check_outputs(out: Path | None, embeddings: Path | None, explain: Path | No
         with require_extra("inspect"):
             import matplotlib  # noqa: F401  # fails here rather than at the first image
         check_empty_folder("--explain", explain)
+
+
+def _check_words(predictor: Predictor, embeddings: Path | None) -> None:
+    """The outputs of a CLIP's image tower are no classes; words make some."""
+    bundle = predictor.bundle
+    if embeddings is None and bundle is not None and bundle.labels is None and bundle.has_text:
+        raise InputError(
+            "This model has a text tower and no classes of its own; name some with --labels cat,dog, or save "
+            "the embeddings of the images with vitrail embed."
+        )
 
 
 def _check_headless(top: int | None, embeddings: Path | None) -> None:

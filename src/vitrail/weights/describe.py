@@ -143,7 +143,8 @@ def _infer(
     read_settings = match.family.writer.read_settings
     try:
         with _incomplete(files, match):
-            return infer_config(match, read_settings(settings) if read_settings else {}, overrides)
+            both = {**files.settings.get("open_clip_config.json", {}), **settings}
+            return infer_config(match, read_settings(both) if read_settings else {}, overrides)
     except VitrailError:
         if _stem_tensors(match):  # then the patches are not pixels, and no given size would fit
             raise _unknown_tensors(files, match) from None

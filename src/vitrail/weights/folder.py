@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-SETTINGS = ("config.json", "preprocessor_config.json")
+SETTINGS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
 TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code

@@ -81,7 +81,8 @@ def _published(family: str, config: ViTConfig) -> Preprocess:
 
 
 def _from_settings(settings: Mapping[str, Any], published: Preprocess, notes: list[str]) -> Preprocess | None:
-    """From preprocessor_config.json, completed by the published one, or from timm's pretrained_cfg."""
+    """From preprocessor_config.json, completed by the published one, from timm's pretrained_cfg, or from
+    OpenCLIP's preprocess_cfg."""
     if "preprocessor_config.json" in settings:
         completed, added = complete_hf(settings["preprocessor_config.json"], published)
         preprocess = from_hf(completed)
@@ -94,7 +95,21 @@ def _from_settings(settings: Mapping[str, Any], published: Preprocess, notes: li
         return preprocess
     if isinstance(timm := settings.get("config.json", {}).get("pretrained_cfg"), dict):
         return from_timm(timm)
+    if isinstance(spec := settings.get("open_clip_config.json", {}).get("preprocess_cfg"), dict):
+        return _from_open_clip(spec, published)
     return None
+
+
+def _from_open_clip(spec: Mapping[str, Any], published: Preprocess) -> Preprocess:
+    """The preprocessing of OpenCLIP: mean, std, interpolation, and whether images are squashed."""
+    fields: dict[str, Any] = {
+        name: tuple(spec[name]) for name in ("mean", "std") if isinstance(spec.get(name), (list, tuple))
+    }
+    if "interpolation" in spec:
+        fields["interpolation"] = spec["interpolation"]
+    if spec.get("resize_mode") in ("squash", "shortest"):
+        fields |= {"resize": spec["resize_mode"], "resize_to": None}
+    return replace(published, **fields)
 
 
 def override_preprocess(

@@ -9,7 +9,7 @@ The tensors are those that the image model does not use, so they are written bac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from vitrail.weights.state import read_state
 from vitrail.weights.tokenizer import (
     CLIP_FILE,
     CLIP_VOCABULARY,
+    TOKENIZER_FILES,
     Tokenizer,
     installed_clip_file,
     open_tokenizer,
@@ -111,6 +112,19 @@ def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 def has_text(entries: Mapping[str, Any]) -> bool:
     """Whether tensors of these names and shapes hold a text tower."""
     return _match(entries) is not None
+
+
+def describe_text(entries: Mapping[str, Any], files: Collection[str]) -> str | None:
+    """One phrase on the text tower among these tensors, from headers alone; None without one."""
+    found = _match(entries)
+    if found is None or "position.table" not in found[1].shapes:
+        return None
+    text, match = found
+    vocabulary, width = match.shapes["tokens.weight"]
+    length = match.shapes["position.table"][0]
+    tokenizer = "with its tokenizer" if {*TOKENIZER_FILES} & {*files} else "without a tokenizer"
+    size = f"width {width}, depth {match.depth}, {length} of {vocabulary:,} tokens"
+    return f"{text.family.name}: {size}, {tokenizer}"
 
 
 def build_text(

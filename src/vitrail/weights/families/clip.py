@@ -7,7 +7,9 @@ and written back. OpenAI's own .pt files are TorchScript archives, which are pro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from vitrail.weights.families.timm import TIMM
 from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
@@ -38,6 +40,20 @@ TEXT = (
     *("input_resolution", "context_length", "vocab_size"),  # numbers that OpenAI's archives hold as well
 )
 
+
+def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Activation and heads, from OpenCLIP's open_clip_config.json."""
+    model = settings.get("model_cfg")
+    vision = model.get("vision_cfg") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(vision, dict):
+        return {}
+    fields: dict[str, Any] = {"activation": "quick-gelu" if model.get("quick_gelu") else "gelu"}
+    width, head = vision.get("width", 768), vision.get("head_width", 64)
+    if isinstance(width, int) and isinstance(head, int) and head > 0 and width % head == 0:
+        fields["heads"] = width // head
+    return fields
+
+
 CLIP = Family(
     "clip",
     "clip",
@@ -54,6 +70,7 @@ CLIP = Family(
         follows='OpenAI: QuickGELU. Most OpenCLIP models have the same tensors and need activation="gelu". '
         "Positions are resized as in OpenCLIP, bicubic with antialiasing.",
     ),
+    writer=Writer(read_settings=_read_settings),
 )
 
 # Next to a tower without prefix, `transformer.*` would be the tower's own: no extras.

@@ -14,8 +14,8 @@ from vitrail.images.worker_process import PREFETCH
 from vitrail.images.workers import WorkerPlan, usable_cores
 from vitrail.training.trainer import Trainer
 
-_MIN_READS = 5_000  # images that the run has yet to read: fewer take about as long as measuring
-_SECONDS = 1.5
+_MIN_READS = 2_000  # images that the run has yet to read: fewer take about as long as measuring
+_SECONDS = 1.0
 _REQUEST = 64  # images
 
 

@@ -15,6 +15,7 @@ PRINTS = {
         "without head 0 of block 0",
         "S = q k^T / sqrt(d)",
     ],
+    "002_practice": ["torch.Size([256, 9])", "def draw_E", "The scale is missing", "1 of 1 correct"],
     "003_characters": ["the target is", "do not depend on later ones: True", "temperature 1.0"],
     "004_what_attention_can_do": ["on neighbors", "the partner gets", "decided correctly"],
 }

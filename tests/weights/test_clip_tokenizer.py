@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 import unicodedata
 
 import open_clip.tokenizer
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.text_models import gemma_like, save_clip_tokenizer, tiny_vocabulary
-from vitrail.errors import FileError
+from vitrail.errors import FileError, MissingExtra
 from vitrail.weights.clip_tokenizer import ClipTokenizer, byte_symbols
 from vitrail.weights.tokenizer import CLIP_FILE, installed_clip_file, open_tokenizer
 
@@ -171,3 +172,22 @@ def test_a_vocabulary_without_special_tokens():
     }
     with pytest.raises(FileError, match="startoftext"):
         ClipTokenizer(vocabulary, [])
+
+
+@pytest.mark.parametrize("package", ["regex", "ftfy", "tokenizers"])
+def test_a_missing_package_is_named(monkeypatch, tmp_path, package):
+    gemma_like().save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    lone = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()}
+    files = lone if package == "tokenizers" else {CLIP_FILE: installed_clip_file()}
+    with pytest.raises(MissingExtra, match=rf"the package {package}.*vitrail\[text\]"):
+        open_tokenizer(files, "openai")(["a cat"], 20)
+
+
+def test_the_installed_vocabulary_is_found_without_importing_its_package(monkeypatch):
+    for name in ("open_clip", "clip"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert installed_clip_file()
+    assert "open_clip" not in sys.modules
+    monkeypatch.setattr("vitrail.weights.tokenizer.find_spec", lambda name: None)
+    assert installed_clip_file() is None

@@ -101,6 +101,7 @@ SUPPORTS = {
     "pixels_as_tokens": lambda s: s["with pixels"] == 256**2 * s["weights of a head, with patches of 16"],
     "residual_and_gradient": lambda s: (
         s["gradient at the first of 24 blocks, with residuals"] > 20 * s["without"]
+        and 15 < s["without, at the last block"] / s["without"] < 25
         and s["difference in parameters"] == 0
     ),
     "no_guarantee_of_variance_one": lambda s: list(s.values()) == [(0, 1), (3, 4), (0, 0)],

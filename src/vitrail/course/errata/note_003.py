@@ -58,25 +58,28 @@ def pixels_as_tokens() -> Evidence:
     "on residual pathways",
     "imprecise",
     claim="They reduce overfitting and stabilize gradient descent.",
-    correction="The second can be shown: gradients reach the first block, as 000 and 001 say. No reason is "
-    "given for the first; residual connections have no parameters.",
+    correction="The second can be shown: with residuals far more gradient reaches the first block. Without "
+    "them it falls on the way, here by 20 times over 24 blocks, and vanishes only if the norms are missing "
+    "too (the lab norms, which compares the gradients of the parameters of the first and the last block). No "
+    "reason is given for the first; residual connections have no parameters.",
 )
 def residual_and_gradient() -> Evidence:
-    def gradient(block: str) -> float:
+    def gradient(block: str) -> tuple[float, float]:
+        """At the input of the first and of the last block."""
         torch.manual_seed(0)
         base = ViTConfig(width=16, depth=24, heads=2, patch=4, size=8, block=block)  # type: ignore[arg-type]
         model = ViT(base).double()
-        first = z = normal(1, 5, 16).requires_grad_()
+        inputs = [normal(1, 5, 16).requires_grad_()]
         for one in model.blocks:
-            z = one(z)
-        (z * normal(1, 5, 16)).sum().backward()
-        assert first.grad is not None
-        return first.grad.norm().item()
+            inputs.append(one(inputs[-1]))
+        ends = torch.autograd.grad((inputs[-1] * normal(1, 5, 16)).sum(), [inputs[0], inputs[-2]])
+        return ends[0].norm().item(), ends[1].norm().item()
 
     fields = {"depth": 1, "classes": 0}
     return {
-        "gradient at the first of 24 blocks, with residuals": gradient("pre-norm"),
-        "without": gradient("no-residual"),
+        "gradient at the first of 24 blocks, with residuals": gradient("pre-norm")[0],
+        "without": gradient("no-residual")[0],
+        "without, at the last block": gradient("no-residual")[1],
         "difference in parameters": count_parameters("B/16", **fields)
         - count_parameters("B/16", block="no-residual", **fields),
     }

@@ -297,7 +297,7 @@ def _offsets(side: int) -> Tensor:
 @styled
 def draw(layers: Mapping[str, TrainedLayer], side: int) -> Figure:
     """Attention of the middle patch after training."""
-    figure = new_figure(8.4, 2.6)
+    figure = new_figure(8.4, 1.9)
     names: Sequence[tuple[str, str, int]] = [
         ("Adam, Q and K\ntrained too", CONTENT, 0),
         ("Adam", POSITIONS, 0),

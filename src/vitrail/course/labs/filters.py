@@ -21,7 +21,6 @@ from vitrail.weights.load import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 NAME = "filters"
 TITLE = "E holds a basis of patches"
@@ -60,7 +59,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         f"(random filters {fmean(numbers['random smoothness']):.2f})",
         n=numbers["filters"],
         sentence=summarize(numbers, model),
-        figure=draw([random[0].components, trained.components], numbers),
+        figure=draw([random[0], trained], numbers),
         numbers=numbers,
     )
 
@@ -137,16 +136,17 @@ def summarize(numbers: Mapping[str, Any], model: ViT) -> str:
 
 
 @styled
-def draw(shown: Sequence[NDArray[np.float32]], numbers: Mapping[str, Any]) -> Figure:
+def draw(shown: Sequence[filters.Filters], numbers: Mapping[str, Any]) -> Figure:
     """The first components of random filters and of the model, and how smooth they are."""
-    figure = new_figure(8.4, 3.0)
+    figure = new_figure(8.4, 2.4)
     parts: Any = figure.subfigures(1, 2, width_ratios=[1.7, 1])
     left, right = parts
     axes = left.subplots(2, 8)
-    for row, (title, components) in enumerate(zip(("random", "trained"), shown, strict=True)):
-        tiles = components[:8].mean(axis=1)  # over the channels
-        limit = float(np.abs(tiles).max())
+    for row, (title, found) in enumerate(zip(("random", "trained"), shown, strict=True)):
+        in_color = found.components.shape[1] == 3
+        tiles = filters.as_colors(found) if in_color else found.components.mean(axis=1)
         for axis, tile in zip(axes[row], tiles, strict=False):
+            limit = float(np.abs(tile).max())
             axis.imshow(tile, cmap=DIVERGING, vmin=-limit, vmax=limit)
         for axis in axes[row]:
             axis.set(xticks=[], yticks=[])
@@ -155,6 +155,6 @@ def draw(shown: Sequence[NDArray[np.float32]], numbers: Mapping[str, Any]) -> Fi
     axis = right.subplots()
     axis.hist(numbers["random smoothness"], bins=20, color=FAINT, label="random filters")
     axis.axvline(numbers["smoothness"], color=LINES[0], label="trained")
-    axis.set(xlabel=f"correlation of neighboring pixels, {numbers['components']} components", yticks=[])
+    axis.set(xlabel="correlation of neighboring pixels", yticks=[])
     axis.legend(fontsize=7.5)
     return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -79,22 +79,32 @@ def split_words(text: str) -> list[str]:
 
 
 def train_tokenizer(text: str, merges: int) -> Tokenizer:
-    """Merge the most frequent pair of tokens, again and again."""
-    words = {word: list(word.encode()) for word in set(split_words(text))}
+    """Merge the most frequent pair of tokens, again and again; only words that have the pair change."""
     counts = Counter(split_words(text))
+    words = {word: list(word.encode()) for word in counts}
     tokenizer = Tokenizer({}, [bytes([byte]) for byte in range(256)])
+    pairs: Counter[tuple[int, int]] = Counter()
+    words_with: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+
+    def count_pairs(word: str, sign: int) -> None:
+        for pair in pairwise(words[word]):
+            pairs[pair] += sign * counts[word]
+            words_with[pair].add(word)
+
+    for word in words:
+        count_pairs(word, 1)
     for _ in range(merges):
-        pairs: Counter[tuple[int, int]] = Counter()
-        for word, ids in words.items():
-            for pair in pairwise(ids):
-                pairs[pair] += counts[word]
-        if not pairs:
+        best = max(pairs, key=lambda pair: (pairs[pair], pair), default=(0, 0))
+        if pairs[best] < 1:
             break
-        best = max(pairs, key=lambda pair: (pairs[pair], pair))
         token = len(tokenizer.pieces)
         tokenizer.merges[best] = token
         tokenizer.pieces.append(tokenizer.pieces[best[0]] + tokenizer.pieces[best[1]])
-        words = {word: merge_pair(ids, best, token) for word, ids in words.items()}
+        for word in words_with.pop(best):
+            count_pairs(word, -1)
+            words[word] = merge_pair(words[word], best, token)
+            count_pairs(word, 1)
+        del pairs[best]
     return tokenizer
 
 

@@ -70,11 +70,16 @@ def test_verdict_for_every_outcome():
     assert verdict([(slope, *local) for slope in up]).word == "holds"
     far = verdict([(slope, 0.8, 0.95, n / 100) for n, slope in enumerate(up)])
     assert far.word == "partly"
-    assert "Not true: in the first layer some heads attend locally (the nearest head: 81 [" in far.condition
+    assert "Not true: in its first layer some heads attend locally (the nearest head: 81 [" in far.condition
     assert "local below 50%" in far.condition
-    assert "Not true: attention distance grows" in verdict([(-slope, *local) for slope in up]).condition
+    assert (
+        "Not true: in this small ViT, attention distance grows"
+        in verdict([(-slope, *local) for slope in up]).condition
+    )
     unclear = verdict([(slope, *local) for slope in (0.05, -0.05, 0.001)])
-    assert "Not clear: attention distance grows" in unclear.condition
+    assert "Not clear: in this small ViT, attention distance grows" in unclear.condition
     already = [(slope, 0.97, 0.98) for slope in (0.05, 0.0508, 0.0521)]
     same = verdict([(slope, *local) for slope in up], already)
-    assert "Not clear: attention distance grows" in same.condition, "it grew as much before training"
+    assert "Not clear: in this small ViT, attention distance grows" in same.condition, (
+        "it grew as much before training"
+    )

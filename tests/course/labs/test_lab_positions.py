@@ -57,6 +57,7 @@ def numbers(none=0.7, learned=0.97, late=(-0.6, -0.62, -0.61), early=(0.0, 0.01,
         "arms": {name: {"scores": [mean, mean + 0.004, mean - 0.003]} for name, mean in arms.items()},
         "correlation of similarity and distance": {"1": list(early), "50": list(late)},
         "held out": 10_000,
+        "images": 60_000,
     }
 
 
@@ -70,6 +71,14 @@ def test_verdict_for_every_outcome():
     assert "close patches are similar" in lab.decide_verdict(numbers(late=(0.1, 0.11, 0.12))).condition
     unclear = lab.decide_verdict(numbers(late=(-0.9, 0.2, 0.1)))
     assert "Not clear: after 50 epochs, embeddings of close patches are similar" in unclear.condition
+    other = numbers()
+    other["images"] = 10_000
+    other["correlation of similarity and distance"] = {"1": [0.1, 0.11, 0.12], "10": [0.2, 0.21, 0.23]}
+    fewer = lab.decide_verdict(other)
+    assert fewer.word == "partly"
+    assert "but with 10,000 images instead of 60,000" in fewer.condition, "not the setting of the slide"
+    assert "but with 10 epochs instead of 50" in fewer.condition
+    assert "Not true" not in fewer.condition
     worse = numbers(none=0.97, learned=0.7, late=(0.1, 0.11, 0.12))
     assert lab.decide_verdict(worse).word == "does not hold"
 

@@ -323,6 +323,7 @@ def test_notes_command():
 def test_notes_overview_and_one_note():
     output = run_cli("notes")
     assert max(map(len, output.splitlines())) <= 80
+    assert all(len(find_lab(name).TITLE) <= 30 for name in LABS)
     for result in load_results():
         assert f"\n{result['verdict']:15}{result['name']} " in output
     assert "003  slides" in output

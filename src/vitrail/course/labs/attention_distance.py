@@ -105,18 +105,18 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     return decide(
         [
             Statement(
-                "attention distance grows with depth",
+                "in this small ViT, attention distance grows with depth",
                 is_above(bounds, 0),
                 f"{format_interval(fmean(gained), bounds, '+.2f')} % of the uniform distance per layer, more "
                 "than before training",
             ),
             Statement(
-                "in the first layer some heads attend locally",
+                "in its first layer some heads attend locally",
                 None if local is None else not local,
                 f"the nearest head: {_format_distance(nearest)}, local below {LOCAL:.0%}",
             ),
             Statement(
-                "in the first layer some heads attend globally",
+                "in its first layer some heads attend globally",
                 is_above(confidence_interval(farthest), GLOBAL),
                 f"the farthest head: {_format_distance(farthest)}, global above {GLOBAL:.0%}",
             ),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "subwords"
-TITLE = "a token can be a part of a word"
+TITLE = "tokens can be parts of words"
 NOTE = '003 "Tokens"'
 CLAIM = (
     "A token of a text can be a character, a part of a word or a word. Many words map to one token, but some "

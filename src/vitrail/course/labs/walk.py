@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "walk"
-TITLE = "the article's code is the model"
+TITLE = "the article's code, checked"
 NOTE = '001, from "Patch Embedding" to the classifier'
 CLAIM = (
     "The article's steps, computed with the model's weights, give the model's outputs: the embeddings "

@@ -168,7 +168,7 @@ def test_a_class_may_be_a_link(tmp_path):
         (lambda f: photos(f, a=1, b=1), r"too few images for a validation set: 2 in 2 classes"),
         (
             lambda f: f.write_text("x"),
-            r"set cannot be read as data; .* a .csv, .jsonl, .npz or packed file, tar shards, or the word digits",
+            r"set cannot be read as data; .* a .csv, .jsonl, .npz, .parquet or packed file, tar shards, or the word digits",
         ),
         (lambda f: None, r"set does not exist"),
     ],

@@ -25,6 +25,9 @@ from vitrail.data.folders import SUFFIXES
 from vitrail.data.pack import source_state
 from vitrail.data.shard_index import index_paths, open_index, write_index
 from vitrail.errors import FileError, InputError, printable
+from vitrail.images.packed import PackedImage
+from vitrail.images.shard import ShardImage
+from vitrail.images.stored import StoredImage
 from vitrail.io.read import open_regular
 from vitrail.io.write import atomic_file, remove_partial, write_text
 
@@ -73,9 +76,7 @@ def pack_shards(
         shard_size: megabytes of images in a shard, about.
     """
     _check_source(data)
-    sizes = {
-        name: [source_state(path)[0] for path in split.paths or ()] for name, split in data.splits.items()
-    }
+    sizes = {name: [_state(path)[0] for path in split.paths or ()] for name, split in data.splits.items()}
     planned = [
         _Shard(out / f"{name}-{number:06}.tar", split, first, last)
         for name, split in data.splits.items()
@@ -107,13 +108,20 @@ def pack_shards(
 def _check_source(data: Dataset) -> None:
     if data.train.paths is None:
         raise InputError(f"{printable(data.name)} is an array; shards are made of image files.")
-    if not isinstance(next(iter(data.train.paths), Path()), Path):
+    if isinstance(next(iter(data.train.paths), None), (PackedImage, ShardImage)):
         raise InputError(f"{printable(data.name)} is packed already; shards are made of image files.")
     if data.multilabel:
         raise InputError(
             f"{printable(data.name)} has several labels for an image, and shards hold one; use vitrail pack "
             "without --to shards."
         )
+
+
+def _state(path: Any) -> tuple[int, int]:
+    """Size and time of an image file; of an image in a Parquet file, those of its bytes and of that file."""
+    if isinstance(path, StoredImage):
+        return len(path.read_bytes()), source_state(path.file)[1]
+    return source_state(path)
 
 
 def _ranges(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -134,7 +142,7 @@ def _identity(data: Dataset, sizes: dict[str, list[int]], shard_size: int) -> st
     for split in data.splits.values():
         digest.update("\0".join(split.names).encode("utf-8", "surrogatepass"))
         digest.update(split.labels.tobytes())
-        times = [source_state(path)[1] for path in split.paths or ()]
+        times = [_state(path)[1] for path in split.paths or ()]
         digest.update(json.dumps(times).encode())
     return digest.hexdigest()
 
@@ -223,6 +231,8 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> tuple[int, int]:
 
 def _read_source(path: Any) -> bytes | None:
     try:
+        if isinstance(path, StoredImage):
+            return bytes(path.read_bytes())
         with open_regular(path, "an image") as file:
             return file.read()
     except (OSError, ValueError):  # the reading of a data set reports it

@@ -63,7 +63,7 @@ def list_shards(path: str | Path) -> dict[str, list[Path]]:
             f"{printable(missing[0])} does not exist ({len(missing):,} of the {len(files):,} shards of "
             f"{printable(path)} do not); check the numbers in the braces."
         )
-    return _by_name(files)
+    return by_split(files)
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -86,7 +86,7 @@ def _folder_splits(folder: Path) -> dict[str, list[Path]]:
     """The shards of a folder by split; empty if it is another kind of folder."""
     shards, folders = _tars_in(folder)
     if shards:
-        return {} if folders else _by_name(shards)
+        return {} if folders else by_split(shards)
     splits: dict[str, list[Path]] = {}
     for below in folders:
         name = SPLITS.get(below.name.lower())
@@ -111,8 +111,8 @@ def _tars_in(folder: Path) -> tuple[list[Path], list[Path]]:
     return [folder / name for name in sorted(shards)], [folder / name for name in sorted(folders)]
 
 
-def _by_name(shards: list[Path]) -> dict[str, list[Path]]:
-    """Shards by the split in their names, as in pets-train-000012.tar."""
+def by_split(shards: list[Path]) -> dict[str, list[Path]]:
+    """Files by the split in their names, as in pets-train-000012.tar."""
     splits: dict[str, list[Path]] = {}
     for shard in shards:
         words = {SPLITS[word] for word in re.split(r"[^a-z]+", shard.stem.lower()) if word in SPLITS}

@@ -9,6 +9,7 @@
 | a folder with IDX files (the format of MNIST)     | arrays.py                                   |
 | a packed file (`vitrail pack`)                    | packed.py                                   |
 | a .tar, a folder of these, photos-{000..127}.tar  | shards.py: WebDataset's layout              |
+| a .parquet or a folder of these                   | parquet.py: Hugging Face datasets' layout   |
 | the word `digits`                                 | arrays.py: the digits of scikit-learn       |
 | a torch Dataset of (image, label)                 | torch_dataset.py                            |
 
@@ -206,7 +207,7 @@ def read_data(
         progress: called while shards without an index are read.
         on_rows: called with the number of rows of a table that were read so far.
     """
-    from vitrail.data import arrays, class_names, folders, packed, shards, tables, torch_dataset
+    from vitrail.data import arrays, class_names, folders, packed, parquet, shards, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
         return torch_dataset.read_torch_dataset(path)
@@ -215,6 +216,8 @@ def read_data(
         data = arrays.read_digits()
     elif shards.is_shards(path):
         data = shards.read_shards(path, need_train=need_train, progress=progress)
+    elif parquet.list_parquet(file):
+        data = parquet.read_parquet(file, need_train=need_train)
     elif file.is_dir():
         data = (
             arrays.read_idx(file, need_train=need_train)
@@ -233,7 +236,7 @@ def read_data(
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
             f"{printable(path)} {problem}; DATA must be a folder of images with a folder for each class, "
-            "a .csv, .jsonl, .npz or packed file, tar shards, or the word digits."
+            "a .csv, .jsonl, .npz, .parquet or packed file, tar shards, or the word digits."
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _PATH_COLUMNS = ("path", "image", "file", "filename", "filepath")
-_LABEL_COLUMNS = ("label", "labels", "class", "target")
+LABEL_COLUMNS = ("label", "labels", "class", "target")
 _MAX_FRACTIONS = 20  # different labels that are decimal fractions; more are measurements
 _REPORT = 10_000  # rows between two reports of progress
 _MAX_LABELS = 2**31  # rows x classes of a multi-label table: 16 GiB
@@ -69,9 +69,9 @@ def read_table(file: Path, *, need_train: bool = True, progress: RowProgress = l
     labels = _Labels()
     splits: list[str] = []
     columns: list[str] = []
-    for line, row in read_rows(file, (_PATH_COLUMNS, _LABEL_COLUMNS)):
+    for line, row in read_rows(file, (_PATH_COLUMNS, LABEL_COLUMNS)):
         if not columns:
-            columns = [_find_column(row, group, notes) for group in (_PATH_COLUMNS, _LABEL_COLUMNS)]
+            columns = [_find_column(row, group, notes) for group in (_PATH_COLUMNS, LABEL_COLUMNS)]
         try:
             names.append(_parse_path(row.get(columns[0]), columns[0]))
             labels.add(row.get(columns[1]), columns[1])

@@ -284,6 +284,9 @@ def two_processes(folder):
         with Signals(None if spared else at), pytest.raises(Interrupted):
             train(data, out=out, workers=2, **SETTINGS, **corrupt)
         train(data, out=out, workers=0, resume=True, **SETTINGS, **corrupt)
+    with Signals(7), pytest.raises(Interrupted):  # shards without an index, which both processes write
+        train(folder / "tars" / "images", out=folder / "shards", workers=0, **SETTINGS, **corrupt)
+    train(folder / "tars" / "images", out=folder / "shards", workers=2, resume=True, **SETTINGS, **corrupt)
     train(files["arrays"], out=folder / "mixed", **without_dropout())
     train(
         files["arrays"],

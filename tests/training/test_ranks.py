@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.support.shard_files import shard_folder
 from tests.support.tiny_runs import (
     SETTINGS,
     STOPS,
@@ -39,6 +40,7 @@ def runs(tmp_path_factory):
     write_folder(folder / "images")
     (folder / "images" / "bee" / "05.png").write_bytes(b"no image")
     (folder / "images" / "cat" / "08.jpg").write_bytes(b"\xff\xd8\xff")
+    shard_folder(folder / "images", folder / "tars" / "images")
     for name in ("many", "few"):
         train(folder / f"{name}.npz", out=folder / f"alone-{name}", **without_dropout(epochs=1))
         again = shutil.copytree(folder / f"alone-{name}", folder / f"again-{name}")
@@ -65,6 +67,14 @@ def test_two_interrupted_processes_end_with_the_same_bits(runs, kind, at):
     """At step 7 the signal reaches only the second process. The running sums of both are restored."""
     assert fingerprints(runs / f"{kind}-at-{at}") == fingerprints(runs / f"{kind}-2")
     assert not partial_files(runs)
+
+
+def test_two_processes_on_shards_end_with_the_bits_of_the_folder(runs):
+    """Interrupted and resumed; the unreadable images, whose reasons name their shard, are the same ones."""
+    shards, folder = fingerprints(runs / "shards"), fingerprints(runs / "folder-2")
+    assert {name: shards[name] for name in shards if name != "state.json"} == {
+        name: folder[name] for name in folder if name != "state.json"
+    }
 
 
 def assert_close(one, other):

@@ -183,12 +183,9 @@ class ViTConfig(Config):
         "before the last layer (zero-shot heads of CLIP and SigLIP)",
         default="linear",
     )
-    head_bias: bool = boolean(
-        "Whether a linear or cosine head has a bias (CLIP's projection has none)", default=True
-    )
+    head_bias: bool = boolean("Whether a linear or cosine head has a bias (CLIP's has none)", default=True)
     head_hidden: int | None = integer(
-        "Width between the head's two layers; D by default; without it, a cosine head has no projection",
-        default=None,
+        "Width between the head's two layers; D by default; a cosine head then has one layer", default=None
     )
     classes: int = integer("K, the number of logits; 0 for no head", least=0, default=1000)
 

@@ -84,11 +84,13 @@ def write_bytes(path: str | Path, data: bytes, *, overwrite: bool = False) -> Pa
 
 
 def check_new(path: Path, what: str = "the output") -> None:
-    """Refuse to overwrite a user's file.
+    """Refuse to overwrite a user's file, and a name that no file can have.
 
     Args:
         what: what is to be written, for the message.
     """
+    if "\0" in str(path):
+        raise InputError(f"{printable(path)} cannot be a file: its name has a NUL character; remove it.")
     if os.path.lexists(path):
         raise InputError(
             f"{printable(path)} already exists, and {what} never overwrites a file; choose another path."

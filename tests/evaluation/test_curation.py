@@ -72,7 +72,8 @@ def test_the_command_and_its_page(planted, tmp_path):
     output = command("doctor", folder, "--model", FILE, "--html", page, codes=(0, 1)).output
     assert "probably the same image in two splits" in output
     assert "labels that may be wrong" in output
-    assert max(map(len, output.splitlines())) <= 80
+    lines = [line for line in output.splitlines() if str(tmp_path) not in line]  # paths are not broken
+    assert max(map(len, lines)) <= 80
     text = page.read_text()
     assert text.count("data:image/png") >= 2 * 11 + 6
     assert "Labels that may be wrong" in text

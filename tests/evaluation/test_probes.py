@@ -124,7 +124,7 @@ def test_few_shot_draws_are_nested_and_differ():
 
 def test_one_forward_pass_collects_logits_and_features(tiny, images):
     with torch.no_grad():
-        logits, features = split_columns(build_collector(tiny, [1, 0])(images), tiny.config, [1, 0])
+        logits, features, _ = split_columns(build_collector(tiny, [1, 0])(images), tiny.config, [1, 0])
         encoded = tiny.encode(images, layers=[0, 1])
         assert torch.equal(logits, tiny(images))
     assert features.shape == (4, 2, 2, 12)
@@ -151,7 +151,7 @@ def test_features_without_a_class_token_or_a_head(images):
     )
     model = add_noise(vt.ViT(config))
     with torch.no_grad():
-        logits, features = split_columns(build_collector(model, [0])(images), config, [0])
+        logits, features, _ = split_columns(build_collector(model, [0])(images), config, [0])
         assert torch.equal(features[:, 0, 0], model.encode(images).patches.flatten(1, 2).mean(1))
     assert (logits.shape, features.shape) == ((4, 0), (4, 1, 1, 12))
     data = LabeledFeatures(torch.randn(30, 1, 1, 12), torch.arange(30) % 2)

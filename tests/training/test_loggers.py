@@ -120,6 +120,7 @@ def test_mlflow_continues_its_run(data, plain, tmp_path, monkeypatch):
     class MlflowClient:
         def __init__(self, tracking_uri):
             assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+            assert os.environ["MLFLOW_ALLOW_FILE_STORE"] == "true"
             self.store = stores.setdefault(tracking_uri, {"experiments": [], "runs": {}})
 
         def get_experiment_by_name(self, name):
@@ -156,6 +157,7 @@ def test_mlflow_continues_its_run(data, plain, tmp_path, monkeypatch):
     mlflow.MlflowClient, entities.Metric = MlflowClient, metric
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     out = tmp_path / "run"
     stopped_and_resumed(data, out, "save", log="mlflow", **SETTINGS)
     assert fingerprints(out) == plain

@@ -136,6 +136,8 @@ class MlflowLogger:
     """One MLflow run in the file store mlruns/, which holds no other."""
 
     def __init__(self, out: Path, history: Sequence[Row]) -> None:
+        # MLflow 3 asks for a database instead; files make a run directory complete in itself.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=(out / "mlruns").absolute().as_uri())

@@ -139,7 +139,7 @@ def test_the_old_answer_is_removed_if_a_file_cannot_be_read(color, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
     assert "Prediction" in color.locator("#says").inner_text()
     color.set_input_files("#file", tmp_path / "broken.png")
-    color.wait_for_function("document.getElementById('message').textContent !== ''")
+    wait_until(color, "document.getElementById('message').textContent !== ''")
     assert color.locator("#says").inner_text() == ""
     assert not any(text.strip() for text in color.locator(".bars li").all_inner_texts())
     color.locator("#examples button").first.click()

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const weights = new Uint16Array(Uint8Array.from(atob(data.weights), (letter) => letter.charCodeAt(0)).buffer);
 const { grid: [h, w], prefix, heads, tokens: T } = data;
 const pick = (name) => document.getElementById(`choose-${name}`);
-const picture = document.getElementById("pixels");
+const pixels = document.getElementById("pixels");
 const SCALE = [[10, 10, 60], [120, 20, 110], [235, 90, 50], [255, 235, 120]];  // from low to high
 
 const chosen = () => Object.fromEntries(["block", "head", "token"].map((name) => [name, Number(pick(name).value)]));
@@ -27,10 +27,10 @@ function heat(t) {
 function draw(id, token, row) {
   const canvas = document.getElementById(id), pen = canvas.getContext("2d"), side = 448;
   canvas.width = side;
-  canvas.height = Math.round(side * picture.naturalHeight / picture.naturalWidth);
+  canvas.height = Math.round(side * pixels.naturalHeight / pixels.naturalWidth);
   const [down, across] = [canvas.height / h, canvas.width / w];
   pen.imageSmoothingEnabled = false;
-  if (!row) pen.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  if (!row) pen.drawImage(pixels, 0, 0, canvas.width, canvas.height);
   const most = Math.max(...(row ?? [1]).slice(prefix));
   for (let patch = 0; row && patch < h * w; patch++) {
     pen.fillStyle = `rgb(${heat(row[prefix + patch] / (most || 1))})`;
@@ -97,5 +97,5 @@ for (const id of ["map-image", "map-attention"]) {
   });
 }
 document.getElementById("choose").hidden = false;
-if (picture.complete) show(); else picture.addEventListener("load", show);
+if (pixels.complete) show(); else pixels.addEventListener("load", show);
 window.walk = { attention, show };

@@ -7,7 +7,7 @@ function goTo(id) {
   $(id).scrollIntoView({ behavior: calm ? "auto" : "smooth", block: "start" });
 }
 
-/** A part of the flow: a small picture, its name, and where it leads. */
+/** A part of the flow: a small image, its name, and where it leads. */
 function addStep(parent, name, label, id, before = () => 0) {
   const button = element("button", parent, "", { type: "button", class: "step", "aria-label": label, title: label });
   const canvas = element("canvas", button, "", { "aria-hidden": "true" });

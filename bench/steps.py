@@ -15,6 +15,7 @@ must fit on the card: the rows of L/16 take some 45 GiB each, so leave out all b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import sys
@@ -117,8 +118,9 @@ def answer(connection: Connection, what: str, name: str) -> None:
     sync()
     ready, peak = time.perf_counter() - begin, torch.cuda.max_memory_allocated() / 2**30
     connection.send({"ready_s": round(ready, 1), "peak_gib": round(peak, 2)})
-    while True:
-        connection.send(clock(step, connection.recv(), sync))
+    with contextlib.suppress(EOFError):  # the parent has what it wants
+        while True:
+            connection.send(clock(step, connection.recv(), sync))
 
 
 def ask(connection: Connection, repeats: int) -> float:

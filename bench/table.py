@@ -99,7 +99,7 @@ def main() -> None:
         "cpu": ("cpu", cpu),
         "cpu steps": ("cpu-steps", cpu_steps),
         "steps": ("steps-*", steps),
-        "train": ("train", train),
+        "train": ("train*", train),
     }
     tables = {
         name: "\n\n".join(

@@ -12,9 +12,16 @@ vitrail, data on the device  the same steps on one batch that is on the GPU alre
 timm, files                  timm's create_loader with as many workers, prefetching over epochs, its
                              RandAugment and erasing, Mixup on the GPU, its model compiled, the loop of its
                              train.py
+transformers, files          its Trainer, as many persistent workers, compiled, bf16; crops, RandAugment and
+                             erasing by torchvision with the mean of its image processor; it mixes nothing
 
-Every row has a process of its own. All compile at the same time; then they take turns. A turn starts with as
-many steps, not timed, as the loader may hold prefetched. Evaluation is timed by itself.
+Every row has a process of its own. All compile at the same time; then they take turns. Before a turn all
+loaders fill up what they prefetch and fall silent. A turn starts with untimed steps, until a loader
+that is slower than the GPU has nothing prefetched left: a loader that holds 32 batches and makes 7 where the
+GPU takes 10 needs 107 steps. Evaluation is timed by itself. All rows must fit on the card: of our captured
+steps each takes some 35 GiB, so transformers is asked for by itself:
+
+    python -m bench.train --rows "vitrail, files" "transformers, files" --out bench/results
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +42,25 @@ import torch
 
 from bench.loading import CLASSES, write_images
 from bench.measure import environment, interleave, rates, save
-from bench.peers import PEERS, make_torchvision_importable
+from bench.peers import make_torchvision_importable
+from bench.train_peers import (
+    BATCH,
+    CLIP,
+    ERASE,
+    LR,
+    MIN_AREA,
+    MIXING,
+    PEER_ROWS,
+    SMOOTHING,
+    Answer,
+    timed,
+)
 from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
 from vitrail.data.loader import Batch, Reader
-from vitrail.data.mixing import Mixing
 from vitrail.data.pack import pack_dataset
 from vitrail.data.sources import Dataset, read_data
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.workers import usable_cores
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
@@ -51,15 +68,17 @@ from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
-ROWS = ("vitrail, files", "vitrail, packed", "vitrail, data on the device", "timm, files")
-BATCH = 256
-LR = 5e-4
-MIN_AREA, ERASE, SMOOTHING, CLIP = 0.08, 0.25, 0.1, 1.0
-MIXING = Mixing(mixup=0.8, cutmix=1.0)
+ROWS = (
+    "vitrail, files",
+    "vitrail, packed",
+    "vitrail, data on the device",
+    "timm, files",
+    "transformers, files",
+)
 AUGMENT = Augment(crop=MIN_AREA, flip=0.5, policy="randaugment", erase=ERASE)
-TIMM_POLICY = "rand-m3-n2"  # 3 of 10 is 9 of 30
-Answer = Callable[[str, int], float]
-"""Seconds for so many steps of training, or for the evaluation of so many images."""
+EVALUATING = ("vitrail, files", "vitrail, packed", "timm, files")
+UNTIMED = 120  # steps at the start of a turn
+FILL = 5.0  # seconds in which every loader has prefetched what it may
 
 
 def main() -> None:
@@ -67,9 +86,9 @@ def main() -> None:
     parser.add_argument("--size", default="B/16")
     parser.add_argument("--images", type=int, default=12_800, help="for training, and a fifth to evaluate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50, help="timed in a round")
+    parser.add_argument("--steps", type=int, default=150, help="timed in a round")
     parser.add_argument("--without-evaluation", action="store_true", help="timm compiles once more for it")
-    parser.add_argument("--rows", nargs="*", default=ROWS, choices=ROWS)
+    parser.add_argument("--rows", nargs="*", default=ROWS[:4], choices=ROWS)
     parser.add_argument("--folder", type=Path, default=None, help="where the images go for a while")
     parser.add_argument("--out", type=Path, help="a folder for the results")
     parser.add_argument("--row", help=argparse.SUPPRESS)  # what a row's own process is started with
@@ -82,7 +101,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         result = measure(args, Path(folder))
     if args.out:
-        save({**result, "environment": environment()}, args.out / "train.json")
+        name = "train-transformers.json" if ROWS[4] in args.rows else "train.json"
+        save({**result, "environment": environment()}, args.out / name)
 
 
 def measure(args: Any, folder: Path) -> dict[str, Any]:
@@ -97,13 +117,13 @@ def measure(args: Any, folder: Path) -> dict[str, Any]:
     ready = {name: row.read() for name, row in rows.items()}
     print("ready after", {name: found["ready_s"] for name, found in ready.items()}, flush=True)
     seconds = interleave(
-        {name: functools.partial(row.ask, "train", args.steps) for name, row in rows.items()}, args.rounds
+        {name: functools.partial(row.take_turn, args.steps) for name, row in rows.items()}, args.rounds
     )
     speeds = rates(seconds, BATCH * args.steps)
     found = []
     for name, row in rows.items():
         entry = {"row": name, **ready[name], **speeds[name]}
-        if "device" not in name and not args.without_evaluation:
+        if name in EVALUATING and not args.without_evaluation:
             row.ask("evaluate", held_out)  # which compiles, or starts
             entry["evaluated_per_s"] = round(held_out / row.ask("evaluate", held_out), 1)
         row.end()
@@ -145,6 +165,10 @@ class RowProcess:
         print(json.dumps([task, count]), file=self.process.stdin, flush=True)
         return float(self.read())
 
+    def take_turn(self, steps: int) -> float:
+        time.sleep(FILL)
+        return self.ask("train", steps)
+
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -158,22 +182,14 @@ def serve(name: str, size: str, folder: Path) -> None:
     torch.manual_seed(0)
     begin = time.perf_counter()
     config = preset(size, classes=CLASSES)
-    answer = timm_row(config, folder) if name.startswith("timm") else our_row(name, config, folder)
-    answer("train", 6)
+    library = name.split(",")[0]
+    answer = our_row(name, config, folder) if library == "vitrail" else PEER_ROWS[library](config, folder)
+    answer("train", 6, untimed=0)
     print(json.dumps({"ready_s": round(time.perf_counter() - begin, 1)}), file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(*json.loads(line))), file=answers, flush=True)
-
-
-def timed(step: Callable[[], object], settle: int, count: int) -> float:
-    for _ in range(settle):
-        step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+        task, count = json.loads(line)
+        untimed = 0 if "device" in name else UNTIMED
+        print(json.dumps(answer(task, count, untimed=untimed)), file=answers, flush=True)
 
 
 # ---- rows -----------------------------------------------------------------------------------
@@ -196,9 +212,9 @@ def our_row(name: str, config: ViTConfig, folder: Path) -> Answer:
         trainer.workers.close()
     print(trainer.choose_mode().reason, trainer.workers.plan, flush=True)
 
-    def answer(task: str, count: int) -> float:
+    def answer(task: str, count: int, *, untimed: int) -> float:
         if task == "train":
-            return timed(lambda: trainer.take_step(batches), 4, count)
+            return timed(lambda: trainer.take_step(batches), untimed, count)
         begin = time.perf_counter()
         evaluate_epoch(
             trainer.model, data.eval_split, trainer.preprocess, trainer.compute, workers=trainer.workers
@@ -222,73 +238,6 @@ def build_trainer(data: Dataset, config: ViTConfig) -> Trainer:
     side = config.pixels[0]
     preprocess = Preprocess(size=side, resize="shortest", resize_to=round(side * 8 / 7))
     return Trainer(ViT(config), preprocess, data, settings, choose_device("auto"))
-
-
-def timm_row(config: ViTConfig, folder: Path) -> Answer:
-    """timm's loader, augmentation, mixing and loss, and the loop of its train.py."""
-    from timm.data import Mixup
-    from timm.loss import SoftTargetCrossEntropy
-    from timm.utils import dispatch_clip_grad
-
-    model = PEERS["timm"](config).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05, fused=True)
-    run, criterion = torch.compile(model), SoftTargetCrossEntropy()
-    mix = Mixup(
-        mixup_alpha=MIXING.mixup,
-        cutmix_alpha=MIXING.cutmix,
-        label_smoothing=SMOOTHING,
-        num_classes=config.classes,
-    )
-    train, val = (timm_loader(folder, split, config.pixels[0]) for split in ("train", "val"))
-    batches = itertools.chain.from_iterable(itertools.repeat(train))
-
-    def step() -> None:
-        images, targets = mix(*next(batches))
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = criterion(run(images), targets)
-        loss.backward()
-        dispatch_clip_grad(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def evaluate() -> float:
-        begin, correct = time.perf_counter(), torch.zeros((), device="cuda")
-        model.eval()
-        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-            for images, targets in val:
-                correct += (run(images).argmax(1) == targets).sum()
-        model.train()
-        correct.item()
-        return time.perf_counter() - begin
-
-    model.train()
-    prefetched = 2 * usable_cores()
-
-    def answer(task: str, count: int) -> float:
-        return timed(step, prefetched, count) if task == "train" else evaluate()
-
-    return answer
-
-
-def timm_loader(folder: Path, split: str, side: int) -> Any:
-    from timm.data import ImageDataset, create_loader
-
-    training: dict[str, Any] = {
-        "is_training": True,
-        "scale": (MIN_AREA, 1.0),
-        "auto_augment": TIMM_POLICY,
-        "re_prob": ERASE,
-    }
-    return create_loader(
-        ImageDataset(str(folder / "files" / split)),
-        input_size=(3, side, side),
-        batch_size=BATCH,
-        interpolation="bilinear",
-        num_workers=usable_cores(),
-        pin_memory=True,
-        use_multi_epochs_loader=split == "train",
-        **(training if split == "train" else {}),
-    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Every example runs as it is, in an empty folder."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,14 @@ def test_every_example_is_listed():
 @pytest.mark.parametrize("name", PRINTS)
 def test_an_example_runs(name, tmp_path):
     command = [sys.executable] if name.endswith(".py") else ["bash"]
+    scripts = Path(sys.executable).parent  # torchrun and vitrail, as in an activated environment
     done = subprocess.run(
-        [*command, str(EXAMPLES / name)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*command, str(EXAMPLES / name)],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert PRINTS[name] in done.stdout + done.stderr

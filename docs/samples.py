@@ -140,6 +140,20 @@ def dinov3_timm(folder: Path, seed: int) -> Sample:
     return in_file(folder, model.state_dict(), model, version("timm"), size=64)
 
 
+def newer(
+    folder: Path, seed: int, kind: str, name: str = "", published: bool = False, **options: Any
+) -> Sample:
+    """A model of tests/weights/test_newer_towers.py: timm's own, or its tensors under the authors' names."""
+    tests = weights_tests("test_newer_towers")
+    model = getattr(tests, kind)(*[name] * bool(name)).eval()
+    if kind in ("perception_encoder", "mobileclip") and hasattr(model.head, "bias"):
+        model.head.bias.data.zero_()  # the authors' projection has none
+    names = {"eva02": "published_eva02", "perception_encoder": "published_pe"}
+    names |= {"aimv2_timm": "published_aimv2", "mobileclip": "published_mobileclip"}
+    state = getattr(tests, names[kind])(model, **options) if published else model.state_dict()
+    return in_file(folder, state, model, version("timm") + ", renamed by our tests" * published)
+
+
 def torchvision(folder: Path, seed: int) -> Sample:
     model = weights_tests("test_torchvision").theirs()
     return in_file(folder, model.state_dict(), model, version("torchvision"))
@@ -171,12 +185,29 @@ SAMPLES: dict[str, Callable[[Path, int], Sample]] = {
     "hf-dinov3": partial(transformers, module="test_dinov3", name="plain"),
     "dinov3": dinov3,
     "timm-dinov3": dinov3_timm,
+    "timm-eva02": partial(newer, kind="eva02", name="split, inner norm"),
+    "timm-eva02-small": partial(newer, kind="eva02", name="fused, no inner norm"),
+    "eva02": partial(newer, kind="eva02", name="CLIP, norm on the heads", published=True),
+    "eva02-small": partial(newer, kind="eva02", name="fused, no inner norm", published=True),
+    "perception-encoder": partial(newer, kind="perception_encoder", name="core", published=True),
+    "perception-encoder-visual": partial(
+        newer, kind="perception_encoder", name="core", published=True, at=""
+    ),
+    "perception-encoder-trunk": partial(newer, kind="perception_encoder", name="lang", published=True),
+    "timm-perception-encoder": partial(newer, kind="perception_encoder", name="core"),
+    "timm-perception-encoder-trunk": partial(newer, kind="perception_encoder", name="spatial"),
+    "hf-aimv2": partial(transformers, module="test_newer_towers", name="plain"),
+    "aimv2": partial(newer, kind="aimv2_timm", published=True),
+    "timm-aimv2": partial(newer, kind="aimv2_timm"),
+    "mobileclip": partial(newer, kind="mobileclip", published=True),
+    "timm-mobileclip": partial(newer, kind="mobileclip"),
     "hf-vit": partial(transformers, module="test_hf", name="vit"),
     "hf-mae": partial(transformers, module="test_hf", name="mae with decoder"),
     "hf-clip-classifier": partial(transformers, module="test_hf_clip", name="clip classifier"),
     "hf-siglip-classifier": partial(transformers, module="test_hf_clip", name="siglip classifier"),
     "hf-clip": partial(transformers, module="test_hf_clip", name="clip with text"),
     "hf-siglip": partial(transformers, module="test_hf_clip", name="siglip with text"),
+    "hf-siglip2-naflex": partial(transformers, module="test_naflex", name="with text"),
     "clip": partial(clip, lone=False),
     "clip-visual": partial(clip, lone=True),
     "clip-timm": clip_timm,

@@ -120,7 +120,7 @@ def preprocessing(name: str) -> str:
     """A short description of the preprocessing of a model for 224 pixels."""
     spec = published_preprocess(name)
     names: dict[tuple[float, ...], str] = {IMAGENET[0]: "ImageNet's", CLIP[0]: "CLIP's"}
-    mean = names.get(spec.mean, "0.5 and 0.5")
+    mean = names.get(spec.mean, f"{spec.mean[0]:g} and {spec.std[0]:g}")
     (size, _), (before, _) = spec.target, spec.before_crop
     steps = "resize to" if spec.resize == "squash" else f"short side {before}, center"
     return f"{steps} {size}, {spec.interpolation}; mean and std {mean}"

@@ -35,6 +35,9 @@ VALUES = {
     "embedding_bias": [True, False],
     "qk_norm": [False, True],
     "mlp_hidden": [1, 2],
+    "mlp_norm": [False, True],
+    "attention_norm": [False, True],
+    "linear_bias": [True, False],
     "layer_scale": [None, 0.1],
     "head_bias": [True, False],
     "head_width": [None, 8],
@@ -99,6 +102,7 @@ def companions(name, value):
         ("class_token", False): dict(pool="mean", rows="all"),
         ("scale", 0.0): dict(position="pairwise"),
         ("mlp", "gated"): dict(mlp_hidden=1),
+        ("pool_tokens", "all"): dict(pool="attention"),
         ("position_at", "every"): dict(position="learned"),
     }.get((name, value), {})
 
@@ -107,7 +111,9 @@ def default(name):
     return next(field.default for field in dataclasses.fields(vt.ViTConfig) if field.name == name)
 
 
-CASES = [{}, dict(embedding="resnet", patch=16, size=(32, 48)), *covering()]
+POOL = dict(pool="attention", pool_tokens="all", pool_heads=4, pool_mlp_width=20)
+STEMS = [dict(embedding=stem, patch=16, size=(32, 48)) for stem in ("resnet", "mobile")]
+CASES = [{}, *STEMS, POOL, *covering()]
 
 
 def test_every_value_of_every_field_is_in_a_case():
@@ -156,7 +162,9 @@ def test_a_model_with_these_options(case, tmp_path):
     if config.pool == "attention":
         with torch.no_grad(), vt.record(model, "pool.attention.weights") as pooled:
             model(images)
-        assert pooled["pool.attention.weights"].shape == (2, config.heads, 1, config.patches)
+        attended = config.tokens if config.pool_tokens == "all" else config.patches
+        shape = (2, config.pool_heads or config.heads, 1, attended)
+        assert pooled["pool.attention.weights"].shape == shape
         assert (pooled["pool.attention.weights"].sum(-1) - 1).abs().max() < 1e-5
     weights = tape["blocks.1.attention.weights"]
     assert weights.shape == (2, config.heads, config.tokens, config.tokens)

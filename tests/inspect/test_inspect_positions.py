@@ -10,7 +10,17 @@ import vitrail as vt
 from tests.support.figure_checks import LAYOUTS, build, check_figure
 from vitrail.inspect import positions
 
-KINDS = ["learned", "learned2d", "sincos1d", "sincos2d", "rotary", "rotary-dinov3", "pairwise", "relative"]
+KINDS = [
+    "learned",
+    "learned2d",
+    "sincos1d",
+    "sincos2d",
+    "rotary",
+    "rotary-dinov3",
+    "rotary-eva02",
+    "rotary-pe",
+]
+KINDS += ["pairwise", "relative"]
 
 
 def build_random(**fields):

@@ -89,7 +89,7 @@ def test_positions_before_every_block(position):
         assert (every(images) - once(images)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("position", ["rotary", "rotary-dinov3"])
+@pytest.mark.parametrize("position", ["rotary", "rotary-dinov3", "rotary-eva02", "rotary-pe"])
 def test_rotary_scores_depend_on_offsets_only(position):
     rotate = build(position=position, size=(16, 20), head_width=8).position.rotation((4, 5))
     q, k = torch.randn(8), torch.randn(8)
@@ -142,6 +142,8 @@ SCHEMES = {
     "sincos2d": dict(adds=True, rotates=False, biases=False),
     "rotary": dict(adds=False, rotates=True, biases=False),
     "rotary-dinov3": dict(adds=False, rotates=True, biases=False),
+    "rotary-eva02": dict(adds=True, rotates=True, biases=False),
+    "rotary-pe": dict(adds=True, rotates=True, biases=False),
     "pairwise": dict(adds=False, rotates=False, biases=True),
     "relative": dict(adds=False, rotates=False, biases=True),
     "none": dict(adds=False, rotates=False, biases=False),

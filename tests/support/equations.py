@@ -31,22 +31,36 @@ def normed(z, module, config):
     return standardize(z, config.eps, config.norm == "rms") * module.weight + getattr(module, "bias", 0)
 
 
+def coordinates(config, row, column):
+    """The coordinates of a patch in its rotary embedding."""
+    h, w = config.grid
+    match config.position:
+        case "rotary-dinov3":
+            return tuple(2 * torch.pi * (2 * (i + 0.5) / side - 1) for i, side in ((row, h), (column, w)))
+        case "rotary-eva02":
+            return row / h * 16, column / w * 16
+        case "rotary-pe":  # columns first
+            return column + config.class_token, row + config.class_token
+    return row, column
+
+
 def rotate(model, x):
-    """Rotary embedding: channels (i, i + d/2) of a patch as a complex number, times exp(i angle)."""
+    """Rotary embedding: a pair of channels of a patch as a complex number, times exp(i angle)."""
     config = model.config
-    (h, w), n, half = config.grid, config.prefix, config.d // 2
-    frequencies = 100.0 ** (-torch.arange(half // 2) / (half // 2))
+    n, half = config.prefix, config.d // 2
+    adjacent = config.position in ("rotary-eva02", "rotary-pe")
+    frequencies = (10_000.0 if adjacent else 100.0) ** (-torch.arange(half // 2) / (half // 2))
+    rotary = model.position
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if adjacent else (slice(half), slice(half, None))
     out = x.clone()
     for patch in range(config.patches):
-        row, column = divmod(patch, w)
-        if config.position == "rotary-dinov3":
-            row, column = (2 * torch.pi * (2 * (i + 0.5) / side - 1) for i, side in ((row, h), (column, w)))
-        exact = torch.exp(1j * torch.cat([row * frequencies, column * frequencies]))
+        one, two = coordinates(config, *divmod(patch, config.grid[1]))
+        exact = torch.exp(1j * torch.cat([one * frequencies, two * frequencies]))
         # The model computes its sines in float32: compared to that precision, then used as they are.
-        factor = torch.complex(model.position.cos[patch, :half], model.position.sin[patch, :half])
+        factor = torch.complex(rotary.cos[patch, first], rotary.sin[patch, first])
         assert (factor - exact).abs().max() < 1e-5
-        z = torch.complex(x[n + patch, :half], x[n + patch, half:]) * factor
-        out[n + patch] = torch.cat([z.real, z.imag])
+        z = torch.complex(x[n + patch, first], x[n + patch, second]) * factor
+        out[n + patch, first], out[n + patch, second] = z.real, z.imag
     return out
 
 
@@ -128,7 +142,7 @@ def position_rows(model):
     if not hasattr(position, "all_rows"):
         return None
     front = {"all": c.prefix, "class": 1, "patches": 0}[c.rows]
-    if c.position == "learned":
+    if c.position in ("learned", "rotary-eva02", "rotary-pe"):
         rows, patches = position.table[:front], position.table[front:]
     elif c.position == "learned2d":
         rows = position.front if front else torch.zeros(0, c.width)
@@ -185,7 +199,8 @@ def parameters(model, stage, shown, at):
         return {f"U_{letters}": attention.out.weight.T, f"b_{letters}": attention.out.bias}
     if name.endswith(("mlp.hidden", "mlp.out")):
         if c.mlp == "gated":
-            (W_a, W_b), (b_a, b_b) = block.mlp.fc1.weight.chunk(2), block.mlp.fc1.bias.chunk(2)
+            W_a, W_b = block.mlp.fc1.weight.chunk(2)
+            b_a, b_b = (None, None) if block.mlp.fc1.bias is None else block.mlp.fc1.bias.chunk(2)
             return {"W_a": W_a.T, "W_b": W_b.T, "b_a": b_a, "b_b": b_b, **layer(block.mlp.fc2, 2)}
         layers = [block.mlp.fc1, *block.mlp.middle, block.mlp.fc2]
         return {k: v for number, module in enumerate(layers, 1) for k, v in layer(module, number).items()}
@@ -208,6 +223,8 @@ def functions(model, stage, at):
     module = {"q": "q_norm", "k": "k_norm"}.get(name.rpartition(".")[2])
     if module:
         module = getattr(model.blocks[at["block"]].attention, module)
+    elif name.endswith(("attention.out", "mlp.out")) and name.startswith("blocks."):
+        module = getattr(model.blocks[at["block"]], name.split(".")[2]).norm
     elif name in ("pool", "pooled"):
         after = stage.equation in ("y = LN(p)", "y = RMS(p)")
         module = model.norm if after else getattr(model.pool, "norm", None)

@@ -62,6 +62,9 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "activation": ("gelu", "gelu-tanh", "relu"),
     "mlp": ("plain",),
     "mlp_hidden": (1,),
+    "mlp_norm": (False,),
+    "attention_norm": (False,),
+    "linear_bias": (True,),
     "pool": ("class", "mean", "mean-all"),
     "head": ("linear",),
 }

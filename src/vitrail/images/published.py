@@ -23,6 +23,14 @@ PUBLISHED: dict[str, tuple[Any, Any, float, tuple[tuple[float, ...], tuple[float
     "siglip": ("squash", "bicubic", 1, (HALF, HALF)),  # google/siglip-base-patch16-224 in transformers
     "torchvision": ("shortest", "bilinear", 0.875, IMAGENET),  # ViT_B_16_Weights.IMAGENET1K_V1
     "dinov2": ("shortest", "bicubic", 0.875, IMAGENET),  # facebookresearch/dinov2, data/transforms.py
+    "mobileclip": ("shortest", "bilinear", 1, ((0.0,) * 3, (1.0,) * 3)),  # apple/ml-mobileclip, __init__.py
+    "perception-encoder": ("squash", "bilinear", 1, (HALF, HALF)),  # perception_models, transforms.py
+    "siglip2-naflex": (
+        "squash",
+        "bilinear",
+        1,
+        (HALF, HALF),
+    ),  # its processor, for a square
     "dinov3": ("squash", "bilinear", 1, IMAGENET),  # facebookresearch/dinov3, README; LVD-1689M weights
 }
 
@@ -52,8 +60,10 @@ _HF_KEYS = (
 def from_hf(settings: Mapping[str, Any]) -> Preprocess:
     """From a preprocessor_config.json. Types that end in Fast resize in torch, others in Pillow."""
     given = {key: value for key, value in settings.items() if value is not None}
+    naflex = str(given.get("image_processor_type", "")).startswith("Siglip2")  # without a size of its own
     for key, value in given.items():
-        _refuse(key, value, when=bool(value) and key not in _HF_KEYS.split())
+        known = key in _HF_KEYS.split() or (naflex and key in ("max_num_patches", "patch_size"))
+        _refuse(key, value, when=bool(value) and not known)
     kind = str(given.get("image_processor_type", given.get("feature_extractor_type", "")))
     resizes, crops = given.get("do_resize", True), given.get("do_center_crop", False)
     size, short = _hf_size(given, "size", kind if crops else "ViT")

@@ -74,15 +74,16 @@ def compute(
     config = model.config
     query = _default_query(config) if query is None else query
     layer = check_index("layer", layer, config.depth)
-    heads = range(config.heads) if head is None else [check_index("head", head, config.heads)]
+    count = config.heads if query != "pool" else config.pool_heads or config.heads
+    heads = range(count) if head is None else [check_index("head", head, count)]
     check_weights_fit(model, len(images))
     row = query_row(config, query).to(device_of(model))
     name = POOL_WEIGHTS if query == "pool" else f"blocks.{layer}.attention.weights"
     with eval_mode(model), record(model, name) as tape:
         model(images.to(row.device))
         weights = tape[name][:, list(heads)].float()  # (B, heads, T, T), or (B, heads, 1, N) in the pool
-        if query == "pool":  # it attends to patches only
-            averaged = torch.nn.functional.pad(weights[:, :, 0], (config.prefix, 0))
+        if query == "pool":
+            averaged = over_all_tokens(weights[:, :, 0], config)
         else:
             averaged = torch.einsum("t,bkts->bks", row, weights)  # (B, heads, T)
     values = averaged.cpu().numpy()
@@ -119,6 +120,11 @@ def query_row(config: ViTConfig, query: Query) -> Tensor:
         choices = suggest(str(query), [*names, *pool, "mean", "a patch as (row, column)"])
         raise InputError(f"This model has no query {printable(query)!r}. {choices}")
     return row
+
+
+def over_all_tokens(pool_weights: Tensor, config: ViTConfig) -> Tensor:
+    """The weights of an attention pool, (..., N), with zeros for the prefix if it only attends to patches."""
+    return torch.nn.functional.pad(pool_weights, (config.tokens - pool_weights.shape[-1], 0))  # (..., T)
 
 
 def describe_query(query: Query) -> str:

@@ -84,7 +84,7 @@ def _pixel_filters(model: ViT) -> tuple[Tensor, str]:
     """
     tokens: Any = model.tokens
     match model.config.embedding:
-        case "conv":
+        case "conv" | "mobile":
             return tokens.stem.conv1.weight, "the stem's first convolution"
         case "resnet":  # its convolutions standardize their weights
             weight = standardize(tokens.stem.root.conv.weight)

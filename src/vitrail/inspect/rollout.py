@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from vitrail.config import ViTConfig
 from vitrail.errors import InputError, printable, suggest
@@ -37,6 +36,7 @@ from vitrail.inspect.attention import (
     Query,
     color_limit,
     describe_query,
+    over_all_tokens,
     query_row,
 )
 from vitrail.inspect.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
@@ -191,7 +191,7 @@ def _rollout(model: ViT, images: Tensor, row: Tensor | None, heads: HeadFusion, 
         assert flow is not None  # a model has at least one block
         if row is None:
             pool_weights = fuse_heads(tape[POOL_WEIGHTS].float(), heads)  # (B, 1, N)
-            return (pad(pool_weights, (model.config.prefix, 0)) @ flow)[:, 0]
+            return (over_all_tokens(pool_weights, model.config) @ flow)[:, 0]
         return row @ flow
 
 
@@ -246,7 +246,7 @@ def _gradient_rollout(
     for block in relevance[: config.depth]:
         flow = residual_weight(config) * flow + block.detach() @ flow  # (B, T, T)
     if row is None:
-        return (pad(relevance[-1].detach(), (config.prefix, 0)) @ flow)[:, 0], classes
+        return (over_all_tokens(relevance[-1].detach(), config) @ flow)[:, 0], classes
     return row @ flow - residual_weight(config) * row, classes
 
 

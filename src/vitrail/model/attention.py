@@ -87,7 +87,8 @@ class Attention(TappedModule):
         self.q_norm = build_norm(config, config.d) if config.qk_norm else nn.Identity()
         self.k_norm = build_norm(config, config.d) if config.qk_norm else nn.Identity()
         self.bias = bias
-        self.out = nn.Linear(inner, config.width)  # U_msa
+        self.norm = build_norm(config, inner) if config.attention_norm else nn.Identity()
+        self.out = nn.Linear(inner, config.width, bias=config.linear_bias)  # U_msa
         self.q, self.k, self.v, self.heads = Tap(), Tap(), Tap(), Tap()
         self.scores, self.weights = Tap(explicit=True), Tap(explicit=True)
 
@@ -112,7 +113,7 @@ class Attention(TappedModule):
         else:
             heads = attend(q, k, v, scale=self.scale, mask=mask, bias=bias, dropout=dropout)
         heads = self.heads(heads)
-        return self.out(heads.transpose(1, 2).flatten(2))  # (B, T, D)
+        return self.out(self.norm(heads.transpose(1, 2).flatten(2)))  # (B, T, D)
 
     def project(self, z: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each (B, k, T, d); k and v come from the context if there is one."""

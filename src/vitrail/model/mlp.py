@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.model.norm import build_norm
 from vitrail.model.tap import Tap, TappedModule
 
 
@@ -15,19 +16,21 @@ class MLP(TappedModule):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         hidden = config.F
-        self.fc1 = nn.Linear(config.width, hidden)
-        self.middle = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(config.mlp_hidden - 1))
+        self.fc1 = nn.Linear(config.width, hidden, bias=config.linear_bias)
+        middle = range(config.mlp_hidden - 1)
+        self.middle = nn.ModuleList(nn.Linear(hidden, hidden, bias=config.linear_bias) for _ in middle)
         self.activation = build_activation(config)
         self.hidden = Tap()
         self.drop = nn.Dropout(config.dropout)
-        self.fc2 = nn.Linear(hidden, config.width)
+        self.norm = build_norm(config, hidden) if config.mlp_norm else nn.Identity()
+        self.fc2 = nn.Linear(hidden, config.width, bias=config.linear_bias)
         self.out = Tap()
 
     def forward(self, z: Tensor) -> Tensor:
         hidden = self.activation(self.fc1(z))  # (B, T, F)
         for layer in self.middle:
             hidden = self.activation(layer(self.drop(hidden)))
-        return self.out(self.fc2(self.drop(self.hidden(hidden))))  # (B, T, D)
+        return self.out(self.fc2(self.norm(self.drop(self.hidden(hidden)))))  # (B, T, D)
 
 
 class GatedMLP(TappedModule):
@@ -36,17 +39,18 @@ class GatedMLP(TappedModule):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         hidden = config.F
-        self.fc1 = nn.Linear(config.width, 2 * hidden)
+        self.fc1 = nn.Linear(config.width, 2 * hidden, bias=config.linear_bias)
         self.activation = build_activation(config)
         self.hidden = Tap()
         self.drop = nn.Dropout(config.dropout)
-        self.fc2 = nn.Linear(hidden, config.width)
+        self.norm = build_norm(config, hidden) if config.mlp_norm else nn.Identity()
+        self.fc2 = nn.Linear(hidden, config.width, bias=config.linear_bias)
         self.out = Tap()
 
     def forward(self, z: Tensor) -> Tensor:
         gate, value = self.fc1(z).chunk(2, dim=-1)  # each (B, T, F)
         hidden = self.hidden(self.activation(gate) * value)
-        return self.out(self.fc2(self.drop(hidden)))  # (B, T, D)
+        return self.out(self.fc2(self.norm(self.drop(hidden))))  # (B, T, D)
 
 
 def build_mlp(config: ViTConfig) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -45,13 +47,14 @@ class ClassMeanPool(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """A learned query attends to the patches, then an MLP (MAP head, Zhai et al. 2022)."""
+    """A learned query attends to the patches or to all tokens, then an MLP (MAP head, Zhai et al. 2022)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.first = config.prefix
+        self.first = 0 if config.pool_tokens == "all" else config.prefix
+        config = _pool_config(config)
         self.probe = nn.Parameter(torch.empty(1, config.width))
-        self.attention = Attention(config, scale=config.d**-0.5)
+        self.attention = Attention(config)
         self.norm = build_norm(config)
         self.mlp = build_mlp(config)
 
@@ -60,6 +63,23 @@ class AttentionPool(nn.Module):
         y = self.attention(probe, context=tokens[:, self.first :])
         y = y + self.mlp(self.norm(y))
         return y[:, 0]  # (B, D)
+
+
+def _pool_config(config: ViTConfig) -> ViTConfig:
+    """The config of the attention pool: its own heads and hidden width, without what only blocks have."""
+    heads = config.pool_heads or config.heads
+    return replace(
+        config,
+        heads=heads,
+        head_width=config.heads_width // heads,
+        mlp_width=config.pool_mlp_width or config.F,
+        position="none",
+        position_at="start",
+        position_sigma=None,
+        scale="head",
+        attention_norm=False,
+        mlp_norm=False,
+    )
 
 
 class FlattenPool(nn.Module):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import InputError
+from vitrail.model.position_parts import PairwiseBias, RelativeBias, apply_rotary, side_by_side, sincos
 from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
 
 Grid = tuple[int, ...]
@@ -202,22 +204,6 @@ class SinCosPosition2D(SinCosPosition):
         return torch.cat([torch.zeros(self.prefix_rows, self.width), side_by_side(down, across)])
 
 
-def sincos(index: Tensor, width: int) -> Tensor:
-    """[sin(p w_0), cos(p w_0), sin(p w_1), ...] with w_i = 10000^(-2i/width): (index, width).
-
-    An odd width ends with a sine.
-    """
-    frequencies = 10_000 ** (-torch.arange(0, width, 2) / width)
-    angles = index[:, None] * frequencies  # (index, width/2)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :width]
-
-
-def side_by_side(down: Tensor, across: Tensor) -> Tensor:
-    """For each patch, row by row, the vector of its grid row beside that of its column: (h w, 2 D')."""
-    h, w = down.shape[0], across.shape[0]
-    return torch.cat([down[:, None].expand(h, w, -1), across[None].expand(h, w, -1)], dim=-1).flatten(0, 1)
-
-
 class RotaryPosition(Position):
     """Rotary embedding: q and k of each patch are rotated by angles of its row and column (Su et al. 2021).
 
@@ -228,6 +214,11 @@ class RotaryPosition(Position):
     equation = "{letter} = R({made})"
     meaning = "rotated by the patch's row and column"
     measure = "phase kernel"
+    base: ClassVar[float] = 100.0
+    """The longest period, up to 2 pi; DINOv3's, suited to small grids."""
+    adjacent: ClassVar[bool] = False
+    """Whether channels 2i and 2i + 1 form a pair; otherwise i and i + d/2."""
+    columns_first: ClassVar[bool] = False
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -241,19 +232,21 @@ class RotaryPosition(Position):
         return torch.arange(side, dtype=torch.float32)
 
     def angles(self, grid: Grid) -> Tensor:
-        """(N, d), where channels i and i + d/2 form a pair."""
+        """The angle of each channel, (N, d); the two of a pair have the same."""
         count = self.frequencies
-        periods = 100.0 ** (torch.arange(count) / count)  # DINOv3's base, suited to small grids
+        periods = self.base ** (torch.arange(count) / count)
         down, across = (self.coordinates(side)[:, None] / periods for side in grid)  # (h, d/4), (w, d/4)
         angles = side_by_side(down, across)  # (N, d/2)
-        return torch.cat([angles, angles], dim=-1)
+        if self.columns_first:
+            angles = angles.roll(count, dims=1)
+        return angles.repeat_interleave(2, dim=1) if self.adjacent else torch.cat([angles, angles], dim=-1)
 
     def rotation(self, grid: Grid) -> Rotate:
         cos, sin = cast(Tensor, self.cos), cast(Tensor, self.sin)
         if self.resize_options is not None:
             angles = self.angles(grid).to(cos)
             cos, sin = angles.cos(), angles.sin()
-        return lambda heads: apply_rotary(heads, cos, sin, self.prefix)
+        return partial(apply_rotary, cos=cos, sin=sin, prefix=self.prefix, adjacent=self.adjacent)
 
     def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
         """q.k for equal q and k of unit length: the mean over frequencies of cos(a - b), (N, N)."""
@@ -269,12 +262,24 @@ class DINOv3RotaryPosition(RotaryPosition):
         return 2 * math.pi * (2 * centers / scalar_tensor(side, torch.float32) - 1)
 
 
-def apply_rotary(heads: Tensor, cos: Tensor, sin: Tensor, prefix: int) -> Tensor:
-    """Rotate the patches of q or k, (B, k, T, d), but not the first `prefix` tokens."""
-    front, patches = heads[..., :prefix, :], heads[..., prefix:, :]
-    first, second = patches.chunk(2, dim=-1)
-    rotated = patches * cos.to(heads.dtype) + torch.cat([-second, first], dim=-1) * sin.to(heads.dtype)
-    return torch.cat([front, rotated], dim=-2)
+class EVA02Position(LearnedPosition, RotaryPosition):
+    """Learned rows, and a rotary embedding as on the grid of 16 x 16 that EVA-02 was pretrained on."""
+
+    base, adjacent = 10_000.0, True
+    meaning = "E_pos adds each token's position to it; q and k are rotated as well."
+
+    def coordinates(self, side: int) -> Tensor:
+        return super().coordinates(side) / scalar_tensor(side, torch.float32) * 16
+
+
+class PerceptionEncoderPosition(LearnedPosition, RotaryPosition):
+    """Learned rows, and a rotary embedding; the first coordinate is 1 if there is a class token."""
+
+    base, adjacent, columns_first = 10_000.0, True, True
+    meaning = EVA02Position.meaning
+
+    def coordinates(self, side: int) -> Tensor:
+        return super().coordinates(side) + bool(self.prefix)
 
 
 class BiasPosition(Position):
@@ -333,37 +338,6 @@ class RelativePosition(BiasPosition):
             state[name] = torch.cat([patches, table[:, offsets:]], dim=1)
 
 
-class PairwiseBias(nn.Module):
-    """p_ij, one for each head and each pair of tokens."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.empty(config.heads, config.tokens, config.tokens))
-
-    def forward(self) -> Tensor:
-        return self.table  # (k, T, T)
-
-
-class RelativeBias(nn.Module):
-    """A bias for each offset; and three for pairs with prefix tokens: to a patch, from one, and both."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        (h, w), n = config.grid, config.prefix
-        offsets = (2 * h - 1) * (2 * w - 1)
-        down, across = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-        down, across = down.flatten(), across.flatten()
-        between = (down[:, None] - down + h - 1) * (2 * w - 1) + (across[:, None] - across + w - 1)  # (N, N)
-        index = torch.empty(config.tokens, config.tokens, dtype=torch.long, device=between.device)
-        index[n:, n:] = between
-        index[:n, n:], index[n:, :n], index[:n, :n] = offsets, offsets + 1, offsets + 2
-        self.register_buffer("index", index, persistent=False)
-        self.table = nn.Parameter(torch.empty(config.heads, offsets + (3 if n else 0)))
-
-    def forward(self) -> Tensor:
-        return self.table[:, cast(Tensor, self.index)]  # (k, T, T)
-
-
 POSITIONS: dict[str, type[Position]] = {
     "learned": LearnedPosition,
     "learned2d": LearnedPosition2D,
@@ -371,6 +345,8 @@ POSITIONS: dict[str, type[Position]] = {
     "sincos2d": SinCosPosition2D,
     "rotary": RotaryPosition,
     "rotary-dinov3": DINOv3RotaryPosition,
+    "rotary-eva02": EVA02Position,
+    "rotary-pe": PerceptionEncoderPosition,
     "pairwise": PairwisePosition,
     "relative": RelativePosition,
     "none": Position,

@@ -2,8 +2,9 @@
 Section 3.1, "Hybrid Architecture").
 
 A stem maps images (B, C, H, W) to a feature map (B, out_channels, H/stride, W/stride), with sides rounded
-up. `ConvStem` is two convolutions; `ResNetStem` is the R50 of R50+ViT-B/16. All norms are group norms, so
-the output for an image does not depend on the rest of the batch.
+up. `ConvStem` is two convolutions; `ResNetStem` is the R50 of R50+ViT-B/16; `MobileStem` is that of
+MobileCLIP-B. Norms are group norms, or batch norms whose statistics do not change, so the output for an image
+does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def initialize_stem(module: nn.Module) -> None:
         for layer in module.modules():
             if isinstance(layer, nn.Conv2d):
                 lecun_normal(layer.weight)
-            elif isinstance(layer, nn.GroupNorm):
+            elif isinstance(layer, (nn.GroupNorm, FixedBatchNorm)):
                 nn.init.ones_(layer.weight)
                 nn.init.zeros_(layer.bias)
 
@@ -69,6 +70,43 @@ class ConvStem(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(images)))  # (B, width/2, H/2, W/2)
         return F.relu(self.norm2(self.conv2(x)))  # (B, width, H/4, W/4)
+
+
+class FixedBatchNorm(nn.Module):
+    """Batch norm with the statistics of a file, in training as well."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.get_buffer("running_mean"), self.get_buffer("running_var")
+        return F.batch_norm(x, mean, variance, self.weight, self.bias, eps=_NORM_EPS)
+
+
+class MobileStem(nn.Module):
+    """Convolutions of 4x4 and 2x2 pixels that do not overlap, each with a batch norm and a GELU, to width/4
+    channels (MobileCLIP-B, Vasu et al. 2023). Patches of side P/8 are cut from the feature map.
+
+    Keys: `conv1.weight`, `norm1.{weight,bias,running_mean,running_var}`, and the same for 2.
+    """
+
+    stride = 8
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.out_channels = width // 4
+        self.conv1 = nn.Conv2d(channels, width // 4, kernel_size=4, stride=4, bias=False)
+        self.norm1 = FixedBatchNorm(width // 4)
+        self.conv2 = nn.Conv2d(width // 4, width // 4, kernel_size=2, stride=2, bias=False)
+        self.norm2 = FixedBatchNorm(width // 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.gelu(self.norm1(self.conv1(images)))  # (B, width/4, H/4, W/4)
+        return F.gelu(self.norm2(self.conv2(x)))  # (B, width/4, H/8, W/8)
 
 
 def standardize(kernel: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
+from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.errors import InputError, suggest
 from vitrail.memory import check_parameters
 from vitrail.model.position import POSITIONS
@@ -135,7 +135,7 @@ def freeze(model: ViT, *patterns: str) -> ViT:
 
 
 def _check_patch_projection(operation: str, config: ViTConfig, refused: tuple[str, ...], do: str) -> None:
-    if config.embedding in ("conv", "resnet") or config.input in refused:
+    if config.embedding in STEM_STRIDES or config.input in refused:
         raise InputError(
             f"{operation} needs patches that are cut from the input itself, but this model has "
             f"input={config.input!r} and embedding={config.embedding!r}; build a new model {do}."

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.model.norm import build_norm
-from vitrail.model.stem import ConvStem, ResNetStem, initialize_stem
+from vitrail.model.stem import ConvStem, MobileStem, ResNetStem, initialize_stem
 from vitrail.model.tap import TappedModule
 
 
@@ -103,9 +103,11 @@ class StemTokens(PatchTokens):
         return super().forward(self.stem(images))
 
 
-def _build_stem(config: ViTConfig) -> ConvStem | ResNetStem:
+def _build_stem(config: ViTConfig) -> ConvStem | ResNetStem | MobileStem:
     if config.embedding == "conv":
         return ConvStem(config.channels, config.width)
+    if config.embedding == "mobile":
+        return MobileStem(config.channels, config.width)
     return ResNetStem(config.channels)
 
 
@@ -154,7 +156,7 @@ def build_tokens(config: ViTConfig) -> PatchTokens | TextTokens:
             return SpectrogramTokens(config)
         case _, "mlp":
             return MLPTokens(config)
-        case _, "conv" | "resnet":
+        case _, "conv" | "resnet" | "mobile":
             return StemTokens(config)
         case _:
             return PatchTokens(config)

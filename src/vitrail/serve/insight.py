@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from vitrail.errors import InputError, VitrailError
 from vitrail.images.normalize import normalize_batch
 from vitrail.inspect import filters as filter_figure
 from vitrail.inspect import positions as position_figure
-from vitrail.inspect.attention import POOL_WEIGHTS
+from vitrail.inspect.attention import POOL_WEIGHTS, over_all_tokens
 from vitrail.inspect.images import check_finite, check_index
 from vitrail.inspect.rollout import (
     BLOCK_WEIGHTS,
@@ -105,7 +104,7 @@ def trace(
         return weights
 
     def add_pool(weights: Tensor) -> Tensor:
-        pool_row = pad(fuse_heads(weights.float(), "mean")[0, 0], (config.prefix, 0))
+        pool_row = over_all_tokens(fuse_heads(weights.float(), "mean")[0, 0], config)
         relevance.append(pool_row @ flow[0])
         return weights
 

@@ -69,7 +69,7 @@ def use_fused_kernels(model: ViT, *, compiled: bool) -> None:
             block.attention.__class__ = ShortAttention
             cast(ShortAttention, block.attention).prepare(model)
         mlp = block.mlp
-        if type(mlp) is MLP and not mlp.middle and _is_exact_gelu(mlp.activation):
+        if type(mlp) is MLP and not mlp.middle and _is_exact_gelu(mlp.activation) and c.linear_bias:
             mlp.__class__ = FusedMLP
         for norm in (block.norm1, block.norm2):
             fits = type(norm) is nn.LayerNorm and c.block in _NORM_FIRST and c.width <= _MAX_NORM
@@ -112,7 +112,7 @@ class ShortAttention(Attention):
         """The rotation of each token, (T, d / 2): none for the prefix."""
         device = next(model.parameters()).device
         self.cos = self.sin = self.nothing = torch.empty(0, device=device)
-        if isinstance(model.position, RotaryPosition):
+        if isinstance(model.position, RotaryPosition) and not model.position.adjacent:
             prefix = torch.zeros(model.config.prefix, model.config.d // 2, device=device)
             half = model.config.d // 2  # the other half has the same angles
             self.cos = torch.cat([prefix + 1, model.position.get_buffer("cos")[:, :half]]).float()
@@ -142,7 +142,7 @@ class ShortAttention(Attention):
         qkv = qkv.unflatten(-1, (3, self.head_count, -1))  # (B, T, 3, k, d)
         bias = self.nothing if bias is None else bias
         heads, _ = short_attention(qkv, bias, norms, self.cos, self.sin, self.scale, eps)
-        return self.out(heads.flatten(2))
+        return self.out(self.norm(heads.flatten(2)))
 
 
 class FusedMLP(MLP):
@@ -155,7 +155,7 @@ class FusedMLP(MLP):
 
         bias = self.fc1.bias
         hidden = gelu(F.linear(z, self.fc1.weight, bias.detach()), bias)  # (B, T, F)
-        return self.out(self.fc2(self.drop(self.hidden(hidden))))
+        return self.out(self.fc2(self.norm(self.drop(self.hidden(hidden)))))
 
 
 class FusedNorm(nn.LayerNorm):

@@ -1,7 +1,7 @@
 """A family: one library's weight files, how to recognize, read, complete and write them.
 
 A new family is one file in families/ and one entry in families/__init__.py. Four small parts describe it:
-`Detection` (6 fields), `KeyMap` (6), `Profile` (7) and `Writer` (6); most families set about half of them.
+`Detection` (7 fields), `KeyMap` (6), `Profile` (8) and `Writer` (6); most families set about half of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Detection:
     """Patterns of names that mark a file of a related family instead."""
     prefixes: tuple[str, ...] = ("",)
     """Possible values of {p}; `ANY_PREFIX` is whatever matches the most names of the table."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """The number of axes of a tensor, where only that tells two families apart."""
     wrapper: str = ""
     """The key of a torch.save file that holds the tensors, where that distinguishes the family."""
     metadata: str = ""
@@ -68,6 +70,8 @@ class Profile:
     """Config fields that depend on which tensors are present."""
     head_width: int | None = None
     """Head width if the number of heads is unknown; None is the one of published models of that width."""
+    head_widths: Mapping[int, int] = field(default_factory=dict)
+    """The same for models of some widths, which differ from the others of the family."""
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized: keywords of `resample.resize_grid`."""
     preprocess: str = "imagenet"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.config import ViTConfig
+from vitrail.config import POSITIONS, ViTConfig
 from vitrail.errors import ConfigError
 from vitrail.fields import as_integer, per_axis
 from vitrail.weights.layout import Shape
@@ -71,6 +71,9 @@ def shape_fields(match: FamilyMatch) -> dict[str, Any]:
         "position": "learned" if "position.table" in shapes else "none",
         "qkv_bias": "all" if "blocks.0.attention.qkv.bias" in shapes else "none",
         "qk_norm": "blocks.0.attention.q_norm.weight" in shapes,
+        "attention_norm": "blocks.0.attention.norm.weight" in shapes,
+        "mlp_norm": "blocks.0.mlp.norm.weight" in shapes,
+        "linear_bias": "blocks.0.attention.out.bias" in shapes,
         "layer_scale": 1e-5 if "blocks.0.scale1.weight" in shapes else None,
         "norm": "layer" if "blocks.0.norm1.bias" in shapes else "rms",
         "embedding_norm": {
@@ -80,7 +83,10 @@ def shape_fields(match: FamilyMatch) -> dict[str, Any]:
             (True, True): "both",
         }["tokens.norm_before.weight" in shapes, "tokens.norm_after.weight" in shapes],
     }
-    if any(name.startswith("tokens.stem.") for name in shapes):
+    if "tokens.stem.norm1.running_mean" in shapes:
+        channels = shapes["tokens.stem.conv1.weight"][1]
+        fields |= {"embedding": "mobile", "patch": tuple(8 * side for side in patch), "channels": channels}
+    elif any(name.startswith("tokens.stem.") for name in shapes):
         fields |= {"embedding": "resnet", "patch": tuple(16 * side for side in patch), "channels": 3}
     fc1, fc2 = (shapes.get(f"blocks.0.mlp.{name}.weight", (0, 0)) for name in ("fc1", "fc2"))
     fields |= {"mlp_width": fc2[1] or None, "mlp": "gated" if fc1[0] == 2 * fc2[1] else "plain"}
@@ -115,7 +121,8 @@ def _heads(match: FamilyMatch, fields: Mapping[str, Any]) -> tuple[dict[str, Any
     note = ""
     if heads is None:
         usual = _HEAD_WIDTHS.get(width, 64) if inner == width else 64
-        d = head_width or match.family.profile.head_width or usual
+        profile = match.family.profile
+        d = head_width or profile.head_widths.get(width) or profile.head_width or usual
         if inner % d:
             raise ConfigError(
                 f"The shapes of a file do not show the number of heads, and the usual head width {d} does "
@@ -137,7 +144,7 @@ def find_grid(
     The first of the `sizes` that fits is the model's own; if none does, its grid is a square.
     """
     patch = per_axis("patch", fields["patch"], ("height", "width"))
-    if table is None or fields["position"] != "learned":
+    if table is None or not POSITIONS[fields["position"]].has_table:
         return {}
     tokens = sum(match.prefix.values())
     counts = {"all": tokens, "class": int(fields["class_token"]), "patches": 0}

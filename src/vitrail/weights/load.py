@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.config import format_sides
+from vitrail.config import POSITIONS, format_sides
 from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import fit_preprocess
@@ -203,7 +203,7 @@ def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str,
         )
     elif new_size != config.pixels:
         model = surgery.resize(model, new_size, **resize)  # type: ignore[arg-type]
-    if model.config.grid != config.grid and config.position == "learned":
+    if model.config.grid != config.grid and POSITIONS[config.position].has_table:
         notes.append(
             f"Positions were resized from a grid of {format_sides(config.grid)} to "
             f"{format_sides(model.config.grid)}."

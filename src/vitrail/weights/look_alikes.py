@@ -21,7 +21,6 @@ class LookAlike(NamedTuple):
 
 
 _WINDOWS = "it has windows and stages of different widths"
-_ROTARY = "it also rotates q and k, which its tensors do not show"
 
 LOOK_ALIKES = (
     LookAlike("EUPE", ("*projectors.*", "*patch_embed.proj.weight"), "it is an encoder with projectors"),
@@ -39,10 +38,6 @@ LOOK_ALIKES = (
     ),
     LookAlike("CaiT", ("*blocks_token_only.*",), "its class token enters after the other blocks"),
     LookAlike("XCiT", ("*blocks.0.attn.temperature",), "it attends over channels, not tokens"),
-    LookAlike("Perception Encoder", ("*norm_pre.weight", "*cls_token", "*attn_pool.latent"), _ROTARY),
-    LookAlike("Perception Encoder", ("*norm_pre.weight", "*blocks.0.gamma_1"), _ROTARY),
-    LookAlike("EVA-02", ("*pos_embed", "*blocks.0.attn.q_bias"), _ROTARY),
-    LookAlike("EVA-02", ("*blocks.0.mlp.ffn_ln.weight",), _ROTARY),
 )
 
 

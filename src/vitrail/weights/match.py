@@ -107,7 +107,7 @@ def match_family(
     # A user's rows, and the anchors they rename, go by the names in the file.
     names = {*locations, *entries} if any(row.custom for row in family.keys.rows) else locations.keys()
     placeholders = _find_placeholders(family, names) if detect.anchors else {"w": "", "p": ""}
-    if placeholders is None:
+    if placeholders is None or not _has_axes(detect, placeholders, shapes):
         return None
     match = FamilyMatch(family, placeholders, dict(entries), locations)
     _match_rows(match, family.keys.rows, shapes, sizes)
@@ -171,6 +171,11 @@ def _has_anchors(detect: Detection, placeholders: Mapping[str, str], names: Coll
     return all(anchor.format(**placeholders, i=0) in names for anchor in detect.anchors) and not any(
         fnmatchcase(name, pattern) for pattern in excluded for name in names
     )
+
+
+def _has_axes(detect: Detection, placeholders: Mapping[str, str], shapes: Mapping[str, Shape]) -> bool:
+    wanted = ((name.format(**placeholders, i=0), axes) for name, axes in detect.axes.items())
+    return all(len(shapes.get(name, ())) == axes for name, axes in wanted)
 
 
 def _count_names(family: Family, placeholders: Mapping[str, str], names: Collection[str]) -> int:

@@ -65,7 +65,7 @@ def _own_fields(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     }
     if "tokens.fc.weight" in shapes:
         fields["embedding"] = "mlp"
-    if "tokens.stem.conv1.weight" in shapes:
+    if "tokens.stem.conv1.weight" in shapes and "tokens.stem.norm1.running_mean" not in shapes:
         sides = shapes["tokens.proj.weight"][2:]
         fields["patch"] = tuple(STEM_STRIDES["conv"] * side for side in sides)
         fields |= {"embedding": "conv", "channels": shapes["tokens.stem.conv1.weight"][1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vitrail.config import POSITIONS
 from vitrail.course.walk.stage import NORM_NAMES, Walk, token_name
 from vitrail.model.position import RotaryPosition
 
@@ -129,8 +130,8 @@ class BlockWalk(Walk):
         meaning = f"The {_PROJECTIONS[letter]} of {whose}: columns {first} to {first + c.d - 1}"
         if letter != "v" and c.qk_norm and c.norm != "none":
             right, meaning = f"{NORM_NAMES[c.norm]}({right})", f"{meaning}, normalized"
-        if letter != "v" and isinstance(self.model.position, RotaryPosition):
-            right, meaning = f"R({right})", f"{meaning}, {self.model.position.meaning}"
+        if letter != "v" and POSITIONS[c.position].kind == "rotary":
+            right, meaning = f"R({right})", f"{meaning}, {RotaryPosition.meaning}"
         name = f"{at}.{letter}"
         self.add(name, f"{letter} = {right}", f"{meaning}.", self.activations[name][self.head])
 
@@ -166,7 +167,13 @@ class BlockWalk(Walk):
             f"{at}.heads", f"H = [{'; '.join(parts)}]", "The outputs of all heads, concatenated.", joined
         )
         out, mixed = f"M{name}", "A linear layer mixes the heads and returns to width D."
-        return self.add(f"{at}.out", f"{out} = H U_{out.lower()} + b_{out.lower()}", mixed)
+        normed = self._normed("H", c.attention_norm)
+        bias = f" + b_{out.lower()}" * c.linear_bias
+        return self.add(f"{at}.out", f"{out} = {normed} U_{out.lower()}{bias}", mixed)
+
+    def _normed(self, z: str, has_norm: bool) -> str:
+        norm = NORM_NAMES[self.config.norm]
+        return f"{norm}({z})" if has_norm and norm else z
 
     # ---- the MLP ----------------------------------------------------------------------------
 
@@ -174,15 +181,17 @@ class BlockWalk(Walk):
         c, at = self.config, f"blocks.{self.block}.mlp"
         activation = ACTIVATION_NAMES[c.activation]
         if c.mlp == "gated":
-            right = f"{activation}({z} W_a + b_a) * ({z} W_b + b_b)"
+            a, b = (f"{z} W_{letter}{f' + b_{letter}' * c.linear_bias}" for letter in "ab")
+            right = f"{activation}({a}) * ({b})"
             meaning = "Applied to each token separately; one half gates the other."
         else:
             right, meaning = z, "Applied to each token separately, at a larger width."
             for layer in range(1, c.mlp_hidden + 1):
-                right = f"{activation}({right} W_{layer} + b_{layer})"
+                right = f"{activation}({right} W_{layer}{f' + b_{layer}' * c.linear_bias})"
         self.add(f"{at}.hidden", f"h = {right}", meaning)
         last = c.mlp_hidden + 1
-        m = self.add(f"{at}.out", f"MLP = h W_{last} + b_{last}", "Back to width D.")
+        right = f"{self._normed('h', c.mlp_norm)} W_{last}{f' + b_{last}' * c.linear_bias}"
+        m = self.add(f"{at}.out", f"MLP = {right}", "Back to width D.")
         return self._add_layer_scale("scale2", f"m = {m} lambda")
 
     def _add_layer_scale(self, name: str, equation: str) -> str:

@@ -171,7 +171,7 @@ class EncoderWalk(BlockWalk):
         if c.pool == "attention":
             weights, out = (self.activations[f"pool.attention.{part}"] for part in ("weights", "out"))
             meaning_weights = "The attention weights of a learned query, a row for each head."
-            attended = patches if c.prefix else z
+            attended = patches if c.prefix and c.pool_tokens == "patches" else z
             equation = f"A = weights(probe, {attended})"
             self.add("pool.attention.weights", equation, meaning_weights, weights[:, 0])  # (k, N)
             equation = f"c = MSA(probe, {attended})"

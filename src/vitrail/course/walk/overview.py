@@ -22,7 +22,7 @@ def paper_equations(config: ViTConfig) -> dict[int, str]:
     """The four equations by number, adapted to the config."""
     prefix = ["x_class"] * config.class_token + ["x_dist"] * config.distillation_token
     prefix += ["x_reg"] * bool(config.registers)
-    position = " + E_pos" if POSITIONS[config.position].kind == "added" else ""
+    position = " + E_pos" if POSITIONS[config.position].adds_rows else ""
     return {
         1: f"z_0 = [{'; '.join([*prefix, 'x_p^1 E', '...', 'x_p^N E'])}]{position}",
         **_block_equations(config),

@@ -57,10 +57,11 @@ TEXT = ("{w}text_model.*", "{w}text_projection.weight", "{w}logit_scale", "{w}lo
 DEFAULTS: dict[str, dict[str, Any]] = {
     "clip": {"layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"},
     "siglip": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
+    "siglip2": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
 }
 
 
-def _read_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def read_tower_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """From the config.json of the vision tower, or of both towers, where it is under vision_config."""
     alone = f"{kind}_vision_model"
     if not check_model_type(settings, (kind, alone)):
@@ -104,21 +105,21 @@ def _classifier_config(config: ViTConfig, kind: str, model: str) -> dict[str, An
 
 
 def _clip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_clip_config(config), _strip_wrapper(state))
+    model = build_peer(_clip_config(config), strip_tower(state))
     if config.classes:
         return lambda images: model(images).image_embeds
     return lambda images: model(images).pooler_output
 
 
 def _siglip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_siglip_config(config), _strip_wrapper(state))
+    model = build_peer(_siglip_config(config), strip_tower(state))
     return lambda images: model(images).pooler_output
 
 
 def _classifier_peer(
     config: ViTConfig, state: dict[str, Tensor], kind: str, model: str
 ) -> Callable[[Tensor], Tensor]:
-    state = _strip_wrapper(state)
+    state = strip_tower(state)
     for name in ("weight", "bias"):  # CLIP has this norm, but its classifier does not use it
         zeros = state["vision_model.embeddings.patch_embedding.weight"].new_zeros(config.width)
         state.setdefault(f"vision_model.post_layernorm.{name}", zeros)
@@ -126,7 +127,8 @@ def _classifier_peer(
     return lambda images: peer(images).logits
 
 
-def _strip_wrapper(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def strip_tower(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of the tower alone."""
     return strip_wrapper(state, "embeddings.patch_embedding.weight", "vision_model.")
 
 
@@ -178,7 +180,7 @@ CLIP = Family(
         },
         unsupported=_clip_unsupported,
         settings=partial(folder_settings, config_json=_clip_config),
-        read_settings=partial(_read_settings, kind="clip"),
+        read_settings=partial(read_tower_settings, kind="clip"),
         peer=_clip_peer,
     ),
 )
@@ -195,6 +197,7 @@ SIGLIP = Family(
         ),
         without=(E + "class_embedding", "*classifier.weight"),
         prefixes=("vision_model.", ""),
+        axes={E + "patch_embedding.weight": 4},
         model_types=("siglip", "siglip_vision_model"),
     ),
     keys=KeyMap(rows=(*ROWS, *LAST, *POOL), extras=(*TEXT, E + "position_ids")),
@@ -214,7 +217,7 @@ SIGLIP = Family(
         },
         unsupported=_siglip_unsupported,
         settings=partial(folder_settings, config_json=_siglip_config),
-        read_settings=partial(_read_settings, kind="siglip"),
+        read_settings=partial(read_tower_settings, kind="siglip"),
         peer=_siglip_peer,
     ),
 )

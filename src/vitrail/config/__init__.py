@@ -8,11 +8,13 @@ model (Dosovitskiy et al. 2020).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
-from vitrail.errors import ConfigError
+from vitrail.config.checks import POSITIONS as POSITIONS
+from vitrail.config.checks import STEM_STRIDES as STEM_STRIDES
+from vitrail.config.checks import check_config
+from vitrail.config.checks import format_sides as format_sides
 from vitrail.fields import (
     Config,
     boolean,
@@ -25,44 +27,11 @@ from vitrail.fields import (
     side_lengths,
 )
 
-# The largest published ViT has 22 billion parameters. A config far above that is a typing mistake or a
-# malicious file; it is refused before any memory is allocated.
-MAX_PARAMETERS = 100_000_000_000
-MAX_BLOCKS = 10_000
-
-STEM_STRIDES = {"conv": 4, "resnet": 16}
-
 AXES = {
     "image": ("height", "width"),
     "video": ("frames", "height", "width"),
     "audio": ("bins", "frames"),
     "text": ("length",),
-}
-
-
-class PositionScheme(NamedTuple):
-    """The requirements of a position scheme; the scheme itself is in model/position.py."""
-
-    kind: Literal["added", "rotary", "bias", "none"]
-    learned: bool = False
-    two_d: bool = False
-    """Whether it needs rows and columns."""
-    width_multiple: int = 1
-    """The width must be a multiple of this; for rotary embeddings, the head width."""
-    table: Literal["tokens", "pairs", "small"] = "small"
-    """What the number of its parameters grows with, for the estimate of a model's size."""
-
-
-POSITIONS = {
-    "learned": PositionScheme("added", learned=True, table="tokens"),
-    "learned2d": PositionScheme("added", learned=True, two_d=True, width_multiple=2),
-    "sincos1d": PositionScheme("added", table="tokens"),
-    "sincos2d": PositionScheme("added", two_d=True, width_multiple=4, table="tokens"),
-    "rotary": PositionScheme("rotary", two_d=True, width_multiple=4),
-    "rotary-dinov3": PositionScheme("rotary", two_d=True, width_multiple=4),
-    "pairwise": PositionScheme("bias", learned=True, table="pairs"),
-    "relative": PositionScheme("bias", learned=True, two_d=True),
-    "none": PositionScheme("none"),
 }
 
 
@@ -93,9 +62,10 @@ class ViTConfig(Config):
         "What to do with pixels that fill no complete patch: refuse the image size, or cut them off",
         default="refuse",
     )
-    embedding: Literal["linear", "mlp", "conv", "resnet"] = choice(
+    embedding: Literal["linear", "mlp", "conv", "resnet", "mobile"] = choice(
         "How a patch becomes a token: the linear map x_p E; an MLP with one hidden layer; patches of a "
-        "small convolutional stem of stride 4; patches of the paper's ResNet-50 stem of stride 16",
+        "small convolutional stem of stride 4; patches of the paper's ResNet-50 stem of stride 16; patches "
+        "of MobileCLIP-B's stem of stride 8",
         default="linear",
     )
     embedding_norm: Literal["none", "before", "after", "both"] = choice(
@@ -116,12 +86,15 @@ class ViTConfig(Config):
         "sincos2d",
         "rotary",
         "rotary-dinov3",
+        "rotary-eva02",
+        "rotary-pe",
         "pairwise",
         "relative",
         "none",
     ] = choice(
         "The position scheme: a learned row for each token (the paper's E_pos), or learned rows and columns; "
-        "fixed sines and cosines in 1-D or 2-D; rotary embedding of q and k; a learned attention bias for "
+        "fixed sines and cosines in 1-D or 2-D; rotary embedding of q and k (by index, or as in DINOv3; "
+        "with learned rows as well, as in EVA-02 or the Perception Encoder); a learned attention bias for "
         "each pair of tokens, or for each relative offset; or none",
         default="learned",
     )
@@ -153,6 +126,9 @@ class ViTConfig(Config):
     )
     qkv_bias: Literal["all", "none", "no-k"] = choice("Which of q, k and v have a bias", default="all")
     qk_norm: bool = boolean("A norm on q and k in each head", default=False)
+    attention_norm: bool = boolean(
+        "A norm on the concatenated heads, before their output projection (EVA-02 CLIP)", default=False
+    )
     activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "silu"] = choice(
         "The activation of the MLP; gelu is the exact one", default="gelu"
     )
@@ -160,6 +136,11 @@ class ViTConfig(Config):
         "fc2(activation(fc1 z)), or with half of fc1 as a gate (SwiGLU with silu)", default="plain"
     )
     mlp_hidden: int = integer("The number of hidden layers of the MLP", default=1)
+    mlp_norm: bool = boolean("A norm inside the MLP, before its last layer (EVA-02)", default=False)
+    linear_bias: bool = boolean(
+        "Whether the MLP and the output projection of attention have biases (AIMv2's have none)",
+        default=True,
+    )
     layer_scale: float | None = number(
         "The initial LayerScale factor of each branch; no LayerScale by default",
         "above 0 and at most 10",
@@ -176,6 +157,14 @@ class ViTConfig(Config):
     )
     pool_norm: Literal["before", "after", "none"] = choice(
         "Whether the final norm comes before pooling, after it, or nowhere", default="before"
+    )
+    pool_tokens: Literal["patches", "all"] = choice(
+        "Which tokens attention pooling attends to: the patches, or all (Perception Encoder)",
+        default="patches",
+    )
+    pool_heads: int | None = integer("The number of heads of attention pooling; k by default", default=None)
+    pool_mlp_width: int | None = integer(
+        "The hidden width of the MLP of attention pooling; F by default", default=None
     )
     head: Literal["linear", "mlp", "tanh", "distilled", "cosine"] = choice(
         "One layer; two with the activation between; two with tanh (the paper's pre-training head); one each "
@@ -212,10 +201,7 @@ class ViTConfig(Config):
         super().__post_init__()
         for name in ("size", "patch"):
             self._set(name, per_axis(name, getattr(self, name), AXES[self.input]))
-        self._check_heads()
-        self._check_remainder()
-        self._check_combinations()
-        self._check_parameter_count()
+        check_config(self)
 
     # ---- derived -------------------------------------------------------
 
@@ -307,94 +293,3 @@ class ViTConfig(Config):
             "the head": before_logits * self.classes,
             "the vocabulary": self.width * (self.vocabulary or 0),
         }
-
-    # ---- checks -----------------------------------------------------------------------------
-
-    def _check_heads(self) -> None:
-        if self.head_width is None and self.width % self.heads:
-            small = [i for i in range(1, math.isqrt(self.width) + 1) if self.width % i == 0]
-            divisors = sorted({*small, *(self.width // i for i in small)})
-            near = [
-                *[k for k in divisors if k < self.heads][-1:],
-                *[k for k in divisors if k > self.heads][:1],
-            ]
-            raise ConfigError(
-                f"width={self.width} is not a multiple of heads={self.heads}; use "
-                f"{' or '.join(f'heads={k}' for k in near)}, or set head_width."
-            )
-
-    def _check_remainder(self) -> None:
-        axes = list(zip(self.pixels, self.patch_pixels, strict=True))
-        if self.remainder == "cut" and all(step <= side for side, step in axes):
-            return
-        if any(side % step for side, step in axes):
-            smaller = [side - side % step for side, step in axes]
-            larger = [side + -side % step for side, step in axes]
-            multiples = [format_sides(sides) for sides in (smaller, larger) if all(sides)]
-            patch = format_sides(self.patch_pixels)
-            raise ConfigError(
-                f"{self.input} size {format_sides(self.pixels)} is not a multiple of the patch size {patch}; "
-                f'use {" or ".join(multiples)}, another patch, or remainder="cut".'
-            )
-
-    def _check_parameter_count(self) -> None:
-        if self.depth > MAX_BLOCKS:
-            raise ConfigError(f"depth must be at most {MAX_BLOCKS:,}, not {self.depth:,}.")
-        counts = self.parameter_counts
-        if (total := sum(counts.values())) > MAX_PARAMETERS:
-            raise ConfigError(
-                f"This config has {total:,} parameters, more than the limit of {MAX_PARAMETERS:,}; most of "
-                f"them are in {max(counts, key=counts.__getitem__)}."
-            )
-
-    def _check_combinations(self) -> None:
-        """Check fields against each other: (whether they conflict, field, other field, requirement)."""
-        stride, position = STEM_STRIDES.get(self.embedding, 1), POSITIONS[self.position]
-        added, rotary, biased = (position.kind == kind for kind in ("added", "rotary", "bias"))
-        learned, classless = added and position.learned, not self.class_token
-        multiple, drops, distilled = position.width_multiple, self.patch_dropout > 0, self.head == "distilled"
-        text, audio, video = (self.input == kind for kind in ("text", "audio", "video"))
-        rules = [
-            (text and self.vocabulary is None, "input", "vocabulary", "a vocabulary"),
-            (self.vocabulary is not None and not text, "vocabulary", "input", 'input="text"'),
-            (text and self.patch != (1,), "input", "patch", "patch=1"),
-            (text and self.embedding_norm in ("before", "both"), "input", "embedding_norm", "after or none"),
-            (audio and self.channels != 1, "input", "channels", "channels=1"),
-            ((text or audio) and self.embedding != "linear", "input", "embedding", "a linear embedding"),
-            (video and self.embedding in STEM_STRIDES, "input", "embedding", "a linear or mlp embedding"),
-            (position.two_d and len(self.grid) != 2, "position", "input", "rows and columns"),
-            (classless and self.pool in ("class", "class-mean"), "pool", "class_token", "a class token"),
-            (classless and self.rows == "class", "rows", "class_token", "a class token"),
-            (classless and self.distillation_token, "distillation_token", "class_token", "a class token"),
-            (distilled and not self.distillation_token, "head", "distillation_token", "a distillation token"),
-            (distilled and self.pool != "class", "head", "pool", 'pool="class"'),
-            (
-                not self.head_bias and self.head not in ("linear", "cosine"),
-                *("head_bias", "head", "a linear or cosine head"),
-            ),
-            (self.mlp == "gated" and self.mlp_hidden != 1, "mlp", "mlp_hidden", "one hidden layer"),
-            (not rotary and self.width % multiple, "position", "width", f"a width divisible by {multiple}"),
-            (rotary and self.d % multiple, "position", "d", f"a head width divisible by {multiple}"),
-            (self.position_at == "every" and not added, "position_at", "position", "added positions"),
-            (self.position_sigma and not learned, "position_sigma", "position", "learned positions"),
-            (self.scale == 0 and not biased, "scale", "position", "a position bias"),
-            (drops and (rotary or biased), "patch_dropout", "position", "added positions"),
-            (drops and self.position_at == "every", "patch_dropout", "position_at", 'position_at="start"'),
-            (
-                drops and self.pool == "flatten",
-                *("patch_dropout", "pool", "a pool that takes any number of patches"),
-            ),
-            (
-                any(side % stride for side in self.patch_pixels),
-                *("embedding", "patch", f"a patch size divisible by {stride}"),
-            ),
-        ]
-        for conflict, name, other, needs in rules:
-            if conflict:
-                value, other_value = getattr(self, name), getattr(self, other)
-                raise ConfigError(f"{name}={value!r} needs {needs}, but {other}={other_value!r}.")
-
-
-def format_sides(sides: Iterable[int]) -> str:
-    """Format (224, 224) as "224x224"."""
-    return "x".join(map(str, sides))

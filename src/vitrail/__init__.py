@@ -30,6 +30,7 @@ _MODULES = {
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
+    "accelerate": "vitrail.fast.accelerate",
     "check": "vitrail.course.exercises.notebook",
     "convert": "vitrail.weights.convert",
     "create": "vitrail.build",
@@ -63,6 +64,7 @@ __all__ = [
     "ViT",
     "ViTConfig",
     "VitrailError",
+    "accelerate",
     "check",
     "convert",
     "create",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from vitrail.experiment.lr_finder import find_lr
     from vitrail.experiment.study import study
     from vitrail.experiment.sweep import sweep
+    from vitrail.fast.accelerate import accelerate
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
     from vitrail.predict import Predictor

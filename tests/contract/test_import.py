@@ -20,6 +20,7 @@ LAYERS = {
     ],
     "Files and images, which know nothing of models.": ["io", "images"],
     "The paper's model. model/ imports only torch, config, memory, fields and errors.": ["model", "build"],
+    "The model again, faster: applied from outside, with a check of its answers.": ["fast"],
     "Other people's files: weights become models, data becomes labeled images.": ["weights", "data"],
     "What a model does on data, and what happens inside it. Returns arrays.": ["evaluation", "inspect"],
     "Training settings; HTML pages that show results; images in, predictions out.": [

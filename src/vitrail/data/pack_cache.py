@@ -20,7 +20,11 @@ from vitrail.errors import FileError, printable
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.cache import cache_folder
 
-_FILES = {"packed": r"[0-9a-f]{32}\.pack(\.partial(\.rows)?)?", "keys": r"[0-9a-f]{16}\.npy"}
+_FILES = {
+    "packed": r"[0-9a-f]{32}\.pack(\.partial(\.rows)?)?",
+    "keys": r"[0-9a-f]{16}\.npy",
+    "fast": r"fastest\.json",  # vitrail.fast.choices
+}
 
 
 def packed_folder() -> Path:

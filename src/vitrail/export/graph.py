@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +12,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError
 from vitrail.export.resize import Normalize, ResizeToInput, check_resize
+from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.fields import short_repr
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
@@ -122,34 +121,3 @@ def _dynamic_sides(config: ViTConfig) -> dict[int, Any]:
     """Sides of at least two patches: torch would take an axis of one for a broadcast axis."""
     down, across = config.patch_pixels
     return {2: down * Dim("rows", min=2), 3: across * Dim("columns", min=2)}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's warnings and logs; what concerns a user arrives as an error."""
-    import logging
-
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
-def explain_errors() -> Iterator[None]:
-    """Turn an error of the exporter into an InputError."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        reason = next(iter(str(cause).strip().splitlines()), "")
-        raise InputError(
-            f"torch cannot trace this model: {type(cause).__name__}: {printable(reason, 300).rstrip('.')}. "
-            "Try it without --dynamic size, or use the vitrail file itself."
-        ) from error

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from vitrail.errors import InputError, require_extra
-from vitrail.export.graph import Graph, Plan, explain_errors, plan_for, quiet, trace
+from vitrail.export.graph import Graph, Plan, plan_for, trace
 from vitrail.export.proof import Proof, Run, prove
 from vitrail.export.writing import check_output, write_checked
-from vitrail.predict.engine import OnnxEngine, open_session
+from vitrail.fast.onnx_graph import OPSET, open_session, to_onnx
+from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MAX_BYTES, MODEL_KEY
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle
@@ -20,7 +19,6 @@ from vitrail.weights.bundle import Bundle
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-OPSET = 20  # the first with GELU and LayerNorm as operators
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 GRAPH_BYTES = 2**24  # room for the graph beside the weights
 
@@ -35,7 +33,7 @@ def write_onnx(
         dynamic: "size" for images of any size; the batch is always dynamic.
         with_preprocess: whether the graph takes uint8 images (B, h, w, C) and resizes them itself.
     """
-    onnxruntime = import_onnxruntime()  # before onnxscript and torch.onnx, which can load it too
+    import_onnxruntime()  # before onnxscript and torch.onnx, which can load it too
     with require_extra("export"):
         import onnx
         import onnxscript  # noqa: F401  # torch imports it later, with a less helpful error
@@ -53,7 +51,7 @@ def write_onnx(
             model.graph.output.append(
                 onnx.helper.make_tensor_value_info("pixels", onnx.TensorProto.FLOAT, None)
             )
-            session = open_session(onnxruntime, model.SerializeToString())
+            session = open_session(model.SerializeToString())
         names = [one.name for one in session.get_outputs()]
         return lambda batch: dict(zip(names, session.run(names, {plan.input: batch}), strict=True))
 
@@ -75,22 +73,11 @@ def check_weight_bytes(bundle: Bundle) -> None:
 
 
 def build(bundle: Bundle, plan: Plan) -> ModelProto:
-    """The graph as ONNX, without the source locations that the exporter adds."""
+    """The graph as ONNX, with the metadata."""
     assert bundle.preprocess is not None  # plan_for has checked
     graph = Graph(bundle.model, bundle.preprocess, plan)
     program = trace(graph, bundle.preprocess)
-    with quiet(), explain_errors(), torch.no_grad():
-        exported = torch.onnx.export(
-            program,
-            dynamo=True,
-            verbose=False,
-            opset_version=OPSET,
-            input_names=[plan.input],
-            output_names=graph.outputs,
-        )
-    assert exported is not None
-    model = exported.model_proto
-    _strip_source_locations(model.graph)
+    model = to_onnx(program, inputs=[plan.input], outputs=graph.outputs)
     if plan.with_preprocess:
         del model.graph.output[-1]  # the pixels stay in the graph under their name
     _name_axes(model, plan)
@@ -108,20 +95,6 @@ def build_metadata(bundle: Bundle, plan: Plan) -> dict[str, str]:
     if bundle.statistics is not None:
         metadata[FEATURES_KEY] = json.dumps(bundle.statistics.describe())
     return metadata
-
-
-def _strip_source_locations(graph: Any) -> None:
-    """Remove source locations, which contain paths of this machine, and inferred shapes."""
-    del graph.metadata_props[:], graph.value_info[:]
-    graph.doc_string = ""
-    for node in graph.node:
-        del node.metadata_props[:]
-        node.doc_string = ""
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                _strip_source_locations(inner)
-    for value in (*graph.input, *graph.output, *graph.initializer):
-        del value.metadata_props[:]
 
 
 def _name_axes(model: ModelProto, plan: Plan) -> None:

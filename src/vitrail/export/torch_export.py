@@ -9,10 +9,11 @@ import torch
 from torch.fx import GraphModule
 
 from vitrail.errors import InputError
-from vitrail.export.graph import Graph, explain_errors, plan_for, quiet, trace
+from vitrail.export.graph import Graph, plan_for, trace
 from vitrail.export.onnx import build_metadata
 from vitrail.export.proof import Proof, Run, prove
 from vitrail.export.writing import check_output, write_checked
+from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.weights.bundle import Bundle
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
+from vitrail.fast.onnx_graph import open_session
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
@@ -105,14 +106,14 @@ class OnnxEngine(Engine):
     """A graph written by `vitrail export`, run by ONNX Runtime on the CPU."""
 
     def __init__(self, path: Path) -> None:
-        onnxruntime = import_onnxruntime()
+        import_onnxruntime()  # a missing package is said before the file is read
         file = read_onnx(path)
         self.path, self.config, self.labels = path, file.config, file.labels
         self.scores, self.statistics, self.card = file.scores, file.statistics, file.card
         self.resizes = self.one_by_one = file.resizes
         self.preprocess = _FullSize(**asdict(file.preprocess)) if file.resizes else file.preprocess
         try:
-            self.session = open_session(onnxruntime, file.data)
+            self.session = open_session(file.data)
         except Exception as error:  # ONNX Runtime has no public exception class
             raise bad_onnx(path, f"ONNX Runtime reports: {error}") from error
         self.input = _check_signature(self.session, file, path)
@@ -146,14 +147,6 @@ class _FullSize(Preprocess):
         pixels = self.to_array(image)
         self.resized_size(*pixels.shape[:2])  # raises a clear error if the image cannot be resized
         return pixels
-
-
-def open_session(onnxruntime: Any, data: bytes) -> Any:
-    """A session with as many threads as torch uses, and without logging."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 4  # fatal only; problems arrive as exceptions
-    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def output_names(config: ViTConfig) -> list[str]:

@@ -1,8 +1,7 @@
 """GELU and its gradient in one pass each; the second adds up the gradient of the bias before it.
 
-The normal distribution takes one exponential (Abramowitz and Stegun 7.1.26: erfc(z) = (a_1 t + ... + a_5 t^5)
-exp(-z^2) with t = 1 / (1 + p z), z >= 0, at most 1.5e-7 off), since erf takes a GPU longer than reading and
-writing the values. Phi(x) is then at most 4e-7 off, far below the rounding of bf16.
+The normal distribution takes one exponential (`vitrail.fast.kernels.gelu`), since erf takes a GPU longer than
+reading and writing the values. Phi(x) is then at most 4e-7 off, far below the rounding of bf16.
 """
 
 from __future__ import annotations
@@ -14,24 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitrail.fast.kernels.gelu import normal
+
 _ROWS, _COLUMNS, _WARPS = 32, 128, 8  # of a tile
-
-
-@triton.jit
-def _normal(x):  # type: ignore[no-untyped-def]
-    """The normal distribution at x: its cumulative distribution Phi(x), and its density."""
-    exponential = tl.exp(-0.5 * x * x)
-    t = 1.0 / (1.0 + 0.23164189 * tl.abs(x))  # p / sqrt(2)
-    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    tail = 0.5 * series * exponential  # Phi(-|x|)
-    return tl.where(x < 0, tail, 1.0 - tail), exponential * 0.3989422804014327
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(source, target, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     x = tl.load(source + at, mask=at < count, other=0.0).to(tl.float32)
-    phi, _ = _normal(x)
+    phi, _ = normal(x)
     tl.store(target + at, (x * phi).to(target.dtype.element_ty), mask=at < count)
 
 
@@ -46,7 +37,7 @@ def _backward(  # type: ignore[no-untyped-def]
     inside = (row[:, None] < rows) & (at[None, :] < columns)
     x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-    phi, density = _normal(x)
+    phi, density = normal(x)
     gradient = gradient * (phi + x * density)
     tl.store(dx + place, gradient.to(dx.dtype.element_ty), mask=inside)
     tl.store(sums + tl.program_id(0) * columns + at, tl.sum(gradient, 0), mask=at < columns)

@@ -1,0 +1,167 @@
+"""A model made faster: `vt.accelerate(model)` returns a module with the same forward.
+
+fast = vt.accelerate(model, precision="int8", calibrate=images)
+fast(images)                                             # logits, as model(images)
+print(fast.report)                                       # what was done, why, and how near the answers are
+fast.model                                               # the model itself, with all of its weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import InputError, suggest
+from vitrail.fast.choices import Choices
+from vitrail.fast.gate import (
+    MIN_AGREEMENT,
+    GateError,
+    check_agreement,
+    compare,
+    name_layers,
+    run_batches,
+)
+from vitrail.fast.quantize import find_worst, propose
+from vitrail.fast.routes import GATE_BATCH, LOSSY, Accelerated, Builder, Goal, Precision, resolve
+from vitrail.fields import short_repr
+from vitrail.model import ViT
+from vitrail.model.modes import eval_mode
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
+GOALS = ("throughput", "latency")
+
+
+def accelerate(
+    model: ViT,
+    precision: Precision = "auto",
+    goal: Goal = "throughput",
+    *,
+    calibrate: Tensor | None = None,
+    labels: Tensor | None = None,
+    min_agreement: float = MIN_AGREEMENT,
+    keep: Collection[str] | Literal["auto"] = (),
+    remember: bool = True,
+) -> Accelerated:
+    """A module with the model's forward, computed in the fastest way that was measured on this machine.
+
+    Args:
+        model: a ViT of images, on the device where it shall run. It is not changed.
+        precision: "auto" is fp32 on a CPU and bf16 on a GPU. "fp8" (GPU) and "int8" (CPU) are lossy: they
+            need `calibrate` and must pass the gate.
+        goal: "throughput" of large batches, or the "latency" of one image.
+        calibrate: normalized images (N, C, H, W), as `preprocess` returns them; some hundred that are like
+            those to come. Ranges of activations are taken from them, and answers compared on them.
+        labels: the classes (N,) of these images, for the accuracy in the report.
+        min_agreement: the fraction of them for which the most likely class must be that of fp32.
+        keep: names of layers to leave in higher precision, such as "blocks.0.mlp.fc2"; or "auto" for the
+            fewest with which the gate passes.
+        remember: whether to store what was measured in the cache folder.
+
+    Raises:
+        GateError: too many answers differ. It names the layers that cause it.
+    """
+    device = _check(model, precision, goal, calibrate, labels)
+    min_agreement = check_agreement(min_agreement)
+    chosen = resolve(precision, device)
+    choices = Choices(device, remember=remember)
+    builder = Builder(model, device, goal, choices, calibrate)
+    if chosen not in LOSSY:
+        return builder.fastest(chosen)
+    names = builder.quantizable(chosen)
+    if isinstance(keep, str) and keep != "auto":
+        raise InputError(f'keep takes a list of layers or "auto", not {short_repr(keep)}.')
+    kept = () if keep == "auto" else tuple(keep)
+    if unknown := [name for name in kept if name not in names]:
+        raise InputError(
+            f"keep: no layer {unknown[0]!r} is computed in {chosen}. {suggest(unknown[0], names)}"
+        )
+    assert calibrate is not None
+    exact = run_batches(model, calibrate, GATE_BATCH[device.type])
+
+    def attempt(kept: tuple[str, ...]) -> Accelerated:
+        fast = builder.fastest(chosen, kept)
+        logits = run_batches(fast, calibrate, GATE_BATCH[device.type])
+        how: dict[str, Any] = {"precision": chosen, "min_agreement": min_agreement, "labels": labels}
+        fast.report = replace(fast.report, gate=compare(logits, exact, **how))
+        return fast
+
+    with eval_mode(model):
+        return _pass_gate(builder, attempt, chosen, kept, names, min_agreement, search=keep == "auto")
+
+
+def _pass_gate(
+    builder: Builder,
+    attempt: Callable[[tuple[str, ...]], Accelerated],
+    precision: str,
+    kept: tuple[str, ...],
+    names: Sequence[str],
+    min_agreement: float,
+    *,
+    search: bool,
+) -> Accelerated:
+    """The accelerated model if its answers are near enough; otherwise look for the layers that hurt."""
+    fast = attempt(kept)
+    gate = fast.report.gate
+    assert gate is not None
+    assert builder.calibrate is not None
+    if gate.passed:
+        return fast
+    rest = [name for name in names if name not in kept]
+    how = builder.model, precision, builder.seen
+    batch = GATE_BATCH[builder.device.type]
+    worst = find_worst(*how, rest, builder.calibrate, batch)
+    more = propose(*how, list(worst), builder.calibrate, batch, min_agreement)
+    while search and more:
+        fast = attempt((*kept, *more))
+        assert fast.report.gate is not None
+        if fast.report.gate.passed:
+            why = f"{len(more)} layers stay in higher precision, because they hurt most: {name_layers(more)}."
+            fast.report = replace(fast.report, why=[*fast.report.why, why])
+            return fast
+        further = list(worst)[len(more) : len(more) + max(1, len(worst) // 12)]
+        more = (*more, *further) if len(more) + len(further) < len(worst) else ()
+    raise GateError(replace(gate, layers=worst, keep=more))
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any) -> torch.device:
+    """Refuse what cannot be done, with the reason; returns the device."""
+    if not isinstance(model, ViT):
+        raise InputError(f"accelerate takes a ViT, not {short_repr(model)}; of a bundle, its .model.")
+    for name, value, allowed in (("precision", precision, PRECISIONS), ("goal", goal, GOALS)):
+        if value not in allowed:
+            raise InputError(f"Unknown {name} {short_repr(value)}. {suggest(str(value), allowed)}")
+    if model.config.input != "image":
+        raise InputError(
+            f"accelerate takes a model of images, and this one has input={model.config.input!r}; call it "
+            "as it is."
+        )
+    device = next(model.parameters()).device
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"accelerate knows CPUs and NVIDIA GPUs, and the model is on {device}; move it.")
+    if precision == "fp8" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (9, 0)):
+        raise InputError(
+            "fp8 needs an NVIDIA GPU of compute capability 9.0 (H100) or later; on a CPU, use int8."
+        )
+    if precision == "int8" and device.type != "cpu":
+        raise InputError("int8 is for CPUs, and the model is on a GPU; use fp8 or bf16 there.")
+    if precision == "bf16" and device.type == "cpu":
+        raise InputError("bf16 can end the process on some CPUs, so it is for GPUs only; use fp32 or int8.")
+    if precision in LOSSY:
+        if calibrate is None:
+            raise InputError(
+                f"{precision} is lossy and needs images to calibrate with and to compare answers on; give "
+                "some hundred normalized ones as calibrate=images."
+            )
+        if not isinstance(calibrate, Tensor) or calibrate.ndim != 4 or not len(calibrate):
+            shape = tuple(calibrate.shape) if isinstance(calibrate, Tensor) else short_repr(calibrate)
+            raise InputError(f"calibrate must be a tensor of images (N, C, H, W), not {shape}.")
+        if labels is not None and (not isinstance(labels, Tensor) or labels.shape != calibrate.shape[:1]):
+            raise InputError(f"labels must be a tensor of one class for each of the {len(calibrate)} images.")
+    return device

@@ -1,0 +1,138 @@
+"""What was the fastest on this machine, remembered in a file of the cache folder.
+
+A choice is made by measuring all candidates once. `vitrail pack --clear-cache` deletes the file; so may you. The
+key names the machine and the versions, so that a new driver or another torch is measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.io.cache import cache_folder
+from vitrail.io.write import write_text
+
+_MAX_BYTES = 2**22
+
+
+def choices_path() -> Path:
+    """The file that remembers the choices."""
+    return cache_folder() / "fast" / "fastest.json"
+
+
+def forget() -> bool:
+    """Delete the remembered choices; whether there were any."""
+    path = choices_path()
+    existed = path.is_file()
+    path.unlink(missing_ok=True)
+    return existed
+
+
+class Choices:
+    """Candidates measured on a device.
+
+    Args:
+        device: where they run; its name is part of the key.
+        remember: whether to read and write the file.
+    """
+
+    def __init__(self, device: torch.device, *, remember: bool = True) -> None:
+        self.machine = describe_machine(device)
+        self.remember = remember
+        self.seconds: dict[str, dict[str, float | None]] = {}
+        """What was measured or remembered, by question and candidate; None for one that failed."""
+        self.failures: dict[str, str] = {}
+        """Why candidates failed that were measured now."""
+        if remember:
+            self.seconds = dict(_read().get(self.machine, {}))
+
+    def fastest(self, question: str, names: Sequence[str], measure: Callable[[str], float]) -> str:
+        """The candidate that takes the fewest seconds; one that raises an error is out.
+
+        Args:
+            measure: the seconds of a candidate.
+        """
+        known = self.seconds.get(question, {})
+        if set(known) != set(names):
+            known = {name: self._attempt(measure, question, name) for name in names}
+            self.seconds[question] = known
+            if self.remember:
+                _write(self.machine, question, known)
+        valid = {name: seconds for name, seconds in known.items() if seconds is not None}
+        if not valid:
+            raise RuntimeError(f"No way to compute this works: {question}")
+        return min(valid, key=lambda name: valid[name])
+
+    def _attempt(self, measure: Callable[[str], float], question: str, name: str) -> float | None:
+        try:
+            return measure(name)
+        except Exception as error:  # a kernel that does not compile here, or a backend without support
+            self.failures[f"{question}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
+            return None
+
+
+@cache
+def describe_machine(device: torch.device) -> str:
+    """The processor, the number of threads, and the versions that decide the speed."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()}, {torch.get_num_threads()} threads"
+    versions = [
+        f"torch {torch.__version__}",
+        *_versions("triton" if device.type == "cuda" else "onnxruntime"),
+    ]
+    return ", ".join([name, *versions])
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions(package: str) -> list[str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return [f"{package} {version(package)}"]
+    except PackageNotFoundError:
+        return []
+
+
+def _read() -> dict[str, Any]:
+    """What the file remembers; nothing if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        path = choices_path()
+        if path.stat().st_size <= _MAX_BYTES:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(found, dict) and all(_is_table(table) for table in found.values()):
+                return found
+    return {}
+
+
+def _is_table(table: Any) -> bool:
+    numbers = (int, float, type(None))
+    return isinstance(table, dict) and all(
+        isinstance(row, dict) and all(isinstance(value, numbers) for value in row.values())
+        for row in table.values()
+    )
+
+
+def _write(machine: str, question: str, seconds: dict[str, float | None]) -> None:
+    """Add a row to the file. A cache that cannot be written is no error: it is measured again."""
+    found = _read()
+    found.setdefault(machine, {})[question] = seconds
+    with suppress(OSError):
+        os.makedirs(choices_path().parent, exist_ok=True)
+        write_text(choices_path(), json.dumps(found, indent=1) + "\n", overwrite=True)

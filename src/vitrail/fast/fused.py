@@ -1,0 +1,253 @@
+"""The forward pass of a ViT in bf16 or fp8, with few and large kernels. The model itself stays as it is.
+
+norms           one kernel for sum, norm and rounding, or quantization to fp8
+products        bias, GELU, residual and quantization in the same kernel where that is faster (products.py)
+biases          those of the second product of a branch are not added to the tokens: they are the same for
+                all tokens, so their sum so far is added inside the next norm
+LayerScale      multiplied into the weights
+
+Blocks that differ too much from the paper's are computed by their own code in bf16, and `left` says why.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vitrail.fast import plain
+from vitrail.fast.choices import Choices
+from vitrail.fast.products import Product, Way, choose, seconds_on_gpu
+from vitrail.model import ViT
+from vitrail.model.attention import Attention, attend
+from vitrail.model.block import Block
+from vitrail.model.inputs import check_input
+from vitrail.model.mlp import MLP
+from vitrail.model.norm import LayerScale
+from vitrail.model.position import Rotate
+
+_MAX_WIDTH = 8192  # of the norm kernel
+_HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
+_BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+Ranges = Mapping[str, float]
+"""The largest absolute input of a linear layer on the calibration images, by its name."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels run there: a GPU, and Triton is installed."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def why_not_fused(model: ViT) -> str | None:
+    """Why the blocks of this model are computed by their own code; None if the kernels fit."""
+    block: Any = model.blocks[0]
+    if type(block) is not Block:
+        return f"block={model.config.block!r} is not the pre-norm block of the paper"
+    if not isinstance(block.norm1, (nn.LayerNorm, nn.RMSNorm)):
+        return f"norm={model.config.norm!r} has no kernel"
+    if model.config.width > _MAX_WIDTH:
+        return f"width {model.config.width} is larger than the {_MAX_WIDTH} of the norm kernel"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Norm:
+    """A norm, and the sum of the biases that the tokens lack."""
+
+    shift: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    centered: bool
+    factor: float | None
+    """Quantizes the result to fp8."""
+
+    def __call__(self, z: Tensor, kernels: bool) -> Tensor:
+        arguments = z, self.shift, self.weight, self.bias, self.eps
+        if not kernels:
+            return plain.norm(*arguments, centered=self.centered, factor=self.factor)
+        from vitrail.fast.kernels.norm import norm
+
+        return norm(*arguments, centered=self.centered, factor=self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusedBlock:
+    norm1: _Norm
+    qkv: Product
+    attention: Attention
+    out: Product
+    norm2: _Norm
+    fc1: Product | None
+    fc2: Product | None
+    mlp: Callable[[Tensor], Tensor]
+    """The MLP branch by its own code, where there is no `fc1`."""
+
+
+class FusedForward:
+    """Pooled vectors and logits of images, computed in bf16 or fp8.
+
+    Args:
+        model: in any dtype, on the device to use; it is copied.
+        ranges: quantizes the products with fp8, except the attention's output (its input would need a
+            pass of its own to be quantized, which takes longer than fp8 saves).
+        keep: names of layers that stay in bf16 nevertheless.
+        dtype: of tokens and weights; bf16, or fp32 to test without a GPU.
+    """
+
+    def __init__(
+        self,
+        model: ViT,
+        choices: Choices,
+        *,
+        ranges: Ranges | None = None,
+        keep: Collection[str] = (),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.device = next(model.parameters()).device
+        self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
+        self.dtype, self.choices, self.kernels = dtype, choices, has_kernels(self.device)
+        self.left = why_not_fused(model)
+        """Why the blocks are computed by their own code; None if they are not."""
+        self.blocks: list[_FusedBlock] = []
+        self.shift = torch.zeros(model.config.width, device=self.device)
+        self._ways: dict[tuple[int, int], Way] = {}
+        if self.left is None:
+            for index, block in enumerate(model.blocks):
+                self.blocks.append(self._build_block(index, block, ranges, set(keep)))
+
+    # ---- weights ----------------------------------------------------------------------------
+
+    def _build_block(self, index: int, block: Any, ranges: Ranges | None, keep: set[str]) -> _FusedBlock:
+        name = f"blocks.{index}"
+        own: Any = self.model.blocks[index]
+        fused_mlp = type(block.mlp) is MLP and not block.mlp.middle and _is_exact_gelu(block.mlp.activation)
+
+        def factor_of(layer: str) -> float | None:
+            full = f"{name}.{layer}"
+            if ranges is None or full in keep or full not in ranges:
+                return None
+            return plain.FP8_MAX / _HEADROOM / max(ranges[full], 1e-6)
+
+        qkv_in, fc1_in, fc2_in = map(factor_of, ("attention.qkv", "mlp.fc1", "mlp.fc2"))
+        norm1 = self._norm(block.norm1, qkv_in)
+        qkv = self._product(block.attention.qkv.weight, block.attention.qkv.masked_bias(), qkv_in)
+        out = self._branch_end(block.attention.out, block.scale1, None)
+        norm2 = self._norm(block.norm2, fc1_in if fused_mlp else None)
+        fc1 = fc2 = None
+        if fused_mlp:
+            fc1 = self._product(block.mlp.fc1.weight, block.mlp.fc1.bias, fc1_in)
+            fc1 = replace(fc1, gelu=True, factor=fc2_in)
+            fc2 = self._branch_end(block.mlp.fc2, block.scale2, fc2_in)
+        parts: dict[str, Any] = {"norm1": norm1, "qkv": qkv, "out": out, "norm2": norm2}
+        return _FusedBlock(**parts, attention=own.attention, fc1=fc1, fc2=fc2, mlp=own.mlp_branch)
+
+    def _norm(self, norm: Any, factor: float | None) -> _Norm:
+        bias = getattr(norm, "bias", None)
+        centered = isinstance(norm, nn.LayerNorm)
+        eps = norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
+        weight = norm.weight.detach().float()
+        bias = torch.zeros_like(weight) if bias is None else bias.detach().float()
+        shift = self.shift.clone()
+        return _Norm(shift=shift, weight=weight, bias=bias, eps=eps, centered=centered, factor=factor)
+
+    def _product(self, weight: Tensor, bias: Tensor | None, factor: float | None) -> Product:
+        """A linear layer, whose input is quantized to fp8 with this factor if there is one."""
+        weight = weight.detach().float()
+        bias = None if bias is None else bias.detach().float()
+        if factor is None:
+            return Product(weight=weight.to(self.dtype), bias=bias)
+        rows = plain.FP8_MAX / weight.abs().amax(1).clamp(min=1e-12)  # (N,): a scale for each channel
+        return Product(weight=plain.to_fp8(weight, rows[:, None]), bias=bias, scales=1 / (rows * factor))
+
+    def _branch_end(self, layer: nn.Linear, scale: nn.Module, factor: float | None) -> Product:
+        """The second product of a branch, added to the tokens; its bias goes to the shift."""
+        scales = scale.weight.detach().float() if isinstance(scale, LayerScale) else 1.0
+        weight = layer.weight.detach().float()
+        weight = weight * scales[:, None] if isinstance(scales, Tensor) else weight
+        if layer.bias is not None:
+            self.shift = self.shift + layer.bias.detach().float() * scales
+        return replace(self._product(weight, None, factor), add=True)
+
+    # ---- the forward pass -------------------------------------------------------------------
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Pooled vectors (B, D) and logits (B, K); without a head, the pooled vectors twice."""
+        model: Any = self.model
+        images = images.to(self.dtype)
+        if self.left is not None:
+            pooled = model.encode(images).pooled
+            return pooled, model.head(pooled)
+        grid = check_input(images, model.config, self.dtype, any_size=model.any_size)
+        z = model.tokens(images)
+        if model.prefix is not None:
+            z = torch.cat([model.prefix.expand(len(z), -1, -1), z], dim=1)
+        z = model.norm_pre(model.position(z, grid)).contiguous()  # (B, T, D)
+        rotate = model.position.rotation(grid)
+        for index, block in enumerate(self.blocks):
+            z = z if index == 0 else model.position.before_block(z, grid).contiguous()
+            self._run_block(block, z, rotate)
+        z = (z.float() + self.shift).to(self.dtype)
+        pooled = model.finish(z, grid).pooled
+        return pooled, model.head(pooled)
+
+    def _run_block(self, block: _FusedBlock, z: Tensor, rotate: Rotate) -> None:
+        """Eq. 2 and 3, in place."""
+        flat = z.view(-1, z.shape[-1])  # (B T, D)
+        qkv = self._multiply(block.qkv, block.norm1(flat, self.kernels))
+        heads = self._attend(block.attention, qkv.view(*z.shape[:2], -1), rotate)
+        self._multiply(block.out, heads, flat)
+        y = block.norm2(flat, self.kernels)
+        if block.fc1 is None or block.fc2 is None:
+            z += block.mlp(y.view_as(z))  # its bias is in it, and not in the shift
+            return
+        self._multiply(block.fc2, self._multiply(block.fc1, y), flat)
+
+    def _multiply(self, product: Product, x: Tensor, out: Tensor | None = None) -> Tensor:
+        key = id(product), len(x)
+        if key not in self._ways:
+            self._ways[key] = choose(product, len(x), self.choices, kernels=self.kernels)
+        if out is None:
+            out = x.new_empty(len(x), len(product.weight), dtype=product.output_dtype)
+        return self._ways[key](x, out)
+
+    def _attend(self, attention: Attention, qkv: Tensor, rotate: Rotate) -> Tensor:
+        """Heads (B T, k d) from q, k and v (B, T, 3 k d)."""
+        parts = qkv.unflatten(-1, (3, attention.head_count, -1))  # (B, T, 3, k, d)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = rotate(attention.q_norm(q)), rotate(attention.k_norm(k))
+        bias = None if attention.bias is None else attention.bias()
+
+        def run() -> Tensor:
+            return attend(q, k, v, scale=attention.scale, bias=bias)
+
+        if self.device.type == "cuda":
+            with sdpa_kernel(self._fastest_backend(run, q, bias)):
+                heads = run()
+        else:
+            heads = run()
+        return heads.transpose(1, 2).reshape(-1, attention.head_count * v.shape[-1])
+
+    def _fastest_backend(self, run: Callable[[], Tensor], q: Tensor, bias: Tensor | None) -> SDPBackend:
+        def measure(name: str) -> float:
+            with sdpa_kernel(_BACKENDS[name]):
+                return seconds_on_gpu(run)
+
+        question = f"attention, {tuple(q.shape)}{' with a bias' if bias is not None else ''}"
+        return _BACKENDS[self.choices.fastest(question, list(_BACKENDS), measure)]
+
+
+def _is_exact_gelu(activation: nn.Module) -> bool:
+    return isinstance(activation, nn.GELU) and activation.approximate == "none"

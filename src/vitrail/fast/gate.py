@@ -1,0 +1,129 @@
+"""The gate: how far the answers of a faster model are from those in fp32, and whether that is near enough.
+
+agreement  the fraction of images with the same most likely class
+KL         the mean Kullback-Leibler divergence of the fp32 distribution from the faster one, in nats
+top-1      the accuracy of both, where labels are given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.errors import InputError
+from vitrail.fields import short_repr
+
+MIN_AGREEMENT = 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A comparison of logits with those of the model in fp32."""
+
+    precision: str
+    images: int
+    agreement: float
+    kl: float
+    cosine: float
+    """The mean cosine of both logits."""
+    min_agreement: float
+    top1: float | None = None
+    top1_fp32: float | None = None
+    layers: dict[str, float] = field(default_factory=dict)
+    """The KL that each layer causes alone, the largest first; measured only if the gate fails."""
+    keep: tuple[str, ...] = ()
+    """The layers that must stay in higher precision to pass; measured only if the gate fails."""
+
+    @property
+    def passed(self) -> bool:
+        return self.agreement >= self.min_agreement
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, ready for JSON."""
+        return {"passed": self.passed, **asdict(self), "keep": list(self.keep)}
+
+    def table(self) -> str:
+        """The report as lines of text."""
+        same = round(self.agreement * self.images)
+        limit = f"limit {self.min_agreement:.1%}, {'passed' if self.passed else 'FAILED'}"
+        rows = {
+            "precision": self.precision,
+            "agreement": f"{self.agreement:.2%}, {same:,} of {self.images:,} images ({limit})",
+            "mean KL": f"{self.kl:.2g} nats to fp32",
+            "cosine": f"{self.cosine:.5f} of the logits to fp32",
+        }
+        if self.top1 is not None and self.top1_fp32 is not None:
+            rows["top-1"] = f"{self.top1:.2%}, fp32 {self.top1_fp32:.2%}"
+        for number, (name, kl) in enumerate(list(self.layers.items())[:5]):
+            rows["layers" if number == 0 else " " * (number + 1)] = f"{name:<28} KL {kl:.2g} alone"
+        return "\n".join(f"{name.strip():<12} {value}" for name, value in rows.items())
+
+
+def compare(
+    logits: Tensor, exact: Tensor, *, precision: str, min_agreement: float, labels: Tensor | None = None
+) -> Gate:
+    """Compare logits (N, K) with those in fp32. Without a head, pooled vectors: only the cosine counts."""
+    logits, exact = logits.float().cpu(), exact.float().cpu()
+    best = exact.argmax(1)
+    right = None if labels is None else labels.cpu().to(best.dtype)
+    difference = F.kl_div(logits.log_softmax(1), exact.log_softmax(1), log_target=True, reduction="batchmean")
+    return Gate(
+        precision=precision,
+        images=len(exact),
+        agreement=_mean(logits.argmax(1) == best),
+        kl=max(0.0, float(difference)),
+        cosine=float(F.cosine_similarity(logits, exact).mean()),
+        min_agreement=min_agreement,
+        top1=None if right is None else _mean(logits.argmax(1) == right),
+        top1_fp32=None if right is None else _mean(best == right),
+    )
+
+
+def _mean(matches: Tensor) -> float:
+    return float(matches.double().mean())
+
+
+class GateError(InputError):
+    """The faster model's answers differ too much; `.gate` has the numbers."""
+
+    def __init__(self, gate: Gate) -> None:
+        worst = ", ".join(f"{name} (KL {kl:.2g})" for name, kl in list(gate.layers.items())[:4])
+        blame = f" The layers that hurt most: {worst}." if worst else ""
+        advice = (
+            f'keep {len(gate.keep)} of them in higher precision with keep="auto", or lower min_agreement'
+            if gate.keep
+            else "use a higher precision, or lower min_agreement"
+        )
+        super().__init__(
+            f"{gate.precision} gives the answer of fp32 for {gate.agreement:.2%} of {gate.images:,} "
+            f"calibration images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."
+        )
+        self.gate = gate
+
+
+def check_agreement(min_agreement: Any) -> float:
+    if isinstance(min_agreement, bool) or not isinstance(min_agreement, (int, float)):
+        raise InputError(f"min_agreement must be a number from 0 to 1, not {short_repr(min_agreement)}.")
+    if not 0 <= min_agreement <= 1:
+        raise InputError(f"min_agreement must be from 0 to 1, not {min_agreement:g}; 0.99 is the default.")
+    return float(min_agreement)
+
+
+def run_batches(forward: Any, images: Tensor, batch: int) -> Tensor:
+    """The logits of all images on the CPU."""
+    with torch.inference_mode():
+        return torch.cat([forward(part).float().cpu() for part in images.split(batch)])
+
+
+def worst_first(layers: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(layers.items(), key=lambda item: -item[1]))
+
+
+def name_layers(names: Sequence[str]) -> str:
+    """A list of layer names for a sentence, shortened."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

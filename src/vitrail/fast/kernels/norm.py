@@ -1,0 +1,67 @@
+"""LayerNorm or RMSNorm of the residual stream, rounded to bf16 or quantized to fp8 in the same kernel.
+
+The stream is stored without the biases of the products before it (`vitrail.fast.fused`): `shift` is their
+sum, the same for every token, and is added here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_WIDTH = 8192
+_ELEMENTS = 4096  # of a tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    source, shift, weight, bias, target, rows, width, eps, factor,
+    R: tl.constexpr, C: tl.constexpr, CENTERED: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, C)
+    place = row[:, None] * width + at[None, :]
+    inside = (row[:, None] < rows) & (at[None, :] < width)
+    x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(shift + at, mask=at < width, other=0.0)[None, :]
+    if CENTERED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    w = tl.load(weight + at, mask=at < width, other=0.0)
+    b = tl.load(bias + at, mask=at < width, other=0.0)
+    y = x * scale[:, None] * w[None, :] + b[None, :]
+    if FP8:
+        y = tl.minimum(tl.maximum(y * factor, -448.0), 448.0)
+    tl.store(target + place, y.to(target.dtype.element_ty), mask=inside)
+
+
+def norm(
+    z: Tensor,
+    shift: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    centered: bool = True,
+    factor: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The norm of z + shift over the last axis of (M, D).
+
+    Args:
+        shift, weight, bias: (D,) in fp32.
+        centered: whether the mean is subtracted, as LayerNorm does and RMSNorm does not.
+        factor: quantizes to fp8 after multiplying by it; without one, the result has the dtype of z.
+    """
+    M, D = z.shape
+    if out is None:
+        out = torch.empty_like(z, dtype=z.dtype if factor is None else torch.float8_e4m3fn)
+    C = triton.next_power_of_2(D)
+    R = max(1, _ELEMENTS // C)
+    _norm[(triton.cdiv(M, R),)](
+        z, shift, weight, bias, out, M, D, eps, factor or 1.0, R, C, centered, factor is not None,
+        num_warps=4 if C <= 4096 else 8,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,128 @@
+"""A traced model as an ONNX graph, and ONNX Runtime to run it: the fastest way on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vitrail.errors import InputError, printable, require_extra
+from vitrail.model import ViT
+from vitrail.telemetry import import_onnxruntime
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+OPSET = 20  # the first with GELU and LayerNorm as operators
+
+
+class _Outputs(nn.Module):
+    """A model in fp32 that returns what predictions need."""
+
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = self.model.encode(images).pooled
+        return pooled, self.model.head(pooled) * 1.0  # without a head, an output of its own
+
+
+def build_onnx(model: ViT) -> ModelProto:
+    """images (B, C, H, W) to `pooled` and `logits` in fp32, with a dynamic batch."""
+    import_onnxruntime()  # before onnxscript and torch.onnx, which can load it too
+    with require_extra("export"):
+        import onnxscript  # noqa: F401  # torch imports it later, with a less helpful error
+    example = torch.zeros(2, *model.config.input_shape)
+    with quiet(), explain_errors(), torch.no_grad():
+        program = torch.export.export(_Outputs(model), (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    return to_onnx(program, inputs=["images"], outputs=["pooled", "logits"])
+
+
+def to_onnx(program: ExportedProgram, *, inputs: Sequence[str], outputs: Sequence[str]) -> ModelProto:
+    """A traced program as ONNX, without the source locations that the exporter adds."""
+    with quiet(), explain_errors(), torch.no_grad():
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            opset_version=OPSET,
+            input_names=list(inputs),
+            output_names=list(outputs),
+        )
+    assert exported is not None
+    model = exported.model_proto
+    _strip_source_locations(model.graph)
+    return model
+
+
+def open_session(data: bytes) -> Any:
+    """A session of ONNX Runtime with as many threads as torch uses, and without logging."""
+    onnxruntime = import_onnxruntime()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 4  # fatal only; problems arrive as exceptions
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+class OnnxForward:
+    """Pooled vectors and logits of images, computed by ONNX Runtime on the CPU."""
+
+    def __init__(self, graph: ModelProto) -> None:
+        self.session = open_session(graph.SerializeToString())
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        batch = images.detach().to("cpu", torch.float32).contiguous().numpy()
+        pooled, logits = self.session.run(["pooled", "logits"], {"images": batch})
+        return torch.from_numpy(pooled), torch.from_numpy(logits)
+
+
+def _strip_source_locations(graph: Any) -> None:
+    """Remove source locations, which contain paths of this machine, and inferred shapes."""
+    del graph.metadata_props[:], graph.value_info[:]
+    graph.doc_string = ""
+    for node in graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                _strip_source_locations(inner)
+    for value in (*graph.input, *graph.output, *graph.initializer):
+        del value.metadata_props[:]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's warnings and logs; what concerns a user arrives as an error."""
+    import logging
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def explain_errors() -> Iterator[None]:
+    """Turn an error of the exporter into an InputError."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = next(iter(str(cause).strip().splitlines()), "")
+        raise InputError(
+            f"torch cannot trace this model: {type(cause).__name__}: {printable(reason, 300).rstrip('.')}. "
+            "Try it without --dynamic size, or use the vitrail file itself."
+        ) from error

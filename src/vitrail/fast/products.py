@@ -1,0 +1,140 @@
+"""A linear layer of the fused forward pass: several ways to compute it, of which the fastest is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vitrail.fast import plain
+from vitrail.fast.choices import Choices
+
+if TYPE_CHECKING:
+    from vitrail.fast.kernels.product import Tiles
+
+_TRIALS, _REPEATS = 3, 10  # of a measurement: the fastest trial of so many runs each
+_FEW_ROWS = 4096  # below this, small tiles are tried instead of large ones
+
+Way = Callable[[Tensor, Tensor], Tensor]
+"""Computes the layer for x (M, K) into out (M, N)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """f(x W^T + bias), or the sum of it and what the output holds.
+
+    In fp8, x and W hold the numbers times a factor, which `scales` divides out again.
+    """
+
+    weight: Tensor
+    """(N, K), in bf16 or fp8 (in fp32 without kernels)."""
+    bias: Tensor | None = None
+    """(N,) in fp32."""
+    scales: Tensor | None = None
+    """(N,) in fp32, for fp8."""
+    gelu: bool = False
+    add: bool = False
+    factor: float | None = None
+    """The output is quantized to fp8 after multiplying by it."""
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        if self.factor is not None:
+            return torch.float8_e4m3fn
+        return torch.bfloat16 if self.weight.dtype == torch.float8_e4m3fn else self.weight.dtype
+
+    @property
+    def kind(self) -> str:
+        """What the choice of the fastest way depends on, but for the number of rows."""
+        flags = [name for name in ("gelu", "add") if getattr(self, name)]
+        flags += ["bias"] * (self.bias is not None) + ["to fp8"] * (self.factor is not None)
+        return f"{str(self.weight.dtype).removeprefix('torch.')} {tuple(self.weight.shape)} {' '.join(flags)}"
+
+    def ways(self, rows: int, *, kernels: bool) -> dict[str, Way]:
+        """All ways to compute it by name; the first is the plain one."""
+        if not kernels:
+            return {"plain": self._plain}
+        found: dict[str, Way] = {}
+        if self.weight.dtype == torch.bfloat16 and self.factor is None:
+            found["cuBLAS"] = self._cublas
+        elif self.output_dtype == torch.bfloat16 and not self.gelu and not self.add:
+            found["torch._scaled_mm"] = self._scaled_mm
+        found |= self._triton_ways(rows)
+        return found
+
+    def _triton_ways(self, rows: int) -> dict[str, Way]:
+        if torch.cuda.get_device_capability() < (9, 0):
+            return {}  # no tensor memory accelerator
+        from vitrail.fast.kernels.product import CANDIDATES, SMALL
+
+        tiles = CANDIDATES if rows >= _FEW_ROWS else (SMALL, *CANDIDATES[2:4])
+        N, K = self.weight.shape
+        fits = [one for one in tiles if N % one.columns == 0 and K * self.weight.element_size() % 16 == 0]
+        return {one.name: partial(self._triton, tiles=one) for one in fits}
+
+    def _plain(self, x: Tensor, out: Tensor) -> Tensor:
+        how: dict[str, Any] = {"scales": self.scales, "bias": self.bias, "gelu": self.gelu, "add": self.add}
+        return plain.product(x, self.weight, out, factor=self.factor, **how)
+
+    def _triton(self, x: Tensor, out: Tensor, tiles: Tiles) -> Tensor:
+        from vitrail.fast.kernels.product import product
+
+        how: dict[str, Any] = {"scales": self.scales, "bias": self.bias, "gelu": self.gelu, "add": self.add}
+        return product(x, self.weight, out, tiles=tiles, factor=self.factor, **how)
+
+    def _cublas(self, x: Tensor, out: Tensor) -> Tensor:
+        w = self.weight.T
+        if self.add:
+            assert self.bias is None
+            assert not self.gelu
+            return out.addmm_(x, w)
+        if self.gelu:
+            from vitrail.fast.kernels.gelu import bias_gelu
+
+            torch.mm(x, w, out=out)
+            assert self.bias is not None
+            return bias_gelu(out, self.bias)
+        if self.bias is None:
+            return torch.mm(x, w, out=out)
+        return torch.addmm(self.bias.to(x.dtype), x, w, out=out)
+
+    def _scaled_mm(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self.scales is not None
+        ones = torch.ones(len(x), 1, device=x.device)
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        how: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "out": out}
+        return torch._scaled_mm(x, self.weight.T, ones, self.scales[None], bias, **how)
+
+
+def choose(product: Product, rows: int, choices: Choices, *, kernels: bool) -> Way:
+    """The fastest way for so many rows, measured once and remembered."""
+    ways = product.ways(rows, kernels=kernels)
+    if len(ways) == 1:
+        return next(iter(ways.values()))
+
+    def measure(name: str) -> float:
+        x = torch.randn(rows, product.weight.shape[1], device=product.weight.device).to(product.weight.dtype)
+        out = torch.zeros(rows, len(product.weight), device=x.device, dtype=product.output_dtype)
+        return seconds_on_gpu(lambda: ways[name](x, out))
+
+    return ways[choices.fastest(f"product, {rows} rows, {product.kind}", list(ways), measure)]
+
+
+def seconds_on_gpu(run: Callable[[], object]) -> float:
+    """Seconds on the GPU, by its own clock."""
+    for _ in range(3):
+        run()
+    best = float("inf")
+    for _ in range(_TRIALS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_REPEATS):
+            run()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1000 / _REPEATS)
+    return best

@@ -1,0 +1,182 @@
+"""Static quantization: ranges of activations from calibration images, and how much each layer hurts.
+
+observe      the smallest and largest input of each linear layer, by channel
+simulate     a model that rounds inputs and weights of its linear layers as int8 or fp8 does, in fp32
+find_worst   the KL that each layer causes alone
+propose      the layers to keep in higher precision so that the rest passes the gate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.fast.gate import compare, run_batches, worst_first
+from vitrail.fast.plain import FP8_MAX, to_fp8
+from vitrail.model import ViT
+from vitrail.model.modes import eval_mode
+
+INT8_MAX = 127
+SMOOTHING = 0.7
+_TINY = 1e-5
+_FEW = 64  # images by which layers are compared with each other
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The smallest and largest input of a linear layer on the calibration images, by channel: (K,) each."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def largest(self) -> Tensor:
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+
+def block_layers(model: ViT) -> dict[str, nn.Linear]:
+    """The linear layers of all blocks by name: nearly all of the arithmetic."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
+
+
+def observe(model: ViT, images: Tensor, batch: int) -> dict[str, Observed]:
+    """Run the calibration images and return the range of each layer's input."""
+    found: dict[str, Observed] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0].detach().float().flatten(0, -2)
+            low, high = x.amin(0), x.amax(0)
+            if name in found:
+                low, high = torch.minimum(low, found[name].low), torch.maximum(high, found[name].high)
+            found[name] = Observed(low, high)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, layer in block_layers(model).items():
+            stack.callback(layer.register_forward_pre_hook(watch(name)).remove)
+        with eval_mode(model):
+            for part in images.split(batch):
+                model(part)
+    return found
+
+
+def smoothing(weight: Tensor, seen: Observed) -> Tensor:
+    """A factor for each input channel (K,): inputs are divided by it and weights multiplied.
+
+    Channels with large inputs then lose less of the range of the others (Xiao et al. 2023, SmoothQuant).
+    """
+    columns = weight.abs().amax(0).clamp(min=_TINY)
+    return seen.largest.clamp(min=_TINY) ** SMOOTHING / columns ** (1 - SMOOTHING)
+
+
+def int8_range(low: float, high: float) -> tuple[float, int]:
+    """Scale and zero point of unsigned 8-bit integers from low to high; zero is a value of its own."""
+    low, high = min(0.0, low), max(0.0, high)
+    scale = max((high - low) / 255, 1e-12)
+    return scale, min(255, max(0, round(-low / scale)))
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (N, K) as 8-bit integers, with a scale for each output channel (N,)."""
+    scales = weight.abs().amax(1).clamp(min=1e-12) / INT8_MAX
+    return (weight / scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales
+
+
+# ---- simulation -----------------------------------------------------------------------------
+
+
+def _int8_linear(layer: nn.Linear, seen: Observed) -> Callable[[Tensor], Tensor]:
+    factors = smoothing(layer.weight.detach(), seen)
+    weight, scales = quantize_rows(layer.weight.detach() * factors)
+    rounded = weight.float() * scales[:, None]
+    step, zero = int8_range(float((seen.low / factors).min()), float((seen.high / factors).max()))
+
+    def forward(x: Tensor) -> Tensor:
+        values = (x / factors / step).round().add(zero).clamp(0, 255).sub(zero) * step
+        return F.linear(values, rounded, _bias(layer))
+
+    return forward
+
+
+def _fp8_linear(layer: nn.Linear, seen: Observed) -> Callable[[Tensor], Tensor]:
+    rows = FP8_MAX / layer.weight.detach().abs().amax(1, keepdim=True).clamp(min=1e-12)
+    weight = to_fp8(layer.weight.detach(), rows).float() / rows
+    factor = FP8_MAX / 2 / max(float(seen.largest.max()), _TINY)
+
+    def forward(x: Tensor) -> Tensor:
+        return F.linear(to_fp8(x, factor).float() / factor, weight, _bias(layer))
+
+    return forward
+
+
+def _bias(layer: Any) -> Tensor | None:
+    return layer.masked_bias() if hasattr(layer, "masked_bias") else layer.bias
+
+
+@contextmanager
+def simulate(
+    model: ViT, precision: str, seen: Mapping[str, Observed], names: Collection[str]
+) -> Iterator[None]:
+    """Round inputs and weights of the named layers while the block runs; the parameters do not change."""
+    build = _fp8_linear if precision == "fp8" else _int8_linear
+    layers: dict[str, Any] = {name: layer for name, layer in block_layers(model).items() if name in names}
+    for name, layer in layers.items():
+        layer.forward = build(layer, seen[name])
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.forward
+
+
+# ---- which layers hurt ----------------------------------------------------------------------
+
+
+def find_worst(
+    model: ViT, precision: str, seen: Mapping[str, Observed], names: Sequence[str], images: Tensor, batch: int
+) -> dict[str, float]:
+    """The KL that each layer causes alone, the largest first."""
+    images = images[:_FEW]
+    exact = run_batches(model, images, batch)
+    found = {}
+    for name in names:
+        with simulate(model, precision, seen, {name}):
+            logits = run_batches(model, images, batch)
+        found[name] = compare(logits, exact, precision=precision, min_agreement=0).kl
+    return worst_first(found)
+
+
+def propose(
+    model: ViT,
+    precision: str,
+    seen: Mapping[str, Observed],
+    worst: Sequence[str],
+    images: Tensor,
+    batch: int,
+    min_agreement: float,
+) -> tuple[str, ...]:
+    """The fewest of the worst layers that must stay as they are for the rest to pass; empty if none do."""
+    exact = run_batches(model, images, batch)
+
+    def passes(count: int) -> bool:
+        with simulate(model, precision, seen, set(worst[count:])):
+            logits = run_batches(model, images, batch)
+        return compare(logits, exact, precision=precision, min_agreement=min_agreement).passed
+
+    low, high = 0, len(worst)  # all layers kept is no quantization
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return tuple(worst[:high]) if high < len(worst) else ()

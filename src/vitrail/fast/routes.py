@@ -1,0 +1,265 @@
+"""The ways to compute a model, and which of them is the fastest on this machine."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import InputError
+from vitrail.fast.choices import Choices
+from vitrail.fast.gate import Gate
+from vitrail.fast.quantize import Observed, block_layers, observe
+from vitrail.model import ViT
+from vitrail.model.modes import eval_mode
+from vitrail.summary import Summary
+
+Precision = Literal["auto", "fp32", "bf16", "fp8", "int8"]
+Goal = Literal["throughput", "latency"]
+LOSSY = ("fp8", "int8")
+
+Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Pooled vectors and logits of images."""
+Routes = dict[str, Callable[[], Forward]]
+"""Functions that build a forward pass, by the route's name."""
+
+GATE_BATCH = {"cpu": 8, "cuda": 64}
+_PLAIN = "PyTorch"
+_BATCH = {"cpu": 8, "cuda": 256}  # of a measurement for throughput; 1 for latency
+_SECONDS, _MOST = 2.0, 20  # of a measurement
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Acceleration(Summary):
+    """What was done to a model, and why."""
+
+    precision: str
+    route: str
+    """What computes the forward pass."""
+    why: list[str] = field(default_factory=list)
+    """The reasons, one sentence each."""
+    kept: tuple[str, ...] = ()
+    """Layers that stay in the higher precision."""
+    images_per_second: dict[str, float] = field(default_factory=dict)
+    """Of each route that was measured, at `batch` images."""
+    batch: int = 1
+    gate: Gate | None = None
+    """How near the answers are to fp32; only for fp8 and int8."""
+
+    def first_line(self) -> str:
+        return f"{self.precision} by {self.route}"
+
+    def summary(self) -> dict[str, str]:
+        rows = {f"why {number}": sentence for number, sentence in enumerate(self.why, start=1)}
+        for name, rate in self.images_per_second.items():
+            rows[name] = f"{rate:,.1f} images/s at batch {self.batch}"
+        if self.gate is not None:
+            rows["agreement"] = f"{self.gate.agreement:.2%} of {self.gate.images:,} images"
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data, ready for JSON."""
+        gate = None if self.gate is None else self.gate.as_dict()
+        return {**asdict(replace(self, gate=None)), "kept": list(self.kept), "gate": gate}
+
+
+class Accelerated(nn.Module):
+    """A model whose forward pass is computed another way; `.report` says which.
+
+    The model itself is `.model`, unchanged: for its weights, for training, and for `vt.record`.
+    """
+
+    def __init__(self, model: ViT, run: Forward, report: Acceleration) -> None:
+        super().__init__()
+        self.model, self.run, self.report = model, run, report
+        self.config = model.config
+
+    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Logits (B, K); without a head the pooled vector (B, D). With a mask, the model itself computes."""
+        return self.model(images, mask) if mask is not None else self.outputs(images)[1]
+
+    @torch.inference_mode()
+    def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Pooled vectors (B, D) and logits (B, K), as they are in the dtype of the forward pass."""
+        return self.run(images)
+
+    def extra_repr(self) -> str:
+        return self.report.first_line()
+
+
+# ---- building -------------------------------------------------------------------------------
+
+
+class Builder:
+    """Builds the ways to compute a model, and measures which is the fastest."""
+
+    def __init__(
+        self, model: ViT, device: torch.device, goal: Goal, choices: Choices, calibrate: Tensor | None
+    ) -> None:
+        self.model, self.device, self.goal, self.choices = model, device, goal, choices
+        self.calibrate = calibrate
+        self._seen: dict[str, Observed] | None = None
+
+    @property
+    def seen(self) -> dict[str, Observed]:
+        """The ranges of activations on the calibration images."""
+        if self._seen is None:
+            assert self.calibrate is not None
+            self._seen = observe(self.model, self.calibrate, GATE_BATCH[self.device.type])
+        return self._seen
+
+    def quantizable(self, precision: str) -> list[str]:
+        """The layers that can be computed in this precision."""
+        names = list(block_layers(self.model))
+        if precision == "fp8":
+            from vitrail.fast.fused import why_not_fused
+
+            reason = why_not_fused(self.model)
+            if reason is not None:
+                raise InputError(f"fp8 needs the fused blocks, and {reason}; use bf16.")
+            return [name for name in names if name.endswith(("qkv", "mlp.fc1", "mlp.fc2"))]
+        return names
+
+    def fastest(self, precision: str, kept: tuple[str, ...] = ()) -> Accelerated:
+        """The fastest of the routes of this precision, the plain model among them."""
+        routes, why = self.routes(precision, kept)
+        batch = 1 if self.goal == "latency" else _BATCH[self.device.type]
+        images = torch.zeros(batch, *self.model.config.input_shape, device=self.device)
+        runs: dict[str, Forward] = {}
+
+        def measure(name: str) -> float:
+            runs[name] = routes[name]()
+            return _seconds(runs[name], images, self.device)
+
+        question = f"model {_config_key(self.model)}, {precision}, {len(kept)} kept, batch {batch}"
+        name = (
+            self.choices.fastest(question, list(routes), measure) if len(routes) > 1 else next(iter(routes))
+        )
+        for failed, reason in self.choices.failures.items():
+            if failed.startswith(question):
+                why.append(f"{failed.removeprefix(question + ': ')} does not work here: {reason}.")
+        seconds = self.choices.seconds.get(question, {})
+        rates = {route: round(batch / one, 2) for route, one in seconds.items() if one}
+        if name == _PLAIN and len(routes) > 1:
+            why.append(f"Nothing else was faster at batch {batch}, so the model itself computes.")
+        run = runs[name] if name in runs else routes[name]()
+        used = precision if name != _PLAIN or precision not in LOSSY else resolve("auto", self.device)
+        report = Acceleration(
+            precision=used,
+            route=name,
+            why=why,
+            kept=kept if used in LOSSY else (),
+            images_per_second=rates,
+            batch=batch,
+        )
+        return Accelerated(self.model, run, report)
+
+    def routes(self, precision: str, kept: tuple[str, ...]) -> tuple[Routes, list[str]]:
+        """The routes by name, and the reasons for them."""
+        if self.device.type == "cuda":
+            return self._gpu_routes(precision, kept)
+        routes: Routes = {_PLAIN: lambda: _plain_forward(self.model, torch.float32)}
+        if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
+            if precision == "int8":
+                raise InputError('int8 needs ONNX Runtime; install it with: pip install "vitrail[export]".')
+            return routes, [
+                "ONNX Runtime is not installed (pip install 'vitrail[export]'), so PyTorch computes."
+            ]
+        if precision == "int8":
+            routes["ONNX Runtime, int8"] = lambda: self._int8(kept)
+            return routes, ["int8 products with static scales from the calibration images; the rest in fp32."]
+        routes["ONNX Runtime, fp32"] = self._onnx
+        return routes, ["On a CPU, ONNX Runtime fuses operators that PyTorch computes one by one."]
+
+    def _onnx(self) -> Forward:
+        from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+
+        return OnnxForward(build_onnx(self.model))
+
+    def _int8(self, kept: tuple[str, ...]) -> Forward:
+        from vitrail.fast.int8 import input_scales, quantize_graph
+        from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+        from vitrail.fast.smooth import smooth
+
+        names = [name for name in self.quantizable("int8") if name not in kept]
+        smoothed, factors = smooth(self.model, self.seen, names)
+        graph = build_onnx(smoothed)
+        quantize_graph(graph, smoothed, input_scales(self.seen, factors))
+        return OnnxForward(graph)
+
+    def _gpu_routes(self, precision: str, kept: tuple[str, ...]) -> tuple[Routes, list[str]]:
+        from vitrail.fast.cuda_graph import Replay
+        from vitrail.fast.fused import FusedForward, has_kernels, why_not_fused
+
+        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        routes: Routes = {
+            _PLAIN: lambda: _plain_forward(self.model, dtype),
+            "PyTorch in a CUDA graph": lambda: Replay(_plain_forward(self.model, dtype)),
+        }
+        if precision == "fp32":
+            return routes, ["fp32 was asked for; a CUDA graph saves the launches of the kernels."]
+        if not has_kernels(self.device):
+            return routes, ["Triton is not installed, so there are no fused kernels."]
+        if (reason := why_not_fused(self.model)) is not None:
+            return routes, [f"The blocks are computed by their own code in bf16: {reason}."]
+        ranges = None
+        if precision == "fp8":
+            ranges = {name: float(one.largest.max()) for name, one in self.seen.items()}
+        routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: Replay(
+            FusedForward(self.model, self.choices, ranges=ranges, keep=kept)
+        )
+        return routes, [
+            f"Norms, GELU, sums and {precision} products in few kernels, launched as one CUDA graph."
+        ]
+
+
+def resolve(precision: str, device: torch.device) -> str:
+    """What "auto" means on a device."""
+    if precision == "auto":
+        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return precision
+
+
+def _config_key(model: ViT) -> str:
+    text = json.dumps(asdict(model.config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain_forward(model: ViT, dtype: torch.dtype) -> Forward:
+    """The model's own code, in this dtype; a copy if it has another one."""
+    if next(model.parameters()).dtype != dtype:
+        model = copy.deepcopy(model).to(dtype)
+
+    def forward(images: Tensor) -> tuple[Tensor, Tensor]:
+        with eval_mode(model):
+            pooled = model.encode(images.to(dtype)).pooled
+            return pooled, model.head(pooled)
+
+    return forward
+
+
+def _seconds(run: Forward, images: Tensor, device: torch.device) -> float:
+    """The seconds of a forward pass: the fastest of several, because other load only slows."""
+
+    def once() -> float:
+        begin = time.perf_counter()
+        run(images)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    with torch.inference_mode():
+        once()
+        once()
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < _SECONDS and len(times) < _MOST):
+            times.append(once())
+    return min(times)

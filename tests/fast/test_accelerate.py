@@ -1,0 +1,165 @@
+"""`vt.accelerate`: the same forward, said reasons, and a gate that lossy precisions must pass."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+import vitrail as vt
+from vitrail.fast.gate import GateError, compare
+from vitrail.fast.quantize import block_layers, observe
+from vitrail.fast.routes import Accelerated, Acceleration
+from vitrail.fast.smooth import smooth
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small model trained for a few seconds on the digits, with images and labels it was not trained on."""
+    digits = load_digits()
+    images = torch.from_numpy(digits.images.astype(np.float32) / 8 - 1)[:, None]
+    labels = torch.from_numpy(digits.target)
+    torch.manual_seed(0)
+    model = vt.create("mu/4", size=8, patch=2, channels=1, classes=10, width=64, heads=2, depth=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(120):
+        at = torch.arange(64) + 64 * (step % 20)
+        loss = torch.nn.functional.cross_entropy(model(images[at]), labels[at])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval(), images[1300:1600], labels[1300:1600]
+
+
+def use_the_graph(builder, precision, kept=()):
+    """The quantized graph, even if PyTorch is faster for so small a model."""
+    report = Acceleration(precision=precision, route="graph", kept=kept)
+    return Accelerated(builder.model, builder._int8(kept), report)
+
+
+@pytest.fixture(scope="module")
+def int8(trained):
+    model, images, labels = trained
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+        return vt.accelerate(
+            model, "int8", calibrate=images, labels=labels, min_agreement=0.9, remember=False
+        )
+
+
+def logits(module, images):
+    with torch.no_grad():
+        return module(images)
+
+
+def test_fp32_is_the_model_and_says_what_it_did(trained):
+    model, images, _ = trained
+    fast = vt.accelerate(model)
+    torch.testing.assert_close(logits(fast, images[:7]), logits(model, images[:7]), atol=1e-4, rtol=1e-4)
+    assert fast.report.precision == "fp32"
+    assert fast.report.why
+    rates = fast.report.images_per_second
+    assert fast.report.route == max(rates, key=rates.get)  # never slower than plain
+    assert {"PyTorch", "ONNX Runtime, fp32"} == set(rates)
+    assert fast.model is model
+
+
+def test_int8_reports_agreement_kl_and_top1(trained, int8):
+    model, images, labels = trained
+    gate = int8.report.gate
+    exact, found = logits(model, images), logits(int8, images)
+    assert gate.agreement == pytest.approx((exact.argmax(1) == found.argmax(1)).float().mean().item())
+    assert gate.top1_fp32 == pytest.approx((exact.argmax(1) == labels).float().mean().item())
+    assert gate.top1 == pytest.approx((found.argmax(1) == labels).float().mean().item())
+    assert gate.top1_fp32 > 0.5
+    assert gate.agreement >= 0.97
+    assert gate.passed
+    assert 1e-4 < (found - exact).abs().max() < 0.2 * exact.abs().max()  # it does round
+    assert json.loads(json.dumps(int8.report.as_dict()))["gate"]["agreement"] == gate.agreement
+    assert "agreement" in gate.table()
+
+
+def test_int8_does_not_depend_on_the_batch(trained, int8):
+    _, images, _ = trained
+    alone = torch.cat([logits(int8, image[None]) for image in images[:5]])
+    torch.testing.assert_close(logits(int8, images[:5]), alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_kept_layers_are_not_rounded(trained, monkeypatch):
+    model, images, _ = trained
+    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    fast = vt.accelerate(model, "int8", calibrate=images, keep=list(block_layers(model)), remember=False)
+    torch.testing.assert_close(logits(fast, images[:50]), logits(model, images[:50]), atol=1e-4, rtol=1e-4)
+
+
+def test_smoothing_does_not_change_the_model(trained):
+    model, images, _ = trained
+    for other in (model, vt.create("mu/4", mlp="gated").eval()):
+        batch = images[:20] if other is model else torch.randn(4, *other.config.input_shape)
+        seen = observe(other, batch, 8)
+        smoothed, factors = smooth(other, seen, list(block_layers(other)))
+        assert all((values != 1).any() for values in factors.values())
+        torch.testing.assert_close(logits(smoothed, batch), logits(other, batch), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_gate_that_fails_names_layers_and_a_remedy(trained, monkeypatch):
+    """Weights of one layer with a large outlier in each row: int8 has no steps left for the others."""
+    model, images, _ = trained
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        model.blocks[1].mlp.fc2.weight[:, 0] = 400.0
+        model.blocks[1].mlp.fc1.weight[0] = 0.0
+        model.blocks[1].mlp.fc1.bias[0] = 0.0  # GELU(0) = 0: the outlier changes no answer in fp32
+    for room in ("quantize", "smooth"):
+        monkeypatch.setattr(f"vitrail.fast.{room}.smoothing", lambda weight, seen: torch.ones_like(seen.low))
+    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    with pytest.raises(GateError, match=r"blocks\.1\.mlp\.fc2") as caught:
+        vt.accelerate(model, "int8", calibrate=images, remember=False)
+    gate = caught.value.gate
+    assert not gate.passed
+    assert next(iter(gate.layers)) == "blocks.1.mlp.fc2"
+    assert "blocks.1.mlp.fc2" in gate.keep
+    fast = vt.accelerate(model, "int8", calibrate=images, keep="auto", remember=False)
+    assert fast.report.gate.passed
+    assert fast.report.kept == gate.keep
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"precision": "int4"}, "Unknown precision 'int4'"),
+        ({"goal": "speed"}, "Unknown goal 'speed'"),
+        ({"precision": "int8"}, "calibrate=images"),
+        ({"precision": "int8", "calibrate": torch.zeros(3, 8, 8)}, "N, C, H, W"),
+        ({"precision": "fp8", "calibrate": torch.zeros(2, 1, 8, 8)}, "compute capability 9.0"),
+        ({"precision": "bf16"}, "GPUs only"),
+        ({"min_agreement": 99}, "from 0 to 1"),
+        ({"precision": "int8", "calibrate": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(3)}, "2 images"),
+        ({"precision": "int8", "calibrate": torch.zeros(2, 1, 8, 8), "keep": ["blocks.9.x"]}, "blocks.0"),
+        ({"precision": "int8", "calibrate": torch.zeros(2, 1, 8, 8), "keep": "blocks.0"}, 'or "auto"'),
+    ],
+)
+def test_bad_arguments_are_explained(trained, arguments, words):
+    with pytest.raises(vt.InputError, match=words):
+        vt.accelerate(trained[0], **arguments)
+
+
+def test_only_models_of_images_are_taken():
+    with pytest.raises(vt.InputError, match="takes a ViT"):
+        vt.accelerate("model.safetensors")
+
+
+def test_comparing_equal_logits():
+    exact = torch.randn(10, 4)
+    gate = compare(exact, exact, precision="int8", min_agreement=1.0, labels=exact.argmax(1))
+    assert (gate.agreement, gate.kl, gate.top1, gate.top1_fp32) == (1.0, 0.0, 1.0, 1.0)
+    assert gate.passed

@@ -1,0 +1,96 @@
+"""The Triton kernels compute what their twins in `vitrail.fast.plain` do, in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so the tests run in a process of their own. bf16 products
+are wrong in it; tests/gpu has them on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FP8 = torch.float8_e4m3fn
+inside = pytest.mark.skipif(
+    not INTERPRETED, reason="runs in the process that test_all_in_the_interpreter starts"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs Triton")
+def test_all_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
+
+
+def assert_fp8_close(found, expected):
+    """Equal but for numbers that round up to a power of two, which the interpreter converts wrongly."""
+    found, expected = found.float(), expected.float()
+    mantissa, _ = torch.frexp(expected)
+    comparable = mantissa.abs() != 0.5
+    assert comparable.float().mean() > 0.5
+    near = (found - expected).abs() <= 0.126 * expected.abs() + 2**-9  # a step, where sums differ in rounding
+    assert near[comparable].all()
+    assert (found == expected)[comparable].float().mean() > 0.99
+
+
+@inside
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("shape", [(37, 100), (5, 1024)])
+def test_norm(shape, centered):
+    from vitrail.fast import plain
+    from vitrail.fast.kernels.norm import norm
+
+    torch.manual_seed(0)
+    z, (shift, weight, bias) = torch.randn(shape), torch.randn(3, shape[1])
+    how = {"centered": centered}
+    torch.testing.assert_close(
+        norm(z, shift, weight, bias, 1e-6, **how), plain.norm(z, shift, weight, bias, 1e-6, **how),
+        atol=2e-6, rtol=1e-5,
+    )  # fmt: skip
+    how["factor"] = 50.0
+    assert_fp8_close(
+        norm(z, shift, weight, bias, 1e-6, **how), plain.norm(z, shift, weight, bias, 1e-6, **how)
+    )
+
+
+@inside
+def test_gelu_is_exact_to_the_rounding_of_bf16():
+    from vitrail.fast.kernels.gelu import bias_gelu
+
+    x, bias = torch.linspace(-8, 8, 6400).view(100, 64), torch.linspace(-0.1, 0.1, 64)
+    exact = torch.nn.functional.gelu((x + bias).double())
+    error = (bias_gelu(x.clone(), bias) - exact).abs()
+    step = 2.0**-8 * exact.abs()  # the distance of two neighbors in bf16 is this or twice as much
+    assert (error <= 0.5 * step + 2e-6).all()
+
+
+@inside
+@pytest.mark.parametrize("kind", [torch.float32, FP8])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("what", ["plain", "gelu", "add", "fp8"])
+def test_product(kind, parts, what):
+    from vitrail.fast import plain
+    from vitrail.fast.kernels.product import Tiles, product
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(150, 96).to(kind), torch.randn(256, 96).to(kind)
+    scales, bias = torch.rand(2, 256)
+    how = {
+        "plain": {},
+        "gelu": {"scales": scales, "bias": bias, "gelu": True},
+        "add": {"scales": scales, "add": True},
+        "fp8": {"bias": bias, "factor": 2.0},
+    }[what]
+    before = torch.randn(150, 256).to(FP8 if what == "fp8" else torch.float32)
+    found = product(x, weight, before.clone(), tiles=Tiles(64, 128, 64, 4, 2, parts), **how)
+    expected = plain.product(x, weight, before.clone(), **how)
+    if what == "fp8":
+        assert_fp8_close(found, expected)
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-3 if what == "gelu" else 1e-4, rtol=2e-3)

@@ -1,0 +1,69 @@
+"""The fused forward pass gives the model's own outputs, for every kind of block it takes on."""
+
+import pytest
+import torch
+from torch import nn
+
+import vitrail as vt
+from vitrail.fast.choices import Choices
+from vitrail.fast.fused import FusedForward
+
+CONFIGS = [
+    {},
+    {"layer_scale": 0.5},
+    {"norm": "rms"},
+    {"qk_norm": True},
+    {"position": "rotary"},
+    {"position": "relative"},
+    {"qkv_bias": "no-k"},
+    {"mlp": "gated"},
+    {"activation": "silu"},
+    {"pool": "mean"},
+    {"registers": 2},
+    {"classes": 0},
+]
+
+
+def build(**fields):
+    torch.manual_seed(0)
+    model = vt.create("mu/4", **fields).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model, torch.randn(3, *model.config.input_shape)
+
+
+def fuse(model, **how):
+    choices = Choices(torch.device("cpu"), remember=False)
+    return FusedForward(model, choices, dtype=torch.float32, **how)
+
+
+@pytest.mark.parametrize("fields", CONFIGS, ids=str)
+def test_outputs_are_the_models(fields):
+    model, images = build(**fields)
+    fused = fuse(model)
+    assert fused.left is None
+    with torch.no_grad():
+        pooled, logits = fused(images)
+        torch.testing.assert_close(pooled, model.encode(images).pooled, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(logits, model(images), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{"block": "post-norm"}, {"block": "parallel"}, {"norm": "none"}], ids=str)
+def test_other_blocks_are_left_plain_and_named(fields):
+    model, images = build(**fields)
+    fused = fuse(model)
+    assert str(next(iter(fields.values()))) in fused.left
+    with torch.no_grad():
+        torch.testing.assert_close(fused(images)[1], model(images))
+
+
+def test_fp8_is_near_and_kept_layers_are_not_rounded():
+    model, images = build()
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    ranges = dict.fromkeys(layers, 8.0)
+    with torch.no_grad():
+        exact, rounded = model(images), fuse(model, ranges=ranges)(images)[1].float()
+        kept = fuse(model, ranges=ranges, keep=layers)(images)[1]
+    assert torch.cosine_similarity(rounded.flatten(), exact.flatten(), dim=0) > 0.999
+    assert not torch.allclose(rounded, exact, atol=1e-6)
+    torch.testing.assert_close(kept, exact, atol=1e-6, rtol=1e-5)

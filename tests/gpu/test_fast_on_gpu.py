@@ -1,0 +1,114 @@
+"""Kernels and accelerated models on a GPU: the same numbers as torch in fp32, to rounding."""
+
+import pytest
+import torch
+
+import vitrail as vt
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+hopper = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+ROUNDING = 4e-3  # of bf16, relative to the norm of the result
+
+
+def near(found, expected, rounding=ROUNDING):
+    assert found.shape == expected.shape
+    assert (found.double() - expected.double()).norm() < rounding * expected.double().norm()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(50, 768), (197, 1024), (3, 100)])
+def test_norm(rows, width, fp8):
+    from vitrail.fast import plain
+    from vitrail.fast.kernels.norm import norm
+
+    torch.manual_seed(0)
+    z = torch.randn(rows, width, device="cuda").to(BF16)
+    shift, weight, bias = torch.randn(3, width, device="cuda")
+    factor = 40.0 if fp8 else None
+    found = norm(z, shift, weight, bias, 1e-6, factor=factor)
+    near(found.float(), plain.norm(z, shift, weight, bias, 1e-6, factor=factor).float())
+
+
+def test_gelu_is_exact_to_the_rounding_of_bf16():
+    from vitrail.fast.kernels.gelu import bias_gelu
+
+    x = torch.linspace(-8, 8, 65536, device="cuda").view(64, 1024)
+    exact = torch.nn.functional.gelu(x.double())
+    found = bias_gelu(x.clone(), torch.zeros(1024, device="cuda"))
+    assert ((found - exact).abs() <= 2.0**-9 * exact.abs() + 2e-6).all()
+
+
+@hopper
+@pytest.mark.parametrize("kind", [BF16, FP8])
+@pytest.mark.parametrize("what", ["bias", "gelu", "add", "fp8"])
+def test_product(kind, what):
+    from vitrail.fast import plain
+    from vitrail.fast.kernels.product import CANDIDATES, SMALL, product
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        x, weight = torch.randn(1000, 768).to(kind), torch.randn(512, 768).to(kind)
+        scales, bias = torch.rand(512) / 20, torch.randn(512)
+        before = torch.randn(1000, 512).to(FP8 if what == "fp8" else BF16)
+    how = {"scales": scales} | {
+        "bias": {"bias": bias},
+        "gelu": {"bias": bias, "gelu": True},
+        "add": {"add": True},
+        "fp8": {"bias": bias, "gelu": True, "factor": 30.0},
+    }[what]
+    expected = plain.product(x, weight, before.clone(), **how).float()
+    for tiles in (SMALL, *CANDIDATES):
+        found = product(x, weight, before.clone(), tiles=tiles, **how).float()
+        near(found, expected, 1e-2 if FP8 in (kind, before.dtype) else ROUNDING)
+
+
+@pytest.mark.parametrize("fields", [{}, {"layer_scale": 0.5}, {"qk_norm": True}, {"mlp": "gated"}], ids=str)
+@pytest.mark.parametrize("goal", ["throughput", "latency"])
+def test_accelerated_bf16_is_the_model(fields, goal):
+    torch.manual_seed(0)
+    model = vt.create("Ti/16", classes=10, **fields).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    fast = vt.accelerate(model, goal=goal)
+    images = torch.randn(5, 3, 224, 224, device="cuda")
+    for part in (images, images[:2], images):  # other shapes, and a shape again
+        with torch.no_grad():
+            near(fast(part).float(), model(part), 3e-2)
+    assert fast.report.precision == "bf16"
+
+
+@hopper
+def test_fused_kernels_in_a_cuda_graph_give_the_model():
+    from vitrail.fast.choices import Choices
+    from vitrail.fast.cuda_graph import Replay
+    from vitrail.fast.fused import FusedForward
+
+    torch.manual_seed(0)
+    model = vt.create("B/16", classes=10, depth=3).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    ranges = {name: 8.0 for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    images = torch.randn(32, 3, 224, 224, device="cuda")
+    for given, limit in ((None, 3e-2), (ranges, 0.2)):
+        fused = FusedForward(model, Choices(images.device, remember=False), ranges=given)
+        with torch.inference_mode():
+            run = Replay(fused)
+            near(run(images)[1].float(), model(images), limit)
+            other = torch.randn_like(images)
+            near(run(other)[1].float(), model(other), limit)
+
+
+@hopper
+def test_fp8_passes_its_gate_or_names_the_layers():
+    torch.manual_seed(0)
+    model = vt.create("B/16", classes=10, depth=2).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    images = torch.randn(64, 3, 224, 224, device="cuda")
+    fast = vt.accelerate(model, "fp8", calibrate=images, min_agreement=0.5)
+    assert fast.report.gate.passed
+    assert 0 <= fast.report.gate.kl < 0.5

@@ -99,10 +99,27 @@ def training_bytes(config: ViTConfig, images: int) -> int:
     return parameters + config.depth * forward_bytes(config, images)
 
 
-def activation_bytes(config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES) -> int:
-    """About what the blocks keep for the backward pass of a training step; no lower bound."""
+def activation_bytes(
+    config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES, *, checkpointed: int = 0
+) -> int:
+    """About what the blocks keep for the backward pass of a training step; no lower bound.
+
+    Args:
+        checkpointed: the blocks that keep only their input; one of them at a time is computed again.
+    """
     values = config.tokens * (10 * config.width + 3 * config.heads_width + 2 * config.F)
-    return images * config.depth * values * itemsize
+    few = min(checkpointed, config.depth)
+    whole = config.depth - few + (few > 0)
+    return images * (whole * values * itemsize + few * config.tokens * config.width * _FLOAT_BYTES)
+
+
+def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:
+    """What a model takes between two steps: weights, gradients, two moments of AdamW, and the EMA.
+
+    Args:
+        copies: whether every process has a copy, whose gradients are averaged in a buffer of their size.
+    """
+    return _FLOAT_BYTES * (parameters * (2 if ema else 1) + trained * (4 if copies else 3))
 
 
 def step_bytes(config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from vitrail.training import checkpoint, epoch
 from vitrail.training.api import train as train_and_report
@@ -105,8 +106,18 @@ def fingerprints(out):
     del state["seconds"]
     files = [out / name for name in ("last.safetensors", "best.safetensors")]
     files += [file for file in sorted(last.iterdir()) if file.suffix != ".json"]
-    hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    hashes = {file.name: _hash(file) for file in files}
     return {"metrics.jsonl": json.dumps(results(out)), "state.json": json.dumps(state), **hashes}
+
+
+def _hash(file):
+    """The hash of a file; of a shard that of its tensors, because torch writes them in any order."""
+    if not file.name.startswith("shard-"):
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(file).items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def without_time(row):

@@ -21,7 +21,7 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint
-from vitrail.training.lora import UPDATE, add_lora, merge_lora
+from vitrail.training.lora import UPDATE, add_lora, plain_model
 from vitrail.training.optim import parameter_groups
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
@@ -109,7 +109,7 @@ def test_the_initial_values_depend_on_the_seed_alone():
 def test_the_merged_model_is_plain_and_has_the_same_logits(config):
     model, base, x = model_with_lora(**config)
     add_noise(model)
-    plain = merge_lora(model)
+    plain = plain_model(model)
     assert list(plain.state_dict()) == list(base.state_dict())
     assert type(plain.blocks[0].attention.qkv) is QKV
     torch.testing.assert_close(plain(x), model(x), rtol=0, atol=1e-5)

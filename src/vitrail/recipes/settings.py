@@ -258,6 +258,12 @@ class TrainConfig(Config):
     residual: Literal["fp32", "bf16"] = choice(
         "Floating-point format of the residual stream in mixed precision", default="fp32"
     )
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = choice(
+        "How several processes share the model: a copy each (ddp); a shard of the weights, gradients and "
+        "optimizer each (fsdp); shards within a machine and copies between machines (hsdp). auto is ddp "
+        "while that fits in memory",
+        default="auto",
+    )
     checkpoint_blocks: int = integer(
         "Blocks, from the first, that keep only their input and compute the rest again for the gradient "
         "(activation checkpointing)",

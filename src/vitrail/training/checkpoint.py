@@ -1,19 +1,21 @@
 """Checkpoints: everything a run needs to resume exactly, in folders that are complete or not there at all.
 
 A checkpoint is a folder, checkpoints/step-00000042, with tensors in safetensors files, state.json, and
-manifest.json, which lists every other file with its size and hash. A folder that does not match its manifest
+manifest.json, which lists every other file with its size and hash. Of a sharded model, every process writes
+its own part, in the background (`sharded_checkpoint.py`). A folder that does not match its manifest
 is ignored, with a warning, and the one before it is used. A complete checkpoint is never overwritten: the
 same step saved again (first before its epoch was evaluated, then after) is step-00000042.1.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ from torch import Tensor
 from vitrail.errors import FileError, printable
 from vitrail.io.write import atomic_folder, remove_partial, write_text
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards
+from vitrail.training.sharding import copy_into
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.files import write_safetensors
 
+_ONE_PROCESS = ProcessGroup()
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")
 
 
@@ -40,6 +45,18 @@ class Checkpoint:
     """By file: model, optimizer, ema, sums."""
     state: Mapping[str, Any]
     """What is not a tensor, as JSON."""
+    shards: Path | None = None
+    """Where the tensors of a sharded model are, all but the sums."""
+
+    def copy_into(self, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the tensors into those of a run, which may be sharded in another way, or not at all."""
+        if self.shards is not None:
+            read_shards(self.shards, targets)
+            return
+        with torch.no_grad():
+            for file, tensors in targets.items():
+                for name, target in tensors.items():
+                    copy_into(target, self.tensors[file][name])
 
 
 class CheckpointManager:
@@ -55,20 +72,39 @@ class CheckpointManager:
         self.folder = out / "checkpoints"
         self._newest: tuple[int, bool] | None = None
         self._damaged: list[Path] = []
+        self._writer: ShardWriter | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, unless the newest one already holds this state. All processes must call it."""
+        """Write a checkpoint, unless the newest one already holds this state. All processes must call it.
+
+        Of a sharded model it is written in the background: `wait` for it.
+        """
         moment = (checkpoint.step, bool(checkpoint.state["pending"]))
         if moment == self._newest:
             return
-        if self.ranks.is_main:
+        if has_shards(checkpoint.tensors):
+            self._save_shards(checkpoint)
+        elif self.ranks.is_main:
             save_checkpoint(self.folder, checkpoint, self.keep, self._damaged)
         self.ranks.barrier()
         self._newest, self._damaged = moment, []
 
+    def _save_shards(self, checkpoint: Checkpoint) -> None:
+        tensors = dict(checkpoint.tensors)
+        own = {"sums": {name: sums.clone() for name, sums in tensors.pop("sums").items()}}
+        rest = Checkpoint(checkpoint.step, own, checkpoint.state)
+        folder = partial(_checkpoint_folder, self.folder, checkpoint.step, self.keep, self._damaged)
+        self._writer = self._writer or ShardWriter(self.ranks)
+        self._writer.start(tensors, folder, partial(_write_files, rest))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def restore_newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Read the newest complete checkpoint; `warn` is called for each newer one that is damaged."""
-        checkpoint, warnings = load_newest(self.folder)
+        """Find the newest complete checkpoint; `warn` is called for each newer one that is damaged."""
+        checkpoint, warnings = load_newest(self.folder, self.ranks)
         for text in warnings.values():
             warn(text)
         self._damaged = list(warnings)  # the next checkpoint replaces them
@@ -89,14 +125,19 @@ class CheckpointManager:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, damaged: Iterable[Path] = ()) -> Path:
     """Write a checkpoint, then remove the damaged ones, and the oldest of the others beyond `keep`."""
-    path = _next_path(folder, checkpoint.step)
+    with _checkpoint_folder(folder, checkpoint.step, keep, damaged) as path:
+        _write_files(checkpoint, path, {})
+    return list_checkpoints(folder)[0]
+
+
+@contextmanager
+def _checkpoint_folder(folder: Path, step: int, keep: int, damaged: Iterable[Path]) -> Iterator[Path]:
+    """Yield a temporary folder for a checkpoint, then rename it, and remove what is not kept."""
+    path = _next_path(folder, step)
     try:
         remove_partial(folder)
-        with atomic_folder(path) as partial:
-            for name, tensors in checkpoint.tensors.items():
-                write_safetensors(partial / f"{name}.safetensors", tensors)
-            write_text(partial / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
-            write_text(partial / "manifest.json", json.dumps(_manifest(partial)))
+        with atomic_folder(path) as temporary:
+            yield temporary
     except (OSError, FileError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise FileError(
@@ -108,7 +149,15 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, damaged: It
     at = good.index(path)  # those of later steps are damaged, or their steps would not be taken again
     for old in set(list_checkpoints(folder)) - set(good[at : at + keep]):
         shutil.rmtree(old, ignore_errors=True)
-    return path
+
+
+def _write_files(checkpoint: Checkpoint, folder: Path, shards: Mapping[str, list[Any]]) -> None:
+    """Write the files of a checkpoint, the manifest last; `shards` are there, with their sizes and hashes."""
+    for name, tensors in checkpoint.tensors.items():
+        write_safetensors(folder / f"{name}.safetensors", tensors)
+    write_text(folder / "state.json", json.dumps({"step": checkpoint.step, **checkpoint.state}))
+    written = {name: measure_file(folder / name) for name in _file_names(folder) if name not in shards}
+    write_text(folder / "manifest.json", json.dumps({**written, **shards}))
 
 
 def _next_path(folder: Path, step: int) -> Path:
@@ -131,11 +180,13 @@ def _step_and_attempt(path: Path) -> tuple[int, int]:
     return int(step), int(attempt or 0)
 
 
-def load_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
+def load_newest(
+    folder: Path, ranks: ProcessGroup = _ONE_PROCESS
+) -> tuple[Checkpoint | None, dict[Path, str]]:
     """The newest undamaged checkpoint, and a warning for each newer one that is damaged."""
     warnings: dict[Path, str] = {}
-    for path in list_checkpoints(folder):
-        reason = _find_damage(path)
+    for path in ranks.from_main(list_checkpoints(folder)):
+        reason = _find_damage(path, ranks)
         if reason is None:
             return _read_checkpoint(path), warnings
         warnings[path] = f"{printable(path.name)} is damaged ({reason}); the checkpoint before it is used."
@@ -144,34 +195,36 @@ def load_newest(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
 
 def _read_checkpoint(path: Path) -> Checkpoint:
     state = json.loads((path / "state.json").read_text())
-    tensors = {file.stem: load_file(file) for file in sorted(path.glob("*.safetensors"))}
-    return Checkpoint(state.pop("step"), tensors, state)
+    shards = set(path.glob(SHARDS))
+    files = sorted(set(path.glob("*.safetensors")) - shards)
+    tensors = {file.stem: load_file(file) for file in files}
+    return Checkpoint(state.pop("step"), tensors, state, path if shards else None)
 
 
-def _find_damage(path: Path) -> str | None:
-    """Why a checkpoint is damaged; None if it is complete."""
+def _find_damage(path: Path, ranks: ProcessGroup) -> str | None:
+    """Why a checkpoint is damaged; None if it is complete. Every process checks some of its files."""
+    reason = _check_files(path, ranks)
+    return next(iter(ranks.union({} if reason is None else {reason: ""})), None)
+
+
+def _check_files(path: Path, ranks: ProcessGroup) -> str | None:
     try:
         listed = json.loads((path / "manifest.json").read_text())
-        actual = _manifest(path)
+        names = _file_names(path)
+        if not isinstance(listed, dict) or set(listed) != set(names):
+            return "its files do not match its manifest"
+        own = names[ranks.rank :: ranks.count]
+        changed = [name for name in own if listed[name] != measure_file(path / name)]
     except FileNotFoundError:
         return "it has no manifest"
     except (OSError, ValueError):
         return "its manifest cannot be read"
-    if not isinstance(listed, dict) or set(listed) != set(actual):
-        return "its files do not match its manifest"
-    changed = [name for name in actual if listed[name] != actual[name]]
     return f"{changed[0]} has changed" if changed else None
 
 
-def _manifest(path: Path) -> dict[str, list[Any]]:
-    """Size and hash of every file but the manifest itself."""
-    files = sorted(p for p in path.iterdir() if p.name != "manifest.json")
-    return {file.name: [file.stat().st_size, _sha256(file)] for file in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _file_names(folder: Path) -> list[str]:
+    """The files of a checkpoint but for its manifest."""
+    return sorted(p.name for p in folder.iterdir() if p.name != "manifest.json")
 
 
 # ---- optimizer state by parameter name ------------------------------------------------------
@@ -185,14 +238,3 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, s
         for kind, value in state.items()
         if isinstance(value, Tensor)
     }
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]
-) -> None:
-    """Restore an optimizer's state from `optimizer_tensors`."""
-    by_name = {name: parameter for parameter, name in names.items()}
-    for key, value in tensors.items():
-        kind, _, name = key.partition("/")
-        parameter = by_name[name]
-        optimizer.state[parameter][kind] = value.to(parameter.device)

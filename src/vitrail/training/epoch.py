@@ -14,6 +14,7 @@ from vitrail.evaluation.forward import run_model
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
 from vitrail.model import ViT
+from vitrail.training.objective import correct_predictions
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 
@@ -52,10 +53,9 @@ def evaluate_epoch(
     labels = torch.from_numpy(split.labels).long()
     if labels.ndim == 2:
         losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)
-        correct = ((logits > 0) == labels.bool()).float().mean(1)
     else:
         losses = F.cross_entropy(logits, labels, reduction="none")
-        correct = (logits.argmax(1) == labels).float()
+    correct = correct_predictions(logits, labels)
     count = valid.sum().clamp(min=1)
     return {
         "val_loss": ((losses * valid).double().sum() / count).item(),

@@ -3,7 +3,7 @@
     W = W_0 + alpha / r  B A        A (r, D) is random at first, B (k d, r) zero, so W is W_0
 
 The update is a parametrization of `qkv.weight`: reading the weight gives the sum, and the model's own code
-needs no change. Weight files never hold A and B: see `merge_lora`.
+needs no change. Weight files never hold A and B: see `plain_model`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.model.empty import build_empty_model
 from vitrail.recipes.settings import TrainConfig
+from vitrail.training.sharding import gather
 
 UPDATE = ".parametrizations.weight.0."  # in the names of A and B
 _ORIGINAL = ".parametrizations.weight.original"
@@ -34,7 +35,12 @@ class LowRankUpdate(nn.Module):
         self.B = nn.Parameter(torch.zeros(3, inner, rank))
 
     def forward(self, weight: Tensor) -> Tensor:
-        return weight + self.scale * (self.B @ self.A).flatten(0, 1)
+        return add_update(weight, self.A, self.B, self.scale)
+
+
+def add_update(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """W_0 + alpha / r  B A, for q, k and v."""
+    return weight + scale * (B @ A).flatten(0, 1)
 
 
 def check_rank(config: ViTConfig, settings: TrainConfig) -> None:
@@ -53,15 +59,18 @@ def add_lora(model: ViT, settings: TrainConfig) -> None:
         parametrize.register_parametrization(qkv, "weight", update)
 
 
-def merge_lora(model: ViT) -> ViT:
-    """A plain copy of the model with the updates added to its weights."""
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if name.endswith(_ORIGINAL):
-            tensor = model.get_submodule(name.removesuffix(_ORIGINAL)).weight  # the sum
-            name = name.removesuffix(_ORIGINAL) + ".weight"
-        if UPDATE not in name:
-            state[name] = tensor.detach().clone()
+def plain_model(model: ViT) -> ViT:
+    """A plain copy of the model: LoRA's updates are added to the weights, shards are gathered.
+
+    All processes of a sharded model must call it.
+    """
+    state = {name: gather(tensor.detach()) for name, tensor in model.state_dict().items()}
+    for name in [name for name in state if name.endswith(_ORIGINAL)]:
+        qkv = name.removesuffix(_ORIGINAL)
+        update = model.get_submodule((qkv + UPDATE).rstrip("."))
+        assert isinstance(update, LowRankUpdate)
+        A, B = (state.pop(qkv + UPDATE + letter) for letter in "AB")
+        state[qkv + ".weight"] = add_update(state.pop(name), A, B, update.scale)
     plain = build_empty_model(model.config)
     plain.load_state_dict(state, assign=True)
     return plain.to(next(model.parameters()).device).train(model.training)

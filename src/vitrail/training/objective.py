@@ -41,6 +41,13 @@ def per_image_loss(logits: Tensor, targets: Tensor, weights: Tensor, settings: T
             return (losses * weights).mean(dim=1)
 
 
+def correct_predictions(logits: Tensor, labels: Tensor) -> Tensor:
+    """1 for each correct prediction (B,); for multi-label images, the fraction of correct classes."""
+    if labels.ndim == 2:
+        return ((logits > 0) == labels.bool()).float().mean(dim=1)
+    return (logits.argmax(dim=1) == labels).float()
+
+
 def distillation_loss(logits: Tensor, teacher: Tensor, settings: TrainConfig) -> Tensor:
     """The distillation loss of each image (B,), as in DeiT (Touvron et al. 2020, Eq. 2 and 3).
 

@@ -12,17 +12,26 @@ from torch import Tensor, nn
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.lora import UPDATE
+from vitrail.training.sharding import is_sharded, local_part
 
 
 def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD, fused: one kernel for all, which can skip a step on the device (`found_inf`)."""
+    """AdamW or SGD, fused: one kernel for all, which can skip a step on the device (`optimizer_step`)."""
     groups = parameter_groups(model, settings)
     match settings.optimizer:
         case "adamw":
             on_gpu = groups[0]["params"][0].is_cuda  # where a step may be captured in a CUDA graph
-            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True, capturable=on_gpu)  # type: ignore[arg-type]
+            adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True, capturable=on_gpu)  # type: ignore[arg-type]
+            for parameter in (p for group in groups for p in group["params"]):  # to be read into on resume
+                adamw.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+            return adamw
         case "sgd":
-            sgd = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
+            fused = not is_sharded(groups[0]["params"][0])  # torch has no fused SGD of shards
+            sgd = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused, foreach=not fused)
             if settings.momentum:  # if the first step is skipped, the buffers would stay uninitialized
                 for parameter in (p for group in groups for p in group["params"]):
                     sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -33,8 +42,8 @@ def parameter_groups(model: ViT, settings: TrainConfig) -> list[dict[str, Any]]:
     """Trained parameters by weight decay and learning rate factor; all others are frozen."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     depth = model.config.depth
+    freeze(model, settings)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_trained(name, settings))
         if not parameter.requires_grad:
             continue
         below = depth + 1 - _layer_index(name, depth)
@@ -44,6 +53,12 @@ def parameter_groups(model: ViT, settings: TrainConfig) -> list[dict[str, Any]]:
         {"params": some, "weight_decay": settings.weight_decay if decay else 0.0, "factor": factor, "lr": 0.0}
         for (decay, factor), some in groups.items()
     ]
+
+
+def freeze(model: ViT, settings: TrainConfig) -> None:
+    """Freeze the parameters that are not trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_trained(name, settings))
 
 
 def _is_trained(name: str, settings: TrainConfig) -> bool:
@@ -93,6 +108,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
         group["lr"] = lr * group["factor"]
 
 
+def optimizer_step(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+    """Change the weights, unless `skipped` is 1: decided on the device, if the optimizer can."""
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not skipped:
+        optimizer.step()
+
+
 def ema_weight(step: int, max_decay: float) -> float:
     """The weight of the model in its EMA after a step: 1 - decay.
 
@@ -103,8 +127,8 @@ def ema_weight(step: int, max_decay: float) -> float:
 
 def update_ema(ema: nn.Module, model: nn.Module, weight: float | Tensor) -> None:
     """Update the EMA of the weights: average + weight (parameter - average)."""
-    averages: list[Tensor] = list(ema.parameters())
-    parameters = [p.detach() for p in model.parameters()]
+    averages = [local_part(p) for p in ema.parameters()]
+    parameters = [local_part(p.detach()) for p in model.parameters()]
     with torch.no_grad():
         if not isinstance(weight, Tensor):
             torch._foreach_lerp_(averages, parameters, weight)

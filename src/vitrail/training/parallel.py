@@ -1,17 +1,22 @@
-"""Data-parallel training: the processes that torchrun has started, and what they exchange."""
+"""The processes that torchrun has started, and what they exchange (`sharding.py` has the model's part)."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.recipes.settings import TrainConfig
+
+T = TypeVar("T")
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")  # of gloo
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class ProcessGroup:
     rank: int = 0
     count: int = 1
     local_rank: int = 0
+    local_count: int = 1
+    """The processes on this machine."""
 
     @property
     def is_main(self) -> bool:
@@ -54,6 +61,14 @@ class ProcessGroup:
         dist.all_gather_object(gathered, entries)
         return {name: value for part in gathered for name, value in part.items()}
 
+    def from_main(self, value: T) -> T:
+        """The main process's value, in all processes."""
+        if self.count == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
     def barrier(self) -> None:
         if self.count > 1:
             dist.barrier()
@@ -63,21 +78,40 @@ def init_process_group() -> ProcessGroup:
     """Join the processes that torchrun started; without torchrun, a group of one."""
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ProcessGroup()
+    local_rank, local_count = (int(os.environ.get(f"LOCAL_{what}", "0")) for what in ("RANK", "WORLD_SIZE"))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0")))
+        if local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)  # or every process would have memory on the first GPU
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store, rank, count = next(rendezvous("env://"))
+        if local_count == count:
+            # torchrun starts processes again on the store of those that have ended: with their addresses.
+            # Several machines count their restarts differently; docs/scale.md has what to set there.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count)
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), local_rank, local_count or 1)
+
+
+class LostProcess(VitrailError):
+    """Another process of the run has ended, and this one cannot go on without it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another process of this run has ended, or cannot be reached any more; its own message says why. "
+            "Resume from the last checkpoint with --resume. With --resume from the first start, torchrun "
+            "--max-restarts 3 does so by itself."
+        )
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether an error means that another process did not answer."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _LOST)
 
 
 def destroy_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def wrap_model(model: nn.Module, ranks: ProcessGroup) -> nn.Module:
-    """The model with gradients averaged over processes. Sharding would be applied here too."""
-    if ranks.count == 1:
-        return model
-    return nn.parallel.DistributedDataParallel(model)
 
 
 def global_batch_size(data: Dataset, settings: TrainConfig, ranks: ProcessGroup) -> int:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.memory import activation_bytes
+from vitrail.memory import activation_bytes, state_bytes
 from vitrail.training.loading import measure_loading, step_seconds
+from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def training_plan(
         "activations",
         "time": f"about {_format_time(seconds)}, {basis}",
     }
+    if trainer.parallel.reason:
+        plan["parallel"] = trainer.parallel.reason
     if trainer.mode is not None:
         plan["step"] = trainer.mode.reason
     if data.train.paths is not None:
@@ -87,9 +90,7 @@ def estimate_seconds(trainer: Trainer) -> float:
     seconds = 0.0
     for _ in range(2):  # the first pass also allocates memory
         start = time.perf_counter()
-        with compute.autocast():
-            loss = trainer.model(images).float().square().mean()
-        loss.backward()
+        rehearse_pass(trainer, images)
         if trainer.teacher is not None:
             trainer.teacher(images)
         if compute.device.type != "cpu":
@@ -112,8 +113,9 @@ def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
 
     Activations of frozen blocks are not kept: there is one block's at a time.
     """
-    c = trainer.model.config
+    c, s = trainer.model.config, trainer.settings
     kept = 1.0 if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1 / c.depth
-    images = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
-    itemsize = trainer.compute.dtype.itemsize
-    return 4 * (count + 3 * trained) + kept * activation_bytes(c, images, itemsize)
+    images = trainer.batch // trainer.ranks.count // s.accumulate
+    itemsize, copies = trainer.compute.dtype.itemsize, trainer.parallel.mode == "ddp"
+    states = state_bytes(count, trained, ema=bool(s.ema), copies=copies) / trainer.parallel.shards
+    return states + kept * activation_bytes(c, images, itemsize, checkpointed=s.checkpoint_blocks)

@@ -27,6 +27,7 @@ MAY_CHANGE = (
 CHANGES_BITS = (
     "precision",
     "compile",
+    "parallel",
     "threads",
     "device",
     "patience",

@@ -24,7 +24,8 @@ from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.loggers import Loggers
-from vitrail.training.lora import merge_lora
+from vitrail.training.lora import plain_model
+from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan import training_plan
 from vitrail.training.run_directory import explain_errors, record_resolved
 from vitrail.training.scores import FinishedModel, initial_scores
@@ -76,7 +77,8 @@ class TrainingSession:
         try:
             mode = t.choose_mode()
             if t.ranks.is_main:
-                record_resolved(self.checkpoints.out, {"compile": mode.compile}, self.log)
+                how = {"parallel": t.parallel.mode, "processes": t.ranks.count}
+                record_resolved(self.checkpoints.out, {"compile": mode.compile, **how}, self.log)
             self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
             self.report_busy(_PLAN_SECONDS)
             if t.ranks.is_main:
@@ -90,12 +92,15 @@ class TrainingSession:
                     self.finish()
                 except Interrupted:
                     self.checkpoints.save(self.checkpoint())
+                    self.checkpoints.wait()
                     command = f"vitrail train --out {shlex.quote(printable(self.checkpoints.out))} --resume"
                     self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
                     raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory(t) from error
+            if t.ranks.count > 1 and is_lost_process(error):
+                raise LostProcess from error
             raise
         finally:
             t.workers.close()
@@ -131,7 +136,8 @@ class TrainingSession:
         t, s, row = self.trainer, self.trainer.settings, self.history[-1]
         last = row["epoch"] == s.epochs
         if row["epoch"] % s.evaluate_every == 0 or last:
-            row |= self.val_metrics()
+            model = t.averaged_model
+            row |= self.val_metrics(model)
             t.clock.evaluated()
             t.stopped = early_stop(self.history, s.patience) is not None
         row["time"], row["seconds"] = t.clock.end_epoch()
@@ -144,7 +150,7 @@ class TrainingSession:
                 self.loggers.log(self.history)
             if t.data.val and "val_accuracy" in row and row_score(row) > self.best:
                 self.best = row_score(row)
-                self.checkpoints.save_best(self.bundle(t.averaged_model))
+                self.checkpoints.save_best(self.bundle(model))
         self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
         self.pending = False
@@ -153,10 +159,10 @@ class TrainingSession:
         if row["epoch"] % s.save_every == 0 or last or t.stopped:
             self.checkpoints.save(self.checkpoint())
 
-    def val_metrics(self) -> dict[str, Any]:
+    def val_metrics(self, model: ViT) -> dict[str, Any]:
         t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
         metrics = evaluate_epoch(
-            t.averaged_model,
+            model,
             t.data.eval_split,
             t.preprocess,
             t.compute,
@@ -207,9 +213,9 @@ class TrainingSession:
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
 
     def bundle(self, model: ViT) -> Bundle:
-        """The model as a bundle; LoRA updates are merged into its weights."""
+        """The model as a bundle: a plain one. All processes must call it for a model that is sharded."""
         t = self.trainer
-        model = merge_lora(model) if t.settings.tune == "lora" else model
+        model = plain_model(model) if t.settings.tune == "lora" or t.parallel.sharded else model
         rows = [row for row in self.history if "val_accuracy" in row]
         metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
         source = f"trained on {t.data.name}"
@@ -229,8 +235,10 @@ class TrainingSession:
     def finish(self) -> None:
         """Write last.safetensors, and best.safetensors anew: with all that a finished model's file holds."""
         t, out = self.trainer, self.checkpoints.out
-        if not t.data.val and t.ranks.is_main:  # the test set must not select a model: the last weights it is
-            self.checkpoints.save_best(self.bundle(t.averaged_model))
+        if not t.data.val:  # the test set must not select a model: the last weights it is
+            bundle = self.bundle(t.averaged_model)
+            if t.ranks.is_main:
+                self.checkpoints.save_best(bundle)
         t.ranks.barrier()
         finished = FinishedModel(t.data, t.settings, t.compute.device, t.ranks, self.check_stop)
         best, last = load(out / "best.safetensors"), self.bundle(t.model)
@@ -240,6 +248,7 @@ class TrainingSession:
             last = replace(last, scores=best.scores, statistics=best.statistics)
         else:
             last = finished.complete(last)
+        self.checkpoints.wait()
         if t.ranks.is_main:
             self.checkpoints.save_best(best)
             self.checkpoints.save_last(last)

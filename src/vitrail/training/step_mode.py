@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from vitrail.training.trainer import Trainer
@@ -91,7 +92,8 @@ def _choose_way(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[_Way, f
     """The way that takes the least time for the remaining steps, the seconds of a pass, and a reason."""
     s, passes = trainer.settings, (trainer.steps - trainer.step) * trainer.settings.accumulate
     triton = find_spec("triton") is not None
-    half = triton and trainer.compute.dtype == torch.bfloat16
+    # The kernels read fp32 weights, and those of shards are gathered in bf16.
+    half = triton and trainer.compute.dtype == torch.bfloat16 and not trainer.parallel.sharded
     plain = [_PLAIN, _KERNELS] if half else [_PLAIN]
     compiled = _BOTH if half else _COMPILED
 
@@ -134,15 +136,22 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
     for _ in range(4):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
-        with trainer.compute.autocast():
-            loss = trainer.model(images).float().square().mean()
-        loss.backward()
+        rehearse_pass(trainer, images)
         launched = time.perf_counter() - start
     torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
     trainer.optimizer.zero_grad(set_to_none=True)
     memory = torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
     return _PassCost(seconds, launched > _LAUNCH_BOUND * seconds, memory)
+
+
+def rehearse_pass(trainer: Trainer, images: Tensor) -> None:
+    """A forward and backward pass that is only to be timed: its gradients are of no use."""
+    forward = trainer.wrapped if trainer.parallel.sharded else trainer.model
+    with trainer.compute.autocast():
+        output = forward(images)
+    output = output[0] if isinstance(output, tuple) else output
+    output.float().square().mean().backward()
 
 
 def capture_obstacle(trainer: Trainer) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from vitrail.training.plan import estimate_seconds
+from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
 
 _SHORT_RUN = 60.0  # seconds; nothing is measured for a run below that
@@ -101,9 +102,7 @@ def _time_pass(trainer: Trainer) -> float:
     count = min(_IMAGES, max(1, trainer.batch // trainer.settings.accumulate))
     images = torch.rand(count, *trainer.model.config.input_shape)
     start = time.perf_counter()
-    with trainer.compute.autocast():
-        loss = trainer.model(images).float().square().mean()
-    loss.backward()
+    rehearse_pass(trainer, images)
     trainer.optimizer.zero_grad(set_to_none=True)
     return time.perf_counter() - start
 

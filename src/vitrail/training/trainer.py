@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,17 +28,32 @@ from vitrail.images.reader import start_workers
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
-from vitrail.training.checkpoint import Checkpoint, optimizer_tensors, restore_optimizer
+from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
 from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
 from vitrail.training.inputs import InputPipeline
 from vitrail.training.lean import use_bf16_residual, use_fused_kernels
-from vitrail.training.lora import add_lora
+from vitrail.training.lora import add_lora, plain_model
 from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
-from vitrail.training.objective import build_targets, class_weights, distillation_loss, per_image_loss
-from vitrail.training.optim import build_optimizer, ema_weight, lr_at, set_lr, update_ema
-from vitrail.training.parallel import ProcessGroup, global_batch_size, wrap_model
+from vitrail.training.objective import (
+    build_targets,
+    class_weights,
+    correct_predictions,
+    distillation_loss,
+    per_image_loss,
+)
+from vitrail.training.optim import (
+    build_optimizer,
+    ema_weight,
+    freeze,
+    lr_at,
+    optimizer_step,
+    set_lr,
+    update_ema,
+)
+from vitrail.training.parallel import ProcessGroup, global_batch_size
 from vitrail.training.precision import ComputeDevice, seed_generators
+from vitrail.training.sharding import choose_parallelism, gather
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
 
@@ -63,7 +77,7 @@ class Trainer:
     """A model in training. It takes steps; evaluation, files and messages are its caller's.
 
     Args:
-        model: moved to the device; with tune="lora" it gets its updates.
+        model: moved to the device, or cut into shards; with tune="lora" it gets its updates.
         ranks: the processes that share each batch.
         teacher: a model to distill from.
     """
@@ -90,11 +104,16 @@ class Trainer:
         self.corrupt.policy = s.corrupt
         if s.tune == "lora":
             add_lora(self.model, s)
-        self.model.to(device)
-        self.optimizer = build_optimizer(self.model, s)
-        self.wrapped = wrap_model(Student(self.model) if self.teacher else self.model, self.ranks)
-        self.compiled = self.wrapped
+        freeze(self.model, s)
+        self.parallel = choose_parallelism(self.model, s, self.compute, self.ranks, self.batch)
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
+        if self.ema is not None:
+            self.parallel.apply(self.ema, self.ema, self.compute)
+        root = Student(self.model) if self.teacher else self.model
+        self.parallel.apply(root, self.model, self.compute)
+        self.optimizer = build_optimizer(self.model, s)
+        self.wrapped = self.parallel.wrap(root)
+        self.compiled = self.wrapped
         classes = len(self.data.classes)
         self.weights = class_weights(self.data.train, classes, s).to(device)
         self.labels = torch.from_numpy(self.data.train.labels).to(device)
@@ -123,8 +142,9 @@ class Trainer:
 
     @property
     def averaged_model(self) -> ViT:
-        """The model to evaluate: the EMA if there is one."""
-        return self.ema or self.model
+        """The model to evaluate: the EMA if there is one. Of shards a gathered copy: all must ask for it."""
+        model = self.ema or self.model
+        return plain_model(model) if self.parallel.sharded else model
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -189,7 +209,7 @@ class Trainer:
 
     def choose_mode(self) -> StepMode:
         """Choose, once, whether to compile the model and to capture the step, and apply it."""
-        return self.mode or self.use_mode(choose_step_mode(self))
+        return self.mode or self.use_mode(self.ranks.from_main(choose_step_mode(self)))
 
     def use_mode(self, mode: StepMode) -> StepMode:
         """Take all steps in this mode."""
@@ -200,7 +220,7 @@ class Trainer:
         if mode.kernels:
             use_fused_kernels(self.model, compiled=mode.compile)
         if mode.compile:
-            self.compiled = torch.compile(self.wrapped)  # type: ignore[assignment]
+            self.compiled = self.parallel.compile(self.wrapped, self.model)
             self._compile_inputs()
         return mode
 
@@ -260,23 +280,20 @@ class Trainer:
         set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(parts):
-            with self._gradient_sync(last=number == s.accumulate - 1):
+            with self.parallel.accumulate(self.wrapped, last=number == s.accumulate - 1):
                 self.scaler.scale(self._loss(part) / s.accumulate).backward()
         self.scaler.unscale_(self.optimizer)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(trained, s.clip or math.inf, foreach=True)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        norm = gather(nn.utils.get_total_norm(gradients, foreach=True))  # of the whole model
+        nn.utils.clip_grads_with_norm_(trained, s.clip or math.inf, norm, foreach=True)
         skipped = (~norm.isfinite()).float()
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.optimizer.step()
+        optimizer_step(self.optimizer, skipped)
         self.scaler.update()
         self.metrics.add_step(skipped)
         if self.ema is not None:
             update_ema(self.ema, self.model, self.values.ema_weight)
         return skipped
-
-    def _gradient_sync(self, last: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged over processes with the last micro-batch only."""
-        return nullcontext() if last or self.ranks.count == 1 else self.wrapped.no_sync()  # type: ignore[operator]
 
     def _loss(self, batch: Batch) -> Tensor:
         """The mean loss of a micro-batch after augmentation and mixing."""
@@ -298,19 +315,12 @@ class Trainer:
             w = s.distill_weight
             losses = (1 - w) * per_image_loss(by_labels, targets, self.weights, s) + w * distillation
         losses = losses * valid
-        self.metrics.add_images(losses, self._correct(logits, indices), valid)
+        self.metrics.add_images(losses, correct_predictions(logits, self.labels[indices]), valid)
         return losses.mean()
 
     def _mixes(self) -> bool:
         """Whether mixup and cutmix are on at this step."""
         return self.step < (1 - self.settings.mixing_off) * self.steps
-
-    def _correct(self, logits: Tensor, indices: Tensor) -> Tensor:
-        """1 for each correct prediction; for multi-label images, the fraction of correct classes."""
-        labels = self.labels[indices]
-        if labels.ndim == 2:
-            return ((logits > 0) == labels.bool()).float().mean(dim=1)
-        return (logits.argmax(dim=1) == labels).float()
 
     # ---- metrics ----------------------------------------------------------------------------
 
@@ -362,25 +372,26 @@ class Trainer:
 
     # ---- checkpoints ------------------------------------------------------------------------
 
-    def state(self) -> Checkpoint:
-        """Everything that later steps depend on. All processes must call it."""
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors that later steps depend on, not copied."""
         tensors = {
             "model": dict(self.model.state_dict()),
             "optimizer": optimizer_tensors(self.optimizer, self.names),
-            "sums": self.metrics.state(),
         }
         if self.ema is not None:
             tensors["ema"] = dict(self.ema.state_dict())
+        return tensors
+
+    def state(self) -> Checkpoint:
+        """Everything that later steps depend on. All processes must call it."""
+        tensors = {**self._tensors(), "sums": self.metrics.state()}
         state = {"corrupt": self.ranks.union(self.corrupt.reasons), "scaler": self.scaler.state_dict()}
         return Checkpoint(self.step, tensors, state)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore what `state` returned."""
         self.step = checkpoint.step
-        self.model.load_state_dict(dict(checkpoint.tensors["model"]))
-        restore_optimizer(self.optimizer, checkpoint.tensors["optimizer"], self.names)
-        if self.ema is not None:
-            self.ema.load_state_dict(dict(checkpoint.tensors["ema"]))
+        checkpoint.copy_into(self._tensors())
         self.corrupt.reasons = dict(checkpoint.state["corrupt"])
         if scale := checkpoint.state.get("scaler"):  # not if the run had another precision
             self.scaler.load_state_dict(scale)

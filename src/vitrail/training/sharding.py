@@ -1,0 +1,190 @@
+"""How the processes of a run share its model. The model does not know: all of it is applied from outside.
+
+one   a single process
+ddp   each process has the whole model, and gradients are averaged (DistributedDataParallel)
+fsdp  each process has a shard of the weights, gradients and optimizer (FSDP2); a block's weights are gathered
+      while it is computed
+hsdp  replicas x shards: fsdp within a machine, ddp between machines
+
+Each sharded tensor is a DTensor, cut along its first axis. In bf16 and fp16 the weights of blocks are
+gathered in that format, which halves the traffic; shards, sums of gradients and optimizer are fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vitrail.errors import ConfigError
+from vitrail.memory import activation_bytes, format_bytes, memory_limit, state_bytes
+from vitrail.model import ViT
+from vitrail.recipes.settings import TrainConfig
+from vitrail.training.parallel import ProcessGroup
+from vitrail.training.precision import ComputeDevice
+
+_GPU_MARGIN, _CPU_MARGIN = 0.85, 0.5  # of the memory
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is shared."""
+
+    mode: Literal["one", "ddp", "fsdp", "hsdp"] = "one"
+    reason: str = ""
+    """What was chosen and why, for the plan."""
+    shards: int = 1
+    """The processes that the model is cut for."""
+    mesh: DeviceMesh | None = None
+
+    @property
+    def sharded(self) -> bool:
+        return self.mesh is not None
+
+    def apply(self, root: nn.Module, model: ViT, compute: ComputeDevice) -> None:
+        """Move a model to its device, and cut it: each block, then what is left.
+
+        Args:
+            root: the module that will be called: the model, or one around it.
+        """
+        if self.mesh is None:
+            root.to(compute.device)
+            return
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        half = compute.dtype if compute.dtype != torch.float32 else None
+        policy = MixedPrecisionPolicy(half, reduce_dtype=half and torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh, mp_policy=policy)
+        fully_shard(root, mesh=self.mesh)  # the residual stream, between the blocks, stays in fp32
+
+    def wrap(self, root: nn.Module) -> nn.Module:
+        """The module to call in training."""
+        return nn.parallel.DistributedDataParallel(root) if self.mode == "ddp" else root
+
+    @contextmanager
+    def accumulate(self, wrapped: Any, last: bool) -> Iterator[None]:
+        """Context of a micro-batch: copies exchange gradients with the last one only.
+
+        Shards do so with every one: whole gradients, kept for the last, would take the memory of the model.
+        """
+        if self.mode == "hsdp":
+            wrapped.set_requires_all_reduce(last)
+        if self.mode == "ddp" and not last:
+            with wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def compile(self, wrapped: nn.Module, model: ViT) -> Any:
+        """The module to call, compiled; of a sharded model each block, since gathering is not compiled."""
+        if not self.sharded:
+            return torch.compile(wrapped)
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+        return wrapped
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """A whole copy of a tensor. All processes of a sharded one must call it."""
+    return tensor.full_tensor().clone() if is_sharded(tensor) else tensor.clone()  # type: ignore[attr-defined]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def copy_into(target: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded."""
+    if not is_sharded(target):
+        target.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
+    whole = whole.to(local_part(target).device)
+    part = distribute_tensor(whole, mesh, placements, src_data_rank=None)  # each process cuts its own
+    local_part(target).copy_(part.to_local())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has a part of a tensor only."""
+    return hasattr(tensor, "full_tensor")  # a DTensor
+
+
+# ---- the choice -----------------------------------------------------------------------------
+
+
+def choose_parallelism(
+    model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
+) -> Parallelism:
+    """Follow the settings; `auto` is ddp while weights, gradients, optimizer and activations fit in memory.
+
+    Args:
+        model: with its frozen parameters marked, on the CPU.
+        batch: the images of a step, over all processes.
+    """
+    if ranks.count == 1:
+        return Parallelism()
+    mode, reason = settings.parallel, f"{settings.parallel}, as requested"
+    if mode == "auto":
+        mode, reason = _choose_mode(model, settings, compute, ranks, batch)
+    if mode == "ddp":
+        return Parallelism("ddp", f"{reason}; {ranks.count} copies of the model")
+    shards = ranks.count if mode == "fsdp" else _shards_of_replica(ranks)
+    shape = (ranks.count // shards, shards) if mode == "hsdp" else (shards,)
+    mesh = init_device_mesh(compute.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    size = f"{ranks.count // shards} x {shards} shards" if mode == "hsdp" else f"{shards} shards"
+    return Parallelism(mode, f"{reason}; {size}", shards, mesh)
+
+
+def _shards_of_replica(ranks: ProcessGroup) -> int:
+    """The processes of a machine; on one machine alone, half of them."""
+    shards = ranks.local_count if ranks.local_count < ranks.count else ranks.count // 2
+    if ranks.count < 4 or shards < 2 or ranks.count % shards:
+        raise ConfigError(
+            "parallel='hsdp' needs at least two replicas of at least two processes each: the same number on "
+            "every machine, or an even number on one. This run has "
+            f"{ranks.count} process{'es' * (ranks.count > 1)}, {ranks.local_count} of them on this machine; "
+            "use parallel=fsdp."
+        )
+    return shards
+
+
+def _choose_mode(
+    model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
+) -> tuple[Literal["ddp", "fsdp", "hsdp"], str]:
+    parameters = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    images = batch // ranks.count // settings.accumulate
+    working = activation_bytes(
+        model.config, images, compute.dtype.itemsize, checkpointed=settings.checkpoint_blocks
+    )
+    states = state_bytes(sum(parameters), trained, ema=bool(settings.ema), copies=True)
+    memory = _device_memory(compute, ranks)
+    # All processes must choose alike; the smallest device decides.
+    if memory is None or not ranks.any(states + working > memory, compute.device):
+        there = "" if memory is None else f" of {format_bytes(memory)}"
+        return "ddp", f"ddp: weights, gradients and optimizer take {format_bytes(states)}{there}"
+    full = f"weights, gradients and optimizer take {format_bytes(states)}"
+    full += f", activations {format_bytes(working)}"
+    machines = ranks.count // ranks.local_count
+    within = states / ranks.local_count + working <= memory
+    uniform = machines > 1 and ranks.count % ranks.local_count == 0 and ranks.local_count > 1
+    if uniform and not ranks.any(not within, compute.device):
+        return "hsdp", f"hsdp: {full}, more than {format_bytes(memory)}; sharded within a machine they fit"
+    return "fsdp", f"fsdp: {full}, more than {format_bytes(memory)}"
+
+
+def _device_memory(compute: ComputeDevice, ranks: ProcessGroup) -> float | None:
+    """The bytes that a process may plan with; None if unknown."""
+    if compute.device.type == "cuda":
+        return _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
+    limit = memory_limit()
+    return None if limit is None else _CPU_MARGIN * limit / ranks.local_count

@@ -1,0 +1,126 @@
+"""Runs of several processes that share a model in every way. As a script, it is what torchrun starts."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny_runs import SETTINGS, Signals, train
+from vitrail.training.trainer import Interrupted, Trainer
+
+MODES = ("ddp", "fsdp", "hsdp")
+STEPS = dict(epochs=4)  # of 5 steps: 20
+MU = dict(
+    width=32, depth=2, heads=2, mlp_width=128, patch=4, size=8
+)  # big_vision's test size, with two blocks
+ALL_RANDOM = {
+    **SETTINGS,
+    **STEPS,
+    "model": {**MU, "dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.2},
+}
+NO_DROPOUT = {**SETTINGS, **STEPS, "model": {**MU, "dropout": 0.0, "drop_path": 0.0}}
+
+
+def variants(folder):
+    """Settings that must give the loss of one process in every mode; without dropout."""
+    teacher = folder / "teacher" / "last.safetensors"
+    return {
+        # AdamW would hide a wrong norm, because it divides by the size of the gradient.
+        "clipped": {**NO_DROPOUT, "optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 0.05},
+        "lora": {**NO_DROPOUT, "epochs": 2, "tune": "lora", "lora_rank": 2},
+        "head": {**NO_DROPOUT, "epochs": 2, "tune": "head"},
+        "taught": {**NO_DROPOUT, "epochs": 2, "teacher": teacher, "distill": "soft", "checkpoint_blocks": 1},
+        "nan": {**NO_DROPOUT, "epochs": 2},
+    }
+
+
+class OneBadLoss:
+    """The loss of the seventh step is NaN, on the last process only."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __enter__(self):
+        self.loss = Trainer._loss
+
+        def loss(trainer, batch):
+            here = trainer.ranks.rank == self.rank and trainer.step == 6
+            return self.loss(trainer, batch) * (float("nan") if here else 1.0)
+
+        Trainer._loss = loss
+
+    def __exit__(self, *_):
+        Trainer._loss = self.loss
+
+
+def run_variant(folder, out, name, settings, rank, **more):
+    if name == "nan":
+        with OneBadLoss(rank):
+            return train(folder / "data.npz", out=out, **settings, **more)
+    return train(folder / "data.npz", out=out, **settings, **more)
+
+
+def stop_and_resume(folder, mode, settings):
+    """A whole run, and one that is stopped in its second epoch and resumed."""
+    data = folder / "data.npz"
+    train(data, out=folder / f"random-{mode}", parallel=mode, **settings)
+    with Signals(7), pytest.raises(Interrupted):
+        train(data, out=folder / f"stopped-{mode}", parallel=mode, **settings)
+    train(data, out=folder / f"stopped-{mode}", resume=True, parallel=mode, **settings)
+
+
+def four_processes(folder):
+    """The runs of four processes that tests/training/test_sharded.py checks."""
+    data = folder / "data.npz"
+    for mode in MODES:
+        train(data, out=folder / f"plain-{mode}", parallel=mode, **NO_DROPOUT)
+    run_variant(folder, folder / "nan-hsdp", "nan", variants(folder)["nan"], 3, parallel="hsdp")
+    stop_and_resume(folder, "hsdp", {**ALL_RANDOM, "epochs": 2})
+    with Signals(7), pytest.raises(Interrupted):
+        train(data, out=folder / "begun", parallel="fsdp", **NO_DROPOUT)
+    if torch.distributed.get_rank() == 0:
+        for name in ("to-one", "to-two-fsdp", "to-two-ddp"):
+            shutil.copytree(folder / "begun", folder / name)
+
+
+def two_processes(folder):
+    """The runs of two: some have been begun by four, and one by a single process, without shards."""
+    data = folder / "data.npz"
+    stop_and_resume(folder, "fsdp", ALL_RANDOM)
+    train(data, out=folder / "random-ddp", parallel="ddp", **ALL_RANDOM)
+    for name, settings in variants(folder).items():
+        run_variant(folder, folder / f"{name}-fsdp", name, settings, 1, parallel="fsdp")
+    run_variant(folder, folder / "nan-ddp", "nan", variants(folder)["nan"], 1, parallel="ddp")
+    for mode in ("fsdp", "ddp"):
+        train(data, out=folder / f"to-two-{mode}", resume=True, parallel=mode, **NO_DROPOUT)
+    train(data, out=folder / "alone-to-two", resume=True, parallel="fsdp", **NO_DROPOUT)
+
+
+def restarted(folder):
+    """The whole run of two processes again; in the first attempt, the second one is killed at step 12."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and torch.distributed.get_rank() == 1:
+        take_step = Trainer.take_step
+
+        def killed(trainer, batches):
+            take_step(trainer, batches)
+            if trainer.step == 12:
+                (folder / "killed").write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Trainer.take_step = killed
+    train(folder / "data.npz", out=folder / "restarted", resume=True, parallel="fsdp", **ALL_RANDOM)
+
+
+if __name__ == "__main__":
+    from vitrail.training.parallel import destroy_process_group, init_process_group
+
+    torch.set_num_threads(1)
+    init_process_group()
+    {"four": four_processes, "two": two_processes, "restarted": restarted}[sys.argv[1]](Path(sys.argv[2]))
+    torch.distributed.barrier()
+    destroy_process_group()

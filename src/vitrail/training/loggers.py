@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from vitrail.errors import printable, require_extra
 from vitrail.io.write import write_text
@@ -182,7 +182,7 @@ class WandbLogger:
             dir=str(out),
             id=self._id,
             resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=cast(Any, os.environ.get("WANDB_MODE", "offline")),  # checked by wandb
         )
         for end in (end for end, row in enumerate(history, start=1) if row["epoch"] > saved["epoch"]):
             self.log(history[:end])

@@ -9,6 +9,8 @@ import torch
 from sklearn.datasets import load_digits
 
 import vitrail as vt
+from tests.contract.test_options import CASES, config_of, difference
+from tests.support.models import add_noise
 from vitrail.fast.gate import GateError, compare
 from vitrail.fast.quantize import block_layers, observe
 from vitrail.fast.routes import Accelerated, Acceleration
@@ -59,6 +61,7 @@ def logits(module, images):
         return module(images)
 
 
+@pytest.mark.slow
 def test_fp32_is_the_model_and_says_what_it_did(trained):
     model, images, _ = trained
     fast = vt.accelerate(model)
@@ -98,6 +101,17 @@ def test_kept_layers_are_not_rounded(trained, monkeypatch):
     monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
     fast = vt.accelerate(model, "int8", calibrate=images, keep=list(block_layers(model)), remember=False)
     torch.testing.assert_close(logits(fast, images[:50]), logits(model, images[:50]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_smoothing_never_changes_the_answers():
+    """Over the cases that together contain every pair of options."""
+    for case in CASES:
+        config = config_of(case)
+        model = add_noise(vt.ViT(config)).double().eval()
+        batch = torch.randn(3, 3, *config.pixels, dtype=torch.float64)
+        smoothed, _ = smooth(model, observe(model, batch, 8), list(block_layers(model)))
+        assert difference(logits(smoothed, batch), logits(model, batch)) < 1e-5, case
 
 
 def test_smoothing_does_not_change_the_model(trained):

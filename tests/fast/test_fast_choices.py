@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from vitrail.fast import choices as choices_module
 from vitrail.fast.choices import Choices, choices_path, forget
 
 CPU = torch.device("cpu")
@@ -13,6 +14,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(choices_module, "is_busy", lambda: False)
 
 
 def never(name):
@@ -26,6 +28,12 @@ def test_the_fastest_is_remembered_and_forgotten():
     assert forget()
     assert not forget()
     assert Choices(CPU).fastest("product", list(seconds), {"plain": 1.0, "fused": 2.0}.__getitem__) == "plain"
+
+
+def test_what_is_measured_on_a_busy_machine_is_not_remembered(monkeypatch):
+    monkeypatch.setattr(choices_module, "is_busy", lambda: True)
+    assert Choices(CPU).fastest("product", ["a", "b"], {"a": 2.0, "b": 1.0}.__getitem__) == "b"
+    assert Choices(CPU).fastest("product", ["a", "b"], {"a": 1.0, "b": 2.0}.__getitem__) == "a"
 
 
 def test_another_set_of_candidates_is_measured_again():

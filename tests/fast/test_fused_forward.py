@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import vitrail as vt
+from tests.contract.test_options import CASES, config_of, difference
+from tests.support.models import add_noise
 from vitrail.fast.choices import Choices
 from vitrail.fast.fused import FusedForward
 
@@ -55,6 +57,20 @@ def test_other_blocks_are_left_plain_and_named(fields):
     assert str(next(iter(fields.values()))) in fused.left
     with torch.no_grad():
         torch.testing.assert_close(fused(images)[1], model(images))
+
+
+def test_every_option_of_a_config_is_computed():
+    """Over the cases that together contain every pair of options."""
+    fused_count = 0
+    for case in CASES:
+        config = config_of(case)
+        model = add_noise(vt.ViT(config)).eval()
+        fused, images = fuse(model), torch.randn(2, 3, *config.pixels)
+        fused_count += fused.left is None
+        with torch.no_grad():
+            exact, found = model(images), fused(images)[1]
+        assert difference(found, exact) < (1e-3 if config.norm == "none" else 1e-4), case
+    assert fused_count > 5
 
 
 def test_fp8_is_near_and_kept_layers_are_not_rounded():

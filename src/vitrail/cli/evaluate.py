@@ -91,6 +91,10 @@ def evaluate(
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 128,
     workers: options.WorkersOption = "auto",
+    precision: options.Precision = None,
+    calibration: options.Calibration = None,
+    min_agreement: options.MinAgreement = 0.99,
+    keep: options.Keep = None,
     device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
@@ -122,6 +126,7 @@ def evaluate(
 
     from rich.console import Console
 
+    from vitrail.evaluation.accelerated import Speedup
     from vitrail.evaluation.run import evaluate as evaluate_model
     from vitrail.weights.load import load
 
@@ -129,6 +134,7 @@ def evaluate(
         from vitrail.report.page import check_extras
 
         check_extras()
+    speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
     bundle = load(
         model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     )
@@ -145,6 +151,7 @@ def evaluate(
             probe=probes,
             layers=blocks,
             target_accuracy=target_accuracy,
+            speedup=Speedup(**speedup) if speedup else None,
             progress=bars,
         )
     if print_json:

@@ -58,6 +58,17 @@ def export(
             show_default="cpu",
         ),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp32|int8",
+            help="For onnx: int8 is smaller and faster on a CPU, and needs --calibration.",
+            show_default="fp32",
+        ),
+    ] = None,
+    calibration: options.Calibration = None,
+    min_agreement: options.MinAgreement = 0.99,
+    keep: options.Keep = None,
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
@@ -91,6 +102,12 @@ def export(
     if examples:
         raise InputError(f"--examples is for --to html, not --to {to}; remove it.")
     dimensions = _parse_dynamic(dynamic)
+    speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
+    if precision == "int8":
+        _export_int8(model, to, path, overrides, dimensions, with_preprocess, speedup)
+        return
+    if precision not in (None, "fp32"):
+        raise InputError(f"Files are exported in fp32 or int8, not in {precision}; remove --precision.")
 
     from vitrail.export.onnx import write_onnx
     from vitrail.export.torch_export import write_torch
@@ -101,6 +118,36 @@ def export(
     bundle = load(model, **overrides)
     write = write_onnx if to == "onnx" else write_torch
     proof = write(bundle, path, dynamic=dimensions, with_preprocess=with_preprocess)
+    _show_proof(proof, path, bundle.model.config)
+
+
+def _export_int8(
+    model: str,
+    to: str,
+    path: Path,
+    overrides: dict[str, Any],
+    dynamic: tuple[str, ...],
+    with_preprocess: bool,
+    speedup: dict[str, Any],
+) -> None:
+    if to != "onnx":
+        raise InputError(f"--precision int8 is for --to onnx, not --to {to}; remove it.")
+    if with_preprocess:
+        raise InputError("--precision int8 takes normalized images; remove --with-preprocess.")
+    if speedup["calibration"] is None:
+        raise InputError(
+            "int8 needs images like those to come, to set its scales and to compare answers with fp32; name "
+            "a folder with --calibration."
+        )
+    del speedup["precision"]
+
+    from vitrail.export.onnx_int8 import write_int8
+    from vitrail.export.writing import check_output
+    from vitrail.weights.load import load
+
+    check_output(path, ".onnx")
+    bundle = load(model, **overrides)
+    proof = write_int8(bundle, path, speedup.pop("calibration"), dynamic=dynamic, **speedup)
     _show_proof(proof, path, bundle.model.config)
 
 
@@ -136,6 +183,15 @@ def _show_proof(proof: Proof, path: Path, config: ViTConfig) -> None:
     same, count = sum(check.same_class for check in checks), sum(check.inputs for check in checks)
     logits = f"logits (batch, {config.classes}), " if config.classes else ""
     print(f"outputs      {logits}embedding (batch, {config.pooled_width})")
+    if (gate := proof.gate) is not None:
+        print(f"agreement    {gate['agreement']:.2%} of {gate['images']:,} images get the class of fp32")
+        print(f"mean KL      {gate['kl']:.2g} nats to fp32")
+        if gate["top1"] is not None:
+            print(f"top-1        {gate['top1']:.2%}, fp32 {gate['top1_fp32']:.2%}")
+        print(
+            f"kept         {len(gate['keep'])} layers in fp32"
+            + (f": {', '.join(gate['keep'])}" * bool(gate["keep"]))
+        )
     print(f"difference   at most {worst.difference:.2g} in {len(checks)} checks (limit {worst.limit:.2g})")
     print(f"same class   {same} of {count} inputs")
     if pixels := sum(check.pixels for check in checks):

@@ -72,6 +72,34 @@ Templates = Annotated[
     Path | None,
     typer.Option(help='Zero-shot: a file with a text such as "a photo of a {}" on each line.'),
 ]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|fp32|bf16|fp8|int8",
+        help="Accelerate the model; fp8 (GPU) and int8 (CPU) need --calibration. See docs/performance.md.",
+        show_default="the model as it is",
+    ),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="For int8 and fp8: images like those to come; 256 of them are used at most."
+    ),
+]
+MinAgreement = Annotated[
+    float,
+    typer.Option(
+        help="For int8 and fp8: the fraction of calibration images that must get the class of fp32."
+    ),
+]
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYERS|auto",
+        help="For int8 and fp8: layers to leave in higher precision, separated by commas; auto finds the "
+        "fewest that are needed.",
+    ),
+]
 Size = Annotated[str | None, typer.Option(help="The image size: a side, or HxW.")]
 
 
@@ -160,6 +188,32 @@ def _parse_field(text: str, hint: Any) -> Any:
     parts = tuple(parse_value(part.strip()) for part in text.split(","))
     numbers = len(parts) > 1 and all(isinstance(part, (int, float)) for part in parts)
     return parts if numbers else parse_value(text)
+
+
+def parse_speedup(
+    precision: str | None,
+    calibration: Path | None,
+    min_agreement: float,
+    keep: str | None,
+) -> dict[str, Any]:
+    """The arguments of `Speedup`; empty if the model is computed as it is."""
+    if precision is None:
+        for option, value in (("--calibration", calibration), ("--keep", keep)):
+            if value is not None:
+                raise InputError(f"{option} is for --precision int8 and fp8; add one, or remove it.")
+        return {}
+    known = ("auto", "fp32", "bf16", "fp8", "int8")
+    if precision not in known:
+        raise InputError(f"Unknown precision {printable(repr(precision))}. {suggest(precision, known)}")
+    layers = (
+        keep if keep == "auto" else tuple(name.strip() for name in (keep or "").split(",") if name.strip())
+    )
+    return {
+        "precision": precision,
+        "calibration": calibration,
+        "min_agreement": min_agreement,
+        "keep": layers,
+    }
 
 
 def parse_value(text: str) -> Any:

@@ -80,6 +80,10 @@ def predict(
         bool,
         typer.Option("--null", "-0", help="Paths on stdin end with a zero byte, as from find -print0."),
     ] = False,
+    precision: options.Precision = None,
+    calibration: options.Calibration = None,
+    min_agreement: options.MinAgreement = 0.99,
+    keep: options.Keep = None,
     device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
@@ -117,6 +121,7 @@ def predict(
     if request is None:
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
     opened = options.open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
     if request is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
@@ -124,9 +129,18 @@ def predict(
         check_alone({"--embeddings": embeddings, "--explain": explain})
         kind = PartOptions("predict", form, top or 1, part_size or PART_SIZE)
         how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
+        if precision is not None:
+            raise InputError(
+                "--precision is not for a folder of parts; export the model with vitrail export --precision, "
+                "and use the .onnx file."
+            )
         run_parts(request, opened or model, inputs, kind, how, quiet=quiet)
         return
+    overrides |= speedup
     predictor = Predictor(opened or model, batch=batch, workers=options.parse_workers(workers), **overrides)
+    if predictor.acceleration is not None and not quiet:
+        for sentence in predictor.acceleration.sentences():
+            print(f"note: {sentence}", file=sys.stderr)
     config = predictor.config
     _check_words(predictor, embeddings)
     if not config.classes:

@@ -50,6 +50,10 @@ def serve(
     ] = 64,
     deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
+    precision: options.Precision = None,
+    calibration: options.Calibration = None,
+    min_agreement: options.MinAgreement = 0.99,
+    keep: options.Keep = None,
     device: options.Device = None,
     size: options.Size = None,
     family: options.Family = None,
@@ -91,8 +95,11 @@ def serve(
         chosen = None if examples is None else from_folder(examples)
         predictor = Predictor(
             model,
+            **options.parse_speedup(precision, calibration, min_agreement, keep),
             **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
         )
+        for sentence in [] if predictor.acceleration is None else predictor.acceleration.sentences():
+            print(f"note: {sentence}", file=sys.stderr)
         name = model_name(predictor, model)
         if chosen is None:
             chosen = built_in(predictor.config.channels, min(predictor.preprocess.target))

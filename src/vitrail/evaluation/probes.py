@@ -124,6 +124,28 @@ def build_collector(
     return collect
 
 
+def build_pooled_collector(
+    outputs: Callable[[Tensor], tuple[Tensor, Tensor]],
+    config: ViTConfig,
+    statistics: FeatureStatistics | None = None,
+) -> Callable[[Tensor], Tensor]:
+    """The same from pooled vectors and logits alone, without features of blocks.
+
+    Args:
+        outputs: computes both for a batch of images.
+    """
+
+    def collect(images: Tensor) -> Tensor:
+        pooled, logits = outputs(images)
+        columns = [logits.float()] if config.classes else []
+        if statistics is not None:
+            scores = torch.from_numpy(statistics.scores(pooled.float().cpu().numpy()))
+            columns.append(scores.float()[:, None].to(logits.device))
+        return torch.cat(columns, dim=1) if columns else pooled[:, :0].float()
+
+    return collect
+
+
 def split_columns(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Split the rows of a collector: logits (N, K), features (N, layers, parts, D), and what is left."""
     parts = len(feature_parts(config))

@@ -21,6 +21,7 @@ from vitrail.data.class_names import ClassNames
 from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Split
 from vitrail.errors import InputError, printable
+from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
@@ -32,6 +33,7 @@ from vitrail.evaluation.probes import (
     Layers,
     ProbeResult,
     build_collector,
+    build_pooled_collector,
     check_layers,
     check_probes,
     feature_parts,
@@ -42,11 +44,13 @@ from vitrail.evaluation.real import read_real_labels, real_accuracy
 from vitrail.evaluation.scale import Scale, load_scale
 from vitrail.evaluation.selection import Selection, select_images
 from vitrail.evaluation.thresholds import DEFAULT
+from vitrail.fast.routes import Accelerated
 from vitrail.fields import short_repr
 from vitrail.memory import check_fits, forward_bytes
 from vitrail.model import ViT
 from vitrail.summary import Summary
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
 from vitrail.weights.scores import Scores
 
@@ -149,6 +153,7 @@ def evaluate(
     probe: Sequence[str] = (),
     layers: Layers = None,
     target_accuracy: float = 0.95,
+    speedup: Speedup | None = None,
     progress: Progress = lambda split, done, total: None,
 ) -> Evaluation:
     """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
@@ -169,6 +174,8 @@ def evaluate(
         probe: any of knn, linear and fewshot; they are fitted on the training split.
         layers: blocks to probe, counted from 0, or "all". By default the last block.
         target_accuracy: the accuracy that predictions above the confidence threshold must reach.
+        speedup: how to accelerate the model: `Speedup(precision="int8", calibration="photos/")`. The notes
+            then say what was done. Probes need the model as it is.
         progress: called as progress(split, images done, images in total).
     """
     start = time.perf_counter()
@@ -185,6 +192,13 @@ def evaluate(
     blocks = check_layers(layers, config.depth) if probes else []
     corrupt = CorruptFiles("skip")
     options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
+    if speedup is not None:
+        if probes:
+            raise InputError(
+                "Probes read the features inside the model itself; remove probe or the precision."
+            )
+        options["accelerated"] = accelerate_bundle(bundle, speedup)
+        notes += options["accelerated"].report.sentences()
 
     trained = find_trained(
         bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
@@ -270,6 +284,7 @@ def _run_split(
     workers: int | Literal["auto"],
     corrupt: CorruptFiles,
     progress: Progress,
+    accelerated: Accelerated | None = None,
 ) -> tuple[Tensor, Tensor, NDArray[np.float32] | None, NDArray[np.bool_]]:
     """Run the model on a split.
 
@@ -296,7 +311,7 @@ def _run_split(
         model,
         images,
         bundle.preprocess,
-        compute=build_collector(model, layers, statistics) if layers or statistics else None,
+        compute=_collector(model, layers, statistics, accelerated),
         batch=batch,
         rank=rank,
         ranks=ranks,
@@ -308,6 +323,18 @@ def _run_split(
         rows, valid = _all_reduce(rows, valid, columns, corrupt, _device(bundle))
     logits, features, scores = split_columns(rows, config, layers)
     return logits, features, scores[:, 0].numpy() if statistics else None, valid.numpy() > 0
+
+
+def _collector(
+    model: ViT,
+    layers: Sequence[int],
+    statistics: FeatureStatistics | None,
+    accelerated: Accelerated | None,
+) -> Callable[[Tensor], Tensor] | None:
+    """What computes the rows of an evaluation; None for the logits of the model itself."""
+    if accelerated is not None:
+        return build_pooled_collector(accelerated.outputs, model.config, statistics)
+    return build_collector(model, layers, statistics) if layers or statistics else None
 
 
 def _all_reduce(

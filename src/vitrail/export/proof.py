@@ -85,6 +85,9 @@ class Proof:
     form: str = ""
     opset: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    precision: str = "fp32"
+    gate: Mapping[str, Any] | None = None
+    """For int8: how near the answers are to fp32, see `vitrail.fast.gate`."""
 
     @property
     def failed(self) -> list[Check]:
@@ -117,9 +120,7 @@ def prove(bundle: Bundle, plan: Plan, run: Run, *, runtime: str) -> Proof:
                 _compare_normalized(f"golden inputs of {format_sides(size)}", other, fitted, run, pixels)
             )
     first = golden[:1] if plan.with_preprocess else _normalize(golden[:1], spec).numpy()
-    return Proof(
-        checks=checks, speed=_measure_speed(model, _normalize(golden[:1], spec), run, first, runtime)
-    )
+    return Proof(checks=checks, speed=measure_speed(model, _normalize(golden[:1], spec), run, first, runtime))
 
 
 def _normalize(images: NDArray[np.uint8], spec: Preprocess) -> torch.Tensor:
@@ -188,7 +189,7 @@ def check_failed(reason: str) -> FileError:
     )
 
 
-def _measure_speed(model: ViT, images: torch.Tensor, run: Run, batch: Any, runtime: str) -> Speed:
+def measure_speed(model: ViT, images: torch.Tensor, run: Run, batch: Any, runtime: str) -> Speed:
     """Time both alternately, so that other load on the machine affects both."""
     times: tuple[list[float], list[float]] = [], []
     started = time.perf_counter()

@@ -19,6 +19,7 @@ from vitrail.errors import InputError, suggest
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import (
     MIN_AGREEMENT,
+    Gate,
     GateError,
     check_agreement,
     compare,
@@ -80,51 +81,60 @@ def accelerate(
             f"keep: no layer {unknown[0]!r} is computed in {chosen}. {suggest(unknown[0], names)}"
         )
     assert calibrate is not None
-    exact = run_batches(model, calibrate, GATE_BATCH[device.type])
 
-    def attempt(kept: tuple[str, ...]) -> Accelerated:
-        fast = builder.fastest(chosen, kept)
-        logits = run_batches(fast, calibrate, GATE_BATCH[device.type])
-        how: dict[str, Any] = {"precision": chosen, "min_agreement": min_agreement, "labels": labels}
-        fast.report = replace(fast.report, gate=compare(logits, exact, **how))
-        return fast
+    def build(kept: tuple[str, ...]) -> Accelerated:
+        return builder.fastest(chosen, kept)
 
-    with eval_mode(model):
-        return _pass_gate(builder, attempt, chosen, kept, names, min_agreement, search=keep == "auto")
+    how: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": keep == "auto"}
+    return pass_gate(builder, build, chosen, kept, names, **how)
 
 
-def _pass_gate(
+def pass_gate(
     builder: Builder,
-    attempt: Callable[[tuple[str, ...]], Accelerated],
+    build: Callable[[tuple[str, ...]], Accelerated],
     precision: str,
     kept: tuple[str, ...],
     names: Sequence[str],
-    min_agreement: float,
     *,
-    search: bool,
+    labels: Tensor | None = None,
+    min_agreement: float = MIN_AGREEMENT,
+    search: bool = False,
 ) -> Accelerated:
-    """The accelerated model if its answers are near enough; otherwise look for the layers that hurt."""
-    fast = attempt(kept)
-    gate = fast.report.gate
-    assert gate is not None
-    assert builder.calibrate is not None
-    if gate.passed:
-        return fast
-    rest = [name for name in names if name not in kept]
-    how = builder.model, precision, builder.seen
-    batch = GATE_BATCH[builder.device.type]
-    worst = find_worst(*how, rest, builder.calibrate, batch)
-    more = propose(*how, list(worst), builder.calibrate, batch, min_agreement)
-    while search and more:
-        fast = attempt((*kept, *more))
-        assert fast.report.gate is not None
-        if fast.report.gate.passed:
-            why = f"{len(more)} layers stay in higher precision, because they hurt most: {name_layers(more)}."
-            fast.report = replace(fast.report, why=[*fast.report.why, why])
+    """The accelerated model if its answers are near enough; otherwise look for the layers that hurt.
+
+    Args:
+        build: builds it with these layers in higher precision.
+        names: all layers that are computed in the lower one.
+        search: whether to keep more layers until it passes.
+    """
+    model, images, batch = builder.model, builder.calibrate, GATE_BATCH[builder.device.type]
+    assert images is not None
+    with eval_mode(model):
+        exact = run_batches(model, images, batch)
+
+        def attempt(kept: tuple[str, ...]) -> tuple[Accelerated, Gate]:
+            fast = build(kept)
+            how: dict[str, Any] = {"precision": precision, "min_agreement": min_agreement, "labels": labels}
+            gate = compare(run_batches(fast, images, batch), exact, **how)
+            fast.report = replace(fast.report, gate=gate)
+            return fast, gate
+
+        fast, gate = attempt(kept)
+        if gate.passed:
             return fast
-        further = list(worst)[len(more) : len(more) + max(1, len(worst) // 12)]
-        more = (*more, *further) if len(more) + len(further) < len(worst) else ()
-    raise GateError(replace(gate, layers=worst, keep=more))
+        rest = [name for name in names if name not in kept]
+        worst = find_worst(model, precision, builder.seen, rest, images, batch)
+        more = propose(model, precision, builder.seen, list(worst), images, batch, min_agreement)
+        proposed = more
+        while search and more:
+            fast, found = attempt((*kept, *more))
+            if found.passed:
+                why = f"{len(more)} layers that hurt most stay in higher precision: {name_layers(more)}."
+                fast.report = replace(fast.report, why=[*fast.report.why, why])
+                return fast
+            further = list(worst)[len(more) : len(more) + max(1, len(worst) // 12)]
+            more = (*more, *further) if len(more) + len(further) < len(worst) else ()
+        raise GateError(replace(gate, layers=worst, keep=proposed))
 
 
 # ---- arguments ------------------------------------------------------------------------------

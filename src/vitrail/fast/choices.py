@@ -46,6 +46,7 @@ class Choices:
 
     def __init__(self, device: torch.device, *, remember: bool = True) -> None:
         self.machine = describe_machine(device)
+        self.on_cpu = device.type == "cpu"
         self.remember = remember
         self.seconds: dict[str, dict[str, float | None]] = {}
         """What was measured or remembered, by question and candidate; None for one that failed."""
@@ -64,7 +65,7 @@ class Choices:
         if set(known) != set(names):
             known = {name: self._attempt(measure, question, name) for name in names}
             self.seconds[question] = known
-            if self.remember:
+            if self.remember and not (self.on_cpu and is_busy()):
                 _write(self.machine, question, known)
         valid = {name: seconds for name, seconds in known.items() if seconds is not None}
         if not valid:
@@ -77,6 +78,14 @@ class Choices:
         except Exception as error:  # a kernel that does not compile here, or a backend without support
             self.failures[f"{question}: {name}"] = f"{type(error).__name__}: {str(error)[:300]}"
             return None
+
+
+def is_busy() -> bool:
+    """Whether other processes use the cores: what is measured then is used, and not remembered."""
+    try:
+        return os.getloadavg()[0] > len(os.sched_getaffinity(0)) + 0.5
+    except (AttributeError, OSError):  # not on this system
+        return False
 
 
 @cache

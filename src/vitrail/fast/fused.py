@@ -133,7 +133,7 @@ class FusedForward:
     def _build_block(self, index: int, block: Any, ranges: Ranges | None, keep: set[str]) -> _FusedBlock:
         name = f"blocks.{index}"
         own: Any = self.model.blocks[index]
-        fused_mlp = type(block.mlp) is MLP and not block.mlp.middle and _is_exact_gelu(block.mlp.activation)
+        fused_mlp = _is_papers(block.mlp)
 
         def factor_of(layer: str) -> float | None:
             full = f"{name}.{layer}"
@@ -148,7 +148,9 @@ class FusedForward:
         norm2 = self._norm(block.norm2, fc1_in if fused_mlp else None)
         fc1 = fc2 = None
         if fused_mlp:
-            fc1 = self._product(block.mlp.fc1.weight, block.mlp.fc1.bias, fc1_in)
+            bias = block.mlp.fc1.bias
+            bias = torch.zeros(len(block.mlp.fc1.weight), device=self.device) if bias is None else bias
+            fc1 = self._product(block.mlp.fc1.weight, bias, fc1_in)
             fc1 = replace(fc1, gelu=True, factor=fc2_in)
             fc2 = self._branch_end(block.mlp.fc2, block.scale2, fc2_in)
         parts: dict[str, Any] = {"norm1": norm1, "qkv": qkv, "out": out, "norm2": norm2}
@@ -238,7 +240,8 @@ class FusedForward:
                 heads = run()
         else:
             heads = run()
-        return heads.transpose(1, 2).reshape(-1, attention.head_count * v.shape[-1])
+        heads = attention.norm(heads.transpose(1, 2).flatten(2))
+        return heads.reshape(-1, heads.shape[-1])
 
     def _fastest_backend(self, run: Callable[[], Tensor], q: Tensor, bias: Tensor | None) -> SDPBackend:
         def measure(name: str) -> float:
@@ -249,5 +252,8 @@ class FusedForward:
         return _BACKENDS[self.choices.fastest(question, list(_BACKENDS), measure)]
 
 
-def _is_exact_gelu(activation: nn.Module) -> bool:
-    return isinstance(activation, nn.GELU) and activation.approximate == "none"
+def _is_papers(mlp: Any) -> bool:
+    """Whether an MLP is two products with an exact GELU between, and nothing else."""
+    if type(mlp) is not MLP or mlp.middle or not isinstance(mlp.norm, nn.Identity):
+        return False
+    return isinstance(mlp.activation, nn.GELU) and mlp.activation.approximate == "none"

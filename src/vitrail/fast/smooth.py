@@ -69,6 +69,9 @@ def _divide_input(block: Any, kind: str, factors: Tensor, order: str) -> bool:
         if getattr(norm, "bias", None) is not None:
             norm.bias /= factors
         return True
+    between = block.attention.norm if kind == "attention.out" else block.mlp.norm
+    if not isinstance(between, nn.Identity):
+        return False  # a norm would undo the division
     if kind == "attention.out":
         _divide_rows(block.attention.qkv, factors)
         return True

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
+from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.onnx_graph import open_session
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
@@ -55,10 +56,16 @@ class Engine(ABC):
         """Embeddings and logits for pixels (H, W, C), as `preprocess.pixels` returns them."""
 
 
-def open_engine(model: Bundle | ViT | str | Path, options: dict[str, Any]) -> Engine:
-    """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes."""
+def open_engine(
+    model: Bundle | ViT | str | Path, options: dict[str, Any], speedup: Speedup | None = None
+) -> Engine:
+    """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes.
+
+    Args:
+        speedup: how a model that is no ONNX file shall be accelerated.
+    """
     if not isinstance(model, (str, Path)):
-        return TorchEngine(as_bundle(model, **options))
+        return TorchEngine(as_bundle(model, **options), speedup)
     suffix = Path(model).suffix.lower()
     if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
@@ -66,7 +73,12 @@ def open_engine(model: Bundle | ViT | str | Path, options: dict[str, Any]) -> En
             "(.safetensors) it was made from, or export that file to .onnx."
         )
     if suffix != ".onnx" or str(model).startswith("hf:"):
-        return TorchEngine(as_bundle(model, **options))
+        return TorchEngine(as_bundle(model, **options), speedup)
+    if speedup is not None:
+        raise InputError(
+            f"An ONNX file has the precision that it was exported with, so {printable(model)} takes none; "
+            "remove it, or use the vitrail file (.safetensors)."
+        )
     if options:
         raise InputError(
             f"An ONNX file takes no options, but {printable(model)} came with {', '.join(options)}; remove "
@@ -81,9 +93,9 @@ def _build_batch(pixels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, li
 
 
 class TorchEngine(Engine):
-    """A PyTorch model, run as `evaluate` runs it."""
+    """A PyTorch model, run as `evaluate` runs it, or accelerated."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, speedup: Speedup | None = None) -> None:
         if bundle.preprocess is None:
             raise InputError(
                 f"Predictor needs a model of images, but this one takes {bundle.model.config.input}; load it "
@@ -93,12 +105,16 @@ class TorchEngine(Engine):
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
         self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
         self.statistics = bundle.statistics
+        self.accelerated = None if speedup is None else accelerate_bundle(bundle, speedup)
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
-        with eval_mode(self.model):
-            pooled = self.model.encode(images).pooled
-            logits = self.model.logits(self.model.head(pooled))
+        if self.accelerated is not None:
+            pooled, logits = self.accelerated.outputs(images)
+        else:
+            with eval_mode(self.model):
+                pooled = self.model.encode(images).pooled
+                logits = self.model.logits(self.model.head(pooled))
         return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from vitrail.errors import InputError, printable
+from vitrail.evaluation.accelerated import Speedup
 from vitrail.evaluation.scale import load_scale
+from vitrail.fast.gate import MIN_AGREEMENT
+from vitrail.fast.routes import Acceleration
 from vitrail.fields import short_repr
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers
@@ -53,6 +56,10 @@ class Predictor:
         batch: images per forward pass.
         workers: processes that read files ahead (threads for fewer than 400 files); "auto" chooses by the
             cores that this process may use, 0 reads in the calling thread.
+        precision: "auto", "fp32", "bf16", "fp8" or "int8" accelerates the model, see `vitrail.accelerate`;
+            None computes it as it is.
+        calibration: for int8 and fp8: a folder of images like those to come, or a list of them.
+        min_agreement, keep: as in `vitrail.accelerate`.
         options: passed to `vitrail.load`, such as device="cuda".
     """
 
@@ -62,16 +69,28 @@ class Predictor:
         *,
         batch: int = 32,
         workers: int | Literal["auto"] = "auto",
+        precision: str | None = None,
+        calibration: Any = None,
+        min_agreement: float = MIN_AGREEMENT,
+        keep: Collection[str] | Literal["auto"] = (),
         **options: Any,
     ) -> None:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
             raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
-        self.engine = engine = open_engine(model, options)
+        how: dict[str, Any] = {"calibration": calibration, "min_agreement": min_agreement, "keep": keep}
+        speedup = None if precision is None else Speedup(precision=precision, **how)
+        self.engine = engine = open_engine(model, options, speedup)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
         self.scale = load_scale(engine.config, engine.labels, engine.card, engine.scores)
         self.batch, self.workers = 1 if engine.one_by_one else batch, check_workers(workers)
         self.check_fits(1)
+
+    @property
+    def acceleration(self) -> Acceleration | None:
+        """What was done to compute the model faster; None if it is computed as it is."""
+        accelerated = getattr(self.engine, "accelerated", None)
+        return None if accelerated is None else accelerated.report
 
     def __repr__(self) -> str:
         return f"<Predictor of {self.config.classes:,} classes, batch {self.batch}>"

@@ -1,0 +1,95 @@
+"""Open a model for faster inference: calibration images from files, and `vt.accelerate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail.data.folders import list_images
+from vitrail.errors import InputError, printable
+from vitrail.fast.accelerate import accelerate
+from vitrail.fast.gate import MIN_AGREEMENT
+from vitrail.fast.routes import LOSSY, Accelerated, Goal
+from vitrail.images.reader import read_pixels
+from vitrail.weights.bundle import Bundle
+
+MAX_CALIBRATION = 256
+"""Images used of a folder: more change scales little, and take long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """How a model shall be computed."""
+
+    precision: str = "auto"
+    calibration: Any = None
+    """A folder of images, or paths, PIL images and arrays; for int8 and fp8."""
+    min_agreement: float = MIN_AGREEMENT
+    keep: Collection[str] | Literal["auto"] = ()
+
+
+def accelerate_bundle(bundle: Bundle, how: Speedup, goal: Goal = "throughput") -> Accelerated:
+    """The bundle's model, accelerated; int8 and fp8 are calibrated on `how.calibration`."""
+    images = labels = None
+    if how.precision in LOSSY:
+        if how.calibration is None:
+            raise InputError(
+                f"{how.precision} is lossy and needs images like those to come, to set its scales and to "
+                "compare answers with fp32; name a folder with --calibration, or calibration= in Python."
+            )
+        images, labels = read_calibration(bundle, how.calibration)
+    options: dict[str, Any] = {"precision": how.precision, "min_agreement": how.min_agreement}
+    return accelerate(bundle.model, goal=goal, calibrate=images, labels=labels, keep=how.keep, **options)
+
+
+def read_calibration(bundle: Bundle, source: Any) -> tuple[Tensor, Tensor | None]:
+    """Normalized images, and their labels where each image is in a folder named as a class of the model.
+
+    Of a folder with many images, evenly spaced ones are read.
+    """
+    assert bundle.preprocess is not None
+    paths = _list(source)
+    step = max(1.0, len(paths) / MAX_CALIBRATION)
+    chosen = [paths[int(step * index)] for index in range(min(len(paths), MAX_CALIBRATION))]
+    images = []
+    for path in chosen:
+        try:
+            images.append(
+                bundle.preprocess.normalize(read_pixels(path, bundle.preprocess, limit_memory=True))
+            )
+        except (OSError, ValueError) as error:
+            name = printable(path) if isinstance(path, (str, os.PathLike)) else f"image {len(images)}"
+            raise InputError(f"The calibration image {name} cannot be read: {error}") from error
+    device = next(bundle.model.parameters()).device
+    return torch.stack(images).to(device), _labels(bundle, chosen)
+
+
+def _list(source: Any) -> list[Any]:
+    if isinstance(source, (str, os.PathLike)):
+        folder = Path(source)
+        if not folder.is_dir():
+            raise InputError(f"The calibration images must be in a folder, and {printable(folder)} is none.")
+        paths: list[Any] = list_images(folder)
+    else:
+        paths = list(source) if isinstance(source, Iterable) else []
+    if not paths:
+        where = printable(source) if isinstance(source, (str, os.PathLike)) else "calibration"
+        raise InputError(
+            f"There are no images to calibrate with in {where}; name a folder with some hundred."
+        )
+    return paths
+
+
+def _labels(bundle: Bundle, paths: list[Any]) -> Tensor | None:
+    """The classes by the names of the folders; None if one is not a class."""
+    names = {name: index for index, name in enumerate(bundle.labels or [])}
+    folders = [Path(path).parent.name if isinstance(path, (str, os.PathLike)) else "" for path in paths]
+    if not names or any(folder not in names for folder in folders):
+        return None
+    return torch.tensor([names[folder] for folder in folders])

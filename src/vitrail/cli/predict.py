@@ -72,6 +72,10 @@ def predict(
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
     ] = 32,
+    native: Annotated[
+        bool,
+        typer.Option("--native", help="Keep the aspect ratio of each image, as SigLIP 2 NaFlex does."),
+    ] = False,
     workers: options.WorkersOption = "auto",
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Read paths from stdin, one per line; the same as -.")
@@ -126,7 +130,7 @@ def predict(
     if request is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
-        check_alone({"--embeddings": embeddings, "--explain": explain})
+        check_alone({"--embeddings": embeddings, "--explain": explain, "--native": native or None})
         kind = PartOptions("predict", form, top or 1, part_size or PART_SIZE)
         how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
         if precision is not None:
@@ -137,7 +141,8 @@ def predict(
         run_parts(request, opened or model, inputs, kind, how, quiet=quiet)
         return
     overrides |= speedup
-    predictor = Predictor(opened or model, batch=batch, workers=options.parse_workers(workers), **overrides)
+    how = {"batch": batch, "workers": options.parse_workers(workers), "native": native}
+    predictor = Predictor(opened or model, **how, **overrides)
     if predictor.acceleration is not None and not quiet:
         for sentence in predictor.acceleration.sentences():
             print(f"note: {sentence}", file=sys.stderr)

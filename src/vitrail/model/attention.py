@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vitrail.config import ViTConfig
 from vitrail.model.norm import build_norm
 from vitrail.model.position import Rotate, identity
+from vitrail.model.segments import Segments
 from vitrail.model.tap import Tap, TappedModule
 
 
@@ -26,7 +27,7 @@ def attend(
     v: Tensor,
     *,
     scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | Segments | None = None,
     bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -34,8 +35,10 @@ def attend(
 
     q is (B, k, T, d), k and v are (B, k, S, d). `mask` is boolean, True where a token may attend;
     `bias` is added to the scores; both broadcast to (B, k, T, S). A token that may attend to nothing
-    gets zeros.
+    gets zeros. With `Segments` as the mask, several sequences are packed into one.
     """
+    if isinstance(mask, Segments):
+        return mask.attend(q, k, v, scale=scale, dropout=dropout)
     if bias is not None:
         bias = bias.to(q.dtype)  # a kernel's softmax runs in one dtype
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
@@ -97,7 +100,7 @@ class Attention(TappedModule):
         z: Tensor,
         context: Tensor | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | Segments | None = None,
         rotate: Rotate = identity,
     ) -> Tensor:
         """Tokens (B, T, D) to tokens (B, T, D); `rotate` applies the rotary embedding to q and k."""
@@ -107,6 +110,7 @@ class Attention(TappedModule):
         dropout = self.dropout if self.training else 0.0
         if self.explicit:
             taps = {"tap_scores": self.scores, "tap_weights": self.weights}
+            mask = mask.dense(q.device) if isinstance(mask, Segments) else mask
             heads = attend_explicitly(
                 q, k, v, scale=self.scale, mask=mask, bias=bias, dropout=dropout, **taps
             )

@@ -9,6 +9,7 @@ from vitrail.model.attention import Attention
 from vitrail.model.mlp import build_mlp
 from vitrail.model.norm import DropPath, LayerScale, build_norm
 from vitrail.model.position import Rotate, build_bias, identity
+from vitrail.model.segments import Segments
 from vitrail.model.tap import Tap, TappedModule
 
 
@@ -32,12 +33,12 @@ class Block(TappedModule):
         self.path = DropPath(drop_path)
         self.out = Tap()
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = z + self.attention_branch(self.norm1(z), mask, rotate)  # Eq. 2: z' = MSA(LN(z)) + z
         z = z + self.mlp_branch(self.norm2(z))  # Eq. 3: z = MLP(LN(z')) + z'
         return self.out(z)
 
-    def attention_branch(self, z: Tensor, mask: Tensor | None, rotate: Rotate) -> Tensor:
+    def attention_branch(self, z: Tensor, mask: Tensor | Segments | None, rotate: Rotate) -> Tensor:
         """MSA, then dropout, LayerScale and DropPath if the config has them."""
         return self.path(self.scale1(self.drop(self.attention(z, mask=mask, rotate=rotate))))
 
@@ -49,7 +50,7 @@ class Block(TappedModule):
 class PostNormBlock(Block):
     """Vaswani et al. 2017: the norm follows the sum."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = self.norm1(z + self.attention_branch(z, mask, rotate))
         return self.out(self.norm2(z + self.mlp_branch(z)))
 
@@ -57,7 +58,7 @@ class PostNormBlock(Block):
 class ResPostNormBlock(Block):
     """Liu et al. 2021 (Swin V2): the norm is on the branch, before the sum."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = z + self.norm1(self.attention_branch(z, mask, rotate))
         return self.out(z + self.norm2(self.mlp_branch(z)))
 
@@ -65,7 +66,7 @@ class ResPostNormBlock(Block):
 class ParallelBlock(Block):
     """Both branches take the same tokens (Wang and Komatsuzaki 2021; ViT-22B)."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         return self.out(
             z + self.attention_branch(self.norm1(z), mask, rotate) + self.mlp_branch(self.norm2(z))
         )
@@ -74,7 +75,7 @@ class ParallelBlock(Block):
 class NoResidualBlock(Block):
     """Without residual connections, as an ablation."""
 
-    def forward(self, z: Tensor, mask: Tensor | None = None, rotate: Rotate = identity) -> Tensor:
+    def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = self.attention_branch(self.norm1(z), mask, rotate)
         return self.out(self.mlp_branch(self.norm2(z)))
 

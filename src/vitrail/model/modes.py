@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from vitrail.model.position import Rotate
+    from vitrail.model.segments import Segments
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def run_block(
-    block: nn.Module, z: Tensor, mask: Tensor | None, rotate: Rotate, *, checkpointing: bool
+    block: nn.Module, z: Tensor, mask: Tensor | Segments | None, rotate: Rotate, *, checkpointing: bool
 ) -> Tensor:
     """One block of a model; checkpointed, only its input is stored, and the backward pass runs it again."""
     if checkpointing and torch.is_grad_enabled():

@@ -63,6 +63,10 @@ class Position(nn.Module):
         """The function applied to q and k, (B, k, T, d), in every block."""
         return identity
 
+    def packed_rotation(self, grids: Iterable[Grid]) -> Rotate:
+        """The same for the tokens of several images in one sequence, each on its own grid."""
+        return identity
+
     @classmethod
     def build_bias(cls, config: ViTConfig) -> nn.Module | None:
         """The module that returns one block's attention bias, (k, T, T)."""
@@ -240,6 +244,12 @@ class RotaryPosition(Position):
         if self.columns_first:
             angles = angles.roll(count, dims=1)
         return angles.repeat_interleave(2, dim=1) if self.adjacent else torch.cat([angles, angles], dim=-1)
+
+    def packed_rotation(self, grids: Iterable[Grid]) -> Rotate:
+        like = cast(Tensor, self.cos)
+        still = like.new_zeros(self.prefix, like.shape[1])  # the prefix of each image is not rotated
+        angles = torch.cat([part for grid in grids for part in (still, self.angles(grid).to(like))])
+        return partial(apply_rotary, cos=angles.cos(), sin=angles.sin(), prefix=0, adjacent=self.adjacent)
 
     def rotation(self, grid: Grid) -> Rotate:
         cos, sin = cast(Tensor, self.cos), cast(Tensor, self.sin)

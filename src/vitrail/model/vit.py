@@ -1,6 +1,6 @@
 """The Vision Transformer of Dosovitskiy et al. (2020), "An image is worth 16x16 words".
 
-    z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos          (1)   ViT.encode
+    z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos          (1)   ViT.first_tokens
     z'_l = MSA(LN(z_{l-1})) + z_{l-1}         l = 1 ... L    (2)   Block.forward, block.py
     z_l  = MLP(LN(z'_l)) + z'_l               l = 1 ... L    (3)   Block.forward, block.py
     y    = LN(z_L^0)                                         (4)   ViT.finish, pool.py
@@ -32,6 +32,7 @@ from vitrail.model.init import initialize
 from vitrail.model.inputs import check_input, check_mask
 from vitrail.model.modes import run_block
 from vitrail.model.norm import build_norm
+from vitrail.model.packed import encode_packed
 from vitrail.model.pool import build_pool
 from vitrail.model.position import build_position
 from vitrail.model.resample import check_resize_options
@@ -137,11 +138,7 @@ class ViT(TappedModule):
         """
         grid = check_input(images, self.config, self.tokens.proj.weight.dtype, any_size=self.any_size)
         requested = self._check_layers(layers)
-        z = self.tokens(images)  # x_p E: (B, N, D)
-        if self.prefix is not None:
-            prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
-            z = torch.cat([prefix, z], dim=1)  # (B, T, D)
-        z = self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z, grid)))))  # Eq. 1
+        z = self.first_tokens(images, grid)  # Eq. 1
         mask = check_mask(mask, z)
         rotate, intermediate = self.position.rotation(grid), {}
         for index, block in enumerate(self.blocks):
@@ -152,6 +149,22 @@ class ViT(TappedModule):
             if index in requested:
                 intermediate[index] = self.finish(z, grid)
         return replace(self.finish(z, grid), layers=intermediate)
+
+    def first_tokens(self, images: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """z_0 of Eq. 1: the tokens of the images with their positions, (B, T, D)."""
+        z = self.tokens(images)  # x_p E: (B, N, D)
+        if self.prefix is not None:
+            prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
+            z = torch.cat([prefix, z], dim=1)  # (B, T, D)
+        return self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z, grid)))))  # Eq. 1
+
+    def encode_packed(self, images: Sequence[Tensor]) -> Tensor:
+        """The pooled vectors (B, D) of images (C, H, W) of different sizes, in one forward pass.
+
+        `self.head` maps them to logits. An image's vector does not depend on the others. The model must be
+        in evaluation mode, and `accept_any_size` must have been called.
+        """
+        return encode_packed(self, images)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """All tokens after the last norm, prefix first: (B, T, D), as in timm. `encode` returns more."""

@@ -16,6 +16,7 @@ from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.onnx_graph import open_session
+from vitrail.images.native import native_preprocess
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
@@ -23,6 +24,7 @@ from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
+from vitrail.weights.describe import position_resize_options
 from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
 from vitrail.weights.scores import Scores
@@ -57,15 +59,29 @@ class Engine(ABC):
 
 
 def open_engine(
-    model: Bundle | ViT | str | Path, options: dict[str, Any], speedup: Speedup | None = None
+    model: Bundle | ViT | str | Path,
+    options: dict[str, Any],
+    speedup: Speedup | None = None,
+    *,
+    native: bool = False,
 ) -> Engine:
     """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes.
 
     Args:
         speedup: how a model that is no ONNX file shall be accelerated.
+        native: whether images keep their shape.
     """
+    if native and speedup is not None:
+        raise InputError(
+            "An accelerated model takes images of one shape, so native and precision exclude each other; "
+            "remove one of them."
+        )
+
+    def build(bundle: Bundle) -> Engine:
+        return NativeEngine(bundle) if native else TorchEngine(bundle, speedup)
+
     if not isinstance(model, (str, Path)):
-        return TorchEngine(as_bundle(model, **options), speedup)
+        return build(as_bundle(model, **options))
     suffix = Path(model).suffix.lower()
     if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
@@ -73,7 +89,12 @@ def open_engine(
             "(.safetensors) it was made from, or export that file to .onnx."
         )
     if suffix != ".onnx" or str(model).startswith("hf:"):
-        return TorchEngine(as_bundle(model, **options), speedup)
+        return build(as_bundle(model, **options))
+    if native:
+        raise InputError(
+            f"{printable(model)} is a graph for images of one shape; give native the vitrail file "
+            "(.safetensors) it was exported from."
+        )
     if speedup is not None:
         raise InputError(
             f"An ONNX file has the precision that it was exported with, so {printable(model)} takes none; "
@@ -115,6 +136,24 @@ class TorchEngine(Engine):
             with eval_mode(self.model):
                 pooled = self.model.encode(images).pooled
                 logits = self.model.logits(self.model.head(pooled))
+        return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
+
+
+class NativeEngine(TorchEngine):
+    """Images in their own shape, packed into one sequence: `ViT.encode_packed`."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        self.model.accept_any_size(**position_resize_options(bundle.source))
+        down, across = self.config.patch_pixels
+        self.preprocess = native_preprocess(self.preprocess, (down, across), self.config.patches)
+
+    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+        like = next(self.model.parameters())
+        images = [_build_batch([image], self.preprocess, like)[0] for image in pixels]
+        with eval_mode(self.model):
+            pooled = self.model.encode_packed(images)
+            logits = self.model.logits(self.model.head(pooled))
         return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
 
 

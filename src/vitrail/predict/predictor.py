@@ -60,6 +60,9 @@ class Predictor:
             None computes it as it is.
         calibration: for int8 and fp8: a folder of images like those to come, or a list of them.
         min_agreement, keep: as in `vitrail.accelerate`.
+        native: whether images keep their aspect ratio: each is resized to as many whole patches as the
+            model's own size has, and images of different shapes share a batch. The model then accepts any
+            size (`ViT.accept_any_size`).
         options: passed to `vitrail.load`, such as device="cuda".
     """
 
@@ -73,13 +76,14 @@ class Predictor:
         calibration: Any = None,
         min_agreement: float = MIN_AGREEMENT,
         keep: Collection[str] | Literal["auto"] = (),
+        native: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
             raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
         how: dict[str, Any] = {"calibration": calibration, "min_agreement": min_agreement, "keep": keep}
         speedup = None if precision is None else Speedup(precision=precision, **how)
-        self.engine = engine = open_engine(model, options, speedup)
+        self.engine = engine = open_engine(model, options, speedup, native=native)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
         self.scale = load_scale(engine.config, engine.labels, engine.card, engine.scores)
@@ -193,12 +197,13 @@ class Predictor:
         """The image with its attention rollout, see `vitrail.inspect.rollout`."""
         from vitrail.inspect import rollout
 
-        model = self.require_bundle().model
+        bundle = self.require_bundle()
+        model, preprocess = bundle.model, bundle.preprocess or self.preprocess  # at the model's own size
         try:
-            pixels = read_pixels(image, self.preprocess, limit_memory=True)
+            pixels = read_pixels(image, preprocess, limit_memory=True)
         except (OSError, ValueError) as error:
             raise InputError(describe_error(error)) from error
-        images = self.preprocess.normalize(pixels)[None].to(next(model.parameters()).dtype)
+        images = preprocess.normalize(pixels)[None].to(next(model.parameters()).dtype)
         return rollout.draw(rollout.compute(model, images, method=method), pixels[None])
 
 

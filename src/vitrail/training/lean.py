@@ -22,6 +22,7 @@ from vitrail.model import ViT
 from vitrail.model.attention import Attention
 from vitrail.model.mlp import MLP
 from vitrail.model.position import RotaryPosition, Rotate, identity
+from vitrail.model.segments import Segments
 
 MAX_TOKENS = 256  # of the attention kernels
 MAX_FUSED = 128  # of those with norms of q and k, or rotary position embedding
@@ -123,7 +124,7 @@ class ShortAttention(Attention):
         z: Tensor,
         context: Tensor | None = None,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | Segments | None = None,
         rotate: Rotate = identity,
     ) -> Tensor:
         tokens = z.shape[1]

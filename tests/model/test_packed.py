@@ -1,0 +1,112 @@
+"""Images of different sizes in one sequence: each gets the vector that it has alone."""
+
+import pytest
+import torch
+
+import vitrail as vt
+from tests.support.models import add_noise
+from vitrail.model.segments import Segments
+
+BASE = dict(width=32, depth=2, heads=2, patch=8, size=32, classes=5)
+MODELS = {
+    "paper": {},
+    "registers, rows of the class": dict(registers=2, rows="class", layer_scale=0.1),
+    "rotary, mean": dict(position="rotary-dinov3", registers=1, pool="mean", qk_norm=True),
+    "EVA-02": dict(position="rotary-eva02", mlp="gated", mlp_norm=True, pool="mean", pool_norm="after"),
+    "Perception Encoder": dict(
+        position="rotary-pe", norm_pre=True, pool="attention", pool_tokens="all", pool_heads=4
+    ),
+    "NaFlex": dict(class_token=False, pool="attention"),
+    "sines at every block": dict(position="sincos2d", position_at="every", block="parallel"),
+    "conv stem, learned2d": dict(embedding="conv", position="learned2d", pool="class-mean"),
+}
+SIZES = [(32, 32), (16, 40), (48, 8), (32, 32), (8, 64), (16, 40)]
+
+
+def build(name="paper", **resize):
+    return add_noise(vt.ViT(vt.ViTConfig(**BASE, **MODELS[name]))).accept_any_size(**resize)
+
+
+def images_of(sizes=SIZES):
+    return [torch.randn(3, *size) for size in sizes]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_neighbors_do_not_change_a_vector(name):
+    model, images = build(name), images_of()
+    with torch.no_grad():
+        packed = model.encode_packed(images)
+        for image, vector in zip(images, packed, strict=True):
+            alone = model.encode(image[None]).pooled[0]  # without packing
+            assert (vector - alone).abs().max() < 1e-5
+            assert (model.encode_packed([image])[0] - alone).abs().max() < 1e-5
+    assert packed.abs().max() > 0.1
+
+
+def test_what_others_show_does_not_matter():
+    model, images = build("NaFlex"), images_of()
+    with torch.no_grad():
+        before = model.encode_packed(images)
+        after = model.encode_packed([images[0], *(1e3 * image for image in images[1:])])
+    assert (before[0] - after[0]).abs().max() < 1e-5
+    assert (before[1:] - after[1:]).abs().max() > 1e-3
+
+
+def test_positions_are_resized_as_the_family_does():
+    model = build(method="bilinear", antialias=False)
+    image = torch.randn(3, 16, 40)
+    with torch.no_grad():
+        resized = vt.surgery.resize(model, (16, 40), method="bilinear", antialias=False)
+        expected = resized.encode(image[None]).pooled
+        assert (model.encode_packed([image]) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("way", ["attend_by_length", "attend_nested"])
+def test_every_way_to_attend_is_the_masked_one(way):
+    lengths = [3, 3, 5, 1, 4]
+    segments = Segments(lengths)
+    q, k, v = (torch.randn(1, 2, sum(lengths), 8) for _ in range(3))
+    mask = segments.dense(q.device)
+    assert mask.sum() == sum(length**2 for length in lengths)
+    expected = vt.model.attend(q, k, v, scale=0.3, mask=mask)
+    got = getattr(segments, way)(q, k, v, scale=0.3)
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() < 1e-5
+
+
+def test_attention_of_a_pack_can_be_recorded():
+    model, images = build(), images_of([(32, 32), (16, 40)])
+    with torch.no_grad():
+        plain = model.encode_packed(images)
+        with vt.record(model, "blocks.0.attention.weights") as tape:
+            assert (model.encode_packed(images) - plain).abs().max() < 1e-5
+    weights = tape["blocks.0.attention.weights"][0, 0]
+    assert weights.shape == (17 + 11, 17 + 11)
+    assert weights[:11, 11:].abs().max() == 0  # the smaller grid comes first
+
+
+@pytest.mark.parametrize(
+    ("change", "images", "message"),
+    [
+        (lambda m: m.train(), [torch.zeros(3, 32, 32)], r"call model.eval\(\) first"),
+        (lambda m: setattr(m, "any_size", False), [torch.zeros(3, 32, 32)], "accept_any_size"),
+        (lambda m: None, [], "at least one image"),
+        (lambda m: None, [torch.zeros(1, 3, 32, 32)], r"not \(1, 3, 32, 32\); unbind the batch"),
+        (lambda m: None, [torch.zeros(3, 30, 32)], r"shape \(batch, 3, 24, 32\)"),
+    ],
+)
+def test_what_cannot_be_packed(change, images, message):
+    model = build()
+    change(model)
+    with pytest.raises(vt.InputError, match=message):
+        model.encode_packed(images)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name):
+    model, images = build(name).cuda(), [image.cuda() for image in images_of()]
+    with torch.no_grad():
+        packed = model.encode_packed(images)
+        alone = torch.cat([model.encode(image[None]).pooled for image in images])
+    assert (packed - alone).abs().max() < 1e-3

@@ -27,6 +27,7 @@ from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.presets import preset
+from vitrail.training.cost import forward_flops
 
 sync = torch.cuda.synchronize
 
@@ -94,7 +95,7 @@ def measure(config: ViTConfig, task: str, mode: str, args: Any, product: float) 
         peaks[name] = torch.cuda.max_memory_allocated() - base + own[name]
         jobs[name] = functools.partial(clock, step, args.repeats, sync)
     found = rates(interleave(jobs, args.rounds), args.batch)
-    flops = flops_per_image(config) * (1 if task == "inference" else 3)
+    flops = forward_flops(config) * (1 if task == "inference" else 3)
     return [
         {
             "task": task,
@@ -134,14 +135,6 @@ def training(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, mode:
         return loss
 
     return step
-
-
-def flops_per_image(config: ViTConfig) -> int:
-    """Two for each multiply-add of the matrix products: projection, attention, MLPs, head."""
-    T, D, N = config.tokens, config.width, config.patches
-    patch = N * D * config.channels * config.patch_pixels[0] * config.patch_pixels[1]
-    block = 4 * T * D * config.heads_width + 2 * T * T * config.heads_width + 2 * T * D * config.F
-    return 2 * (patch + config.depth * block + D * config.classes)
 
 
 def product_tflops(side: int = 8192) -> float:

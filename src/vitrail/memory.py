@@ -107,10 +107,13 @@ def activation_bytes(
     Args:
         checkpointed: the blocks that keep only their input; one of them at a time is computed again.
     """
-    values = config.tokens * (10 * config.width + 3 * config.heads_width + 2 * config.F)
+    # The residual stream before both norms, in fp32; the inputs of the four products, q, k and v, and what
+    # the activation function takes.
+    residual = 2 * _FLOAT_BYTES * config.width
+    block = residual + itemsize * (2 * config.width + 4 * config.heads_width + 2 * config.F)
     few = min(checkpointed, config.depth)
     whole = config.depth - few + (few > 0)
-    return images * (whole * values * itemsize + few * config.tokens * config.width * _FLOAT_BYTES)
+    return images * config.tokens * (whole * block + few * _FLOAT_BYTES * config.width)
 
 
 def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:

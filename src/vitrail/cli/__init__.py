@@ -28,6 +28,7 @@ from vitrail.cli.inspect import inspect
 from vitrail.cli.lab import lab, notes
 from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.pack import pack
+from vitrail.cli.plan import plan
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.search import search
@@ -50,7 +51,7 @@ app = typer.Typer(
 _COMMANDS = (
     *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
     *(lab, notes, generate, check),
-    *(export, info, convert, verify),
+    *(export, info, convert, verify, plan),
 )
 for command in _COMMANDS:
     app.command()(command)

@@ -25,17 +25,18 @@ from vitrail.errors import ConfigError
 from vitrail.memory import activation_bytes, format_bytes, memory_limit, state_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
+from vitrail.training.cost import MARGIN, Mode, fitting_mode
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 
-_GPU_MARGIN, _CPU_MARGIN = 0.85, 0.5  # of the memory
+_CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
 
 
 @dataclass(frozen=True)
 class Parallelism:
     """How the model is shared."""
 
-    mode: Literal["one", "ddp", "fsdp", "hsdp"] = "one"
+    mode: Mode = "one"
     reason: str = ""
     """What was chosen and why, for the plan."""
     shards: int = 1
@@ -168,23 +169,23 @@ def _choose_mode(
     )
     states = state_bytes(sum(parameters), trained, ema=bool(settings.ema), copies=True)
     memory = _device_memory(compute, ranks)
-    # All processes must choose alike; the smallest device decides.
-    if memory is None or not ranks.any(states + working > memory, compute.device):
-        there = "" if memory is None else f" of {format_bytes(memory)}"
-        return "ddp", f"ddp: weights, gradients and optimizer take {format_bytes(states)}{there}"
-    full = f"weights, gradients and optimizer take {format_bytes(states)}"
-    full += f", activations {format_bytes(working)}"
-    machines = ranks.count // ranks.local_count
-    within = states / ranks.local_count + working <= memory
-    uniform = machines > 1 and ranks.count % ranks.local_count == 0 and ranks.local_count > 1
-    if uniform and not ranks.any(not within, compute.device):
-        return "hsdp", f"hsdp: {full}, more than {format_bytes(memory)}; sharded within a machine they fit"
-    return "fsdp", f"fsdp: {full}, more than {format_bytes(memory)}"
+
+    def fits(size: float) -> bool:  # all processes must choose alike: the smallest device decides
+        return memory is None or not ranks.any(size > memory, compute.device)
+
+    mode = fitting_mode(states, working, ranks.count, ranks.local_count, fits)
+    assert mode != "one"
+    reason = f"{mode}: weights, gradients and optimizer take {format_bytes(states)}"
+    if mode == "ddp":
+        return mode, reason + ("" if memory is None else f" of {format_bytes(memory)}")
+    assert memory is not None
+    within = "; sharded within a machine they fit" if mode == "hsdp" else ""
+    return mode, f"{reason}, activations {format_bytes(working)}, more than {format_bytes(memory)}{within}"
 
 
 def _device_memory(compute: ComputeDevice, ranks: ProcessGroup) -> float | None:
     """The bytes that a process may plan with; None if unknown."""
     if compute.device.type == "cuda":
-        return _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
+        return MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
     limit = memory_limit()
     return None if limit is None else _CPU_MARGIN * limit / ranks.local_count

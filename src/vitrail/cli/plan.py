@@ -1,0 +1,85 @@
+"""`vitrail plan`: what a run would cost on so many GPUs, before there is one. torch is not imported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from vitrail.errors import ConfigError
+
+_ASSUMED = (
+    "compute is measured on one H200 for B/16 and L/16, and extrapolated for other widths; links, latency, "
+    "cores and the overlap of compute and traffic are not measured (docs/scale.md)"
+)
+_FEW_IMAGES = 32  # for each GPU, below which launches take longer than computing
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="A model name, such as B/16, L/16@384 or g/14.")] = "B/16",
+    gpus: Annotated[int, typer.Option(min=1, max=1_000_000, help="GPUs over all nodes.")] = 8,
+    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Machines, with equally many GPUs.")] = 1,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images per step, over all GPUs; by default 128 for each GPU.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images of the training set.")] = 1_281_167,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over them.")] = 300,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    checkpoint_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks that are computed again for the gradient.")
+    ] = 0,
+    ema: Annotated[bool, typer.Option("--ema", help="Keep an average of the weights.")] = False,
+    tflops: Annotated[
+        float, typer.Option(min=0.1, help="Of a GPU's bf16 matrix product; 790 was measured on an H200.")
+    ] = 790.0,
+    memory: Annotated[float, typer.Option(min=1, help="GiB of a GPU.")] = 139.0,
+    link: Annotated[float, typer.Option(min=0.1, help="GB/s between the GPUs of a node, each way.")] = 360.0,
+    network: Annotated[
+        float, typer.Option(min=0.01, help="GB/s between nodes for each GPU, each way.")
+    ] = 40.0,
+    cores: Annotated[int, typer.Option(min=1, help="Cores that decode, for each GPU.")] = 14,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Estimate time, memory and bottleneck of training on many GPUs, and how they should share the model.
+
+    A small cost model, not a measurement: `vitrail train DATA --dry-run` plans a run by the machine it is on.
+    """
+    from vitrail.presets import preset
+    from vitrail.training.clock import format_seconds
+    from vitrail.training.console import print_rows
+    from vitrail.training.cost import Cluster, describe_cost, step_cost
+
+    config = preset(model)
+    cluster = Cluster(
+        gpus=gpus,
+        nodes=nodes,
+        tflops=tflops,
+        memory=memory * 2**30,
+        link=link * 1e9,
+        network=network * 1e9,
+        cores=cores,
+    )
+    total = batch or 128 * gpus
+    if total > images:
+        raise ConfigError(
+            f"the batch ({total:,}) must not exceed the {images:,} images; use a smaller --batch."
+        )
+    cost = step_cost(config, cluster, total, ema=ema, checkpointed=checkpoint_blocks, accumulate=accumulate)
+    steps = epochs * (images // total)
+    seconds = steps * cost.seconds
+    if as_json:
+        figures = {"seconds": cost.seconds, "memory": cost.memory, "bottleneck": cost.bottleneck}
+        print(json.dumps({**asdict(cost), **figures, "steps": steps, "run_seconds": seconds}, indent=2))
+        return
+    rows = describe_cost(model, config, cluster, total, cost)
+    rows["run"] = (
+        f"{steps:,} steps ({epochs:,} epoch{'s' * (epochs > 1)} of {images:,} images): "
+        f"{format_seconds(seconds)}, {seconds * gpus / 3600:,.0f} GPU hours"
+    )
+    if total / gpus / accumulate < _FEW_IMAGES:
+        rows["small"] = (
+            f"fewer than {_FEW_IMAGES} images at a time on a GPU: the step will be slower than this"
+        )
+    print_rows({**rows, "assumed": _ASSUMED})

@@ -1,0 +1,88 @@
+"""The cost model of `vitrail plan`, against what was measured on one GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vitrail.errors import ConfigError
+from vitrail.presets import preset
+from vitrail.training.cost import Cluster, fitting_mode, forward_flops, step_cost
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+def measured(size, mode):
+    rows = json.loads((RESULTS / f"gpu-{size.replace('/', '')}.json").read_text())["rows"]
+    keys = {"task": "training", "mode": mode, "library": "vitrail"}
+    return next(row for row in rows if row.items() >= keys.items())
+
+
+@pytest.mark.parametrize("size", ["B/16", "L/16"])
+def test_one_gpu_as_measured(size):
+    """Batch 256 on an H200: the speed of a compiled step within 10 %, the memory of an eager one, too."""
+    cost = step_cost(preset(size), Cluster(), 256)
+    assert 256 / cost.seconds == pytest.approx(measured(size, "compiled")["images_per_s"], rel=0.1)
+    assert cost.memory / 2**30 == pytest.approx(measured(size, "eager")["peak_gib"], rel=0.1)
+    assert (cost.mode, cost.traffic, cost.bottleneck) == ("one", 0.0, "compute")
+
+
+def test_peaks_of_memory_as_measured():
+    """`python -m bench.memory` on a GPU: with and without recomputed blocks, and of shards."""
+    file = RESULTS / "memory.json"
+    if not file.exists():
+        pytest.skip("bench/results/memory.json was not measured yet")
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["ratio"] == pytest.approx(1, abs=0.1), row
+
+
+def test_operations_of_a_forward_pass():
+    """ViT-B/16: 17.6 billion multiplications and as many additions (the paper's 55.4 at 384 pixels)."""
+    assert forward_flops(preset("B/16")) / 2e9 == pytest.approx(17.6, rel=0.01)
+    assert forward_flops(preset("B/16@384")) / 2e9 == pytest.approx(55.5, rel=0.01)
+
+
+def test_more_gpus_are_faster_until_traffic_takes_longer():
+    def cost(gpus, **links):
+        return step_cost(preset("L/16"), Cluster(gpus=gpus, nodes=max(1, gpus // 8), **links), 1024)
+
+    assert cost(8).compute == pytest.approx(8 * cost(64).compute)
+    assert cost(64, network=1e9).bottleneck == "traffic"
+    assert cost(64, network=1e9).seconds > cost(64).seconds
+    assert cost(8, network=1e9).seconds == cost(8).seconds  # one machine
+    assert cost(8, cores=1).bottleneck == "loading"
+
+
+def test_what_is_sent():
+    """Rings: copies send gradients twice; shards get weights twice in bf16 and gradients once, in every part."""
+    count = sum(preset("g/14").parameter_counts.values())
+    copies = step_cost(preset("g/14"), Cluster(gpus=8), 64)
+    assert copies.sent == pytest.approx(2 * 4 * count * 7 / 8)
+    shards = [
+        step_cost(preset("g/14"), Cluster(gpus=8, memory=12 * 2**30), 64, checkpointed=40, accumulate=n)
+        for n in (1, 2)
+    ]
+    assert [cost.mode for cost in shards] == ["fsdp", "fsdp"]
+    assert shards[0].sent == pytest.approx(8 * count * 7 / 8)
+    assert shards[1].sent == 2 * shards[0].sent
+
+
+def test_recomputed_blocks_take_less_memory_and_more_time():
+    plain, less = (step_cost(preset("H/14"), Cluster(), 64, checkpointed=blocks) for blocks in (0, 32))
+    assert less.activations < plain.activations / 4
+    assert less.compute == pytest.approx(plain.compute * 4 / 3)
+    assert step_cost(preset("H/14"), Cluster(), 64, ema=True).checkpoint == plain.checkpoint * 4 / 3
+
+
+def test_the_mode_by_what_fits():
+    fits = {100: "ddp", 60: "hsdp", 30: "fsdp", 10: "fsdp"}
+    for memory, mode in fits.items():
+        assert fitting_mode(80, 20, 16, 2, lambda size, most=memory: size <= most) == mode
+    assert fitting_mode(80, 20, 1, 1, lambda size: False) == "one"
+
+
+def test_uneven_machines_and_batches_are_refused():
+    with pytest.raises(ConfigError, match="7 GPUs on 2 nodes"):
+        Cluster(gpus=7, nodes=2)
+    with pytest.raises(ConfigError, match="divisible by GPUs times accumulate; got batch=100, 8 GPUs"):
+        step_cost(preset("B/16"), Cluster(gpus=8), 100)

@@ -13,7 +13,7 @@ test: .venv/dev-installed lint types
 	.venv/bin/python -m pytest -n 2 -m 'not slow and not alone'
 	.venv/bin/python -m pytest -m 'alone and not slow'
 
-## The long proofs: kills, several processes, exports of every option, examples; some 25 minutes on two cores
+## The long proofs: kills, several processes, exports of every option, examples; some 15 minutes on two cores
 test-slow: .venv/dev-installed
 	.venv/bin/python -m pytest -m slow
 

@@ -1,26 +1,16 @@
 """`vitrail check`: the table, the exit codes, and misbehaving files."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import run_command
 from tests.support.students import SOLUTION
 from vitrail.course.exercises import NAMES, start_file
 
 
 def check(*arguments, cwd, **environment):
-    """Run the command as a user would, in a terminal 80 columns wide without color."""
-    return subprocess.run(
-        [sys.executable, "-m", "vitrail", "check", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_command("check", *arguments, cwd=cwd, **environment)
 
 
 def verdicts(text):

@@ -10,32 +10,21 @@ import time
 import pytest
 
 import vitrail
-
-
-def vitrail_command(*arguments, cwd, **environment):
-    """Run the command as a user would, in a terminal 80 columns wide without color."""
-    return subprocess.run(
-        [sys.executable, "-m", "vitrail", *arguments],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+from tests.support.command import run_command
 
 
 @pytest.fixture(scope="module")
 def short_demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    return folder, vitrail_command("demo", "--epochs", "2", cwd=folder)
+    return folder, run_command("demo", "--epochs", "2", cwd=folder)
 
 
 def test_version_and_help(tmp_path):
-    assert vitrail_command("--version", cwd=tmp_path).stdout == f"vitrail {vitrail.__version__}\n"
-    done = vitrail_command("--help", cwd=tmp_path)
+    assert run_command("--version", cwd=tmp_path).stdout == f"vitrail {vitrail.__version__}\n"
+    done = run_command("--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "demo" in done.stdout
-    assert "nothing is downloaded" in vitrail_command("demo", "-h", cwd=tmp_path).stdout
+    assert "nothing is downloaded" in run_command("demo", "-h", cwd=tmp_path).stdout
 
 
 def test_demo_prints_results_and_saves_files(short_demo):
@@ -56,8 +45,8 @@ def test_demo_prints_results_and_saves_files(short_demo):
 @pytest.mark.slow
 def test_demo_is_reproducible(short_demo):
     folder, first = short_demo
-    again = vitrail_command("demo", "--epochs", "2", cwd=folder)
-    other = vitrail_command("demo", "--epochs", "2", "--seed", "1", cwd=folder)
+    again = run_command("demo", "--epochs", "2", cwd=folder)
+    other = run_command("demo", "--epochs", "2", "--seed", "1", cwd=folder)
 
     def result(done):
         return [line for line in done.stdout.splitlines() if "accuracy" in line]
@@ -69,13 +58,13 @@ def test_demo_is_reproducible(short_demo):
 
 def test_a_folder_with_files_is_refused_before_training(tmp_path):
     (tmp_path / "mine.txt").write_text("keep me")
-    done = vitrail_command("demo", "--out", ".", cwd=tmp_path)
+    done = run_command("demo", "--out", ".", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.match(r"vitrail: --out must name a new or empty folder.* is not empty.*omit --out", done.stderr)
-    done = vitrail_command("demo", "--out", "mine.txt", cwd=tmp_path)
+    done = run_command("demo", "--out", "mine.txt", cwd=tmp_path)
     assert (done.returncode, "is not a folder" in done.stderr) == (2, True)
-    done = vitrail_command("demo", "--out", "mine.txt/below", cwd=tmp_path)
+    done = run_command("demo", "--out", "mine.txt/below", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "mine.txt/below: Not a directory." in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -93,7 +82,7 @@ def test_a_folder_with_files_is_refused_before_training(tmp_path):
     ],
 )
 def test_wrong_use_is_exit_code_2_and_one_message(tmp_path, arguments, message):
-    done = vitrail_command(*arguments, cwd=tmp_path)
+    done = run_command(*arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -102,8 +91,8 @@ def test_wrong_use_is_exit_code_2_and_one_message(tmp_path, arguments, message):
 
 def test_a_full_disk_is_one_message(tmp_path):
     # No file may grow past 8 blocks, as if the disk ended there.
-    script = f"ulimit -f 8; exec '{sys.executable}' -m vitrail demo --epochs 1 --out out"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    limits = {"RLIMIT_FSIZE": 8 * 1024}
+    done = run_command("demo", "--epochs", "1", "--out", "out", cwd=tmp_path, limits=limits)
     assert done.returncode == 2
     assert re.search("(could not|cannot) be (written|saved)", done.stderr)
     assert "Traceback" not in done.stderr
@@ -111,6 +100,7 @@ def test_a_full_disk_is_one_message(tmp_path):
     assert left <= {"config.json", "environment.json", "log.txt", "metrics.jsonl", "checkpoints"}
 
 
+@pytest.mark.slow
 def test_interrupting_saves_a_checkpoint_and_prints_how_to_resume(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "vitrail", "demo", "--out", "out"],
@@ -135,7 +125,7 @@ def test_interrupting_saves_a_checkpoint_and_prints_how_to_resume(tmp_path):
     assert "vitrail train digits --recipe digits --epochs 50 --seed 0 --resume --out out" in stdout
     assert list((tmp_path / "out" / "checkpoints").iterdir())
     again = ["train", "digits", "--recipe", "digits", "--seed", "1", "--resume", "--out", "out"]
-    done = vitrail_command(*again, cwd=tmp_path)
+    done = run_command(*again, cwd=tmp_path)
     assert re.search(r"seed.*\b1\b.*\b0\b|seed.*\b0\b.*\b1\b", done.stderr)  # the resumed run is the demo's
 
 
@@ -147,22 +137,21 @@ def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
 
 
 def test_folder_names_with_markup_and_ascii_terminals(tmp_path):
-    done = vitrail_command(
-        "demo", "--epochs", "1", "--out", "x[old][/]y", cwd=tmp_path, PYTHONIOENCODING="ascii"
-    )
+    done = run_command("demo", "--epochs", "1", "--out", "x[old][/]y", cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "x[old][/]y/demo.png" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_empty_folder_is_reused(tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
-    assert vitrail_command("demo", "--epochs", "1", cwd=tmp_path).returncode == 0
+    assert run_command("demo", "--epochs", "1", cwd=tmp_path).returncode == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
 
 
 def test_a_missing_extra_is_named(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError('No module', name='sklearn')")
-    done = vitrail_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = run_command("demo", "--out", "out", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert "sklearn" in done.stderr
     assert 'pip install "vitrail[train]"' in done.stderr
@@ -171,10 +160,10 @@ def test_a_missing_extra_is_named(tmp_path):
 
 def test_a_bug_is_one_message_and_a_traceback_on_demand(tmp_path):
     (tmp_path / "sklearn.py").write_text("raise ValueError('broken')")
-    done = vitrail_command("demo", "--out", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = run_command("demo", "--out", "a", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert re.fullmatch("vitrail: ValueError: broken. .*bug in vitrail.*VITRAIL_DEBUG=1.*\n", done.stderr)
-    done = vitrail_command("demo", "--out", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), VITRAIL_DEBUG="1")
+    done = run_command("demo", "--out", "b", cwd=tmp_path, PYTHONPATH=str(tmp_path), VITRAIL_DEBUG="1")
     assert "Traceback" in done.stderr
 
 

@@ -2,15 +2,13 @@
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.evaluation_models import equal_results, train_digits_bundle, write_two_classes
 from vitrail.cli import app
 from vitrail.data.sources import open_dataset
@@ -145,13 +143,7 @@ def test_wrong_use(file, tmp_path):
 
 
 def test_missing_data_in_a_subprocess(file, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "vitrail", "evaluate", file, "no-data"],
-        cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_command("evaluate", file, "no-data", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("vitrail: no-data does not exist")
     assert done.stdout == ""

@@ -1,20 +1,17 @@
 """`vitrail inspect` in a subprocess."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.command import run_command
 from vitrail.inspect.sample import SAMPLE_FILE
 
 
 def inspect(*arguments, cwd):
-    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "vitrail", "inspect", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return run_command("inspect", *arguments, cwd=cwd)
 
 
 @pytest.fixture

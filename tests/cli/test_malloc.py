@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.tiny_runs import train, without_dropout, write_arrays
 from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.memory import failed_allocation, is_out_of_memory
@@ -52,10 +53,7 @@ def test_freed_memory_is_reused():
 
 def limited(*arguments, cwd, gigabytes):
     """Run a command with a memory limit."""
-    script = f'ulimit -v {gigabytes * 10**9 // 1024}; exec "$@"'
-    command = ["bash", "-c", script, "-", sys.executable, "-m", "vitrail", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    return run_command(*arguments, cwd=cwd, limits={"RLIMIT_AS": gigabytes * 10**9}, OMP_NUM_THREADS="1")
 
 
 @pytest.fixture

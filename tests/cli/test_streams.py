@@ -52,6 +52,7 @@ def test_a_reader_that_is_gone_ends_a_command_silently(tmp_path, command):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", ["", "2>&1"])
 def test_training_continues_when_the_reader_is_gone(tmp_path, both):
     write_arrays(tmp_path / "data.npz")
@@ -69,6 +70,7 @@ def test_training_continues_when_the_reader_is_gone(tmp_path, both):
     assert "epoch   2" in (tmp_path / "out" / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_training_continues_when_its_output_cannot_be_written(tmp_path):
     write_arrays(tmp_path / "data.npz")
     done = shell(f"{PROGRAM} train data.npz --epochs 1 --out out > /dev/full", tmp_path)

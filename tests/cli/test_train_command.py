@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.tiny_runs import file_hashes, rows, write_arrays, write_folder
 from vitrail.cli import app
 from vitrail.recipes import recipes
@@ -19,14 +20,7 @@ TINY = [f"--set=model.{text}" for text in ("width=16", "depth=1", "heads=2")]
 
 
 def vitrail(*arguments, cwd, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "vitrail", "train", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command("train", *arguments, cwd=cwd, columns=100, OMP_NUM_THREADS="1")
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import struct
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -15,22 +13,11 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.models import add_noise
 from tests.support.read_pages import ParsedPage, check_safe
 from vitrail.cli.walk import as_json, read_image
 from vitrail.course.walk import Stage, walk
-
-
-def vitrail_command(*arguments, cwd, **environment):
-    """Run the command as a user would, in a terminal 80 columns wide without color."""
-    return subprocess.run(
-        [sys.executable, "-m", "vitrail", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def painted(width=60, height=40):
@@ -53,7 +40,7 @@ def walked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk")
     painted().save(folder / NAME)
     arguments = ["walk", "mu/8", NAME, "--token", "3", "--head", "1", "--json", "w.json", "--html", "w.html"]
-    return folder, vitrail_command(*arguments, cwd=folder)
+    return folder, run_command(*arguments, cwd=folder)
 
 
 def test_the_terminal_shows_every_stage_in_80_columns(walked):
@@ -82,7 +69,7 @@ def test_the_terminal_shows_every_stage_in_80_columns(walked):
 
 def test_repeated_blocks_are_one_row(tmp_path):
     painted().save(tmp_path / "a.png")
-    done = vitrail_command(
+    done = run_command(
         "walk", "mu/8", "a.png", "--set", "depth=7", "--set", "classes=3", "--block", "2", cwd=tmp_path
     )
     output = " ".join(done.stdout.split())
@@ -134,8 +121,8 @@ def test_the_page_is_saved(walked):
 def test_another_seed_gives_other_weights(walked):
     folder, done = walked
     arguments = ["walk", "mu/8", NAME, "--token", "3", "--head", "1"]
-    assert done.stdout.startswith(vitrail_command(*arguments, cwd=folder).stdout)  # and "Saved ..." lines
-    other = vitrail_command(*arguments, "--seed", "1", cwd=folder)
+    assert done.stdout.startswith(run_command(*arguments, cwd=folder).stdout)  # and "Saved ..." lines
+    other = run_command(*arguments, "--seed", "1", cwd=folder)
     assert "(seed 1)" in other.stdout
     assert other.stdout.splitlines()[10:] != done.stdout.splitlines()[10:]
 
@@ -260,7 +247,7 @@ def test_invalid_images_are_refused(bad, monkeypatch, name, message):
 )
 def test_wrong_use_is_exit_code_2_and_one_line(bad, arguments, message):
     before = sorted(path.name for path in bad.iterdir())
-    done = vitrail_command("walk", *arguments, cwd=bad)
+    done = run_command("walk", *arguments, cwd=bad)
     assert done.returncode == 2
     assert done.stdout == ""  # refused before anything is printed
     assert done.stderr.startswith("vitrail: ")
@@ -275,12 +262,12 @@ def test_a_weight_file_uses_its_own_preprocessing(tmp_path):
     spec = vt.Preprocess(size=32, resize="shortest", resize_to=40, mean=(0.1,) * 3, std=(0.2,) * 3)
     bundle = vt.Bundle(model=add_noise(vt.create("mu/8", classes=4)), preprocess=spec)
     bundle.save(tmp_path / "m.safetensors")
-    done = vitrail_command("walk", "m.safetensors", "a.png", "--json", "w.json", cwd=tmp_path)
+    done = run_command("walk", "m.safetensors", "a.png", "--json", "w.json", cwd=tmp_path)
     assert "The weights of m.safetensors." in done.stdout, done.stderr
     content = json.loads((tmp_path / "w.json").read_text())
     logits = next(entry["values"] for entry in content["stages"] if entry["name"] == "logits")
     expected = bundle.model(spec(Image.open(tmp_path / "a.png"))[None])[0]
     assert torch.allclose(torch.tensor(logits), expected, atol=1e-4)
-    done = vitrail_command("walk", "missing.safetensors", "a.png", cwd=tmp_path)
+    done = run_command("walk", "missing.safetensors", "a.png", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "missing.safetensors" in done.stderr

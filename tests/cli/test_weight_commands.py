@@ -1,7 +1,6 @@
 """The commands info, convert and verify; and hostile files through all three."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.hostile import hostile_files
 from tests.support.models import add_noise
 
@@ -19,14 +19,7 @@ SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_
 
 
 def vitrail(*arguments, cwd, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "vitrail", *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command(*arguments, cwd=cwd, columns=100)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -119,6 +112,7 @@ def test_check_finds_nan_and_infinity(bad, dtype, tmp_path):
     assert json.loads(done.stdout)["NaN or infinity"] == ["blocks.1.mlp.fc2.weight"]
 
 
+@pytest.mark.slow
 def test_convert_prints_a_report(folder, tmp_path):
     from typer.testing import CliRunner  # in this process, where timm can be imported
 

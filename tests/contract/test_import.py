@@ -84,6 +84,18 @@ def test_help_takes_less_than_500_ms():
     assert min(seconds() for _ in range(5)) < 0.5
 
 
+def test_loading_a_model_does_not_load_the_compiler():
+    """It takes a second, which every command that loads a model would wait for."""
+    code = (
+        "import sys, vitrail\n"
+        "from vitrail.inspect.sample import SAMPLE_FILE\n"
+        "vitrail.load(SAMPLE_FILE)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = python(code)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_public_names_exist():
     assert set(vitrail.__all__) == set(vitrail._MODULES)
     assert dir(vitrail) == sorted([*vitrail.__all__, "__version__"])

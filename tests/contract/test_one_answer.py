@@ -1,8 +1,6 @@
 """An image gets the same prediction in training, on the command line, over HTTP and in ONNX."""
 
 import json
-import subprocess
-import sys
 import urllib.request
 
 import numpy as np
@@ -11,6 +9,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.serving import serve_command
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
@@ -93,10 +92,8 @@ def test_pixels_are_bit_equal(folder, expected):
 
 @pytest.mark.parametrize(("file", "limit"), [("model.safetensors", SAME), ("model.onnx", OTHER_RUNTIME)])
 def test_on_the_command_line(folder, expected, file, limit):
-    command = [sys.executable, "-m", "vitrail", "predict", folder / file, folder / "photos" / "val"]
-    done = subprocess.run(
-        [*command, "--format", "jsonl", "--top", "2"], capture_output=True, text=True, timeout=300
-    )
+    images, options = folder / "photos" / "val", ("--format", "jsonl", "--top", "2")
+    done = run_command("predict", folder / file, images, *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     scores = {row["file"]: {entry["label"]: entry["score"] for entry in row["top"]} for row in rows}

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.serving import serve_command
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
@@ -113,10 +112,7 @@ def test_in_python(folder, expected, file, limit):
 
 @pytest.mark.parametrize(("file", "limit"), FILES)
 def test_on_the_command_line(folder, expected, file, limit):
-    command = [sys.executable, "-m", "vitrail", "predict", folder / file, *expected]
-    done = subprocess.run(
-        [*command, "--format", "jsonl", "--top", "3"], capture_output=True, text=True, timeout=300
-    )
+    done = run_command("predict", folder / file, *expected, "--format", "jsonl", "--top", "3", cwd=folder)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == len(expected)

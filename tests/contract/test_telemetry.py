@@ -194,6 +194,11 @@ def test_commands(guard, tmp_path):
         ["check", str(solution)],
         ["notes"],
         ["lab", "activation", "--small"],
+        ["embed", model, photos, "--out", "index.safetensors"],
+        ["search", "index.safetensors", photo, "--model", model],
+        ["probe", model, photos, "--save", "probe.safetensors"],
+        ["lab", "characters", "--small", "--save", "characters.safetensors"],
+        ["generate", "characters.safetensors", "the", "--length", "5"],
         ["convert", model, "hf", "--to", "hf"],
         ["convert", model, "timm", "--to", "timm"],
     ]
@@ -207,6 +212,7 @@ def test_commands(guard, tmp_path):
     assert [code, done] == [0, expected], error
     assert " ".join(out.split()).count("itself, on the golden inputs") == 2  # so both libraries were loaded
     inputs, outputs = ["photos", "toy.safetensors"], ["classroom.html", "evaluation.html", "figures", "hf"]
+    outputs += ["index.safetensors", "probe.safetensors", "characters.safetensors", "lab-characters"]
     outputs += ["lab-activation", "model.pt2", "model.pt2.proof.json", "photos.pack", "run", "sweep", "timm"]
     assert guard.written() == ([], sorted(inputs + outputs))
 

@@ -1,8 +1,6 @@
 """Names for numbered classes: given, in an npz, in a file with the data."""
 
 import json
-import subprocess
-import sys
 import zipfile
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from PIL import Image
 
 import vitrail as vt
+from tests.support.command import run_command
 from tests.support.shared_data import shared
 from vitrail.data.class_names import rename_classes
 from vitrail.data.sources import open_dataset
@@ -160,8 +159,7 @@ def test_the_commands_take_names_and_a_resumed_run_keeps_them(numbered, tmp_path
     out = [*small, "--epochs", "1", "--out", "run"]
 
     def vitrail(*arguments, code=0):
-        command = [sys.executable, "-m", "vitrail", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = run_command(*arguments, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
         return " ".join((done.stdout + done.stderr).split())
 

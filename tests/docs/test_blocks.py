@@ -13,7 +13,12 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def mark(page):
+    """Those of training.md train for ten seconds."""
+    return pytest.param(page, marks=pytest.mark.slow if page.name == "training.md" else (), id=page.name)
+
+
+@pytest.mark.parametrize("page", [mark(page) for page in PAGES if blocks(page)])
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

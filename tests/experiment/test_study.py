@@ -163,6 +163,7 @@ def test_a_run_that_diverges_scores_zero_and_is_not_run_again(tmp_path, monkeypa
     assert numbers(study(few(), out=tmp_path / "out", **how)) == numbers(found)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_an_error_and_does_not_hang(tmp_path):
     """Its worker processes import it, and would start processes of their own."""
     script = tmp_path / "script.py"

@@ -15,7 +15,7 @@ from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record
 from vitrail.weights.bundle import Bundle, Card
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------

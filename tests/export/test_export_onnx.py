@@ -239,6 +239,7 @@ def test_resized_pixels_are_within_1_of_torch(interpolation):
         assert np.abs(ours - preprocess.pixels(image)).max() <= 1
 
 
+@pytest.mark.slow
 def test_images_of_any_size_go_into_the_graph(tmp_path):
     bundle = bundle_of()
     bundle.preprocess = vt.Preprocess(

@@ -80,6 +80,7 @@ def measured():
     return {one["name"]: one for one in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_cost_of_decoding(measured, name):
     found = measured[name]

@@ -201,6 +201,7 @@ def test_a_number_of_workers_or_auto(value):
 # ---- ends --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize(
     ("number", "words"),
@@ -217,6 +218,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(number, words, running):
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 @LINUX
 def test_full_shared_memory_is_an_error_with_advice(running):
     """A bus error, as when the pages of /dev/shm run out; and an error of the allocation itself."""
@@ -270,6 +272,7 @@ for number, batch in enumerate(reader.batches((0, torch.arange(len(split))) for 
 """
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_script_without_a_guard_works_and_killed_it_leaves_nothing(folder, tmp_path):
     script = tmp_path / "script.py"
@@ -289,6 +292,7 @@ def test_a_script_without_a_guard_works_and_killed_it_leaves_nothing(folder, tmp
     assert output == ""  # the script ran once
 
 
+@pytest.mark.slow
 @LINUX
 def test_ctrl_c_saves_a_checkpoint_and_workers_print_nothing(tmp_path):
     """Sent to the whole process group, as a terminal does."""

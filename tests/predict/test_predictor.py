@@ -335,6 +335,7 @@ print(count, grown / 1e6)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_thousands_of_files_in_constant_memory(bundle, tmp_path):
     """Each image has 28 kB of pixels and as much in logits: if they were kept, memory would grow."""

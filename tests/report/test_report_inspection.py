@@ -73,6 +73,7 @@ def test_skipped_figures_are_listed_unless_they_were_requested(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

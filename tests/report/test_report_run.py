@@ -157,6 +157,7 @@ def test_selection_of_the_weights_is_described(run):
     assert "last epoch, 3; the test set was not used" in text
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_report(tmp_path):
     """All processes take part in the evaluation; otherwise one would wait for the other forever."""
     write_arrays(tmp_path / "data.npz")

@@ -22,7 +22,7 @@ from vitrail.serve.server import Server, bind, page_files
 from vitrail.serve.settings import ServeConfig
 from vitrail.weights.bundle import Bundle, Card
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 PATIENCE = 30  # seconds, for a machine that has other things to do
 SMALL = dict(width=12, depth=2, heads=3, patch=8, size=24, channels=3, classes=5)

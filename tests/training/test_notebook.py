@@ -36,6 +36,7 @@ def html_of(output):
     return output["data"]["text/html"]
 
 
+@pytest.mark.slow
 def test_a_run_is_one_output_that_is_updated_in_place(outputs):
     [output] = outputs[1]  # no second output, no text on stdout or stderr
     assert output["output_type"] == "display_data"

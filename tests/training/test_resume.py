@@ -116,6 +116,7 @@ def kill(folder, kills, seed, limit):
     return int(done.stdout.split()[1])
 
 
+@pytest.mark.slow
 def test_killed_at_ten_random_moments(tmp_path):
     assert kill(tmp_path, 10, seed=1, limit=120) >= 10
 

@@ -60,6 +60,7 @@ def photos(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_run_from_the_hub_keeps_license_source_and_rows(hub, files, photos, tmp_path):
     commit = hub.add("owner/fish", files)
     train = ["train", str(photos), "--from", "hf:owner/fish", "--epochs", "1", "--out", str(tmp_path / "run")]

@@ -1,12 +1,10 @@
 """Our own plain state dicts: torch.save(model.state_dict(), "x.pth")."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import vitrail as vt
+from tests.support.command import run_command
 from vitrail.model.modes import eval_mode
 
 # Config fields, and what has to be given to load the state dict again.
@@ -118,11 +116,10 @@ def test_other_tensors_and_missing_ones_are_named(tmp_path):
 
 def test_info_and_convert_read_a_state_dict(tmp_path):
     torch.save(build(width=48, heads=6).state_dict(), tmp_path / "x.pth")
-    command = [sys.executable, "-m", "vitrail", "info", "x.pth"]
-    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    refused = run_command("info", "x.pth", cwd=tmp_path)
     assert refused.returncode == 2
     assert "--set heads" in " ".join(refused.stderr.split())
-    shown = subprocess.run([*command, "--set", "heads=6"], cwd=tmp_path, capture_output=True, text=True)
+    shown = run_command("info", "x.pth", "--set", "heads=6", cwd=tmp_path)
     assert "the state dict of a vitrail model" in shown.stdout
     assert "6 heads" in shown.stdout
     vt.convert(tmp_path / "x.pth", tmp_path / "y.safetensors", to="vitrail", heads=6)

@@ -48,11 +48,14 @@ def initialize(model: nn.Module, config: ViTConfig) -> None:
     truncated at 2 sigma. *xavier*: uniform up to sqrt(6/(fan_in + fan_out)); *xavier-by-3* for q, k and v
     separately. *torch*: uniform up to 1/sqrt(fan_in), the default of PyTorch's layers. *layer-scale*: the
     constant `config.layer_scale`. *unchanged*: as the module has initialized it. A library that lacks a
-    part gets the value that it gives to similar ones. `config.position_sigma` overrides the table.
+    part gets the value that it gives to similar ones. `config.position_sigma` overrides the table. Parameters
+    on the meta device have no values to set, and trying would load PyTorch's compiler.
     """
     column = ("paper", "timm", "torchvision").index(config.init) + 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not has_values(parameter):
+                continue
             row = next(row for row in ROWS if fnmatchcase(name, row[0]))
             _fill(parameter, row[column], config)
             if name.startswith("position.") and config.position_sigma is not None:

@@ -69,6 +69,7 @@ def test_python_without_sources(monkeypatch):
         read_text(None)
 
 
+@pytest.mark.slow
 def test_small_run(result):
     assert result.n == 3
     low, high = result.interval

@@ -49,6 +49,7 @@ def result(tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 def test_small_run(result):
     scores = result.numbers["accuracy by training sentences"][4_000]
     assert list(scores) == list(VARIANTS)

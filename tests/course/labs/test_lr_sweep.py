@@ -63,6 +63,7 @@ def test_every_arm_gets_its_best_learning_rate():
     assert result.mean == pytest.approx(sum(result.scores) / 2)
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_results():
     with ProcessPool(2) as pool:
         (score, state), _ = pool.map(train_classifier, [classifier_run(steps=5), classifier_run(steps=1)])

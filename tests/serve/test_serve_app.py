@@ -508,7 +508,7 @@ def test_responses_match_openapi(server):
     ]
     asked += [("GET", "/v1/examples/{number}", "/v1/examples/7", None, {})]
     asked += [("DELETE", path, path, None, {}) for path in document["paths"] if "{" not in path]
-    for path in ("/v1/predict", "/v1/explain"):
+    for path in ("/v1/predict", "/v1/explain", "/v1/embed"):
         asked += [("POST", path, path, data, {}) for data, _ in HOSTILE.values()]
         asked += [("POST", path, path, body, {"Content-Type": kind}) for body, kind, _ in FORMS.values()]
         asked += [

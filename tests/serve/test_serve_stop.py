@@ -216,7 +216,7 @@ import vitrail as vt
 from vitrail.serve.server import run_server
 from vitrail.serve.settings import ServeConfig
 run_server(
-    vt.Predictor(sys.argv[1]),
+    {"toy": vt.Predictor(sys.argv[1])},
     ServeConfig(port=0),
     started=lambda address: os.kill(os.getpid(), signal.SIGTERM),
     ended=os._exit,

@@ -20,7 +20,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.serve.app import App
+from vitrail.serve.models import build_app
 from vitrail.serve.server import Server, bind, page_files
 from vitrail.serve.settings import ServeConfig
 
@@ -45,7 +45,7 @@ if sys.argv[4:]:  # after the warm-up, each prediction is one PyTorch call of ma
             torch.linalg.matrix_power(torch.eye(4000), 2**12)
         return original(some)
     predictor.predict_batch = predict_batch
-run_server(predictor, settings, name="toy", started=lambda address: print(address, flush=True), ended=os._exit)
+run_server({"toy": predictor}, settings, started=lambda address: print(address, flush=True), ended=os._exit)
 """
 
 
@@ -181,9 +181,9 @@ def serving(predictor, *, examples=(), **settings):
     listener = bind(settings)
     running = Running(listener.getsockname()[1])
     running.log = []
-    running.app = App(
-        predictor, settings, name="toy", page=page_files(), examples=examples, log=running.log.append
-    )
+    predictors = predictor if isinstance(predictor, dict) else {"toy": predictor}
+    parts = dict(page=page_files(), examples=examples, log=running.log.append)
+    running.app = build_app(predictors, settings, **parts)
     running.server = Server(running.app, listener)
 
     def run():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
 
 _TOKEN = "VITRAIL_TOKEN"
 _MAX_TOKEN = 4096  # bytes of its file
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,40})=(.+)")
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="A weight file, a model folder, hf:owner/name, or an .onnx file.")
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="A weight file, a model folder, hf:owner/name, or an .onnx file; or several as NAME=MODEL.",
+        ),
     ],
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")
@@ -48,6 +55,10 @@ def serve(
     queue: Annotated[
         int, typer.Option(min=1, help="Most images in progress; further requests get status 503.")
     ] = 64,
+    memory: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most memory of each model in MiB: its weights and a batch."),
+    ] = None,
     deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
     precision: options.Precision = None,
@@ -80,7 +91,9 @@ def serve(
         queue=queue,
         deadline=deadline,
         decoders=decoders,
+        model_memory=None if memory is None else memory * 2**20,
     )
+    files = parse_models(models)
     if not config.local and config.token is None and not public:
         raise InputError(
             f"--host {host} can be reached from other machines and needs a token; set {_TOKEN} or "
@@ -93,23 +106,23 @@ def serve(
 
     with bind(config) as listener:  # fails before the model is loaded if the port is taken
         chosen = None if examples is None else from_folder(examples)
-        predictor = Predictor(
-            model,
-            **options.parse_speedup(precision, calibration, min_agreement, keep),
-            **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
-        )
-        for sentence in [] if predictor.acceleration is None else predictor.acceleration.sentences():
-            print(f"note: {sentence}", file=sys.stderr)
-        name = model_name(predictor, model)
+        how = options.parse_speedup(precision, calibration, min_agreement, keep)
+        how |= options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+        predictors: dict[str, Predictor] = {}
+        for name, path in files.items():
+            predictor = Predictor(path, **how)
+            predictors[name or model_name(predictor, path)] = predictor
+            for sentence in [] if predictor.acceleration is None else predictor.acceleration.sentences():
+                print(f"note: {sentence}", file=sys.stderr)
         if chosen is None:
-            chosen = built_in(predictor.config.channels, min(predictor.preprocess.target))
+            first = next(iter(predictors.values()))
+            chosen = built_in(first.config.channels, min(first.preprocess.target))
         code = run_server(
-            predictor,
+            predictors,
             config,
             listener=listener,
-            name=name,
             examples=chosen,
-            started=lambda address: print(_welcome(predictor, config, name, address), flush=True),
+            started=lambda address: print(_welcome(predictors, config, address), flush=True),
             ended=_exit_now,
         )
     _exit_now(code)
@@ -119,6 +132,21 @@ def _exit_now(code: int) -> None:
     """Exit without waiting for a forward pass whose client is gone."""
     sys.stdout.flush()
     os._exit(code)
+
+
+def parse_models(models: list[str]) -> dict[str, str]:
+    """The models by name; a single one may have none: ""."""
+    pairs = []
+    for text in models:
+        match = None if os.path.exists(text) else _NAMED.fullmatch(text)
+        pairs.append((match[1], match[2]) if match else ("", text))
+    names = [name for name, _ in pairs]
+    if len(pairs) > 1 and ("" in names or len(set(names)) < len(names)):
+        raise InputError(
+            "Several models need different names of letters, digits, - and _: vitrail serve "
+            "pets=pets.safetensors flowers=flowers.safetensors."
+        )
+    return dict(pairs)
 
 
 def model_name(predictor: Predictor, model: str) -> str:
@@ -149,13 +177,20 @@ def _read_token(path: Path | None) -> str | None:
     return token
 
 
-def _welcome(predictor: Predictor, config: ServeConfig, name: str, address: str) -> str:
-    height, width = predictor.preprocess.target
+def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
+    rows = []
+    for name, predictor in predictors.items():
+        height, width = predictor.preprocess.target
+        bundle = predictor.bundle
+        by_words = bundle is not None and bundle.labels is None and bundle.has_text
+        classes = "classes by words" if by_words else f"{len(predictor.scale.labels):,} classes"
+        rows.append(f"{printable(name)}: {classes}, {height}x{width} pixels")
+    listed = "\n".join(rows)
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"
     )
     return (
-        f"{printable(name)}: {len(predictor.scale.labels):,} classes, {height}x{width} pixels\n"
+        f"{listed}\n"
         f"{address}  ({clients}; press Ctrl-C to stop)\n"
         f"limits: {config.body // 2**20} MiB per request, {config.pixels // 10**6} megapixels per image, "
         f"{config.queue} images at once, {config.deadline:g} s per request"

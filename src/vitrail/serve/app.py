@@ -9,9 +9,9 @@ import asyncio
 import hmac
 import json
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import InputError, VitrailError
@@ -23,10 +23,12 @@ from vitrail.serve.http import Application
 from vitrail.serve.images import unfit_image
 from vitrail.serve.messages import Client, HTTPError, Request, Response, as_json
 from vitrail.serve.metrics import Gauge, Metrics
-from vitrail.serve.multipart import Part
+from vitrail.serve.multipart import Form, Part
 from vitrail.serve.openapi import build_openapi
-from vitrail.serve.responses import model_json, prediction_json
+from vitrail.serve.responses import embedding_json, model_json, prediction_json
+from vitrail.serve.routes import MODEL_ROUTES, RequestTimer, Route, template_of
 from vitrail.serve.settings import ServeConfig
+from vitrail.serve.words import Words, ZeroShot
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,33 +41,6 @@ MAX_TOP = 100
 FULL_SIZE_QUEUE = 8  # images in progress for a graph that resizes: each may have the maximum number of pixels
 
 
-@dataclass(frozen=True)
-class Route:
-    """A path template, its method and its handler."""
-
-    template: str
-    method: str
-    handler: Callable[[Request], Awaitable[Response]]
-
-    @property
-    def guarded(self) -> bool:
-        """Whether it needs the token, if there is one, and otherwise a trusted Host header."""
-        return self.template.startswith("/v1/") or self.template == "/metrics"
-
-
-class RequestTimer:
-    """The time of a request, split into decoding and model, each including waiting."""
-
-    def __init__(self) -> None:
-        self.time = asyncio.get_running_loop().time
-        self.start = self.decoded = self.time()
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds until the last image was decoded, from there to the prediction, and in total."""
-        end = self.time()
-        return {"decode": self.decoded - self.start, "model": end - self.decoded, "total": end - self.start}
-
-
 class App(Application):
     """A model and its routes.
 
@@ -74,6 +49,7 @@ class App(Application):
         page: the static files as (content type, bytes), by path such as "/style.css".
         examples: the example images of the page.
         log: called with a line for each request.
+        shared: the app of the server's first model, whose queue and metrics this one uses.
     """
 
     def __init__(
@@ -85,6 +61,7 @@ class App(Application):
         page: dict[str, tuple[str, bytes]],
         examples: Sequence[Example],
         log: Callable[[str], None],
+        shared: App | None = None,
     ) -> None:
         if predictor.engine.one_by_one:
             # Images of different sizes cannot share a batch. They wait at full size, so the queue is shorter.
@@ -92,8 +69,11 @@ class App(Application):
             settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
         super().__init__(settings)
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
-        self.metrics, self.ready = Metrics(), False
-        self.batcher = Batcher(predictor, capacity=settings.queue, batch=settings.batch, metrics=self.metrics)
+        self.ready, self.zero_shot = False, ZeroShot(predictor)
+        self.models: dict[str, App] = {}
+        """All models by name, this one included, if there are several."""
+        self.metrics: Metrics = Metrics() if shared is None else shared.metrics
+        self.batcher: Batcher = shared.batcher if shared else self._build_batcher()
         # The decoders never load torch: images that torch or the graph resizes keep their size until then.
         self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
         self.decoders = DecodePool(
@@ -102,17 +82,35 @@ class App(Application):
         self.figures: dict[str, bytes] = {}
         reason = insight.unavailable_reason(predictor)
         self.description = as_json(model_json(predictor, name, settings, reason))
+        self.routes: dict[str, Route] = {}
         self.routes = {route.template: route for route in self.all_routes()}
+        if shared is not None:
+            return
         self.metrics.gauges = [
             Gauge("vitrail_queue_depth", "Images in progress.", lambda: self.batcher.in_progress),
-            Gauge("vitrail_decodes_running", "Images being decoded.", lambda: len(self.decoders.running)),
+            Gauge("vitrail_decodes_running", "Images being decoded.", self._count_decodes),
             Gauge("vitrail_connections", "Open connections.", lambda: len(self.connections)),
             Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
         ]
 
+    def _build_batcher(self) -> Batcher:
+        capacity, batch = self.settings.queue, self.settings.batch
+        return Batcher(self.predictor, capacity=capacity, batch=batch, metrics=self.metrics)
+
+    def _count_decodes(self) -> int:
+        return sum(len(one.decoders.running) for one in self.models.values() or [self])
+
     def all_routes(self) -> list[Route]:
+        several = [
+            Route(f"/v1/models/{{model}}/{name}", self.routes[f"/v1/{name}"].method, self.of_a_model)
+            for name in MODEL_ROUTES
+            if self.models
+        ]
         return [
+            *([Route("/v1/models", "GET", self.list_models)] if self.models else []),
+            *several,
             Route("/v1/predict", "POST", self.predict),
+            Route("/v1/embed", "POST", self.embed),
             Route("/v1/explain", "POST", self.explain),
             Route("/v1/model", "GET", self.model),
             Route("/v1/filters", "GET", lambda request: self.figure("filters")),
@@ -144,8 +142,7 @@ class App(Application):
             raise HTTPError(504, "deadline_exceeded", message) from None
 
     def _find_route(self, request: Request) -> Route:
-        path = "/v1/examples/{number}" if request.path.startswith("/v1/examples/") else request.path
-        route = self.routes.get(path)
+        route = self.routes.get(template_of(request.path))
         if route is None:
             raise _not_found()
         return route
@@ -193,18 +190,43 @@ class App(Application):
         self.batcher.check_capacity()  # before the body is read, which may take long
         form = await read_form(request, self.settings.files)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
-        request.images = len(form.files)
-        timer = RequestTimer()
+        labels = self.zero_shot.parse(form.fields["labels"]) if "labels" in form.fields else None
+        timer, words = RequestTimer(), None
         async with self._in_progress(len(form.files)) as deadline:
-            results = await asyncio.gather(
-                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-            )
-        if len(results) == 1 and isinstance(results[0], HTTPError):
-            raise results[0]
+            if labels is not None:
+                words = await self.batcher.call(lambda: self.zero_shot.vectors(labels), deadline)
+            results = await self._predict_all(form, request, deadline, timer, words)
         predictions = [
             prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)
         ]
         return as_json({"model": self.name, "predictions": predictions, "seconds": timer.seconds()})
+
+    async def embed(self, request: Request) -> Response:
+        """The unit vector of each image, as `vitrail embed` writes it."""
+        self.batcher.check_capacity()
+        form = await read_form(request, self.settings.files)
+        timer = RequestTimer()
+        async with self._in_progress(len(form.files)) as deadline:
+            results = await self._predict_all(form, request, deadline, timer)
+        rows = [
+            embedding_json(result, part.name, self.zero_shot.vector)
+            for result, part in zip(results, form.files, strict=True)
+        ]
+        return as_json({"model": self.name, "embeddings": rows, "seconds": timer.seconds()})
+
+    async def _predict_all(
+        self, form: Form, request: Request, deadline: float, timer: RequestTimer, words: Words | None = None
+    ) -> list[Prediction | HTTPError]:
+        """The prediction for each image; the error of a single one is the error of the request."""
+        request.images = len(form.files)
+        results = await asyncio.gather(
+            *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
+        )
+        if len(results) == 1 and isinstance(results[0], HTTPError):
+            raise results[0]
+        if words is None:
+            return results
+        return [one if isinstance(one, HTTPError) else self.zero_shot.predict(one, words) for one in results]
 
     async def explain(self, request: Request) -> Response:
         if insight.unavailable_reason(self.predictor):
@@ -241,7 +263,7 @@ class App(Application):
         try:
             pixels = await self._decode(part, client)
             timer.decoded = timer.time()
-            prediction = await self.batcher.submit(pixels, deadline)
+            prediction = await self.batcher.submit(pixels, deadline, self.predictor, self.settings.batch)
         except HTTPError as error:
             return error
         except DeadlineExceeded:
@@ -266,6 +288,22 @@ class App(Application):
         self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
         self.metrics.images.add()
         return pixels
+
+    # ---- several models -----------------------------------------------------------------------
+
+    async def list_models(self, request: Request) -> Response:
+        rows = [
+            {"name": name, "url": f"/v1/models/{name}", "default": app is self}
+            for name, app in self.models.items()
+        ]
+        return as_json(rows)
+
+    async def of_a_model(self, request: Request) -> Response:
+        """A route of one of the models."""
+        *_, name, route = request.path.split("/")
+        if name not in self.models:
+            raise HTTPError(404, "no_such_model", "There is no model of this name; see /v1/models.")
+        return await self.models[name].routes[f"/v1/{route}"].handler(request)
 
     # ---- the model --------------------------------------------------------------------------
 
@@ -313,7 +351,7 @@ class App(Application):
         return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return as_json(build_openapi(self.settings))
+        return as_json(build_openapi(self.settings, several=bool(self.models)))
 
     async def file(self, request: Request) -> Response:
         kind, data = self.page[request.path]

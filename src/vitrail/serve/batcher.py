@@ -37,6 +37,10 @@ class ModelJob:
     work: NDArray[np.uint8] | Callable[[], Any]
     deadline: float
     """The deadline by time.monotonic, which is the event loop's clock too."""
+    predictor: Predictor | None = None
+    """The model, if the server has several."""
+    batch: int | None = None
+    """The most images of this model in a batch."""
     future: Future[Any] = field(default_factory=Future)
 
     @property
@@ -78,9 +82,15 @@ class Batcher:
         finally:
             self.in_progress -= count
 
-    def submit(self, pixels: NDArray[np.uint8], deadline: float) -> asyncio.Future[Prediction]:
+    def submit(
+        self,
+        pixels: NDArray[np.uint8],
+        deadline: float,
+        predictor: Predictor | None = None,
+        batch: int | None = None,
+    ) -> asyncio.Future[Prediction]:
         """The prediction for an image. A job that is cancelled while it waits is dropped."""
-        return self._enqueue(ModelJob(pixels, deadline))
+        return self._enqueue(ModelJob(pixels, deadline, predictor, batch))
 
     def call(self, function: Callable[[], Any], deadline: float) -> asyncio.Future[Any]:
         """Call a function in the model's thread, on its own: hooks are not thread-safe."""
@@ -107,13 +117,14 @@ class Batcher:
                     job.future.set_exception(RuntimeError(type(error).__name__))
 
     def _take(self) -> list[ModelJob]:
-        """Wait for the next batch: one call, or images up to the next call; empty when closed."""
+        """Wait for the next batch: one call, or images of one model; empty when closed."""
         with self.arrived:
             self.arrived.wait_for(lambda: self.jobs or self.closed)
             if self.closed:
                 return []
             batch = [self.jobs.popleft()]
-            while self.jobs and len(batch) < self.batch and not (batch[0].is_call or self.jobs[0].is_call):
+            most = batch[0].batch or self.batch
+            while self.jobs and len(batch) < most and _go_together(batch[0], self.jobs[0]):
                 batch.append(self.jobs.popleft())
         return batch
 
@@ -148,4 +159,9 @@ class Batcher:
             self.metrics.batches.add(len(jobs))
 
     def _predict(self, jobs: list[ModelJob]) -> list[Prediction]:
-        return list(self.predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]
+        predictor = jobs[0].predictor or self.predictor
+        return list(predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]
+
+
+def _go_together(one: ModelJob, other: ModelJob) -> bool:
+    return not (one.is_call or other.is_call) and one.predictor is other.predictor

@@ -38,7 +38,9 @@ def _parse_query(text: str) -> dict[str, str]:
     except ValueError:
         pairs = [("", "")]
     if len(dict(pairs)) < len(pairs) or not dict(pairs).keys() <= set(FIELDS):
-        message = f"The query may contain {' and '.join(FIELDS)}, each once; remove everything else."
+        message = (
+            f"The query may contain {', '.join(FIELDS[:-1])} and {FIELDS[-1]}, each once; remove the rest."
+        )
         raise HTTPError(400, "bad_query", message)
     return dict(pairs)
 

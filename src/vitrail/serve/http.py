@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.client = Client(_client_network(transport.get_extra_info("peername")))
+        self.client = Client(client_network(transport.get_extra_info("peername")))
         transport.set_write_buffer_limits(0)  # so that `flushed` means that the kernel has everything
         self.flushed.set()
         if len(self.app.connections) >= 2 * self.app.settings.connections:
@@ -259,7 +259,7 @@ class Connection(asyncio.Protocol):
             target = "/" + target.partition("://")[2].partition("/")[2]
         path, _, query = target.partition("?")
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
-        self.check_headers([name for name, _ in event.headers], headers)
+        check_headers([name for name, _ in event.headers], headers)
         if sum(len(name) + len(value) for name, value in event.headers) + len(target) > MAX_HEAD:
             raise malformed(431)
         if {"content-length", "transfer-encoding"} <= headers.keys():  # request smuggling
@@ -270,15 +270,6 @@ class Connection(asyncio.Protocol):
         method = event.method.decode("ascii")
         return Request(method, path, query, headers, lambda: self.read_body(length), self.client)
 
-    def check_headers(self, names: list[bytes], headers: dict[str, str]) -> None:
-        """Refuse a repeated or empty header that proxies and servers may interpret differently."""
-        for name in SINGLE:
-            if names.count(name) > 1:
-                message = f"The header {name.decode().title()} appears more than once; send it once."
-                raise HTTPError(400, "repeated_header", message)
-        if not headers.get("host", "-").strip():
-            raise HTTPError(400, "no_host", "The Host header is empty; send the name of the server.")
-
     async def read_body(self, length: int) -> bytes:
         """Read the body, counting its bytes: Content-Length may be wrong, and chunks have none."""
         settings = self.app.settings
@@ -287,7 +278,7 @@ class Connection(asyncio.Protocol):
         if length > settings.body:
             raise too_large(settings.body)
         if self.app.body_bytes + length > settings.bodies:
-            raise _bodies_full()
+            raise bodies_full()
         if self.parser.they_are_waiting_for_100_continue:
             self.write(CONTINUE)
         parts: list[bytes] = []
@@ -302,7 +293,7 @@ class Connection(asyncio.Protocol):
                     if self.body_bytes > settings.body:
                         raise too_large(settings.body)
                     if self.app.body_bytes > settings.bodies:
-                        raise _bodies_full()
+                        raise bodies_full()
                     if chunks > MAX_CHUNKS:
                         message = f"A body may have at most {MAX_CHUNKS:,} chunks; send larger ones."
                         raise HTTPError(413, "too_many_chunks", message)
@@ -339,7 +330,17 @@ class Connection(asyncio.Protocol):
             await self.flushed.wait()
 
 
-def _client_network(peer: tuple[str, int] | None) -> str:
+def check_headers(names: list[bytes], headers: dict[str, str]) -> None:
+    """Refuse a repeated or empty header that proxies and servers may interpret differently."""
+    for name in SINGLE:
+        if names.count(name) > 1:
+            message = f"The header {name.decode().title()} appears more than once; send it once."
+            raise HTTPError(400, "repeated_header", message)
+    if not headers.get("host", "-").strip():
+        raise HTTPError(400, "no_host", "The Host header is empty; send the name of the server.")
+
+
+def client_network(peer: tuple[str, int] | None) -> str:
     """The address of a client; of IPv6 the first 64 bits, since a client can choose the rest."""
     if not peer:
         return ""  # it has disconnected already
@@ -349,5 +350,5 @@ def _client_network(peer: tuple[str, int] | None) -> str:
     return str(address)
 
 
-def _bodies_full() -> HTTPError:
+def bodies_full() -> HTTPError:
     return busy("The server has no memory left for request bodies")

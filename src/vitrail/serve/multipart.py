@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from vitrail.serve.messages import HTTPError
 
-FIELDS = ("top", "layer")  # fields besides "file"
+FIELDS = ("top", "layer", "labels")  # fields besides "file"
 BOUNDARY = re.compile(r"""boundary=(?:"([\w'()+,./:=? -]{1,70})"|([\w'+./:?-]{1,70})(?:$|;|\s))""", re.ASCII)
 NAME = re.compile(rb"""; *(name|filename)="((?:[^"\\\r\n]|\\.)*)\"""", re.IGNORECASE)
 _MAX_PART_HEAD = 4096  # bytes of the header lines of a part
-_MAX_FIELD = 100  # bytes of a field that is not a file
+_MAX_FIELD = {"labels": 10_000}  # bytes of a field that is not a file; of others 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def parse_multipart(body: bytes, content_type: str, files: int) -> Form:
                 message = f"A request may contain at most {files} images; send several requests."
                 raise HTTPError(413, "too_many_files", message)
             form.files.append(Part(data, _file_name(named.get(b"filename"))))
-        elif name in FIELDS and name not in form.fields and len(data) <= _MAX_FIELD:
+        elif name in FIELDS and name not in form.fields and len(data) <= _MAX_FIELD.get(name, 100):
             form.fields[name] = bytes(data).decode("utf-8", "replace")
         else:
             raise _bad_form("a field is unknown, repeated or too long")
@@ -80,5 +80,6 @@ def _file_name(raw: bytes | None) -> str | None:
 
 
 def _bad_form(reason: str) -> HTTPError:
-    message = f"The form cannot be read: {reason}. Send the fields file, {' and '.join(FIELDS)} only."
+    *names, last = FIELDS
+    message = f"The form cannot be read: {reason}. Send the fields file, {', '.join(names)} and {last} only."
     return HTTPError(400, "bad_form", message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vitrail import __version__
+from vitrail.serve.routes import MODEL_ROUTES
 from vitrail.serve.settings import ServeConfig
 
 Schema = dict[str, Any]
@@ -76,10 +77,17 @@ SCHEMAS = {
     ),
     "Examples": array_of(object_of(name=TEXT, url=TEXT)),
 }
-PREDICTION = {"$ref": "#/components/schemas/Prediction"}
-SCHEMAS["Predictions"] = object_of(
-    model=TEXT, predictions=array_of(PREDICTION), seconds=object_of(decode=NUMBER, model=NUMBER, total=NUMBER)
+SECONDS = object_of(decode=NUMBER, model=NUMBER, total=NUMBER)
+SCHEMAS["Embeddings"] = object_of(
+    model=TEXT,
+    embeddings=array_of(
+        object_of(name=any_of(TEXT, NULL), embedding=any_of(array_of(NUMBER), NULL), error=any_of(TEXT, NULL))
+    ),
+    seconds=SECONDS,
 )
+SCHEMAS["Models"] = array_of(object_of(name=TEXT, url=TEXT, default=BOOLEAN))
+PREDICTION = {"$ref": "#/components/schemas/Prediction"}
+SCHEMAS["Predictions"] = object_of(model=TEXT, predictions=array_of(PREDICTION), seconds=SECONDS)
 SCHEMAS["Explanation"] = {
     "type": "object",
     "properties": {
@@ -138,17 +146,33 @@ def response_of(schema: str, description: str) -> Schema:
 
 def image_request(*names: str) -> dict[str, Any]:
     """A request with images, in a form (with parameters) or as the body."""
-    parameters = {name: {"type": "string", "pattern": "^[0-9]{1,9}$"} for name in names}
+    digits = {"type": "string", "pattern": "^[0-9]{1,9}$"}
+    parameters = {name: TEXT if name == "labels" else digits for name in names}
     form = {"type": "object", "properties": {"file": array_of(BYTES), **parameters}, "required": ["file"]}
     kinds = {"multipart/form-data": form, "application/octet-stream": BYTES, "image/*": BYTES}
     return {
-        "parameters": [{"name": name, "in": "query", "schema": INTEGER} for name in names],
+        "parameters": [
+            {"name": name, "in": "query", "schema": TEXT if name == "labels" else INTEGER} for name in names
+        ],
         "requestBody": {"required": True, "content": {kind: {"schema": one} for kind, one in kinds.items()}},
     }
 
 
-def build_openapi(settings: ServeConfig) -> Schema:
-    """The complete document."""
+def _of_a_model(methods: Schema) -> Schema:
+    """The same operation for one of several models."""
+    ((method, one),) = methods.items()
+    missing = {"404": response("No such model", {"$ref": "#/components/schemas/Error"})}
+    name = {"name": "model", "in": "path", "required": True, "schema": TEXT}
+    parameters = [name, *one.get("parameters", [])]
+    return {method: {**one, "parameters": parameters, "responses": missing | one["responses"]}}
+
+
+def build_openapi(settings: ServeConfig, *, several: bool = False) -> Schema:
+    """The complete document.
+
+    Args:
+        several: whether the server has several models, each with routes of its own.
+    """
     number = {"name": "number", "in": "path", "required": True, "schema": INTEGER}
     readiness = object_of(ready=BOOLEAN)
     metrics = response("Metrics in the Prometheus text format", TEXT, "text/plain")
@@ -178,10 +202,16 @@ def build_openapi(settings: ServeConfig) -> Schema:
     errors = (GUARDED, IMAGES, MODEL)
     post: dict[str, Schema] = {
         "/v1/predict": operation(
-            "Predict labels",
+            "Predict labels; with labels=cat,dog, of these classes (a model with a text tower)",
             response_of("Predictions", "One prediction per image"),
             *errors,
-            **image_request("top"),
+            **image_request("top", "labels"),
+        ),
+        "/v1/embed": operation(
+            "Embed images",
+            response_of("Embeddings", "A vector of length 1 per image"),
+            *errors,
+            **image_request(),
         ),
         "/v1/explain": operation(
             "Explain one prediction",
@@ -194,6 +224,10 @@ def build_openapi(settings: ServeConfig) -> Schema:
     paths = {path: {"get": one} for path, one in get.items()} | {
         path: {"post": one} for path, one in post.items()
     }
+    if several:
+        models = response_of("Models", "The models")
+        paths["/v1/models"] = {"get": operation("The models by name", models, GUARDED)}
+        paths |= {f"/v1/models/{{model}}/{name}": _of_a_model(paths[f"/v1/{name}"]) for name in MODEL_ROUTES}
     document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "vitrail serve", "version": __version__},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vitrail.fields import is_real
@@ -10,6 +10,9 @@ from vitrail.serve.messages import HTTPError
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from vitrail.predict import Prediction, Predictor
 
 MAX_LABELS = 1000  # listed in /v1/model
@@ -28,6 +31,16 @@ def prediction_json(result: Prediction | HTTPError, name: str | None, top: int) 
     )
     said = {name: getattr(result, name) for name in none}
     return {**body, **said, "labels": labels, "top": guesses}
+
+
+def embedding_json(
+    result: Prediction | HTTPError, name: str | None, vector: Callable[[Prediction], NDArray[np.float32]]
+) -> dict[str, Any]:
+    """The vector of one image, or the reason why there is none."""
+    error = str(result) if isinstance(result, HTTPError) else result.error
+    if isinstance(result, HTTPError) or error is not None:
+        return dict(name=name, embedding=None, error=error)
+    return dict(name=name, embedding=[float(x) for x in vector(result)], error=None)
 
 
 def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: str | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run a server: listen, warm up, serve, and on a signal finish the open requests and stop.
 
-run(vt.Predictor("pets.safetensors"), ServeConfig(port=8000))
+run_server({"pets": vt.Predictor("pets.safetensors")}, ServeConfig(port=8000))
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vitrail.errors import InputError, printable
 from vitrail.serve.app import App
 from vitrail.serve.http import Connection
+from vitrail.serve.models import build_app, close_decoders, warm_up
 from vitrail.serve.settings import ServeConfig
 
 if TYPE_CHECKING:
@@ -48,11 +47,10 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def run_server(
-    predictor: Predictor,
+    predictors: Mapping[str, Predictor],
     settings: ServeConfig,
     *,
     listener: socket.socket | None = None,
-    name: str = "",
     examples: Sequence[Example] = (),
     started: Callable[[str], None] = lambda address: None,
     ended: Callable[[int], None] = lambda code: None,
@@ -60,12 +58,13 @@ def run_server(
     """Serve until a signal arrives; return the exit code: 0, or 1 if a request was cut off.
 
     Args:
+        predictors: the models by name; the first is that of the page and of /v1/predict.
         started: called with the address, before the first client is accepted.
         ended: called with the exit code when all clients have left. The model may still be computing for a
             client that did not wait; a program may exit here without waiting for it.
     """
     log = Log()
-    app = App(predictor, settings, name=name, page=page_files(), examples=examples, log=log)
+    app = build_app(predictors, settings, page=page_files(), examples=examples, log=log)
 
     def finish(code: int) -> None:
         log.close()
@@ -204,7 +203,7 @@ class Server:
             warming.cancel()
             await self.drain()
         finally:
-            await self.app.decoders.close()
+            await close_decoders(self.app)
 
     def on_signals(self, signals: socket.socket) -> None:
         """The first signal stops the server gracefully, the second at once."""
@@ -251,18 +250,9 @@ class Server:
             asyncio.get_running_loop().add_reader(self.listener, self.accept)
 
     async def warm_up(self) -> None:
-        """Run the model once before the first request: the first forward passes are slow."""
-        preprocess = self.app.predictor.preprocess
-        blank = np.zeros((*preprocess.target, preprocess.channels), np.uint8)
-
-        def predict_blank() -> None:
-            for count in (1, self.app.settings.batch):
-                list(self.app.predictor.predict_batch([("", blank)] * count))
-
+        """Run the models once; a server that cannot is stopped."""
         try:
-            model = self.app.batcher.call(predict_blank, float("inf"))
-            await asyncio.gather(self.app.decoders.start(), model)
-            self.app.ready = True
+            await warm_up(self.app)
         except Exception as error:
             self.app.internal_error(error)
             self.stop(1)

@@ -51,6 +51,10 @@ class ServeConfig(Config):
         "Bytes of memory that each decoder may use for an image", default=512 * 2**20
     )
 
+    model_memory: int | None = integer(
+        "Bytes of memory for each model: its weights and a batch, which is made smaller to fit", default=None
+    )
+
     # ---- requests
     body: int = integer("The maximum bytes of a request body", default=16 * 2**20)
     bodies: int = integer("The maximum bytes of all request bodies in memory", default=256 * 2**20)

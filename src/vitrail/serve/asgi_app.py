@@ -1,0 +1,182 @@
+"""The same server as an ASGI application, to run under uvicorn or to mount in FastAPI.
+
+Routes, answers, checks and limits of the work are those of `vitrail serve`. What belongs to the connection
+(timeouts of head and body, the number of connections) is the other server's; a client that leaves is only
+noticed when its answer is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrail.serve.app import App
+from vitrail.serve.http import SECURITY, bodies_full, check_headers, client_network
+from vitrail.serve.messages import Client, HTTPError, Request, Response, malformed, timed_out, too_large
+from vitrail.serve.models import build_app, close_decoders, warm_up
+from vitrail.serve.server import page_files
+from vitrail.serve.settings import ServeConfig
+
+if TYPE_CHECKING:
+    from vitrail.predict import Predictor
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def build_asgi(
+    models: Predictor | str | Path | Mapping[str, Predictor | str | Path],
+    settings: ServeConfig | None = None,
+    **options: Any,
+) -> AsgiApp:
+    """See `vitrail.serve.asgi`."""
+    from vitrail.predict import Predictor
+
+    named = models if isinstance(models, Mapping) else {"": models}
+    predictors = {
+        name: model if isinstance(model, Predictor) else Predictor(model, **options)
+        for name, model in named.items()
+    }
+    if "" in predictors:
+        predictor = predictors.pop("")
+        given = models if isinstance(models, (str, Path)) else ""
+        predictors = {predictor.card.name or Path(given).stem or "model": predictor}
+    app = build_app(
+        predictors,
+        settings or ServeConfig(),
+        page=page_files(),
+        examples=(),
+        log=lambda line: print(line, file=sys.stderr),
+    )
+    return AsgiApp(app)
+
+
+class AsgiApp:
+    """An ASGI application. It starts with the server; mounted in another app, with its first request."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.thread: threading.Thread | None = None
+        self.starting = asyncio.Lock()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._live(receive, send)
+            case "http":
+                await self.start()
+                await self._answer(scope, receive, send)
+            case "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+
+    # ---- start and stop ---------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the model's thread and the decoders, once."""
+        async with self.starting:
+            if self.thread is None:
+                self.thread = threading.Thread(
+                    target=self.app.batcher.run, args=[self._on_crash], name="model", daemon=True
+                )
+                self.thread.start()
+                await warm_up(self.app)
+
+    async def stop(self) -> None:
+        """End the decoders and the model's thread."""
+        self.app.stopping = True
+        if self.thread is not None:
+            await close_decoders(self.app)
+            self.app.batcher.close()
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.app.ready = False
+        self.app.internal_error(error)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """The lifespan of the server around the app."""
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.start()
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    # ---- one request ------------------------------------------------------------------------
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        start, body = clock(), _Body(self.app, receive)
+        request = None
+        try:
+            request = _request(scope, body)
+            response = await self.app.respond(request)
+        except HTTPError as error:
+            response = error.response()
+        except Exception as error:
+            response = self.app.internal_error(error).response()
+        finally:
+            self.app.body_bytes -= body.bytes
+        await _send(response, send, with_body=scope["method"] != "HEAD")
+        self.app.record_response(request, response.status, clock() - start)
+
+
+class _Body:
+    """Reads the body of a request, within the limits of the server."""
+
+    def __init__(self, app: App, receive: Receive) -> None:
+        self.app, self.receive = app, receive
+        self.length = self.bytes = 0
+
+    async def read(self) -> bytes:
+        settings, parts = self.app.settings, []
+        if self.length > settings.body:
+            raise too_large(settings.body)
+        try:
+            async with asyncio.timeout(settings.body_time):
+                more = True
+                while more:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise malformed(400)
+                    part = message.get("body", b"")
+                    parts.append(part)
+                    self.bytes += len(part)
+                    self.app.body_bytes += len(part)
+                    if self.bytes > settings.body:
+                        raise too_large(settings.body)
+                    if self.app.body_bytes > settings.bodies:
+                        raise bodies_full()
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise timed_out("body", settings.body_time) from None
+        return b"".join(parts)
+
+
+def _request(scope: Message, body: _Body) -> Request:
+    """A request in our own words; the path starts where the app is mounted."""
+    rows = [(name.lower(), value) for name, value in scope["headers"]]
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in rows}
+    check_headers([name for name, _ in rows], headers)
+    length = headers.get("content-length", "0")
+    body.length = int(length) if length.isascii() and length.isdigit() else 0
+    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    client = Client(client_network(scope.get("client")))
+    query = scope.get("query_string", b"").decode("latin-1")
+    return Request(scope["method"], path, query, headers, body.read, client)
+
+
+async def _send(response: Response, send: Send, *, with_body: bool) -> None:
+    headers = [("Content-Type", response.kind), ("Content-Length", str(len(response.body)))]
+    rows = [
+        (name.lower().encode(), value.encode()) for name, value in (*headers, *SECURITY, *response.headers)
+    ]
+    await send({"type": "http.response.start", "status": response.status, "headers": rows})
+    await send({"type": "http.response.body", "body": response.body if with_body else b""})

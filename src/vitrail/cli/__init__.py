@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from vitrail import __version__
+from vitrail.cli.bench import bench
 from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
@@ -51,7 +52,7 @@ app = typer.Typer(
 _COMMANDS = (
     *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
     *(lab, notes, generate, check),
-    *(export, info, convert, verify, plan),
+    *(export, bench, info, convert, verify, plan),
 )
 for command in _COMMANDS:
     app.command()(command)

@@ -53,10 +53,14 @@ def read_calibration(bundle: Bundle, source: Any) -> tuple[Tensor, Tensor | None
 
     Of a folder with many images, evenly spaced ones are read.
     """
+    return read_images(bundle, _list(source), MAX_CALIBRATION)
+
+
+def read_images(bundle: Bundle, paths: list[Any], most: int) -> tuple[Tensor, Tensor | None]:
+    """Up to `most` of the images, evenly spaced; and their labels, if the folders' names are classes."""
     assert bundle.preprocess is not None
-    paths = _list(source)
-    step = max(1.0, len(paths) / MAX_CALIBRATION)
-    chosen = [paths[int(step * index)] for index in range(min(len(paths), MAX_CALIBRATION))]
+    step = max(1.0, len(paths) / most)
+    chosen = [paths[int(step * index)] for index in range(min(len(paths), most))]
     images = []
     for path in chosen:
         try:

@@ -20,10 +20,8 @@ from vitrail.export.writing import check_output, write_checked
 from vitrail.fast.accelerate import pass_gate
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import MIN_AGREEMENT, check_agreement
-from vitrail.fast.int8 import input_scales, quantize_graph
 from vitrail.fast.onnx_graph import OPSET, open_session
 from vitrail.fast.routes import Accelerated, Acceleration, Builder
-from vitrail.fast.smooth import smooth
 from vitrail.predict.engine import OnnxEngine
 from vitrail.weights.bundle import Bundle
 
@@ -61,10 +59,9 @@ def write_int8(
     graphs: dict[tuple[str, ...], ModelProto] = {}
 
     def quantized(kept: tuple[str, ...]) -> Accelerated:
-        names = [name for name in builder.quantizable("int8") if name not in kept]
-        smoothed, factors = smooth(bundle.model, builder.seen, names)
-        graph = graphs[kept] = build(replace(bundle, model=smoothed), plan)
-        quantize_graph(graph, smoothed, input_scales(builder.seen, factors))
+        graph = graphs[kept] = builder.quantized_graph(
+            kept, lambda smoothed: build(replace(bundle, model=smoothed), plan)
+        )
         forward = _Session(graph.SerializeToString(deterministic=True))
         return Accelerated(bundle.model, forward, Acceleration(precision="int8", route="ONNX", kept=kept))
 

@@ -123,8 +123,9 @@ def pass_gate(
         if gate.passed:
             return fast
         rest = [name for name in names if name not in kept]
-        worst = find_worst(model, precision, builder.seen, rest, images, batch)
-        more = propose(model, precision, builder.seen, list(worst), images, batch, min_agreement)
+        scales = builder.scales if precision == "int8" else None
+        worst = find_worst(model, precision, builder.seen, rest, images, batch, scales)
+        more = propose(model, precision, builder.seen, list(worst), images, batch, min_agreement, scales)
         proposed = more
         while search and more:
             fast, found = attempt((*kept, *more))

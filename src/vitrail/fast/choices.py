@@ -1,7 +1,7 @@
 """What was the fastest on this machine, remembered in a file of the cache folder.
 
-A choice is made by measuring all candidates once. `vitrail pack --clear-cache` deletes the file; so may you.
-The key names the machine and the versions, so that a new driver or another torch is measured again.
+A choice is made by measuring all candidates once. `vitrail bench --forget` deletes the file; so may you. The
+key names the machine and the versions, so that a new driver or another torch is measured again.
 """
 
 from __future__ import annotations

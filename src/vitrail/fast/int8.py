@@ -11,28 +11,51 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from vitrail.fast.quantize import Observed, block_layers, int8_range, quantize_rows
+from vitrail.fast.quantize import Int8Scales, Observed, block_layers, int8_range, quantize_rows
+from vitrail.fast.smooth import can_smooth
 from vitrail.model import ViT
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-
-def input_scales(seen: Mapping[str, Observed], factors: Mapping[str, Tensor]) -> dict[str, tuple[float, int]]:
-    """Scale and zero point of the input of each smoothed layer."""
-    return {
-        name: int8_range(float((seen[name].low / values).min()), float((seen[name].high / values).max()))
-        for name, values in factors.items()
-    }
+_STRENGTH = 0.7  # of smoothing: 1 moves all of a channel's range into the weights
+_TINY = 1e-5
 
 
-def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, tuple[float, int]]) -> int:
+def choose_scales(model: ViT, seen: Mapping[str, Observed]) -> dict[str, Int8Scales]:
+    """Smoothed where that is possible, and with the full range of the calibration images.
+
+    Clipping the range to where the mean error of a layer's output is smallest gives worse answers: the few
+    large values carry much of them.
+    """
+    found = {}
+    for name, layer in block_layers(model).items():
+        one = seen[name]
+        factors = torch.ones_like(one.low)
+        if can_smooth(model, name):
+            factors = _smoothing(layer.weight.detach(), one)
+        low, high = float((one.low / factors).min()), float((one.high / factors).max())
+        found[name] = Int8Scales(factors, *int8_range(low, high))
+    return found
+
+
+def _smoothing(weight: Tensor, seen: Observed) -> Tensor:
+    """A factor for each input channel (K,), which moves some of its range into the weights.
+
+    Channels with large inputs then lose less of the range of the others (Xiao et al. 2023, SmoothQuant).
+    """
+    columns = weight.abs().amax(0).clamp(min=_TINY)
+    return seen.largest.clamp(min=_TINY) ** _STRENGTH / columns ** (1 - _STRENGTH)
+
+
+def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scales]) -> int:
     """Quantize the products of these layers of a traced model in place; how many were found.
 
     Args:
-        model: the traced model; its weights tell which product is which layer.
+        model: the traced model, smoothed; its weights tell which product is which layer.
     """
     from onnx import helper, numpy_helper
 
@@ -48,13 +71,12 @@ def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, tuple[flo
         if name is not None:
             source, weight = node.input
             integers, rows = quantize_rows(layers[name].weight.detach())
-            step, zero = scales[name]
             tensors = {
                 f"{name}.weight_int8": integers.T.contiguous().numpy(),
                 f"{name}.weight_scale": rows.numpy(),
                 f"{name}.weight_zero": np.zeros(len(rows), np.int8),
-                f"{name}.input_scale": np.array(step, np.float32),
-                f"{name}.input_zero": np.array(zero, np.uint8),
+                f"{name}.input_scale": np.array(scales[name].step, np.float32),
+                f"{name}.input_zero": np.array(scales[name].zero, np.uint8),
             }
             graph.graph.initializer.extend(
                 numpy_helper.from_array(array, key) for key, array in tensors.items()

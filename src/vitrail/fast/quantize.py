@@ -23,17 +23,18 @@ from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 
 INT8_MAX = 127
-SMOOTHING = 0.7
 _TINY = 1e-5
 _FEW = 64  # images by which layers are compared with each other
 
 
 @dataclass(frozen=True)
 class Observed:
-    """The smallest and largest input of a linear layer on the calibration images, by channel: (K,) each."""
+    """The inputs of a linear layer on the calibration images."""
 
     low: Tensor
+    """The smallest of each channel: (K,)."""
     high: Tensor
+    """The largest of each channel: (K,)."""
 
     @property
     def largest(self) -> Tensor:
@@ -57,8 +58,8 @@ def observe(model: ViT, images: Tensor, batch: int) -> dict[str, Observed]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].detach().float().flatten(0, -2)
             low, high = x.amin(0), x.amax(0)
-            if name in found:
-                low, high = torch.minimum(low, found[name].low), torch.maximum(high, found[name].high)
+            if (before := found.get(name)) is not None:
+                low, high = torch.minimum(low, before.low), torch.maximum(high, before.high)
             found[name] = Observed(low, high)
 
         return hook
@@ -70,15 +71,6 @@ def observe(model: ViT, images: Tensor, batch: int) -> dict[str, Observed]:
             for part in images.split(batch):
                 model(part)
     return found
-
-
-def smoothing(weight: Tensor, seen: Observed) -> Tensor:
-    """A factor for each input channel (K,): inputs are divided by it and weights multiplied.
-
-    Channels with large inputs then lose less of the range of the others (Xiao et al. 2023, SmoothQuant).
-    """
-    columns = weight.abs().amax(0).clamp(min=_TINY)
-    return seen.largest.clamp(min=_TINY) ** SMOOTHING / columns ** (1 - SMOOTHING)
 
 
 def int8_range(low: float, high: float) -> tuple[float, int]:
@@ -97,20 +89,35 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 # ---- simulation -----------------------------------------------------------------------------
 
 
-def _int8_linear(layer: nn.Linear, seen: Observed) -> Callable[[Tensor], Tensor]:
-    factors = smoothing(layer.weight.detach(), seen)
-    weight, scales = quantize_rows(layer.weight.detach() * factors)
-    rounded = weight.float() * scales[:, None]
-    step, zero = int8_range(float((seen.low / factors).min()), float((seen.high / factors).max()))
+@dataclass(frozen=True)
+class Int8Scales:
+    """How a linear layer is quantized to int8."""
 
-    def forward(x: Tensor) -> Tensor:
-        values = (x / factors / step).round().add(zero).clamp(0, 255).sub(zero) * step
-        return F.linear(values, rounded, _bias(layer))
+    factors: Tensor
+    """(K,): inputs are divided by them and the columns of the weights multiplied."""
+    step: float
+    """The scale of the input."""
+    zero: int
+    """The integer that stands for 0 in the input."""
 
-    return forward
+    def round_input(self, x: Tensor) -> Tensor:
+        """What the integers of an input stand for, divided by the factors."""
+        values = (x / self.factors / self.step).round().add(self.zero)
+        return values.clamp(0, 255).sub(self.zero) * self.step
+
+    def round_weight(self, weight: Tensor) -> Tensor:
+        """What the integers of the weights stand for, multiplied by the factors."""
+        integers, scales = quantize_rows(weight * self.factors)
+        return integers.to(weight.dtype) * scales[:, None]
 
 
-def _fp8_linear(layer: nn.Linear, seen: Observed) -> Callable[[Tensor], Tensor]:
+def _int8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:
+    assert scales is not None
+    rounded = scales.round_weight(layer.weight.detach())
+    return lambda x: F.linear(scales.round_input(x), rounded, _bias(layer))
+
+
+def _fp8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:
     rows = FP8_MAX / layer.weight.detach().abs().amax(1, keepdim=True).clamp(min=1e-12)
     weight = to_fp8(layer.weight.detach(), rows).float() / rows
     factor = FP8_MAX / 2 / max(float(seen.largest.max()), _TINY)
@@ -127,13 +134,17 @@ def _bias(layer: Any) -> Tensor | None:
 
 @contextmanager
 def simulate(
-    model: ViT, precision: str, seen: Mapping[str, Observed], names: Collection[str]
+    model: ViT,
+    precision: str,
+    seen: Mapping[str, Observed],
+    names: Collection[str],
+    scales: Mapping[str, Int8Scales] | None = None,
 ) -> Iterator[None]:
     """Round inputs and weights of the named layers while the block runs; the parameters do not change."""
     build = _fp8_linear if precision == "fp8" else _int8_linear
     layers: dict[str, Any] = {name: layer for name, layer in block_layers(model).items() if name in names}
     for name, layer in layers.items():
-        layer.forward = build(layer, seen[name])
+        layer.forward = build(layer, seen[name], None if scales is None else scales[name])
     try:
         yield
     finally:
@@ -145,14 +156,20 @@ def simulate(
 
 
 def find_worst(
-    model: ViT, precision: str, seen: Mapping[str, Observed], names: Sequence[str], images: Tensor, batch: int
+    model: ViT,
+    precision: str,
+    seen: Mapping[str, Observed],
+    names: Sequence[str],
+    images: Tensor,
+    batch: int,
+    scales: Mapping[str, Int8Scales] | None = None,
 ) -> dict[str, float]:
     """The KL that each layer causes alone, the largest first."""
     images = images[:_FEW]
     exact = run_batches(model, images, batch)
     found = {}
     for name in names:
-        with simulate(model, precision, seen, {name}):
+        with simulate(model, precision, seen, {name}, scales):
             logits = run_batches(model, images, batch)
         found[name] = compare(logits, exact, precision=precision, min_agreement=0).kl
     return worst_first(found)
@@ -166,12 +183,13 @@ def propose(
     images: Tensor,
     batch: int,
     min_agreement: float,
+    scales: Mapping[str, Int8Scales] | None = None,
 ) -> tuple[str, ...]:
     """The fewest of the worst layers that must stay as they are for the rest to pass; empty if none do."""
     exact = run_batches(model, images, batch)
 
     def passes(count: int) -> bool:
-        with simulate(model, precision, seen, set(worst[count:])):
+        with simulate(model, precision, seen, set(worst[count:]), scales):
             logits = run_batches(model, images, batch)
         return compare(logits, exact, precision=precision, min_agreement=min_agreement).passed
 

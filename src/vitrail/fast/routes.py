@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from vitrail.errors import InputError
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import Gate
-from vitrail.fast.quantize import Observed, block_layers, observe
+from vitrail.fast.quantize import Int8Scales, Observed, block_layers, observe
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.summary import Summary
@@ -117,15 +118,19 @@ class Builder:
     ) -> None:
         self.model, self.device, self.goal, self.choices = model, device, goal, choices
         self.calibrate = calibrate
-        self._seen: dict[str, Observed] | None = None
 
-    @property
+    @cached_property
     def seen(self) -> dict[str, Observed]:
-        """The ranges of activations on the calibration images."""
-        if self._seen is None:
-            assert self.calibrate is not None
-            self._seen = observe(self.model, self.calibrate, GATE_BATCH[self.device.type])
-        return self._seen
+        """The inputs of all layers on the calibration images."""
+        assert self.calibrate is not None
+        return observe(self.model, self.calibrate, GATE_BATCH[self.device.type])
+
+    @cached_property
+    def scales(self) -> dict[str, Int8Scales]:
+        """How each layer is quantized to int8."""
+        from vitrail.fast.int8 import choose_scales
+
+        return choose_scales(self.model, self.seen)
 
     def quantizable(self, precision: str) -> list[str]:
         """The layers that can be computed in this precision."""
@@ -208,15 +213,22 @@ class Builder:
         return OnnxForward(build_onnx(self.model))
 
     def _int8(self, kept: tuple[str, ...]) -> Forward:
-        from vitrail.fast.int8 import input_scales, quantize_graph
         from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+
+        return OnnxForward(self.quantized_graph(kept, build_onnx))
+
+    def quantized_graph(self, kept: tuple[str, ...], build: Callable[[ViT], Any]) -> Any:
+        """The ONNX graph that `build` makes of the smoothed model, with int8 products."""
+        from vitrail.fast.int8 import quantize_graph
         from vitrail.fast.smooth import smooth
 
-        names = [name for name in self.quantizable("int8") if name not in kept]
-        smoothed, factors = smooth(self.model, self.seen, names)
-        graph = build_onnx(smoothed)
-        quantize_graph(graph, smoothed, input_scales(self.seen, factors))
-        return OnnxForward(graph)
+        chosen = {name: one for name, one in self.scales.items() if name not in kept}
+        smoothed = smooth(self.model, {name: one.factors for name, one in chosen.items()})
+        graph = build(smoothed)
+        found = quantize_graph(graph, smoothed, chosen)
+        if found != len(chosen):
+            raise RuntimeError(f"{found} of {len(chosen)} products were found in the traced model")
+        return graph
 
     def _gpu_routes(self, precision: str, kept: tuple[str, ...]) -> tuple[Routes, list[str]]:
         from vitrail.fast.cuda_graph import Replay

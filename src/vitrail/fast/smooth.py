@@ -12,13 +12,12 @@ fc2        the rows of the value of a gated MLP; elsewhere a product with the fa
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.fast.quantize import Observed, smoothing
 from vitrail.model import ViT
 from vitrail.model.mlp import MLP, GatedMLP
 
@@ -38,50 +37,46 @@ class Divide(nn.Module):
         return x * self.inverse
 
 
-def smooth(model: ViT, seen: Mapping[str, Observed], names: Collection[str]) -> tuple[ViT, dict[str, Tensor]]:
-    """A copy of the model with factors moved into its weights, and the factors (K,) of the named layers.
-
-    Layers whose input cannot be scaled have factors of 1.
-    """
-    copied = copy.deepcopy(model)
-    factors = {name: torch.ones_like(seen[name].low) for name in names}
-    with torch.no_grad():
-        for index, block in enumerate(copied.blocks):
-            for kind in ("attention.qkv", "attention.out", "mlp.fc1", "mlp.fc2"):
-                name = f"blocks.{index}.{kind}"
-                if name not in factors:
-                    continue
-                layer: Any = block.get_submodule(kind)
-                values = smoothing(layer.weight, seen[name])
-                if _divide_input(block, kind, values, model.config.block):
-                    layer.weight *= values
-                    factors[name] = values
-    return copied, factors
-
-
-def _divide_input(block: Any, kind: str, factors: Tensor, order: str) -> bool:
-    """Divide what a layer reads; whether that was possible."""
+def can_smooth(model: ViT, name: str) -> bool:
+    """Whether the input of a layer can be divided by factors without changing the model's answers."""
+    block: Any = model.get_submodule(".".join(name.split(".")[:2]))
+    kind = ".".join(name.split(".")[2:])
     if kind in ("attention.qkv", "mlp.fc1"):
-        norm: Any = block.norm1 if kind == "attention.qkv" else block.norm2
-        if order not in _NORM_FIRST or type(norm) not in (nn.LayerNorm, nn.RMSNorm):
-            return False
+        norm = block.norm1 if kind == "attention.qkv" else block.norm2
+        return model.config.block in _NORM_FIRST and type(norm) in (nn.LayerNorm, nn.RMSNorm)
+    if kind not in ("attention.out", "mlp.fc2"):
+        return False
+    between = block.attention.norm if kind == "attention.out" else block.mlp.norm
+    known = kind == "attention.out" or isinstance(block.mlp, (MLP, GatedMLP))
+    return known and isinstance(between, nn.Identity)  # a norm would undo the division
+
+
+def smooth(model: ViT, factors: Mapping[str, Tensor]) -> ViT:
+    """A copy of the model with the same answers: inputs of layers divided by factors, weights multiplied."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, values in factors.items():
+            if not can_smooth(model, name):
+                continue
+            block: Any = copied.get_submodule(".".join(name.split(".")[:2]))
+            copied.get_submodule(name).weight *= values  # type: ignore[operator]
+            _divide_input(block, ".".join(name.split(".")[2:]), values)
+    return copied
+
+
+def _divide_input(block: Any, kind: str, factors: Tensor) -> None:
+    """Divide what a layer reads."""
+    if kind in ("attention.qkv", "mlp.fc1"):
+        norm = block.norm1 if kind == "attention.qkv" else block.norm2
         norm.weight /= factors
         if getattr(norm, "bias", None) is not None:
             norm.bias /= factors
-        return True
-    between = block.attention.norm if kind == "attention.out" else block.mlp.norm
-    if not isinstance(between, nn.Identity):
-        return False  # a norm would undo the division
-    if kind == "attention.out":
+    elif kind == "attention.out":
         _divide_rows(block.attention.qkv, factors)
-        return True
-    if isinstance(block.mlp, GatedMLP):
+    elif isinstance(block.mlp, GatedMLP):
         _divide_rows(block.mlp.fc1, factors)  # [gate; value]: the value is the second half
-        return True
-    if isinstance(block.mlp, MLP):
-        block.mlp.hidden = Divide(factors)  # type: ignore[assignment]
-        return True
-    return False
+    else:
+        block.mlp.hidden = Divide(factors)
 
 
 def _divide_rows(layer: Any, factors: Tensor) -> None:

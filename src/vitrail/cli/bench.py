@@ -1,0 +1,185 @@
+"""`vitrail bench`: how fast a model is in each precision, and how near its answers are to fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli import overrides as options
+from vitrail.cli.outputs import check_new_files
+from vitrail.cli.streams import print_error
+from vitrail.errors import InputError, printable, require_extra, suggest
+
+if TYPE_CHECKING:
+    from vitrail.evaluation.speed import SpeedRow, SpeedTable
+    from vitrail.weights.bundle import Bundle
+
+_PRECISIONS = {"cpu": "fp32,int8", "cuda": "bf16,fp8"}
+_BATCHES = {"cpu": "1,8", "cuda": "1,8,256"}
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="A weight file, a model folder, hf:owner/name, or a size as B/16.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Argument(help="A folder of images: for agreement with fp32, for top-1, and to calibrate int8."),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...", help="Of fp32, bf16, fp8, int8.", show_default="fp32,int8; GPU bf16,fp8"
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,M,...", help="Batch sizes.", show_default="1,8; GPU 1,8,256")
+    ] = None,
+    min_agreement: options.MinAgreement = 0.99,
+    keep: options.Keep = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Save the table to this new JSON file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Save a plot to this new PNG, SVG or PDF file.")] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Forget which way was the fastest on this machine, and exit.")
+    ] = False,
+    device: options.Device = None,
+    family: options.Family = None,
+    keys: options.Keys = None,
+    settings: options.Set = None,
+    offline: options.Offline = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure a model in each precision and batch size: speed, latency, memory, agreement with fp32, top-1.
+
+    Of DATA, half of the images calibrate, and answers are compared on the others. A size such as B/16 is
+    built with random weights: its speed is that of any model of this size. timm's model of the same size is
+    measured beside it if timm is installed.
+    """
+    if forget:
+        from vitrail.fast.choices import forget as forget_choices
+
+        print("Forgotten." if forget_choices() else "Nothing was remembered.")
+        return
+    if model is None:
+        raise InputError("No model given; name a weight file, or a size such as B/16.")
+    check_new_files({"--json": json_file, "--plot": plot})
+    if plot is not None:
+        with require_extra("inspect"):
+            import matplotlib  # noqa: F401  # fails here rather than after the measurement
+    if data is not None and not data.is_dir():
+        raise InputError(f"DATA must be a folder of images, and {printable(data)} is none.")
+    kind = "cuda" if (device or "").startswith("cuda") else "cpu"
+    chosen = _parse_precisions(precision or (_PRECISIONS[kind] if data else _PRECISIONS[kind].split(",")[0]))
+    batches = _parse_batches(batch or _BATCHES[kind])
+
+    from vitrail.evaluation.speed import measure_speeds
+
+    arguments = options.load_arguments(family, keys, settings, None, device=device, offline=offline or None)
+    bundle = _open(model, arguments, device)
+    layers = "auto" if keep == "auto" else [name for name in (keep or "").split(",") if name]
+    table = measure_speeds(
+        bundle,
+        data,
+        precisions=chosen,
+        batches=batches,
+        min_agreement=min_agreement,
+        keep=layers,
+        progress=(lambda what: None) if quiet else (lambda what: print_error(f"measuring {what} ...")),
+    )
+    _show(table, quiet)
+    if json_file is not None:
+        from vitrail.io.write import write_text
+
+        write_text(json_file, json.dumps({"model": model, **table.as_dict()}, indent=1) + "\n")
+        print(f"Saved {printable(json_file)}")
+    if plot is not None:
+        _plot(table, plot)
+        print(f"Saved {printable(plot)}")
+    if any(row.error for row in table.rows if not row.name.startswith("timm")):
+        raise typer.Exit(1)
+
+
+def _open(model: str, arguments: dict[str, Any], device: str | None) -> Bundle:
+    """The file, or a model of this size with random weights."""
+    from vitrail.build import create
+    from vitrail.presets import preset
+    from vitrail.weights.bundle import Bundle
+    from vitrail.weights.load import load
+
+    if not Path(model).exists() and not model.startswith("hf:"):
+        try:
+            preset(model)
+        except ValueError:
+            return load(model, **arguments)  # which explains what is wrong
+        return Bundle(model=create(model).to(device or "cpu").eval())
+    return load(model, **arguments)
+
+
+def _parse_precisions(text: str) -> list[str]:
+    known = ("fp32", "bf16", "fp8", "int8")
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise InputError(f"Unknown precision {printable(repr(name))}. {suggest(name, known)}")
+    return names
+
+
+def _parse_batches(text: str) -> list[int]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 100_000 for part in sizes):
+        raise InputError(
+            f"--batch takes numbers from 1 to 100,000, separated by commas, not {printable(text)!r}."
+        )
+    return [int(part) for part in sizes]
+
+
+def _show(table: SpeedTable, quiet: bool) -> None:
+    print(table.machine)
+    print(f"{'':26} {'':5} {'batch':>5} {'images/s':>9} {'p50 ms':>8} {'MB':>6} {'agrees':>7} {'top-1':>6}")
+    for row in table.rows:
+        if row.error:
+            print(f"{row.name:26} {row.error}")
+            continue
+        agrees, top1 = (_percent(value) for value in (row.agreement, row.top1))
+        rate, size = (
+            f"{row.images_per_second:,.1f}",
+            "" if row.weights_mb is None else f"{row.weights_mb:,.0f}",
+        )
+        numbers = f"{row.batch:5} {rate:>9} {row.p50_ms:8.2f} {size:>6} {agrees:>7} {top1:>6}"
+        print(f"{row.name[:26]:26} {row.precision:5} {numbers}")
+    if table.images:
+        print(f"agrees: with the class of fp32, on {table.images:,} images that did not calibrate")
+    for note in [] if quiet else table.notes:
+        print(f"note: {note}")
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}%"
+
+
+def _plot(table: SpeedTable, path: Path) -> None:
+    """Images per second of each row, a group of bars for each batch size."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in table.rows if not row.error]
+    batches = sorted({row.batch for row in rows})
+    figure, axes = pyplot.subplots(
+        1, len(batches), figsize=(4.5 * len(batches), 3), squeeze=False, layout="constrained"
+    )
+    for panel, batch in zip(axes[0], batches, strict=True):
+        shown: list[SpeedRow] = [row for row in rows if row.batch == batch]
+        names = [f"{row.name}\n{row.precision}" for row in shown]
+        panel.barh(names, [row.images_per_second for row in shown], color="#2a6f97")
+        panel.invert_yaxis()
+        panel.set_title(f"batch {batch}")
+        panel.set_xlabel("images/s")
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -37,6 +37,7 @@ _MODULES = {
     "cross_validate": "vitrail.experiment.folds",
     "edit": "vitrail.model",
     "evaluate": "vitrail.evaluation.run",
+    "export": "vitrail.exporters.api",
     "find_lr": "vitrail.experiment.lr_finder",
     "generate": "vitrail.model",
     "load": "vitrail.weights.load",
@@ -71,6 +72,7 @@ __all__ = [
     "cross_validate",
     "edit",
     "evaluate",
+    "export",
     "find_lr",
     "generate",
     "load",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
     from vitrail.experiment.lr_finder import find_lr
     from vitrail.experiment.study import study
     from vitrail.experiment.sweep import sweep
+    from vitrail.exporters.api import export
     from vitrail.fast.accelerate import accelerate
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class VitrailError(Exception):
@@ -51,6 +53,65 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, choices, n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Choose from: {', '.join(choices)}."
+
+
+_in_command = False
+
+
+@contextmanager
+def command_line_names() -> Iterator[None]:
+    """Within a command, messages give arguments as options: `--out`. Elsewhere they are Python's: `out=`."""
+    global _in_command  # not a context variable: the threads of a command must see it too
+    before, _in_command = _in_command, True
+    try:
+        yield
+    finally:
+        _in_command = before
+
+
+def option(name: str, value: Any = None) -> str:
+    """An argument as this user gives it: `--from x.npz` to a command, `from_='x.npz'` in Python.
+
+    Args:
+        name: of the option, without dashes in front.
+        value: True for a flag, a mapping for OLD=NEW, `...` for any value, None for the name alone.
+    """
+    if not _in_command:
+        keyword = "from_" if name == "from" else name.replace("-", "_")
+        return f"{keyword}={'' if value is None else _python_value(value)}"
+    if isinstance(value, Mapping):
+        value = next(f"{old}={new}" for old, new in value.items())
+    return f"--{name}" + ("" if value is None or value is True else f" {_shell_value(value)}")
+
+
+def setting(name: str, value: Any) -> str:
+    """A setting as this user gives it: `--set ema=none` to a command, `ema=None` in Python.
+
+    Args:
+        name: of a field, also of a part: model.depth.
+        value: `...` for any value.
+    """
+    if _in_command:
+        text = str(value).lower() if value is None or isinstance(value, bool) else _shell_value(value)
+        return f"--set {name}={text}"
+    part, _, field = name.rpartition(".")
+    given = f"{field}={_python_value(value)}"
+    return f"{part}=dict({given})" if part else given
+
+
+def call(name: str, *arguments: str) -> str:
+    """What this user runs: `vitrail train --resume` at a terminal, `vt.train(resume=True)` in Python."""
+    return f"vitrail {name} {' '.join(arguments)}" if _in_command else f"vt.{name}({', '.join(arguments)})"
+
+
+def _python_value(value: Any) -> str:
+    if value is ...:
+        return "..."
+    return repr(value if isinstance(value, (bool, int, float, Mapping, type(None))) else printable(value))
+
+
+def _shell_value(value: Any) -> str:
+    return "VALUE" if value is ... else shlex.quote(printable(value))
 
 
 def printable(text: object, most: int = 200) -> str:

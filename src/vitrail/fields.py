@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from vitrail.errors import ConfigError, suggest
+from vitrail.errors import ConfigError, setting, suggest
 
 _MAX_NUMBER = 10**12  # for any single number
 
@@ -182,7 +182,7 @@ def number(doc: str, must: str, holds: Callable[[float], bool], default: Any) ->
 
 def _none_hint(name: str, hint: Any) -> str:
     """How to disable an optional number, which 0 does not do."""
-    return f" Use {name}=None (--set {name}=none) to switch it off." if type(None) in get_args(hint) else ""
+    return f" Use {setting(name, None)} to switch it off." if type(None) in get_args(hint) else ""
 
 
 def choice(doc: str, *, default: str, aliases: Mapping[str, str] = {}, or_number: bool = False) -> Any:

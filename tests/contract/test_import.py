@@ -27,7 +27,7 @@ LAYERS = {
         *("recipes", "report", "predict"),
     ],
     "One training loop, from a recipe to a run directory.": ["training"],
-    "Comparing many runs; a model in another format, with proof.": ["experiment", "export"],
+    "Comparing many runs; a model in another format, with proof.": ["experiment", "exporters"],
     "The lecture notes: labs, exercises, errata, the walk. Imported only by cli and lazy public names.": [
         "course"
     ],

@@ -14,7 +14,7 @@ from tests.support.serving import serve_command
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
-from vitrail.export.onnx import write_onnx
+from vitrail.exporters.onnx import write_onnx
 from vitrail.predict.sources import read_pixels
 
 SIDES = [(61, 97), (97, 61), (40, 40), (128, 30)]

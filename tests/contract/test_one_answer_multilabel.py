@@ -15,8 +15,8 @@ from tests.support.command import run_command
 from tests.support.serving import serve_command
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
-from vitrail.export.graph import plan_for
-from vitrail.export.onnx import build_metadata, write_onnx
+from vitrail.exporters.graph import plan_for
+from vitrail.exporters.onnx import build_metadata, write_onnx
 
 CLASSES = ["blue", "green", "red"]
 FILES = [("model.safetensors", 1e-5), ("model.onnx", 1e-4)]

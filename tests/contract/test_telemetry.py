@@ -30,7 +30,11 @@ from vitrail.errors import MissingExtra
 
 ROOT = Path(__file__).parents[2]
 XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
-ENABLE_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "0", "HF_HUB_DISABLE_TELEMETRY": "0"}
+ENABLE_TELEMETRY = {
+    "ORT_DISABLE_TELEMETRY": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "false",
+}
 LOOK_UP = "import socket; socket.getaddrinfo('vitrail.invalid', 80)"
 PHOTO = "photos/test/cat/0.png"
 WAIT = 75  # seconds; without the switch, ONNX Runtime looks up its collector after nine
@@ -186,7 +190,8 @@ def test_commands(guard, tmp_path):
         ["evaluate", model, photos, "--html", "evaluation.html"],
         ["walk", model, photo],
         ["inspect", model, photo, "--out", "figures", "--only", "attention"],
-        ["train", photos, "--epochs", "1", "--out", "run"],
+        ["train", photos, "--epochs", "1", "--out", "run", "--log", "mlflow,tensorboard"],
+        ["plan"],
         ["pack", photos, "photos.pack"],
         ["sweep", photos, "--trials", "2", "--epochs", "2", "--out", "sweep"],
         ["export", model, "--to", "torch-export"],
@@ -299,7 +304,7 @@ def test_imports_of_libraries_with_telemetry():
     families = {
         f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
     }  # called by convert.compare
-    own = {"src/vitrail/export/onnx.py", "src/vitrail/weights/hub.py", "src/vitrail/training/loggers.py"}
+    own = {"src/vitrail/exporters/onnx.py", "src/vitrail/weights/hub.py", "src/vitrail/training/loggers.py"}
     own.add("src/vitrail/predict/ray_engine.py")
     assert set(importers("src", reporting)) == own | families
     assert set(importers("bench", reporting)) == {"bench/peers.py", "bench/train.py"}  # which imports peers

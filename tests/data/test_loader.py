@@ -161,7 +161,7 @@ def test_an_error_names_the_file(folder, workers):
         if name not in split.names:
             continue
         reader = Reader(split, SPEC, workers=workers, corrupt=CorruptFiles("error"))
-        with pytest.raises(InputError, match=rf"{name} .* --set corrupt=skip"):
+        with pytest.raises(InputError, match=rf"{name} .* corrupt='skip'"):
             all_of(reader, [torch.tensor([split.names.index(name)])])
 
 
@@ -215,6 +215,26 @@ def test_training_with_broken_files(folder, tmp_path):
     stopped_and_resumed(folder, tmp_path / "other", 7, workers=0, **settings)
     assert fingerprints(tmp_path / "other") == fingerprints(tmp_path / "run")
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.*")} == files
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_file_in_the_incomplete_last_batch_is_found(folder, tmp_path, workers):
+    """No step uses it: it is reported once all the same, and ends a run that has no use for broken files."""
+    data = open_dataset(folder)
+    batch = len(data.train) // 2 + 1  # one step; the others are the incomplete batch
+    settings = {**SETTINGS, "batch": batch - batch % 2, "accumulate": 1, "epochs": 1, "workers": workers}
+    rest = epoch_order(data.train, seed=0, epoch=0)[settings["batch"] :].tolist()
+    victims = [data.train.paths[index] for index in (rest[0], rest[-1])]
+    for victim in victims:
+        victim.write_bytes(b"")
+    listener = RecordingCallback()
+    train(data, out=tmp_path / "warn", corrupt="warn", callback=listener, **settings)
+    notes = [note for note in listener.notes if "could not be read" in note]
+    assert len(notes) == 2
+    assert all(any(victim.name in note for note in notes) for victim in victims)
+    assert [row["corrupt_files"] for row in rows(tmp_path / "warn")] == [2]
+    with pytest.raises(InputError, match="To skip unreadable files, use corrupt='skip'"):
+        train(data, out=tmp_path / "error", **settings)
 
 
 def test_a_broken_image_does_not_count(folder, tmp_path):

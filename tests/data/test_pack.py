@@ -221,7 +221,7 @@ def test_unreadable_files_stay_unreadable_with_their_reason(folder, tmp_path):
     assert list(corrupt.reasons) == ["bee/04.jpg"]
     assert "of a known format" in corrupt.reasons["bee/04.jpg"]
     assert (pixels[list(split.names).index("bee/04.jpg")] == 128).all()
-    with pytest.raises(InputError, match=r"bee/04.jpg could not be read when it was packed.*corrupt=skip"):
+    with pytest.raises(InputError, match=r"bee/04.jpg could not be read when it was packed.*corrupt='skip'"):
         pixels_of(split)
 
 

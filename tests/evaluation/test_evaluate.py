@@ -135,7 +135,7 @@ def test_classes_without_names_are_matched_by_index(bundle, digits):
 def test_other_classes_are_refused(bundle, digits):
     named = dataclasses.replace(digits, classes=[*DIGITS[:8], "eight", "nine"])
     with pytest.raises(
-        InputError, match=r"2 classes .* not among the model's: eight, nine\. .* --map eight="
+        InputError, match=r"2 classes .* not among the model's: eight, nine\. .* map=\{'eight': "
     ):
         evaluate(bundle, named)
     duplicate = dataclasses.replace(bundle, labels=[*DIGITS[:9], "8"])

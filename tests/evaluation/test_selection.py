@@ -15,6 +15,7 @@ from vitrail.cli import app
 from vitrail.data.sources import open_dataset
 from vitrail.errors import InputError
 from vitrail.evaluation.run import evaluate
+from vitrail.evaluation.selection import select_images
 
 FLOWERS = ["aster", "daisy", "iris", "lily", "peony", "poppy", "rose", "sage", "tulip", "violet"]
 RNG = np.random.default_rng(0)
@@ -50,6 +51,13 @@ def expected_accuracy(bundle, folder):
             logits = bundle.model(bundle.preprocess(Image.open(path))[None])
         correct.append(FLOWERS[int(logits.argmax())] == path.parent.name)
     return np.mean(correct)
+
+
+def test_progress_while_a_large_table_is_read(bundle, tmp_path):
+    (tmp_path / "new.csv").write_text("path,label\n" + "a.png,iris\nb.png,rose\n" * 10_000)
+    calls = []
+    select_images(bundle, tmp_path / "new.csv", progress=lambda *call: calls.append(call))
+    assert calls == [("reading rows", 10_000, None), ("reading rows", 20_000, None)]
 
 
 # ---- images -------------------------------------------------------------------------------------
@@ -170,10 +178,11 @@ def test_unknown_classes_are_listed_and_can_be_mapped(bundle, file, tmp_path):
     with pytest.raises(InputError) as caught:
         evaluate(bundle, folder)
     assert str(caught.value) == (
-        "2 classes of the data are not among the model's: Roses, tulp. Map each to one of the model's with "
-        "--map, such as --map Roses=rose (in Python map={...}), or remove it from the data. The model's 10 "
-        "classes: aster, daisy, iris, lily, peony and 5 more."
+        "2 classes of the data are not among the model's: Roses, tulp. Map each to one of the model's, such as "
+        "map={'Roses': 'rose'}, or remove it from the data. The model's 10 classes: aster, daisy, iris, lily, peony and 5 more."
     )
+    done = CliRunner().invoke(app, ["evaluate", str(file), str(folder)])
+    assert "one of the model's, such as --map Roses=rose, or remove" in str(done.exception)
     result = evaluate(bundle, folder, map={"Roses": "rose", "tulp": "tulip"})
     counts = {row.name: row.count for row in result.metrics.per_class}
     assert (counts["rose"], counts["tulip"], sum(counts.values())) == (7, 4, 11)
@@ -208,7 +217,7 @@ def test_a_model_without_labels(bundle, tmp_path):
     assert result.classes == [str(number) for number in range(10)]
     assert [row.count for row in result.metrics.per_class] == [0, 0, 0, 4, 0, 0, 0, 4, 0, 0]
     folder = photos(tmp_path / "names", {"rose": 4, "iris": 4})
-    with pytest.raises(InputError, match=r"10 classes without names, .* --map iris=0"):
+    with pytest.raises(InputError, match=r"10 classes without names, .* map=\{'iris': '0'\}"):
         evaluate(nameless, folder)
     assert evaluate(nameless, folder, map={"rose": "6", "iris": "2"}).images == 8
 

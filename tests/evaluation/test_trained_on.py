@@ -148,7 +148,7 @@ def test_inspect(run, folder, tmp_path):
     assert done.output.splitlines()[0] == "The model was trained on 2 of these 3 images."
     assert "The model was trained on 2 of these 3 images." in (tmp_path / "out" / "index.html").read_text()
     done = vitrail(*arguments[:2], images[-1], *arguments[-2:], "--out", tmp_path / "one")
-    assert done.output.splitlines()[0] == "The model was trained on none of these 1 image."
+    assert done.output.splitlines()[0] == "The model was not trained on this image."
 
 
 def test_the_closing_line_is_of_the_best_epoch(folder, tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def test_wrong_use(complete, data, tmp_path):
         vt.cross_validate(data, out=tmp_path / "new", folds=1, **TINY)
     with pytest.raises(InputError, match=r"60 images, too few .* 61 folds"):
         vt.cross_validate(data, out=tmp_path / "new", folds=61, **TINY)
-    with pytest.raises(FileError, match="--resume"):
+    with pytest.raises(FileError, match="resume=True"):
         vt.cross_validate(data, out=complete.out, folds=3, **TINY)
     shutil.copytree(complete.out, tmp_path / "copy")
     with pytest.raises(InputError, match="with 3 folds, not 4"):

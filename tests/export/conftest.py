@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.classroom import WatchedPage
-from vitrail.export.html import write_classroom
+from vitrail.exporters.html import write_classroom
 from vitrail.inspect.sample import sample_model
 
 

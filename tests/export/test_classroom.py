@@ -9,7 +9,7 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.classroom import WatchedPage
 from tests.support.models import add_noise
-from vitrail.export.html import stored_model
+from vitrail.exporters.html import stored_model
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record

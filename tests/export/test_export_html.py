@@ -13,7 +13,7 @@ from PIL import Image
 import vitrail as vt
 from vitrail.cli import main
 from vitrail.errors import InputError
-from vitrail.export import html
+from vitrail.exporters import html
 from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.weights.bundle import Bundle
 
@@ -78,7 +78,7 @@ def test_an_existing_file_is_not_overwritten(export, tmp_path):
         (["--to", "tflite"], "tflite.*onnx, torch-export, html"),
         (["--to", "html", "--out", "page.txt"], "must end in .html.*page.txt"),
         (["--to", "html", "--examples", "nowhere"], "nowhere does not exist"),
-        (["--to", "onnx", "--examples", "."], "--examples is for --to html, not --to onnx"),
+        (["--to", "onnx", "--examples", "."], "--examples is not for --to onnx"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message, export, tmp_path):
@@ -127,7 +127,8 @@ def test_every_config_field_is_supported_exported_or_irrelevant():
     shape = {"width", "depth", "heads", "head_width", "mlp_width", "patch", "size", "registers", "classes"}
     exported = {"embedding_bias", "class_token", "distillation_token", "rows", "eps", "scale", "qkv_bias"}
     exported |= {"layer_scale", "pool_norm", "head_bias", "remainder"}
-    refused = {"vocabulary", "head_hidden"}  # fields of refused inputs and heads
+    refused = {"vocabulary", "head_hidden"}  # fields of refused inputs, heads and pools
+    refused |= {"pool_tokens", "pool_heads", "pool_mlp_width"}
     training = {"dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma"}
     parts = [set(html.SUPPORTED), shape, exported, refused, training]
     assert set.union(*parts) == set(vt.ViTConfig.__dataclass_fields__)

@@ -15,11 +15,11 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import main
 from vitrail.errors import FileError, InputError
-from vitrail.export import proof as proofs
-from vitrail.export.graph import Graph, Plan, plan_for
-from vitrail.export.onnx import check_weight_bytes, write_onnx
-from vitrail.export.resize import ResizeToInput
-from vitrail.export.writing import write_checked
+from vitrail.exporters import proof as proofs
+from vitrail.exporters.graph import Graph, Plan, plan_for
+from vitrail.exporters.onnx import check_weight_bytes, write_onnx
+from vitrail.exporters.resize import ResizeToInput
+from vitrail.exporters.writing import write_checked
 from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.model import surgery
 from vitrail.telemetry import import_onnxruntime
@@ -178,7 +178,7 @@ def test_positions_are_resampled_as_in_the_source_library():
         (dict(position="relative"), dict(dynamic=("size",)), "position=.relative"),
         (dict(embedding="resnet", patch=16, size=32), dict(dynamic=("size",)), "embedding=.resnet"),
         (dict(NO_CLASS, pool="flatten"), dict(dynamic=("size",)), "pool=.flatten"),
-        ({}, dict(dynamic=("size",), with_preprocess=True), "--with-preprocess .*--dynamic size"),
+        ({}, dict(dynamic=("size",), with_preprocess=True), "with_preprocess=True .* dynamic size"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(fields, options, message):

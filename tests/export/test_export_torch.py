@@ -10,7 +10,7 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import app
 from vitrail.errors import InputError
-from vitrail.export.torch_export import write_torch
+from vitrail.exporters.torch_export import write_torch
 from vitrail.fast.onnx_graph import quiet
 
 

@@ -121,7 +121,10 @@ def test_predict_and_evaluate_say_what_they_did(file, photos):
         (["evaluate", "MODEL", "digits", "--precision", "fp32", "--probe", "knn"], "Probes"),
         (["export", "MODEL", "--to", "onnx", "--precision", "int8"], "--calibration"),
         (["export", "MODEL", "--to", "onnx", "--precision", "bf16"], "fp32 or int8"),
-        (["export", "MODEL", "--to", "torch-export", "--precision", "int8"], "--to onnx"),
+        (
+            ["export", "MODEL", "--to", "torch-export", "--precision", "int8"],
+            "--precision is not for --to torch-export",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(file, tmp_path, monkeypatch, arguments, words):

@@ -524,11 +524,20 @@ def broken():
     [
         (
             lambda: "cat.jpg",
-            "must be a PIL image or a uint8 array .*, not str; open a file with PIL.Image.open",
+            "must be a PIL image, .* or a tensor .*, not 'cat.jpg'; open a file with PIL.Image.open",
         ),
-        (lambda: np.zeros((8, 8, 3)), "must be a PIL image or a uint8 array .*, not ndarray float64"),
-        (lambda: torch.zeros(8, 8, 3, dtype=torch.uint8), "uint8 array .*, not Tensor torch.uint8"),
-        (lambda: np.zeros((3, 8, 8), np.uint8), r"the shape \(h, w, 3\) .* has the shape \(3, 8, 8\)"),
+        (
+            lambda: np.full((8, 8, 3), 255.0),
+            "floats from 0 to 1, not float64 from 255 to 255; convert it to uint8",
+        ),
+        (lambda: np.zeros((8, 8, 3), int), "must be uint8, .*, not int64 from 0 to 0; convert it to uint8"),
+        (
+            lambda: torch.full((3, 8, 8), -2.0),
+            "not float32 from -2 to -2; remove Normalize: the model normalizes",
+        ),
+        (lambda: np.full((8, 8, 3), np.nan), "not float64 from nan to nan"),
+        (lambda: torch.zeros(8, 8, 3, dtype=torch.uint8), r"or \(3, h, w\) as a tensor; .* \(8, 8, 3\)"),
+        (lambda: np.zeros((3, 8, 8), np.uint8), r"the shape \(h, w, 3\), .* has the shape \(3, 8, 8\)"),
         (lambda: np.zeros((8, 8), np.uint8), r"has the shape \(8, 8\)"),
         (lambda: np.zeros((8,), np.uint8), r"has the shape \(8,\)"),
         (lambda: np.zeros((2, 8, 8, 3), np.uint8), r"has the shape \(2, 8, 8, 3\)"),

@@ -142,7 +142,7 @@ def test_a_run_ends_with_the_same_bits_as_without_workers(folder, few_are_enough
 
 def test_a_corrupt_file_ends_a_run_with_its_name(folder, few_are_enough, tmp_path):
     (folder / "bee" / "04.jpg").write_bytes(b"\xff\xd8\xff broken")
-    with pytest.raises(InputError, match=r"bee/04.jpg is broken .* --set corrupt=skip"):
+    with pytest.raises(InputError, match=r"bee/04.jpg is broken .* corrupt='skip'"):
         train(folder, out=tmp_path / "run", workers=2, **SETTINGS)
 
 

@@ -220,7 +220,7 @@ def test_the_order_is_that_of_list_images(bundle, strange, photos):
         ("missing.png", "missing.png: No such file or directory"),
         ("", "No such file"),
         ("zero\0.png", "null"),
-        (np.zeros((4, 4, 3)), "float64"),
+        (np.full((4, 4, 3), 2.0), "float64"),
         (np.zeros((4, 0, 3), np.uint8), "not be empty"),
         (Image.new("RGB", (0, 4)), "not be empty"),
         ("/dev/zero", "a pipe or a device"),
@@ -238,8 +238,45 @@ def test_a_bad_image_raises_and_in_a_list_has_a_reason(bundle, photos, bad, mess
 
 
 def test_objects_that_are_not_images(bundle):
-    found = Predictor(bundle)([None, 3, b"bytes", torch.zeros(3, 8, 8)])
+    found = Predictor(bundle)([None, 3, b"bytes"])
     assert all("An image must be a PIL image" in one.error for one in found)
+    for bad in (None, 3, b"bytes", {"a": 1}):
+        with pytest.raises(InputError, match=r"takes a path, a PIL image, .* a list of them, not"):
+            Predictor(bundle)(bad)
+
+
+def test_tensors_and_floats_are_images_as_torchvision_makes_them(bundle):
+    """Channels first as a tensor; floats from 0 to 1, from which the pixels come back exactly."""
+    arrays = np.stack([np.asarray(photo(number)) for number in range(3)])
+    tensors = torch.from_numpy(arrays).permute(0, 3, 1, 2)
+    predict = Predictor(bundle)
+    expected = [one.logits for one in predict(arrays)]
+    for many in (
+        tensors,
+        tensors / 255,
+        arrays / 255,
+        (arrays / 255).astype(np.float32),
+        list(tensors / 255),
+    ):
+        assert np.array_equal([one.logits for one in predict(many)], expected)
+    assert np.array_equal(predict(tensors[0] / 255).logits, predict(arrays[0]).logits)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (
+            torch.randn(2, 3, 8, 8),
+            r"batch of images must be uint8, or floats from 0 to 1, .*remove Normalize",
+        ),
+        (np.full((2, 8, 8, 3), 255.0), "float64 from 255 to 255; convert it to uint8"),
+        (np.zeros((2, 3, 8, 8), np.uint8), r"shape \(h, w, 3\), or \(3, h, w\) as a tensor; .*\(3, 8, 8\)"),
+        (np.zeros((1, 2, 8, 8, 3), np.uint8), r"has the shape \(2, 8, 8, 3\)"),
+    ],
+)
+def test_a_wrong_batch_is_one_error(bundle, images, message):
+    with pytest.raises(InputError, match=message):
+        Predictor(bundle)(images)
 
 
 def test_empty_and_unreadable_folders_are_reported(bundle, tmp_path, monkeypatch):

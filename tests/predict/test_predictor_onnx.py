@@ -13,7 +13,7 @@ from PIL import Image
 
 import vitrail as vt
 from vitrail.errors import FileError, InputError
-from vitrail.export.onnx import write_onnx
+from vitrail.exporters.onnx import write_onnx
 from vitrail.inspect.sample import SAMPLE_FILE, sample_images
 from vitrail.predict import Predictor
 from vitrail.predict.onnx_file import EXPORT_KEY, MODEL_KEY

@@ -113,7 +113,7 @@ def test_a_full_disk_is_an_error(run, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
             vt.train("digits", out=out, resume=True, **HOW)
         except FileError as error:
-            words = ("report.html could not be written", "run itself is complete", "--resume")
+            words = ("report.html could not be written", "run itself is complete", "resume=True")
             code = 0 if all(some in str(error) for some in words) else 2
         finally:
             os._exit(code)

@@ -89,5 +89,5 @@ def test_out_of_memory_names_a_batch_that_should_fit(data, tmp_path, monkeypatch
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr("vitrail.training.trainer.Trainer._compute_step", fails)
-    with pytest.raises(ConfigError, match=r"A batch of 4 should fit: use --batch 4, or --set accumulate=4, "):
+    with pytest.raises(ConfigError, match=r"A batch of 4 should fit: use batch=4, or accumulate=4, "):
         train(data, out=tmp_path / "run", recipe="small", epochs=1, batch=16, model=TINY)

@@ -148,7 +148,7 @@ def test_half_precision_needs_a_gpu(precision, device, words):
 
 def test_mps_is_used_where_it_is_and_refused_where_not(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="--device mps needs a Mac"):
+    with pytest.raises(ConfigError, match="device='mps' needs a Mac"):
         choose_device("auto", device="mps")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     found = choose_device("auto", device="mps")

@@ -17,7 +17,9 @@ from tests.support.tiny_runs import (
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import FileError
+from vitrail.training import open_data
 from vitrail.training.callbacks import NullCallback, Progress, epoch_line
+from vitrail.training.console import ConsoleCallback
 from vitrail.training.log import LogFile
 from vitrail.training.trainer import Interrupted
 
@@ -53,6 +55,22 @@ def test_the_log_has_every_message_of_every_start(data, tmp_path):
     assert found[stopped + 1].startswith("Computing on ")  # the second start
     train(data, out=tmp_path, resume=True, **HOW)
     assert lines(tmp_path) == found  # a finished run adds nothing
+
+
+def test_the_rows_of_a_large_table_are_reported(tmp_path, monkeypatch, capsys):
+    """As a bar at a terminal, and as messages elsewhere."""
+    rows = "".join(f"{name}.png,{name},{split}\n" for name in "ab" for split in ("train", "val"))
+    (tmp_path / "table.csv").write_text("path,label,split\n" + rows * 5_000)
+    monkeypatch.setattr(open_data, "_REPORT_SECONDS", -1.0)
+    callback = RecordingCallback()
+    open_data.open_training_data(tmp_path / "table.csv", None, {}, callback)
+    assert callback.notes == ["Read 10,000 rows of the table.", "Read 20,000 rows of the table."]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    with ConsoleCallback() as console:
+        open_data.open_training_data(tmp_path / "table.csv", None, {}, console)
+    out, err = capsys.readouterr()
+    assert "reading rows" in err
+    assert out == ""
 
 
 @pytest.mark.parametrize("policy", ["skip", "warn"])
@@ -114,10 +132,27 @@ def test_a_full_disk_is_an_error(data, tmp_path):
     shutil.move(out / "log.txt", tmp_path / "log.txt")
     before = file_hashes(out)
     (out / "log.txt").symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"log\.txt could not be written: No space left on device.* --resume"):
+    with pytest.raises(
+        FileError, match=r"log\.txt could not be written: No space left on device.* resume=True"
+    ):
         train(data, out=out, resume=True, callback=notes, **HOW)
     (out / "log.txt").unlink()
     assert file_hashes(out) == before
     train(data, out=out, resume=True, **HOW)
     train(data, out=tmp_path / "uninterrupted", **HOW)
     assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")
+
+
+def test_messages_fit_the_terminal(monkeypatch, capsys):
+    """Broken between words at a terminal, with the command to copy in one line; in a pipe they stay as they are."""
+    text = "Stopped at step 1,234 of 5,678 because of a signal that somebody sent; resume with: vitrail train --out a"
+    ConsoleCallback().on_message(text)
+    assert capsys.readouterr().out == text + "\n"
+    monkeypatch.setenv("COLUMNS", "50")
+    console = ConsoleCallback()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    console.on_message(text)
+    first, second, command = capsys.readouterr().out.splitlines()
+    assert max(len(first), len(second)) <= 50
+    assert f"{first} {second} {command}" == text
+    assert command == "vitrail train --out a"

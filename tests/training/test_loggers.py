@@ -1,11 +1,15 @@
 """Loggers by name get the rows of metrics.jsonl, continue on resume, and never change or stop a run.
 
-csv and tensorboard are real; mlflow and wandb are stand-ins with the calls that their documentation has.
+Here csv and tensorboard are real, mlflow and wandb are stand-ins with the calls that we make. The real packages,
+which take seconds to import, are in the slow tests at the end.
 """
 
 import csv
+import json
 import os
 import re
+import socket
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -190,3 +194,69 @@ def test_wandb_is_offline_and_continues_its_run(data, tmp_path, monkeypatch, mod
     assert first == second
     assert (first["mode"], first["dir"], first["resume"]) == (mode or "offline", str(out), "allow")
     assert logged == list(enumerate(numbers(out), start=1))
+
+
+# ---- the real packages ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_the_real_mlflow(data, plain, tmp_path, monkeypatch):
+    """A file store that MLflow reads: one finished run with all rows, although it was interrupted."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    out = tmp_path / "run"
+    stopped_and_resumed(data, out, "save", log="mlflow", **SETTINGS)
+    assert fingerprints(out) == plain
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(out / "mlruns").as_uri())
+    [run] = client.search_runs([client.get_experiment_by_name("vitrail").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    for name in numbers(out)[0]:
+        history = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
+        assert history == [(row["epoch"], row[name]) for row in numbers(out)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_real_wandb(data, plain, tmp_path, monkeypatch):
+    """Offline: the rows of a run that was interrupted, in files of one run id, and no connection."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        out = tmp_path / "run"
+        stopped_and_resumed(data, out, 7, log="wandb", **SETTINGS)
+        import wandb
+
+        wandb.teardown()
+        proxy.settimeout(1)
+        with pytest.raises(TimeoutError):
+            proxy.accept()
+    assert fingerprints(out) == plain
+    files = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1  # of one run, by two processes
+    logged = [row for file in files for row in read_wandb(file)]
+    assert [{k: row[k] for k in numbers(out)[0]} for row in logged] == numbers(out)
+
+
+def read_wandb(file):
+    """The rows in a .wandb file: protocol buffers in the log format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32_768 - at % 32_768 < 7:  # the end of a block is padded
+            at += 32_768 - at % 32_768
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # complete, or the last part
+            history = Record.FromString(record).history
+            if history.item:
+                rows.append(
+                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+                )
+            record = b""
+    return rows

@@ -92,6 +92,6 @@ def test_wrong_use(data, tmp_path):
     for value in ("0", "-1", "nan"):
         done = CliRunner().invoke(app, ["train", str(data), "--out", str(out), f"--minutes={value}"])
         assert "minutes must be a number above 0, such as 30" in str(done.exception)
-    with pytest.raises(InputError, match="--folds and --minutes exclude each other"):
+    with pytest.raises(InputError, match="folds= and minutes= exclude each other"):
         cross_validate(data, out=out, folds=2, minutes=1)
     assert not out.exists()

@@ -72,7 +72,7 @@ def test_results_have_short_texts(arrays, tmp_path):
 def test_mistakes(arrays, run, tmp_path):
     with pytest.raises(vt.InputError, match=r"callback must have the methods .* lacks on_message, on_plan"):
         vt.train(arrays, out=tmp_path / "x", callback=print)
-    with pytest.raises(vt.FileError, match=r"holds a run; resume it with .* \(resume=True\)"):
+    with pytest.raises(vt.FileError, match=r"holds a run; resume it with vt\.train\(.*resume=True\)"):
         train(arrays, out=run.out, **HOW)
     (tmp_path / "photos.zip").write_bytes(b"PK")
     with pytest.raises(vt.InputError, match=r"photos\.zip is an archive; unpack it"):

@@ -141,13 +141,13 @@ def test_resuming_a_finished_run_changes_nothing(data, uninterrupted, tmp_path):
 def test_a_folder_that_is_not_empty_is_refused(data, uninterrupted, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     before = file_hashes(tmp_path)
-    with pytest.raises(FileError, match=r"--out must be a new or empty folder.* --resume"):
+    with pytest.raises(FileError, match=r"out= must be a new or empty folder.* resume=True"):
         train(data["arrays"], out=tmp_path, **SETTINGS)
-    with pytest.raises(FileError, match="--out must be a new or empty folder"):
+    with pytest.raises(FileError, match="out= must be a new or empty folder"):
         train(data["arrays"], out=tmp_path, resume=True, **SETTINGS)
-    with pytest.raises(FileError, match="--out must be a new or empty folder"):
+    with pytest.raises(FileError, match="out= must be a new or empty folder"):
         train(data["arrays"], out=tmp_path / "thesis.tex", **SETTINGS)
-    with pytest.raises(FileError, match=r"new or empty folder.* holds a run; resume it with vitrail train"):
+    with pytest.raises(FileError, match=r"new or empty folder.* holds a run; resume it with vt\.train"):
         train(data["arrays"], out=uninterrupted("arrays"), **SETTINGS)
     assert file_hashes(tmp_path) == before
 
@@ -218,10 +218,10 @@ def test_a_run_directory_of_version_0_1_is_refused_with_advice(data, uninterrupt
     (out / "config.json").write_text(json.dumps(config, indent=2))
     before = file_hashes(out)
     with pytest.raises(
-        FileError, match=r"0\.1.* cannot resume.* weights still load.*--from \S*last\.safetensors"
+        FileError, match=r"0\.1.* cannot resume.* weights still load.*from_='\S*last\.safetensors"
     ):
         train(data["arrays"], out=out, resume=True, **SETTINGS)
-    with pytest.raises(FileError, match="--out must be a new or empty folder"):
+    with pytest.raises(FileError, match="out= must be a new or empty folder"):
         train(data["arrays"], out=out, **SETTINGS)
     assert file_hashes(out) == before
     run = train(data["arrays"], out=tmp_path / "new", from_=out / "last.safetensors", epochs=1, batch=16)

@@ -109,7 +109,7 @@ def test_data_that_has_moved(data, complete, tmp_path):
     (tmp_path / "first").rename(tmp_path / "second")
     with pytest.raises(
         InputError,
-        match=r"first/data\.npz does not exist any more.*vitrail train NEWPATH --out \S+run --resume",
+        match=r"first/data\.npz does not exist any more.*vt\.train\(NEWPATH, out='\S+run', resume=True\)",
     ):
         train(out=out, resume=True)
     with pytest.raises(ConfigError, match=r"data\.train_images is 90, but 80 in the run"):
@@ -122,9 +122,9 @@ def test_data_that_has_moved(data, complete, tmp_path):
 
 
 def test_no_run_and_no_data(tmp_path, complete):
-    with pytest.raises(InputError, match=r"no run to resume in \S+.*give DATA to start a run"):
+    with pytest.raises(InputError, match=r"no run to resume in \S+.*give data to start a run"):
         train(out=tmp_path / "none", resume=True)
-    with pytest.raises(InputError, match="training needs DATA"):
+    with pytest.raises(InputError, match="training needs data"):
         train(out=tmp_path / "none")
     old = shutil.copytree(complete, tmp_path / "old")
     saved = config(old)
@@ -163,7 +163,7 @@ def test_from_and_teacher_are_remembered(data, complete, tmp_path):
 
     shutil.rmtree(out / "checkpoints")
     (out / "last.safetensors").unlink()
-    with pytest.raises(InputError, match=r"from file \S+ does not exist.*train --from NEWPATH --out"):
+    with pytest.raises(InputError, match=r"from file \S+ does not exist.*vt\.train\(from_='NEWPATH', out="):
         train(out=out, resume=True)
     with pytest.raises(ConfigError, match=r"start\.from_digest is "):
         train(out=out, resume=True, from_=tmp_path / "whole" / "last.safetensors")
@@ -171,7 +171,9 @@ def test_from_and_teacher_are_remembered(data, complete, tmp_path):
     assert fingerprints(out) == fingerprints(tmp_path / "whole")
 
     teacher.unlink()
-    with pytest.raises(InputError, match=r"teacher file \S+ does not exist.*train --teacher NEWPATH --out"):
+    with pytest.raises(
+        InputError, match=r"teacher file \S+ does not exist.*vt\.train\(teacher='NEWPATH', out="
+    ):
         train(out=out, resume=True)
 
 
@@ -221,7 +223,7 @@ def test_a_run_without_checkpoints_is_not_extended(complete, tmp_path):
     out = shutil.copytree(complete, tmp_path / "run")
     shutil.rmtree(out / "checkpoints")
     before = file_hashes(out)
-    with pytest.raises(FileError, match=r"has none; start a new run .*--from \S+last\.safetensors"):
+    with pytest.raises(FileError, match=r"has none; start a new run .*from_='\S+last\.safetensors"):
         train(out=out, resume=True, epochs=4)
     assert file_hashes(out) == before
 

@@ -301,7 +301,7 @@ def test_settings_are_checked(settings, named, tmp_path):
 def test_settings_without_a_model_type_are_ignored(tmp_path):
     save_pretrained(build("vit")[0], tmp_path)
     change_config(tmp_path, model_type=..., hidden_act="relu")
-    with pytest.raises(ConfigError, match="give heads"):
+    with pytest.raises(ConfigError, match="number of heads"):
         vt.load(tmp_path)
     assert vt.load(tmp_path, heads=4).model.config.activation == "gelu"
 

@@ -123,7 +123,7 @@ def test_a_run_from_scratch_on_few_photographs_names_the_other_way(photos, tmp_p
         callback=Listener(),
     )
     [note] = [text for text in said if text.startswith("From scratch with")]
-    assert "--from hf:facebook/deit-tiny-patch16-224 (downloads 23 MB once" in note
+    assert "from_='hf:facebook/deit-tiny-patch16-224' (downloads 23 MB once" in note
 
 
 def test_the_listed_models_have_valid_names_and_facts(hub, tmp_path):

@@ -42,7 +42,7 @@ def test_the_name_tells_or_a_note_says_that_it_is_a_guess(tmp_path, state, name,
     notes = " ".join(found.notes)
     told = "deit_" in name or "DeiT" in name or "augreg" in name
     assert ("the name of the file says" in notes) == told
-    assert ("--set preprocess=deit" in notes) == (not told)
+    assert ("preprocess='deit'" in notes) == (not told)
 
 
 def test_the_user_chooses_by_name(tmp_path, state):

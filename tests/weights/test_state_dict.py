@@ -88,10 +88,10 @@ def test_what_is_assumed_is_a_note_and_can_be_given(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "given", "message"),
     [
-        ({"width": 48, "heads": 6}, {}, r"number of heads.* width 48; give heads: --set heads"),
+        ({"width": 48, "heads": 6}, {}, r"number of heads.* width 48; give it: heads="),
         ({"width": 48, "heads": 6}, {"heads": 7}, "heads=7 does not divide"),
-        ({"position": "rotary"}, {}, r"give position and size: --set position="),
-        ({"position": "rotary"}, {"position": "rotary"}, r"give size: "),
+        ({"position": "rotary"}, {}, r"give position and size, such as position='sincos2d' and size=128"),
+        ({"position": "rotary"}, {"position": "rotary"}, "give size, such as size=128"),
         ({"position": "pairwise", "size": (8, 16)}, {}, r"not a square; give size"),
         ({"head": "mlp"}, {}, "give head=mlp, tanh or cosine"),
         ({"input": "text", "size": 9, "patch": 1, "vocabulary": 7}, {}, r"images only; .*\.save"),

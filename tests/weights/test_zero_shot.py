@@ -215,7 +215,7 @@ def test_prompts_from_files(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "prompts", "message"),
     [
-        (None, ["a {}"], "give --labels"),
+        (None, ["a {}"], "give labels="),
         ("cat", None, "at least two different classes"),
         ("cat,cat", None, "'cat' twice"),
         ("cat,,dog", None, "at least two different classes"),

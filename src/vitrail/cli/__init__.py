@@ -39,7 +39,7 @@ from vitrail.cli.sweep import sweep
 from vitrail.cli.train import check_options, train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
-from vitrail.errors import InputError, VitrailError, printable
+from vitrail.errors import InputError, VitrailError, command_line_names, printable
 
 app = typer.Typer(
     name="vitrail",
@@ -66,12 +66,13 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    pass
+    context.with_resource(command_line_names())
 
 
 def main() -> None:

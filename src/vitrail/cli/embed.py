@@ -40,7 +40,7 @@ def embed(
     engine: EngineOption = "local",
     batch: Annotated[
         int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 32,
     workers: options.WorkersOption = "auto",
     device: options.Device = None,

@@ -88,7 +88,7 @@ def evaluate(
     ] = None,
     batch: Annotated[
         int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 128,
     workers: options.WorkersOption = "auto",
     precision: options.Precision = None,

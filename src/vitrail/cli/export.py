@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from vitrail.cli import overrides as options
-from vitrail.errors import InputError, printable, suggest
+from vitrail.errors import printable
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
-    from vitrail.export.proof import Proof
+    from vitrail.exporters.api import Format
+    from vitrail.exporters.proof import Proof
 
 _FILE_NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "html": "classroom.html"}
-_DYNAMIC = ("batch", "size")
 
 
 def export(
@@ -84,97 +84,25 @@ def export(
     The HTML file is a page that runs a small model in any browser, without a server. A model that a
     format does not support is refused, and the message names the config field.
     """
-    if to not in _FILE_NAMES:
-        raise InputError(f"Unknown format {printable(repr(to))} for --to. {suggest(to, _FILE_NAMES)}")
-    path = out or Path(_FILE_NAMES[to])
-    if device is not None and to != "torch-export":
-        runtime = "a browser" if to == "html" else "ONNX Runtime"
-        raise InputError(
-            f"--device is for --to torch-export: {runtime} chooses the device itself; remove it."
-        )
-    overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    if to == "html":
-        if dynamic is not None or with_preprocess:
-            option = "--dynamic" if dynamic is not None else "--with-preprocess"
-            raise InputError(f"{option} is not for --to html; remove it.")
-        _export_page(model, path, overrides, examples or [], quiet)
+    from vitrail.exporters.api import export as export_model
+
+    result = export_model(
+        model,
+        out or Path(_FILE_NAMES.get(to, "model")),
+        to=cast("Format", to),
+        dynamic=None if dynamic is None else [name.strip() for name in dynamic.split(",")],
+        with_preprocess=with_preprocess,
+        examples=examples or (),
+        **options.parse_speedup(precision, calibration, min_agreement, keep),
+        **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
+    )
+    if result.proof is not None:
+        _show_proof(result.proof, result.path, result.config)
         return
-    if examples:
-        raise InputError(f"--examples is for --to html, not --to {to}; remove it.")
-    dimensions = _parse_dynamic(dynamic)
-    speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
-    if precision == "int8":
-        _export_int8(model, to, path, overrides, dimensions, with_preprocess, speedup)
-        return
-    if precision not in (None, "fp32"):
-        raise InputError(f"Files are exported in fp32 or int8, not in {precision}; remove --precision.")
-
-    from vitrail.export.onnx import write_onnx
-    from vitrail.export.torch_export import write_torch
-    from vitrail.export.writing import check_output
-    from vitrail.weights.load import load
-
-    check_output(path, Path(_FILE_NAMES[to]).suffix)
-    bundle = load(model, **overrides)
-    write = write_onnx if to == "onnx" else write_torch
-    proof = write(bundle, path, dynamic=dimensions, with_preprocess=with_preprocess)
-    _show_proof(proof, path, bundle.model.config)
-
-
-def _export_int8(
-    model: str,
-    to: str,
-    path: Path,
-    overrides: dict[str, Any],
-    dynamic: tuple[str, ...],
-    with_preprocess: bool,
-    speedup: dict[str, Any],
-) -> None:
-    if to != "onnx":
-        raise InputError(f"--precision int8 is for --to onnx, not --to {to}; remove it.")
-    if with_preprocess:
-        raise InputError("--precision int8 takes normalized images; remove --with-preprocess.")
-    if speedup["calibration"] is None:
-        raise InputError(
-            "int8 needs images like those to come, to set its scales and to compare answers with fp32; name "
-            "a folder with --calibration."
-        )
-    del speedup["precision"]
-
-    from vitrail.export.onnx_int8 import write_int8
-    from vitrail.export.writing import check_output
-    from vitrail.weights.load import load
-
-    check_output(path, ".onnx")
-    bundle = load(model, **overrides)
-    proof = write_int8(bundle, path, speedup.pop("calibration"), dynamic=dynamic, **speedup)
-    _show_proof(proof, path, bundle.model.config)
-
-
-def _parse_dynamic(dynamic: str | None) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in ("batch" if dynamic is None else dynamic).split(","))
-    for name in names:
-        if name not in _DYNAMIC:
-            raise InputError(
-                f"--dynamic takes batch or batch,size, not {printable(repr(name))}. {suggest(name, _DYNAMIC)}"
-            )
-    return names
-
-
-def _export_page(
-    model: str, path: Path, overrides: dict[str, Any], examples: list[Path], quiet: bool
-) -> None:
-    from vitrail.cli.inspect import expand_paths
-    from vitrail.export.html import check_page_path, write_classroom
-    from vitrail.weights.load import load
-
-    check_page_path(path)
-    images = expand_paths(examples)
-    bundle = load(model, **overrides)
-    notes = write_classroom(bundle, path, name=Path(model).stem, examples=images)
-    for note in [] if quiet else notes:
+    for note in [] if quiet else result.notes:
         print(f"note: {note}")
-    print(f"Saved {printable(path)} ({path.stat().st_size / 1e6:.1f} MB); open it in a browser.")
+    size_mb = result.path.stat().st_size / 1e6
+    print(f"Saved {printable(result.path)} ({size_mb:.1f} MB); open it in a browser.")
 
 
 def _show_proof(proof: Proof, path: Path, config: ViTConfig) -> None:

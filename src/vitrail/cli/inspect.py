@@ -62,12 +62,13 @@ def inspect(
     Without images, only the figures of the weights are drawn. Images that cannot be read are listed and
     skipped; the exit code is then 1.
     """
+    from vitrail.data.folders import expand_folders
     from vitrail.inspect.figure import InspectionRequest
     from vitrail.report.inspection import write_inspection
     from vitrail.weights.load import load
 
     check_empty_folder("--out", out)
-    paths = expand_paths(images or [])
+    paths = expand_folders(images or [])
     bundle = load(
         model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     )
@@ -88,21 +89,6 @@ def inspect(
     print(f"Saved {printable(out / 'index.html')}, and every figure as .png, .svg and .csv")
     if request.corrupt.reasons:
         raise typer.Exit(1)
-
-
-def expand_paths(paths: list[Path]) -> list[Path]:
-    """Files as they are, and every image below a folder."""
-    from vitrail.data.folders import list_images
-
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"{printable(path)} does not exist; check the path of the image.")
-        found = list_images(path) if path.is_dir() else [path]
-        if not found:
-            raise InputError(f"{printable(path)} has no images; name a folder with images.")
-        files += found
-    return files
 
 
 def _find_class(target: str, bundle: Bundle) -> int:

@@ -70,7 +70,7 @@ def predict(
     ] = None,
     batch: Annotated[
         int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 32,
     native: Annotated[
         bool,

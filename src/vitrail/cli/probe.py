@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def probe(
     ] = None,
     batch: Annotated[
         int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; it does not change the results."),
+        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 128,
     workers: options.WorkersOption = "auto",
     device: options.Device = None,
@@ -53,9 +54,10 @@ def probe(
     from vitrail.weights.load import load
 
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    dataset = open_dataset(data)
-    bundle = load(model, **arguments)
     with ProgressBars(enabled=not quiet) as bars:
+        rows, files = partial(bars, "reading rows", total=None), partial(bars, "reading files")
+        dataset = open_dataset(data, progress=files, on_rows=rows)
+        bundle = load(model, **arguments)
         result = probe_head(
             bundle, dataset, batch=batch, workers=options.parse_workers(workers), progress=bars
         )

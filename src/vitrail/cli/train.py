@@ -297,8 +297,8 @@ def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any],
         for fold in result.folds:
             print(f"fold {fold.number:>2}   accuracy {fold.accuracy:.2%} on {fold.val_images:,} images")
         print(
-            f"Mean accuracy {result.mean:.2%}, standard deviation between folds {result.deviation:.2%}; 95 % "
-            f"confidence interval {max(0, low):.2%} to {min(1, high):.2%}."
+            f"Mean accuracy {result.mean:.2%}, standard deviation between folds {result.deviation:.2%}; 95% "
+            f"confidence interval {low:.2%} to {high:.2%}."
         )
         for name in ("folds.json", "report.html"):
             if (out / name).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,19 @@ def _walk(root: Path, below: str, skipped: Skipped) -> list[str]:
         waiting += reversed(folders)
         if len(files) > _MAX_FILES:
             raise InputError(f"{printable(root / below)} holds more than {_MAX_FILES:,} files; split it.")
+    return files
+
+
+def expand_folders(paths: Iterable[Path]) -> list[Path]:
+    """Files as they are, and every image below a folder."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise InputError(f"{printable(path)} does not exist; check the path of the image.")
+        found = list_images(path) if path.is_dir() else [path]
+        if not found:
+            raise InputError(f"{printable(path)} has no images; name a folder with images.")
+        files += found
     return files
 
 

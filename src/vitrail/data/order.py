@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.data.lazy import LARGE
 from vitrail.data.rng import random_integer, random_permutation
 from vitrail.data.sources import Split
-from vitrail.errors import InputError
+from vitrail.errors import InputError, setting
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -130,7 +130,7 @@ def _balanced(split: Split, seed: int, epoch: int) -> Tensor:
     if len(split) > MAX_BALANCED:
         raise InputError(
             f"sampling=balanced is for at most {MAX_BALANCED:,} images, and these are {len(split):,}; use "
-            "--set class_weights=balanced."
+            f"{setting('class_weights', 'balanced')}."
         )
     order = random_permutation([seed, epoch], len(split))
     labels = torch.from_numpy(split.labels).long()[order]

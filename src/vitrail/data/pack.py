@@ -23,7 +23,7 @@ from PIL import Image
 
 from vitrail.data.content import content_keys
 from vitrail.data.packed import HEADER, MAGIC, ROW, SPLIT_NAMES, VERSION, PackIndex
-from vitrail.errors import FileError, InputError, printable
+from vitrail.errors import FileError, InputError, option, printable
 from vitrail.images.convert import apply_orientation
 from vitrail.images.decode import open_image
 from vitrail.images.workers import Task, Workers, choose_workers
@@ -264,7 +264,8 @@ def _space_checked(out: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise FileError(
                 f"There is no space left for {printable(out)}; free some and run the same command again, "
-                "which resumes it, or remove the .partial file and use --jpeg or a smaller --size."
+                f"which resumes it, or remove the .partial file and use {option('jpeg', True)} or a smaller "
+                "image size."
             ) from error
         raise
 

@@ -171,7 +171,7 @@ def _locked(out: Path, identity: str) -> Iterator[None]:
         before = file.read()
         if before and before != identity:
             raise InputError(
-                f"{printable(out)} holds a part of another pack: the data or --shard-size has changed since. "
+                f"{printable(out)} holds a part of another pack: the data or the shard size has changed. "
                 "Remove the folder, or choose another one."
             )
         if not before:

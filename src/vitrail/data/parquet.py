@@ -17,7 +17,7 @@ import numpy as np
 from vitrail.data.shards import by_split
 from vitrail.data.sources import Dataset, Split, build_dataset
 from vitrail.data.tables import LABEL_COLUMNS, numeric_order
-from vitrail.errors import FileError, InputError, printable, require_extra
+from vitrail.errors import FileError, InputError, printable, require_extra, setting
 from vitrail.images.parquet import ParquetImage
 from vitrail.images.stored import version_of
 
@@ -56,8 +56,8 @@ def read_parquet(path: Path, *, need_train: bool = True) -> Dataset:
         splits[name] = Split(labels, [image.image_name for image in images], images)
     rows = max((table.largest for table in every), default=0)
     note = (
-        f"Parquet: reading an image reads its row group of up to {rows:,} images. If that is slow, use --set "
-        "shuffle_block, or make shards with vitrail pack --to shards."
+        f"Parquet: reading an image reads its row group of up to {rows:,} images. If that is slow, use "
+        f"{setting('shuffle_block', ...)}, or make shards with vitrail pack --to shards."
     )
     return build_dataset(path.stem, classes, splits, [note] if rows > 1 else [])
 

@@ -161,6 +161,7 @@ def open_dataset(
     val_fraction: float = VAL_FRACTION,
     split_seed: int = 0,
     progress: Progress = lambda done, total: None,
+    on_rows: RowProgress = lambda rows: None,
 ) -> Dataset:
     """Open a data set; if it has neither val nor test, hold out a part of train as val (holdout.py).
 
@@ -170,8 +171,9 @@ def open_dataset(
         split_seed: another number than 0 holds out other images.
         progress: called as progress(files read, files in total) while shards without an index are read, and
             while the held-out images are chosen.
+        on_rows: as in `read_data`.
     """
-    data = read_data(path, progress=progress)
+    data = read_data(path, progress=progress, on_rows=on_rows)
     check_dataset(data, printable(path))
     data = replace(data, notes=[*data.notes, *_skip_notes(data), *class_notes(data)])
     if data.val or data.test:
@@ -232,10 +234,10 @@ def read_data(
         data = arrays.read_npz(file, need_train=need_train)
     else:
         if file.suffix.lower() in _ARCHIVES and file.exists():
-            raise InputError(f"{printable(path)} is an archive; unpack it, and give the folder as DATA.")
+            raise InputError(f"{printable(path)} is an archive; unpack it, and give the folder instead.")
         problem = "cannot be read as data" if file.exists() else "does not exist"
         raise InputError(
-            f"{printable(path)} {problem}; DATA must be a folder of images with a folder for each class, "
+            f"{printable(path)} {problem}; data must be a folder of images with a folder for each class, "
             "a .csv, .jsonl, .npz, .parquet or packed file, tar shards, or the word digits."
         )
     if len(data.classes) > MAX_CLASSES:

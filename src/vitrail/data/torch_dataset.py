@@ -172,28 +172,10 @@ def _check_memory(needed: int, where: str) -> None:
 
 def _to_pixels(image: Any, where: str) -> NDArray[np.uint8]:
     """One image as uint8 (H, W, C)."""
-    import torch
     from PIL import Image
+
+    from vitrail.images.convert import array_to_uint8
 
     if isinstance(image, Image.Image):
         image = np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
-    elif isinstance(image, torch.Tensor):
-        array = image.detach().cpu()
-        image = (array if array.ndim != 3 else array.permute(1, 2, 0)).numpy()
-    if not isinstance(image, np.ndarray):
-        raise InputError(
-            f"{where} must be a PIL image, an array (H, W, C) or a tensor (C, H, W), not {short_repr(image)}."
-        )
-    pixels = image[..., None] if image.ndim == 2 else image
-    if pixels.ndim != 3 or 0 in pixels.shape:
-        raise InputError(
-            f"{where} must have the shape (H, W, C), or (C, H, W) as a tensor, not {image.shape}."
-        )
-    if pixels.dtype == np.uint8:
-        return np.ascontiguousarray(pixels)
-    if pixels.dtype.kind == "f" and pixels.min() >= 0 and pixels.max() <= 1:
-        return np.rint(pixels * 255).astype(np.uint8)  # the inverse of torchvision's ToTensor
-    raise InputError(
-        f"{where} must be uint8, or floats from 0 to 1, not {pixels.dtype} from {pixels.min():.4g} to "
-        f"{pixels.max():.4g}; remove Normalize from the Dataset's transforms: the model normalizes by itself."
-    )
+    return np.ascontiguousarray(array_to_uint8(image, where))

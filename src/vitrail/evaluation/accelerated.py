@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.folders import list_images
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, option, printable
 from vitrail.fast.accelerate import accelerate
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.routes import LOSSY, Accelerated, Goal
@@ -41,7 +41,7 @@ def accelerate_bundle(bundle: Bundle, how: Speedup, goal: Goal = "throughput") -
         if how.calibration is None:
             raise InputError(
                 f"{how.precision} is lossy and needs images like those to come, to set its scales and to "
-                "compare answers with fp32; name a folder with --calibration, or calibration= in Python."
+                f"compare answers with fp32; name a folder with {option('calibration', 'photos/')}."
             )
         images, labels = read_calibration(bundle, how.calibration)
     options: dict[str, Any] = {"precision": how.precision, "min_agreement": how.min_agreement}

@@ -1,4 +1,7 @@
-"""The forward pass over a split: independent of batch size and number of processes."""
+"""The forward pass over a split: independent of the number of processes.
+
+The batch size changes the outputs by rounding only: matrix products of another shape add in another order.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Classification metrics: pure functions of logits and labels.
 
-Everything is computed in float64 over all images at once, so the numbers do not depend on the batch size.
+Everything is computed in float64 over all images at once, so the numbers depend on the batch size only by
+the rounding of the logits.
 """
 
 from __future__ import annotations

@@ -14,14 +14,13 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.probes import fit_head, select_l2
+from vitrail.evaluation.selection import Progress
 from vitrail.model import ViT, surgery
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from vitrail.images.preprocess import Preprocess
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ from vitrail.evaluation.probes import (
 )
 from vitrail.evaluation.real import read_real_labels, real_accuracy
 from vitrail.evaluation.scale import Scale, load_scale
-from vitrail.evaluation.selection import Selection, select_images
+from vitrail.evaluation.selection import Progress, Selection, select_images
 from vitrail.evaluation.thresholds import DEFAULT
 from vitrail.fast.routes import Accelerated
 from vitrail.fields import short_repr
@@ -59,9 +59,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 30  # of features in memory
 _MAX_BATCH = 1_000_000
-
-Progress = Callable[[str, int, int], None]
-"""Called with the split, the number of images done, and the number of images in the split."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,8 @@ def evaluate(
         classes: names for numbered classes of the data, as `vitrail.train` takes them: a list, a mapping from
             class to name, or a file.
         map: names of the data's classes that the model has under other names: {"tabby": "cat"}.
-        batch: images per forward pass. Neither it nor the number of torch.distributed processes changes
-            the results.
+        batch: images per forward pass. The number of torch.distributed processes does not change the results,
+            the batch only by rounding: the loss in the eighth digit or so.
         workers: processes or threads that decode files; "auto" chooses by the cores and the images.
         real: ImageNet-ReaL labels, or a file with them.
         probe: any of knn, linear and fewshot; they are fitted on the training split.
@@ -176,7 +173,8 @@ def evaluate(
         target_accuracy: the accuracy that predictions above the confidence threshold must reach.
         speedup: how to accelerate the model: `Speedup(precision="int8", calibration="photos/")`. The notes
             then say what was done. Probes need the model as it is.
-        progress: called as progress(split, images done, images in total).
+        progress: called as progress(split, images done, images in total); while the rows of a table are read,
+            as progress("reading rows", rows done, None).
     """
     start = time.perf_counter()
     probes = check_probes([probe] if isinstance(probe, str) else probe)
@@ -185,7 +183,7 @@ def evaluate(
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = as_bundle(bundle)
     config = bundle.model.config
-    selected = select_images(bundle, data, split, map, probes, classes)
+    selected = select_images(bundle, data, split, map, probes, classes, progress)
     name, images, names, columns = selected.split, selected.images, selected.classes, selected.columns
     notes, multilabel = selected.notes, images.labels.ndim == 2
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
@@ -303,7 +301,7 @@ def _run_split(
         )
     if _device(bundle).type == "cpu":
         count = min(batch, len(images))
-        do = "use a smaller --batch or --size"
+        do = "use a smaller batch or image size"
         check_fits(forward_bytes(config, count), config, count, "An evaluation", do)
     distributed = dist.is_available() and dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)

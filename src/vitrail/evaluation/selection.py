@@ -6,9 +6,10 @@ the model's by name. The data may lack some of them; the model can still predict
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from vitrail.weights.labels import map_classes, match_labels
 from vitrail.weights.match import join_names
 
 SPLITS = ("train", "val", "test", "all")
+Progress = Callable[[str, int, int | None], None]
+"""Called with a split, the number of images done, and the number of images in it; or, while a table is read,
+with "reading rows", the number of rows, and None."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def select_images(
     mapping: Mapping[str, str] | None = None,
     probes: Sequence[str] = (),
     names: ClassNames | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Selection:
     """Open the data, choose a split, and match its classes to the model's.
 
@@ -61,10 +66,11 @@ def select_images(
         mapping: from names of the data's classes to names of the model's.
         probes: the probes that will be fitted on the training images.
         names: for numbered classes of the data.
+        progress: called while the rows of a table, or files to hold out, are read.
     """
     if split is not None and split not in SPLITS:
         raise InputError(f"Unknown split {split!r}. {suggest(split, SPLITS)}")
-    opened = data if isinstance(data, Dataset) else open_for_evaluation(data, split, probes)
+    opened = data if isinstance(data, Dataset) else open_for_evaluation(data, split, probes, progress)
     opened = opened if names is None else rename_classes(opened, names)
     name, images = _choose_split(opened, split)
     _check_model(bundle, opened, images, probes)
@@ -81,15 +87,20 @@ def select_images(
     return Selection(opened.name, name, images, train, classes, columns, notes, source)
 
 
-def open_for_evaluation(path: Any, split: str | None = None, probes: Sequence[str] = ()) -> Dataset:
+def open_for_evaluation(
+    path: Any,
+    split: str | None = None,
+    probes: Sequence[str] = (),
+    progress: Progress = lambda what, done, total: None,
+) -> Dataset:
     """Open a data set.
 
     If it has neither val nor test, and `split` is train or val or there are probes to fit, a part is held
     out, the same as in training by default.
     """
-    data = open_labeled(path)
+    data = open_labeled(path, lambda rows: progress("reading rows", rows, None))
     if not (data.val or data.test) and (split in ("train", "val") or probes):
-        return hold_out_validation(data)
+        return hold_out_validation(data, progress=partial(progress, "reading files"))
     return data
 
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.content import content_keys
 from vitrail.data.sources import Dataset, concatenate, open_dataset
-from vitrail.errors import FileError, InputError, MissingExtra, printable
-from vitrail.experiment.interval import confidence_interval
+from vitrail.errors import FileError, InputError, MissingExtra, option, printable
+from vitrail.experiment.interval import fraction_interval
 from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
 from vitrail.report.folds import folds_page
@@ -65,7 +65,7 @@ class CrossValidation(Summary):
     def summary(self) -> dict[str, str]:
         """The folder, the mean accuracy and its spread."""
         low, high = self.interval
-        accuracy = f"{self.mean:.2%}, 95 % interval {max(0, low):.2%} to {min(1, high):.2%}"
+        accuracy = f"{self.mean:.2%}, 95% interval {low:.2%} to {high:.2%}"
         return {"folder": str(self.out), "folds": str(len(self.folds)), "mean accuracy": accuracy}
 
     @property
@@ -81,9 +81,10 @@ class CrossValidation(Summary):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % confidence interval of the mean, by Student's t. The folds share most of their training
-        images, so that it is a little too narrow."""
-        found = confidence_interval([fold.accuracy for fold in self.folds])
+        """The 95 % confidence interval of the mean, by Wilson's score with the variance between folds. The
+        folds share most of their training images, so that it is a little too narrow."""
+        images = sum(fold.val_images for fold in self.folds)
+        found = fraction_interval([fold.accuracy for fold in self.folds], images)
         assert found is not None
         return found
 
@@ -121,8 +122,8 @@ def cross_validate(
     count = as_integer("folds", folds, 2, _MAX_FOLDS)
     if options.get("minutes") is not None:
         raise InputError(
-            "--folds and --minutes exclude each other: all folds must have the same number of epochs, which "
-            "the time would decide; use --epochs."
+            f"{option('folds')} and {option('minutes')} exclude each other: all folds must have the same "
+            "number of epochs, which the time would decide; set the number of epochs instead."
         )
     if init_process_group().count > 1:
         raise InputError("cross-validation runs in one process; start it without torchrun.")
@@ -196,17 +197,17 @@ def _prepare_folder(folder: Path, resume: bool, folds: int) -> None:
     ours = {_RECORD, _REPORT, *(f"fold-{number + 1}" for number in range(folds))}
     record = folder / _RECORD
     if (names and not resume) or names - ours or (folder.exists() and not folder.is_dir()):
-        advice = "choose another folder" if resume else "choose another folder, or add --resume"
+        advice = "" if resume else f", or add {option('resume', True)}"
         raise FileError(
-            f"--out must be a new or empty folder, or that of a cross-validation with {folds} folds, and "
-            f"{printable(folder)} is not; {advice}."
+            f"{option('out')} must be a new or empty folder, or that of a cross-validation with {folds} "
+            f"folds, and {printable(folder)} is not; choose another folder{advice}."
         )
     if record.exists():
         before = json.loads(record.read_text()).get("count", folds)
         if before != folds:
             raise InputError(
-                f"{printable(folder)} is a cross-validation with {before} folds, not {folds}; use --folds "
-                f"{before}, or another --out."
+                f"{printable(folder)} is a cross-validation with {before} folds, not {folds}; use "
+                f"{option('folds', before)}, or choose another folder."
             )
         return
     folder.mkdir(parents=True, exist_ok=True)

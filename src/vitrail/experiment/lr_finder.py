@@ -174,5 +174,5 @@ def _check_folder(folder: Path) -> Path:
     names = [folder / f"lr.{ending}" for ending in ("json", "png", "svg")]
     there = [path for path in names if path.exists()]
     if there or (folder.exists() and not folder.is_dir()):
-        raise FileError(f"{printable((there or [folder])[0])} exists; choose another --out.")
+        raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
     return folder

@@ -20,7 +20,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.mixing import Mixing
 from vitrail.data.rng import random_uniform
 from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, printable
+from vitrail.errors import FileError, option, printable
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.fields import as_integer
 from vitrail.io.write import PARTIAL, write_text
@@ -249,5 +249,5 @@ def _check_folder(folder: Path) -> None:
     if foreign or (folder.exists() and not folder.is_dir()):
         reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
         raise FileError(
-            f"--out must be a new or empty folder, or a sweep's, and {printable(folder)} {reason}."
+            f"{option('out')} must be a new or empty folder, or a sweep's, and {printable(folder)} {reason}."
         )

@@ -124,5 +124,5 @@ def explain_errors() -> Iterator[None]:
         reason = next(iter(str(cause).strip().splitlines()), "")
         raise InputError(
             f"torch cannot trace this model: {type(cause).__name__}: {printable(reason, 300).rstrip('.')}. "
-            "Try it without --dynamic size, or use the vitrail file itself."
+            "Try it without a dynamic size, or use the vitrail file itself."
         ) from error

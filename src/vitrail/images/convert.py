@@ -9,6 +9,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from vitrail.errors import InputError
+from vitrail.fields import short_repr
 from vitrail.images.preprocess import MODES
 
 if TYPE_CHECKING:
@@ -48,6 +49,53 @@ def to_uint8(image: Image.Image, channels: int) -> NDArray[np.uint8]:
     for box in _strips(upright):  # np.asarray would allocate the memory for all of it twice
         array[box[1] : box[3]] = np.asarray(upright.crop(box))
     return array
+
+
+def array_to_uint8(image: Any, what: str = "An image") -> NDArray[np.uint8]:
+    """The pixels, uint8 (h, w, C), of an array (h, w) or (h, w, C), or of a tensor (h, w) or (C, h, w).
+
+    Floats must lie between 0 and 1, as torchvision's ToTensor makes them.
+
+    Args:
+        what: the image, for messages.
+    """
+    array = image if isinstance(image, np.ndarray) else _tensor_to_array(image, what)
+    pixels = array[..., None] if array.ndim == 2 else array
+    if pixels.ndim != 3 or 0 in pixels.shape:
+        raise InputError(
+            f"{what} must have the shape (h, w, C), or (C, h, w) as a tensor, and not be empty; this one has "
+            f"the shape {tuple(image.shape)}."
+        )
+    if pixels.dtype == np.uint8:
+        return pixels
+    check_pixel_range(pixels, what)
+    return np.rint(pixels * 255).astype(np.uint8)
+
+
+def check_pixel_range(images: Any, what: str) -> None:
+    """Check that an array or a tensor is uint8, or floats from 0 to 1."""
+    kind = str(images.dtype).removeprefix("torch.")
+    if kind == "uint8" or 0 in images.shape:
+        return
+    low, high = float(images.min()), float(images.max())
+    if "float" not in kind or not (low >= 0 and high <= 1):  # also false for NaN
+        advice = "remove Normalize: the model normalizes by itself" if low < 0 else "convert it to uint8"
+        raise InputError(
+            f"{what} must be uint8, or floats from 0 to 1, not {kind} from {low:.4g} to {high:.4g}; {advice}."
+        )
+
+
+def _tensor_to_array(image: Any, what: str) -> NDArray[Any]:
+    import torch
+
+    if not isinstance(image, torch.Tensor):
+        raise InputError(
+            f"{what} must be a PIL image, an array (h, w, C) or a tensor (C, h, w), not {short_repr(image)}; "
+            "open a file with PIL.Image.open."
+        )
+    tensor = image.detach().cpu()
+    tensor = tensor.float() if tensor.is_floating_point() else tensor
+    return (tensor.permute(1, 2, 0) if tensor.ndim == 3 else tensor).numpy()
 
 
 def apply_orientation(image: Image.Image, channels: int) -> Image.Image:

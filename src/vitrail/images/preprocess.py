@@ -150,7 +150,8 @@ class Preprocess(Config):
     # ---- images -----------------------------------------------------------------------------
 
     def pixels(self, image: Image.Image | NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The pixels that the model sees, uint8 (H, W, C), of a PIL image or a uint8 array (h, w, C)."""
+        """The pixels that the model sees, uint8 (H, W, C), of a PIL image, an array (h, w, C) or a tensor
+        (C, h, w): uint8, or floats from 0 to 1."""
         from PIL import Image
 
         from vitrail.images.convert import resize_array
@@ -196,26 +197,18 @@ class Preprocess(Config):
         return apply_orientation(image, 3) if stays and all(image.size) else self.to_array(image)
 
     def to_array(self, image: Any) -> NDArray[np.uint8]:
-        import numpy as np
+        """The pixels of an image, uint8 (h, w, C), before they are resized."""
         from PIL import Image
 
-        from vitrail.images.convert import to_uint8
+        from vitrail.images.convert import array_to_uint8, to_uint8
 
-        array = to_uint8(image, self.channels) if isinstance(image, Image.Image) else image
-        if not isinstance(array, np.ndarray) or array.dtype != np.uint8:
-            kind = f"{type(image).__name__} {getattr(image, 'dtype', '')}".strip()
+        pixels = array_to_uint8(to_uint8(image, self.channels) if isinstance(image, Image.Image) else image)
+        if pixels.shape[2] != self.channels:
+            shapes = f"(h, w, {self.channels}), or ({self.channels}, h, w) as a tensor"
             raise InputError(
-                f"An image must be a PIL image or a uint8 array with pixels from 0 to 255, not {kind}; open "
-                "a file with PIL.Image.open, and convert an array to uint8."
+                f"An image must have the shape {shapes}; this one has the shape {tuple(image.shape)}."
             )
-        shape = array.shape
-        array = array[..., None] if array.ndim == 2 else array
-        if array.ndim != 3 or array.shape[2] != self.channels or 0 in array.shape:
-            raise InputError(
-                f"An image must have the shape (h, w, {self.channels}) and not be empty; this one has "
-                f"the shape {shape}."
-            )
-        return array
+        return pixels
 
     def resize_bytes(self, height: int, width: int) -> int:
         """An upper bound of the memory that resizing takes in Pillow and torch, beside the image itself.

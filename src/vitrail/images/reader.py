@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, printable, setting
 from vitrail.images.decode import MinSize, open_image, suppress_warnings
 from vitrail.images.packed import PackedImage
 from vitrail.images.stored import StoredImage
@@ -184,7 +184,7 @@ class ImageReader:
             return
         name, reason = printable(self.source.paths[index]), reason.rstrip(".")
         reason = reason if name in reason else f"{name} cannot be read: {reason}"
-        raise InputError(f"{reason}. To skip unreadable files, use --set corrupt=skip.")
+        raise InputError(f"{reason}. To skip unreadable files, use {setting('corrupt', 'skip')}.")
 
 
 def _pick(paths: Sequence[Path | StoredImage], numbers: list[int]) -> Sequence[Path | StoredImage]:

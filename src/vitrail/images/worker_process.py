@@ -154,7 +154,7 @@ class WorkerProcesses:
     def _failure(self, error: Exception) -> Exception:
         """A sentence for a worker that has died, or has no memory; other errors stay what they are."""
         codes = {worker.exitcode for worker in self.results._workers} - {None, 0}
-        advice = "use fewer workers (--set workers=2), or --set workers=0 for none"
+        advice = "use fewer workers, or none (0)"
         if -getattr(signal, "SIGBUS", 0) in codes or "shared memory" in str(error):
             free = shared_memory_free()
             return WorkerError(
@@ -174,7 +174,7 @@ class WorkerProcesses:
             )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return WorkerError(
-            f"A worker process that decodes images has crashed ({how}); run it with --set workers=0, or "
+            f"A worker process that decodes images has crashed ({how}); use no workers (0), or "
             "check the files with vitrail doctor."
         )
 

@@ -97,9 +97,12 @@ class InspectionRequest:
         split = Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
         keys = content_keys(split, progress=lambda done, total: self.progress("content keys", done, total))
         count = int(self.bundle.fingerprint.contains(keys).sum())
-        about = "" if self.bundle.fingerprint.is_exact else "about "
-        images = f"{len(names):,} image{'s' * (len(names) > 1)}"
-        return f"The model was trained on {f'{about}{count:,}' if count else 'none'} of these {images}."
+        exact = self.bundle.fingerprint.is_exact
+        if len(names) == 1:
+            how = "" if exact else "probably "
+            return f"The model was {how if count else 'not '}trained on this image."
+        some = f"{'' if exact else 'about '}{count:,}" if count else "none"
+        return f"The model was trained on {some} of these {len(names):,} images."
 
     def batches(self, name: str) -> Iterator[Tensor]:
         """The same as model inputs, (b, C, H, W)."""

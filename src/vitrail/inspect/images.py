@@ -85,7 +85,7 @@ def check_weights_fit(model: ViT, images: int, blocks: int = 1) -> None:
     """Check that the attention weights of `blocks` blocks, (B, k, T, T) each, fit in memory."""
     if device_of(model).type == "cpu":
         needed = blocks * attention_bytes(model.config, images)
-        advice = "use a smaller --size or fewer images at once"
+        advice = "use a smaller image size or fewer images at once"
         check_fits(needed, model.config, images, "Recording attention", advice)
 
 

@@ -80,7 +80,7 @@ class Index:
         golden = Embedder(predictor).golden()
         if golden.shape != self.golden.shape or np.abs(golden - self.golden).max(initial=0) > _TOLERANCE:
             raise InputError(
-                "The index was made by another model or with other settings (--set), so embeddings cannot "
+                "The index was made by another model or with other settings, so embeddings cannot "
                 f"be compared; use {printable(self.model)} as it was, or make the index again."
             )
 

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from vitrail import __version__
-from vitrail.errors import FileError, InputError, printable
+from vitrail.errors import FileError, InputError, option, printable
 from vitrail.io.read import open_regular, parse_json, read_limited
 from vitrail.io.write import remove_partial, write_text
 from vitrail.predict.engine import OnnxEngine
@@ -33,9 +33,9 @@ _WORDS = {
     "list": "the list of images has changed",
     "model": "the model or its options have changed",
     "content": "it has predictions where embeddings are wanted, or the reverse",
-    "form": "it was written with another --format",
-    "top": "it was written with another --top",
-    "part_size": "it was written with another --part-size",
+    "form": "it was written in another format",
+    "top": "it was written with another number of classes per image",
+    "part_size": "it was written with another part size",
 }
 
 Progress = Callable[[int, int], None]
@@ -87,14 +87,16 @@ class Parts:
             **asdict(options),
         }
         if os.path.lexists(folder) and not folder.is_dir():
-            raise InputError(f"--out must name a folder for parts, and {printable(folder)} is a file.")
+            raise InputError(
+                f"{option('out')} must name a folder for parts, and {printable(folder)} is a file."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         if not path.exists():
             if any(not name.name.startswith(".") for name in folder.iterdir()):
                 raise InputError(
-                    f"--out must name a new or empty folder, or one with parts of the same prediction, and "
-                    f"{printable(folder)} has no {MANIFEST}; name another folder."
+                    f"{option('out')} must name a new or empty folder, or one with parts of the same "
+                    f"prediction, and {printable(folder)} has no {MANIFEST}; name another folder."
                 )
             with suppress(InputError):  # another process was faster: what it wrote is checked below
                 write_text(path, json.dumps(manifest, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """Predictions from images, files and folders.
 
 predict = vt.Predictor("pets.safetensors")
-predict("cat.jpg").label                                 # a file, a PIL image or an array: one Prediction
+predict("cat.jpg").label                       # a file, a PIL image, an array or a tensor: one Prediction
 predict(["cat.jpg", image]), predict("photos/")          # a list or a folder: a list of them
 vt.Predictor("pets.onnx")                                # the same from an exported file
 for prediction in predict.stream(["photos/"]): ...       # one at a time, in constant memory
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+from torch import Tensor
 
 from vitrail.errors import InputError, printable
 from vitrail.evaluation.accelerated import Speedup
@@ -25,6 +26,7 @@ from vitrail.evaluation.scale import load_scale
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.routes import Acceleration
 from vitrail.fields import short_repr
+from vitrail.images.convert import check_pixel_range
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers
 from vitrail.memory import check_fits, forward_bytes, memory_limit
@@ -48,7 +50,7 @@ PREFETCH = 3  # batches that are read ahead of the model
 
 
 class Predictor:
-    """Predict labels, scores and embeddings. Neither `batch` nor `workers` changes a prediction.
+    """Predict labels, scores and embeddings. `workers` does not change them, `batch` by rounding only.
 
     Args:
         model: a bundle, a ViT (with default preprocessing), an .onnx file written by `vitrail export`, or
@@ -106,12 +108,14 @@ class Predictor:
     @overload
     def __call__(self, images: Sequence[Any]) -> list[Prediction]: ...
     @overload
-    def __call__(self, images: NDArray[np.uint8]) -> Prediction | list[Prediction]: ...
+    def __call__(self, images: NDArray[Any] | Tensor) -> Prediction | list[Prediction]: ...
 
     def __call__(self, images: Any) -> Prediction | list[Prediction]:
-        """One Prediction for one image; a list of them for a list, a folder or an array (N, h, w, C).
+        """One Prediction for one image; a list of them for a list, a folder or many in one array.
 
-        A single image that cannot be read raises an error; in a list it has a reason in `.error`.
+        An image is a path, a PIL image, an array (h, w, C) or a tensor (C, h, w): uint8, or floats from 0 to
+        1. Many are an array (N, h, w, C) or a tensor (N, C, h, w). A single image that cannot be read raises
+        an error; in a list it has a reason in `.error`.
         """
         if not _is_single(images) or _is_folder(images):
             return list(self.stream(images))
@@ -123,12 +127,24 @@ class Predictor:
 
     def stream(self, images: Iterable[Any]) -> Iterator[Prediction]:
         """Predictions in the order of the images, in constant memory; `images` may be a generator."""
+        self._check_given(images)
         given = [images] if _is_single(images) else images
         ahead = min(PREFETCH * self.batch, self._prefetch_limit())
         how: dict[str, Any] = {"workers": self.workers, "ahead": ahead, "busy": self.on_cpu}
         with closing(prefetch(expand_paths(given), self.preprocess, **how)) as read:
             while batch := list(islice(read, self.batch)):
                 yield from self.predict_batch(batch)
+
+    def _check_given(self, images: Any) -> None:
+        """One error for what holds no images at all, rather than one for each row."""
+        if isinstance(images, (np.ndarray, Tensor)) and images.ndim > 3 and len(images):
+            check_pixel_range(images, "A batch of images")
+            self.preprocess.to_array(images[0])
+        elif isinstance(images, (bytes, Mapping)) or not (_is_single(images) or hasattr(images, "__iter__")):
+            raise InputError(
+                "Predictor takes a path, a PIL image, an array (h, w, C), a tensor (C, h, w), or a list of "
+                f"them, not {short_repr(images)}."
+            )
 
     def predict_batch(self, batch: list[tuple[str, PixelsOrReason]]) -> Iterator[Prediction]:
         """Predictions for names with pixels (H, W, C), or with the reason why there are none."""
@@ -212,7 +228,7 @@ def _is_single(images: Any) -> bool:
     from PIL import Image
 
     alone = isinstance(images, (str, os.PathLike, Image.Image))
-    return alone or (isinstance(images, np.ndarray) and images.ndim < 4)
+    return alone or (isinstance(images, (np.ndarray, Tensor)) and images.ndim < 4)
 
 
 def _is_folder(path: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import InputError, require_extra
+from vitrail.errors import InputError, option, require_extra
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.parts import PartOptions, PartResult, Parts, Progress
 from vitrail.predict.predictor import Predictor
@@ -58,7 +58,10 @@ def write_with_ray(
         from ray.util import ActorPool
 
     if not isinstance(model, str):
-        raise InputError("--engine ray needs a model file, and not one with --labels; use --engine local.")
+        raise InputError(
+            f"{option('engine', 'ray')} needs a model file, and not one with {option('labels')}; use "
+            f"{option('engine', 'local')}."
+        )
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")

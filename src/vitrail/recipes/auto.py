@@ -252,5 +252,5 @@ def _reason(data: Dataset, context: RunContext, machine: _Machine, model: ViTCon
     given = "as given" if context.epochs is not None else f"meant for {meant} {where}"
     return (
         f"Recipe auto: for {len(data.train):,} training images on {machine.name}, "
-        f"{'' if context.model else own}{epochs} epochs ({given})."
+        f"{'' if context.model else own}{epochs} epoch{'s' * (epochs != 1)} ({given})."
     )

@@ -11,7 +11,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.augment import Augment
 from vitrail.data.holdout import VAL_FRACTION
 from vitrail.data.mixing import Mixing
-from vitrail.errors import ConfigError, suggest
+from vitrail.errors import ConfigError, setting, suggest
 from vitrail.fields import (
     FOREIGN_NAMES,
     Config,
@@ -304,8 +304,8 @@ def unknown_setting(name: str) -> str:
     for part, config in parts.items():
         if ours not in own and ours in config.__dataclass_fields__:
             return (
-                f"TrainConfig has no field {name!r}; it is a setting of {part}: --set {part}.{ours}=VALUE "
-                f"(in Python {part}=dict({ours}=...))."
+                f"TrainConfig has no field {name!r}; it is a setting of {part}: "
+                f"{setting(f'{part}.{ours}', ...)}."
             )
     return unknown_field("TrainConfig", name, own)
 

@@ -213,7 +213,7 @@ def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:
 def no_data(out: Path, resume: bool) -> str:
     """The message for a run without data."""
     if not resume:
-        return "training needs DATA: a folder of images, a .csv, .jsonl or .npz file, or the word digits."
+        return "training needs data: a folder of images, a .csv, .jsonl or .npz file, or the word digits."
     if (out / "config.json").exists():
-        return f"{printable(out)} does not record its data; resume it with DATA and the run's settings."
-    return f"there is no run to resume in {printable(out)}; check --out, or give DATA to start a run."
+        return f"{printable(out)} does not record its data; give the data and the run's settings again."
+    return f"there is no run to resume in {printable(out)}; check the folder, or give data to start a run."

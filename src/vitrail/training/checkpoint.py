@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitrail.errors import FileError, printable
+from vitrail.errors import FileError, option, printable
 from vitrail.io.write import atomic_folder, remove_partial, write_text
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards
@@ -143,7 +143,7 @@ def _checkpoint_folder(folder: Path, step: int, keep: int, damaged: Iterable[Pat
         raise FileError(
             f"the checkpoint {printable(path)} could not be written: {printable(reason, 400).rstrip('.')}. "
             "The checkpoint before it is unchanged. Free some disk space or check the permissions, then "
-            "resume with --resume."
+            f"resume with {option('resume', True)}."
         ) from error
     good = [one for one in list_checkpoints(folder) if one == path or one not in damaged]
     at = good.index(path)  # those of later steps are damaged, or their steps would not be taken again

@@ -5,6 +5,9 @@ Progress is a bar at a terminal, and a line every half minute in a file or a pip
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +35,11 @@ class ConsoleCallback:
         self._due: Interval | None = None  # when the next line of progress is
         self._start = 0.0
 
+    @property
+    def shows_bars(self) -> bool:
+        """Whether a bar is shown before the run, too: while rows and files are read."""
+        return self._bars.enabled
+
     def __enter__(self) -> ConsoleCallback:
         return self
 
@@ -40,7 +48,7 @@ class ConsoleCallback:
 
     def on_message(self, text: str) -> None:
         if not self.brief:
-            print(printable(text, 400), flush=True)
+            print(fit_terminal(printable(text, 400)), flush=True)
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         print_rows({name: plan[name] for name in _BRIEF_PLAN} if self.brief else plan)
@@ -62,6 +70,23 @@ class ConsoleCallback:
     def close(self) -> None:
         """Remove the progress bar."""
         self._bars.close()
+
+
+def fit_terminal(text: str) -> str:
+    """A message in lines as wide as the terminal, broken between words; as it is in a file or a pipe.
+
+    A command at its end stays in one line, to be copied.
+    """
+    if not sys.stdout.isatty():
+        return text
+    sentence, colon, command = text.partition(": vitrail ")
+    lines = textwrap.wrap(
+        sentence + colon[:1],
+        shutil.get_terminal_size().columns,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join([*lines, *[f"vitrail {command}"] * bool(colon)])
 
 
 def print_rows(rows: Mapping[str, Any]) -> None:

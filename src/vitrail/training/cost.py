@@ -230,7 +230,7 @@ def describe_cost(
         "hsdp": "hsdp: the model fits in shards on the GPUs of a node",
         "fsdp": "fsdp: the model needs shards over all GPUs",
     }
-    advice = "" if cost.fits else "; it does not fit: use --checkpoint-blocks, --accumulate or more GPUs"
+    advice = "" if cost.fits else "; it does not fit: checkpoint its blocks, accumulate, or use more GPUs"
     rate = batch / cost.seconds
     plan = {
         "model": f"{name}: {millions:,.0f} million parameters, {config.tokens} tokens",

@@ -39,6 +39,7 @@ class _Both:
 
     def __init__(self, display: Callback, own: Callback) -> None:
         self.callbacks = (display, own)
+        self.shows_bars = getattr(display, "shows_bars", False)
 
     def on_message(self, text: str) -> None:
         for callback in self.callbacks:

@@ -21,6 +21,6 @@ def early_stop(history: Sequence[Mapping[str, Any]], patience: int | None) -> st
     if last - best["epoch"] < patience:
         return None
     return (
-        f"Stopped early after epoch {last}: the validation accuracy was best after epoch {best['epoch']}, "
-        f"{best['val_accuracy']:.2%}, and not better for {last - best['epoch']} epochs (patience {patience})."
+        f"Stopped early after epoch {last}: the validation accuracy was {best['val_accuracy']:.2%} after "
+        f"epoch {best['epoch']}, and not higher since (patience {patience})."
     )

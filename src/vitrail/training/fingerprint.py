@@ -33,7 +33,8 @@ def run_fingerprint(out: Path, data: Dataset, start: Bundle | None, callback: Ca
             f"than {MAX_IMAGES:,}. vitrail evaluate cannot tell then whether it has seen an image."
         )
         return None
-    keys = content_keys(data.train, data.source_of("train"), ReadingReporter(callback, "for the fingerprint"))
+    with ReadingReporter(callback, "for the fingerprint") as report:
+        keys = content_keys(data.train, data.source_of("train"), report)
     fingerprint = fingerprint_of(keys) | (start.fingerprint if start else None)
     write_npz(out / FILE_NAME, {**fingerprint.arrays(), "images": np.array(fingerprint.describe())})
     return fingerprint

@@ -1,8 +1,9 @@
-"""How fast a run reads its image files, measured before the first step, and how long a step takes then."""
+"""How a run reads its image files: how fast, measured before the first step, and which no step uses."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -50,6 +51,21 @@ def measure_loading(trainer: Trainer) -> float | None:
         if time.perf_counter() - start > _SECONDS:
             break
     return read / (time.perf_counter() - start) if read else None
+
+
+def read_unused(trainer: Trainer) -> None:
+    """Read the images of the first epoch's incomplete last batch, which no step uses.
+
+    So a file that cannot be read is found in the first epoch, wherever it is in the order.
+    """
+    t, count = trainer, len(trainer.data.train)
+    rest = torch.arange(min(t.steps_per_epoch * t.batch, count), count)
+    if t.data.train.paths is None or not len(rest):
+        return
+    own = t.order(0)[rest][t.ranks.rank :: t.ranks.count]
+    reader = Reader(t.data.train, t.preprocess, workers=t.workers, corrupt=t.corrupt)
+    deque(reader.batches((0, part) for part in own.split(_REQUEST)), maxlen=0)
+    t.corrupt.reasons = t.ranks.union(t.corrupt.reasons)
 
 
 def _requests(trainer: Trainer) -> Iterator[tuple[int, Tensor]]:

@@ -8,7 +8,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import FileError, printable
+from vitrail.errors import FileError, option, printable
 from vitrail.training.callbacks import Callback, Progress, epoch_line, progress_line
 from vitrail.training.clock import Interval
 
@@ -74,5 +74,6 @@ class LogFile:
         except OSError as error:
             raise FileError(
                 f"the log {printable(self.path)} could not be written: {printable(error.strerror or error)}. "
-                "Free some disk space or check the permissions, then resume with --resume."
+                "Free some disk space or check the permissions, then resume with "
+                f"{option('resume', True)}."
             ) from error

@@ -91,7 +91,7 @@ def fit_minutes(rehearsal: Trainer, budget: TimeBudget) -> Rehearsed:
             pace = rehearse(t, min(_MOST_SECONDS, _REHEARSAL * 60 * budget.minutes))
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):  # the run itself reports it, with advice
-            return Rehearsed(t.settings, threads, "The rehearsal for --minutes ran out of memory.")
+            return Rehearsed(t.settings, threads, "The rehearsal for the time budget ran out of memory.")
         raise
     finally:
         t.workers.close()
@@ -117,7 +117,7 @@ def choose_epochs(
     if fits == 0:
         return 1, (
             f"One epoch is trained, although it does not fit in {given}: with evaluation it takes about "
-            f"{format_seconds(total(1))} here. To be quicker, use a smaller --size or --model, "
+            f"{format_seconds(total(1))} here. To be quicker, use a smaller image size or model, "
             "or fewer images."
         )
     if fits == most:

@@ -11,6 +11,7 @@ from vitrail.data.class_names import ClassNames, rename_classes
 from vitrail.data.classes import check_empty_classes
 from vitrail.data.holdout import VAL_FRACTION
 from vitrail.data.sources import Dataset, open_dataset
+from vitrail.progress import ProgressBars
 from vitrail.training.callbacks import Callback
 
 SPLIT_FIELDS = {"val_fraction": VAL_FRACTION, "split_seed": 0}  # of TrainConfig, with their defaults
@@ -26,11 +27,12 @@ def open_training_data(
         data: an open Dataset, or what `open_dataset` takes.
         classes: names for numbered classes.
         settings: fields of TrainConfig that are given; those of the validation set are used.
-        callback: receives a message now and then while many files are read.
+        callback: receives a message now and then while many rows or files are read.
     """
     split = {name: settings.get(name, default) for name, default in SPLIT_FIELDS.items()}
-    report = ReadingReporter(callback, "to choose the validation set")
-    dataset = data if isinstance(data, Dataset) else open_dataset(data, **split, progress=report)
+    with ReadingReporter(callback, "to choose the validation set") as report:
+        given = isinstance(data, Dataset)
+        dataset = data if given else open_dataset(data, **split, progress=report, on_rows=report.on_rows)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     check_empty_classes(dataset)
     unused = [name for name, default in SPLIT_FIELDS.items() if split[name] != default]
@@ -41,16 +43,32 @@ def open_training_data(
 
 
 class ReadingReporter:
-    """A message about the files that were read, every ten seconds.
+    """How many rows and files were read: a bar if the callback shows bars, or a message every ten seconds.
 
     Args:
-        purpose: why they are read, for the message.
+        purpose: why files are read, for the message.
     """
 
     def __init__(self, callback: Callback, purpose: str) -> None:
         self.callback, self.purpose, self.last = callback, purpose, time.monotonic()
+        self.bars = ProgressBars(enabled=getattr(callback, "shows_bars", False))
+
+    def __enter__(self) -> ReadingReporter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bars.close()
+
+    def on_rows(self, done: int) -> None:
+        """Rows of a table, of which nobody knows how many there are."""
+        self._report("reading rows", done, None, f"Read {done:,} rows of the table.")
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self.last > _REPORT_SECONDS:
+        self._report("reading files", done, total, f"Read {done:,} of {total:,} files {self.purpose}.")
+
+    def _report(self, name: str, done: int, total: int | None, message: str) -> None:
+        if self.bars.enabled:
+            self.bars(name, done, total)
+        elif time.monotonic() - self.last > _REPORT_SECONDS:
             self.last = time.monotonic()
-            self.callback.on_message(f"Read {done:,} of {total:,} files {self.purpose}.")
+            self.callback.on_message(message)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, VitrailError
+from vitrail.errors import ConfigError, VitrailError, option, setting
 from vitrail.recipes.settings import TrainConfig
 
 T = TypeVar("T")
@@ -99,8 +99,8 @@ class LostProcess(VitrailError):
     def __init__(self) -> None:
         super().__init__(
             "another process of this run has ended, or cannot be reached any more; its own message says why. "
-            "Resume from the last checkpoint with --resume. With --resume from the first start, torchrun "
-            "--max-restarts 3 does so by itself."
+            f"Resume from the last checkpoint with {option('resume', True)}. If a run has that from the "
+            "first start, torchrun --max-restarts 3 resumes it by itself."
         )
 
 
@@ -128,7 +128,7 @@ def global_batch_size(data: Dataset, settings: TrainConfig, ranks: ProcessGroup)
     if s.sampling == "balanced" and data.multilabel:
         raise ConfigError(
             "sampling='balanced' needs exactly one class per image, and this data is multi-label; use "
-            "--set class_weights=balanced."
+            f"{setting('class_weights', 'balanced')}."
         )
     if s.sampling == "balanced" and s.shuffle_block is not None:
         raise ConfigError("sampling='balanced' has an order of its own; set no shuffle_block with it.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vitrail.errors import option
 from vitrail.memory import activation_bytes, state_bytes
 from vitrail.training.loading import measure_loading, step_seconds
 from vitrail.training.step_mode import rehearse_pass
@@ -72,7 +73,8 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     if loading > computing:
         bottleneck = (
             f"slower than the model: {rate:,.0f} images/s are read, and the model takes "
-            f"{images / computing:,.0f}; decode them once with vitrail pack or --cache, or use more workers"
+            f"{images / computing:,.0f}; decode them once with vitrail pack or {option('cache', True)}, or "
+            "use more workers"
         )
     return seconds, "extrapolated from one step and the reading of some images", bottleneck
 

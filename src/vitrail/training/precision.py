@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, option
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ def choose_device(precision: str, local_rank: int = 0, device: str = "auto") -> 
         )
     if device == "mps":
         if not torch.backends.mps.is_available():
-            raise ConfigError("--device mps needs a Mac with MPS, and torch finds none; use --device cpu.")
+            raise ConfigError(
+                f"{option('device', 'mps')} needs a Mac with MPS, and torch finds none; use "
+                f"{option('device', 'cpu')}."
+            )
         return ComputeDevice(torch.device("mps"), torch.float32, "MPS, fp32, which is not tested")
     why = "there is no GPU" if precision == "auto" and device == "auto" else "as requested"
     return ComputeDevice(torch.device("cpu"), torch.float32, f"the CPU, fp32: {why}")
@@ -79,7 +82,10 @@ def _gpu_number(device: str, local_rank: int) -> int:
     index, count = int(number) if colon else local_rank, torch.cuda.device_count()
     if not torch.cuda.is_available() or index >= count:
         there = f"there {'is' if count == 1 else 'are'} {count}" if count else "torch finds none"
-        raise ConfigError(f"--device {device} needs GPU {index}, and {there}; use --device cpu or auto.")
+        raise ConfigError(
+            f"{option('device', device)} needs GPU {index}, and {there}; use {option('device', 'cpu')}, or "
+            "remove it."
+        )
     return index
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, MissingExtra, VitrailError, printable
+from vitrail.errors import FileError, MissingExtra, VitrailError, option, printable
 from vitrail.evaluation.run import Evaluation, evaluate
 from vitrail.report.page import check_extras, write_page
 from vitrail.report.run import REPORT_NAME, run_page
@@ -52,7 +52,7 @@ def write_report(
             name, reason = printable(out / REPORT_NAME), printable(error.strerror)
             raise FileError(
                 f"the report {name} could not be written: {reason}. The run itself is complete and saved. "
-                "Free some disk space, then write the report with --resume."
+                f"Free some disk space, then write the report with {option('resume', True)}."
             ) from error
         where = f"{printable(error.filename)}: " if error.filename else ""
         callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")

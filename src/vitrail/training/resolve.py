@@ -11,7 +11,7 @@ import torch
 
 from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, option
 from vitrail.fields import short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
@@ -208,8 +208,8 @@ def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> t
     """The model of a weight file with a head for this data, and its config with the dropout fields."""
     if "name" in model:
         raise ConfigError(
-            f"--from {short_repr(str(from_))} and --model {short_repr(model['name'])} exclude each other; "
-            "remove --model to start from the file, or --from to train a new model."
+            f"{option('from', from_)} and {option('model', model['name'])} exclude each other; remove "
+            f"{option('model')} to start from the file, or {option('from')} to train a new model."
         )
     dropout = {key: value for key, value in model.items() if key in _DROPOUT_FIELDS}
     overrides = {key: value for key, value in model.items() if key not in _DROPOUT_FIELDS}
@@ -230,7 +230,7 @@ def resolve_distillation(settings: TrainConfig, changes: Mapping[str, Any], has_
     if not has_teacher and (set_alone or settings.distill != "none"):
         name = [*set_alone, "distill"][0]
         raise ConfigError(
-            f"{name}={short_repr(getattr(settings, name))} needs a teacher; add --teacher FILE (in Python "
-            f"teacher=), or remove {name}."
+            f"{name}={short_repr(getattr(settings, name))} needs a teacher; add "
+            f"{option('teacher', 'FILE')}, or remove {name}."
         )
     return settings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, setting
 from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
@@ -130,7 +130,7 @@ def check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks:
     check_rank(recipe.model, recipe.train)
     if compute.device.type == "cpu":
         part = batch // ranks.count // recipe.train.accumulate
-        advice = "use a smaller --size, --batch or model, or --set accumulate=2"
+        advice = f"use a smaller image size, batch or model, or {setting('accumulate', 2)}"
         check_fits(training_bytes(recipe.model, part), recipe.model, part, "A training step", advice)
 
 

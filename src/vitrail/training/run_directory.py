@@ -17,14 +17,21 @@ import torch
 from vitrail import __version__
 from vitrail.data.lazy import LARGE, LazySequence
 from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, printable
+from vitrail.errors import FileError, option, printable
 from vitrail.io.write import PARTIAL, remove_partial, write_text
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import REPORT_NAME
 from vitrail.training.callbacks import Callback
 from vitrail.training.checkpoint import list_checkpoints
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.saved_run import CHANGES_BITS, MAY_CHANGE, VERSION, different_setting, read_config
+from vitrail.training.saved_run import (
+    CHANGES_BITS,
+    MAY_CHANGE,
+    VERSION,
+    call_to_resume,
+    different_setting,
+    read_config,
+)
 
 _NOT_COMPARED = ("version", "request", "resolved", "extended")  # parts of config.json
 
@@ -48,7 +55,7 @@ def explain_errors(out: Path) -> Iterator[None]:
         raise FileError(
             f"the run directory {printable(out)} cannot be used: {printable(error.strerror or error)}"
             f"{f' ({printable(error.filename)})' if error.filename else ''}. Check its permissions and the "
-            "free disk space, or use another --out."
+            "free disk space, or choose another folder."
         ) from error
 
 
@@ -133,10 +140,10 @@ def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) 
 
 def _check_extension(out: Path) -> None:
     if not list_checkpoints(out / "checkpoints"):
-        last = printable(out / "last.safetensors")
+        last = out / "last.safetensors"
         raise FileError(
             f"a run is extended from its last checkpoint, and {printable(out)} has none; start a new run "
-            f"from its weights with --from {last} and another --out."
+            f"from its weights, in another folder, with {option('from', last)}."
         )
 
 
@@ -191,12 +198,13 @@ def check_empty(out: Path, resume: bool) -> None:
     if foreign or (out.exists() and not out.is_dir()):
         if not resume and "config.json" in names and "checkpoints" in names:
             raise FileError(
-                f"--out must be a new or empty folder, and {printable(out)} holds a run; resume it with "
-                f"vitrail train --out {printable(out)} --resume (resume=True), or choose another folder."
+                f"{option('out')} must be a new or empty folder, and {printable(out)} holds a run; resume it "
+                f"with {call_to_resume(out)}, or choose another folder."
             )
-        advice = "choose another folder" if resume else "choose another folder, or resume a run with --resume"
+        advice = "" if resume else f", or resume a run with {option('resume', True)}"
         raise FileError(
-            f"--out must be a new or empty folder, or a run's, and {printable(out)} is not; {advice}."
+            f"{option('out')} must be a new or empty folder, or a run's, and {printable(out)} is not; choose "
+            f"another folder{advice}."
         )
 
 

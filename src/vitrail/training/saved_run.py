@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, InputError, printable
+from vitrail.errors import ConfigError, FileError, InputError, call, option, printable
 from vitrail.fields import as_tuples, short_repr
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import Recipe, TrainConfig
@@ -41,14 +41,14 @@ def read_config(path: Path) -> dict[str, Any]:
         version = saved.get("version") if saved["model"] and saved["train"] else None
     except (ValueError, KeyError, TypeError) as error:
         raise FileError(
-            f"{printable(path)} is not the config.json of a run; choose another --out."
+            f"{printable(path)} is not the config.json of a run; choose another folder."
         ) from error
     if version != VERSION:
         writer = "Vitrail 0.1" if version is None else f"another version of Vitrail (format {version})"
         raise FileError(
             f"{printable(path.parent)} was written by {writer}, and this version cannot resume it; its "
-            "weights still load, so start a new run from them with --from "
-            f"{printable(path.parent / 'last.safetensors')} (or best.safetensors) and another --out."
+            "weights still load, so start a new run from them, in another folder, with "
+            f"{option('from', path.parent / 'last.safetensors')} (or best.safetensors)."
         )
     return saved
 
@@ -109,9 +109,8 @@ class SavedRun:
         """The path or name of the run's data, from or teacher; an error if it is no longer there."""
         saved = self.request[what] or {}
         given, path = saved.get("given"), saved.get("path")
-        flag = {"data": "", "from": "--from ", "teacher": "--teacher "}[what]
-        keyword = {"data": "data", "from": "from_", "teacher": "teacher"}[what]
         if given is None:
+            keyword = {"data": "data", "from": "from_", "teacher": "teacher"}[what]
             raise InputError(
                 f"the {what} of this run was an object in Python, not a path; resume it with "
                 f"vt.train({keyword}=..., out={str(self.out)!r}, resume=True)."
@@ -120,10 +119,10 @@ class SavedRun:
             return path or given
         if Path(given).exists():  # relative to another folder than before
             return given
+        moved = "NEWPATH" if what == "data" else option(what, "NEWPATH")
         raise InputError(
             f"the run's {'data' if what == 'data' else f'{what} file'} {printable(path)} does not exist any "
-            f"more; if it has moved, resume with: vitrail train {flag}NEWPATH --out {printable(self.out)} "
-            "--resume"
+            f"more; if it has moved, resume with: {call_to_resume(self.out, moved)}"
         )
 
     def check_name(self, what: str, given: object) -> None:
@@ -175,8 +174,13 @@ class SavedRun:
 def different_setting(name: str, value: object, saved: object, hint: str = "") -> ConfigError:
     return ConfigError(
         f"a run resumes with the settings and the data it started with: {name} is {short_repr(value)}, but "
-        f"{short_repr(saved)} in the run.{hint} Use the same value, or another --out."
+        f"{short_repr(saved)} in the run.{hint} Use the same value, or another run directory."
     )
+
+
+def call_to_resume(out: Path, *arguments: str) -> str:
+    """The command or the Python call that resumes a run."""
+    return call("train", *arguments, option("out", out), option("resume", True))
 
 
 def read_saved_run(out: Path) -> SavedRun | None:

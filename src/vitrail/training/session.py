@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from vitrail.config import format_sides
 from vitrail.data.loader import CorruptFiles
-from vitrail.errors import ConfigError, VitrailError, printable
+from vitrail.errors import ConfigError, VitrailError, option, setting
 from vitrail.io.write import write_text
 from vitrail.memory import is_out_of_memory
 from vitrail.model import ViT
@@ -23,11 +22,13 @@ from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.loading import read_unused
 from vitrail.training.loggers import Loggers
 from vitrail.training.lora import plain_model
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan import training_plan
 from vitrail.training.run_directory import explain_errors, record_resolved
+from vitrail.training.saved_run import call_to_resume
 from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import StopSignal
 from vitrail.training.threads import CpuWait, Threads, describe_busy
@@ -93,7 +94,7 @@ class TrainingSession:
                 except Interrupted:
                     self.checkpoints.save(self.checkpoint())
                     self.checkpoints.wait()
-                    command = f"vitrail train --out {shlex.quote(printable(self.checkpoints.out))} --resume"
+                    command = call_to_resume(self.checkpoints.out)
                     self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
                     raise
         except (RuntimeError, MemoryError) as error:
@@ -127,7 +128,11 @@ class TrainingSession:
     # ---- epochs -----------------------------------------------------------------------------
 
     def end_epoch(self, metrics: dict[str, Any]) -> None:
-        self.history.append({**metrics, "images_per_second": self.trainer.clock.end_training()})
+        t, speed = self.trainer, self.trainer.clock.end_training()
+        if t.step == t.steps_per_epoch:
+            read_unused(t)
+            metrics["corrupt_files"] = len(t.corrupt.reasons)
+        self.history.append({**metrics, "images_per_second": speed})
         self.pending = True
         self.evaluate()
 
@@ -187,7 +192,8 @@ class TrainingSession:
                 self.log.on_message(f"{name} could not be read: {reason}")
         elif new:
             count = f"{len(corrupt):,} file{'s' * (len(corrupt) > 1)}"
-            self.log.on_message(f"{count} could not be read so far; --set corrupt=warn names them.")
+            names = setting("corrupt", "warn")
+            self.log.on_message(f"{count} could not be read so far; {names} names them.")
         self.reported |= set(new)
 
     # ---- checkpoints ------------------------------------------------------------------------
@@ -270,7 +276,7 @@ def out_of_memory(trainer: Trainer) -> VitrailError:
     accumulate = s.accumulate * 2 ** math.ceil(math.log2(part / fitting))
     return ConfigError(
         f"a step of {trainer.batch} images of {size}{parts} ({trainer.compute.dtype}) does not fit in the "
-        f"device's memory. A batch of {fitting * processes * s.accumulate} should fit: use --batch "
-        f"{fitting * processes * s.accumulate}, or --set accumulate={accumulate}, which computes the same in "
-        "smaller parts."
+        f"device's memory. A batch of {fitting * processes * s.accumulate} should fit: use "
+        f"{option('batch', fitting * processes * s.accumulate)}, or {setting('accumulate', accumulate)}, "
+        "which computes the same in smaller parts."
     )

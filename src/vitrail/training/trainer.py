@@ -196,16 +196,18 @@ class Trainer:
         for step in range(self.step, self.steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
-                order = epoch_order(
-                    self.data.train,
-                    seed=s.seed,
-                    epoch=epoch,
-                    balanced=s.sampling == "balanced",
-                    block=s.shuffle_block,
-                )
+                order = self.order(epoch)
             shard = self.ranks.shard(batch_indices(order, step % self.steps_per_epoch, self.batch))
             for part in shard.chunk(s.accumulate):
                 yield epoch, part
+
+    def order(self, epoch: int) -> Order:
+        """The indices of all training images, in the order of an epoch."""
+        s = self.settings
+        balanced = s.sampling == "balanced"
+        return epoch_order(
+            self.data.train, seed=s.seed, epoch=epoch, balanced=balanced, block=s.shuffle_block
+        )
 
     def choose_mode(self) -> StepMode:
         """Choose, once, whether to compile the model and to capture the step, and apply it."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
-from vitrail.errors import FileError, printable, require_extra
+from vitrail.errors import FileError, option, printable, require_extra
 from vitrail.telemetry import disable_telemetry
 from vitrail.weights.folder import SETTINGS, TEXT_FILES, WEIGHTS, list_shards
 
@@ -38,7 +38,7 @@ _CACHE = (
 )
 _REASONS = {
     "offline": "{file} of {name} is not in the cache, and nothing is downloaded offline; load it once "
-    "without offline=True, --offline or HF_HUB_OFFLINE.",
+    "without {offline} and HF_HUB_OFFLINE.",
     "GatedRepoError": _CLOSED,
     "RevisionNotFoundError": "{name} has no such revision; a branch, a tag or a commit is needed. See the "
     "files on the model's page.",
@@ -49,7 +49,7 @@ _REASONS = {
     **dict.fromkeys(("ENOSPC", "EDQUOT", "EACCES", "EPERM", "EROFS"), _CACHE),
     "HTTP": "The hub answered {kind} for {file} of {name}; try again later.",
     "list of files": "The hub cannot be reached for {name} ({kind}); check the network, or use only the "
-    "cache with offline=True (--offline).",
+    "cache with {offline}.",
     "": "The download of {file} of {name} is incomplete ({kind}); load it again. No partial file is used.",
 }
 
@@ -183,4 +183,5 @@ def _explain(error: BaseException, name: _Name, file: str, offline: bool) -> Fil
     kinds = {one.__name__ for each in chain for one in type(each).__mro__} | {file, kind, kind[:4]}
     kinds |= {"offline" if offline else "", errno.errorcode.get(number or 0, "")}
     message = next(_REASONS[one] for one in _REASONS if one in kinds)
-    return FileError(message.format(name=name[0], file=printable(file), kind=kind))
+    words = {"name": name[0], "file": printable(file), "kind": kind, "offline": option("offline", True)}
+    return FileError(message.format(**words))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, option, printable
 from vitrail.weights.match import join_names
 
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -76,8 +75,8 @@ def _match_subset(
     if unknown and labels is None:
         raise InputError(
             f"The model has {outputs:,} classes without names, and the data has {len(classes):,} with names; "
-            f"name the data's classes by the numbers of the model's, 0 to {outputs - 1}, or map them: --map "
-            f"{shlex.quote(f'{printable(unknown[0])}=0')}."
+            f"name the data's classes by the numbers of the model's, 0 to {outputs - 1}, or map them: "
+            f"{option('map', {unknown[0]: '0'})}."
         )
     if unknown:
         raise unknown_classes(names, unknown)
@@ -93,12 +92,11 @@ def _are_numbers(classes: Sequence[str], outputs: int) -> bool:
 def unknown_classes(labels: Sequence[str], unknown: Sequence[str]) -> InputError:
     """The error for classes of the data that the model does not have: which, and how to map them."""
     target = _nearest(unknown[0], labels) or labels[0]
-    example = shlex.quote(f"{printable(unknown[0])}={printable(target)}")
+    example = option("map", {printable(unknown[0]): printable(target)})
     have = f"{len(unknown):,} classes of the data are" if len(unknown) > 1 else "One class of the data is"
     return InputError(
-        f"{have} not among the model's: {join_names(unknown)}. Map each to one of the model's with --map, "
-        f"such as --map {example} (in Python map={{...}}), or remove it from the data. The model's "
-        f"{len(labels):,} classes: {join_names(labels)}."
+        f"{have} not among the model's: {join_names(unknown)}. Map each to one of the model's, such as "
+        f"{example}, or remove it from the data. The model's {len(labels):,} classes: {join_names(labels)}."
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import ConfigError, VitrailError, suggest
+from vitrail.errors import ConfigError, VitrailError, setting, suggest
 from vitrail.fields import short_repr
 from vitrail.images.fit import default_preprocess, fit_preprocess
 from vitrail.images.preprocess import Preprocess
@@ -69,7 +69,7 @@ def _guess_note(other: str, config: ViTConfig) -> str:
     values = _describe_values(_published(other, config))
     return (
         f"That is a guess: files of {other} look the same and have {values}; if this is one, "
-        f"give preprocess={other} (--set preprocess={other})."
+        f"give {setting('preprocess', other)}."
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vitrail.errors import option
+
 
 class Pretrained(NamedTuple):
     """A published model, with what one needs to know before downloading it."""
@@ -51,7 +53,7 @@ PRETRAINED = (
         88.3,
         "apache-2.0",
         "142 million images, no labels",
-        "a GPU; give --size 224 (its own is 518)",
+        "a GPU, at 224 pixels (its own size is 518)",
     ),
     Pretrained(
         "hf:timm/vit_small_patch16_dinov3.lvd1689m",
@@ -70,6 +72,6 @@ def pretrained_note(images: int) -> str:
     first = PRETRAINED[0]
     return (
         f"From scratch with {images:,} images; starting from pretrained weights usually gives better "
-        f"accuracy. Add: --from {first.name} (downloads {first.megabytes:.0f} MB once; vitrail train "
+        f"accuracy. Add {option('from', first.name)} (downloads {first.megabytes:.0f} MB once; vitrail train "
         "--pretrained lists others)."
     )

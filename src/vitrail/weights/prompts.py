@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import InputError, printable
+from vitrail.errors import InputError, option, printable
 from vitrail.fields import short_repr
 from vitrail.io.read import parse_json, read_limited
 
@@ -81,24 +81,26 @@ def read_prompts(labels: str | None, prompts: Sequence[str] | None, templates: P
     files = [text for text in given if "{}" not in text]
     own = [text for text in given if "{}" in text]
     if templates is not None:
-        own += _read_lines(templates, "--templates")
+        own += _read_lines(templates, "templates")
     if not files:
         if labels is None:
-            raise InputError("Zero-shot needs the names of the classes; give --labels cat,dog or a file.")
+            raise InputError(
+                f"Zero-shot needs the names of the classes; give {option('labels', 'cat,dog')} or a file."
+            )
         return fill_templates(_read_labels(labels), own or None)
     if len(files) > 1 or labels is not None:
         raise InputError(
-            f"--prompts takes templates with {{}} or one file with the classes, not {printable(files[0])!r} "
-            "as well; leave out one of them."
+            f"{option('prompts')} takes templates with {{}} or one file with the classes, not "
+            f"{printable(files[0])!r} as well; leave out one of them."
         )
     path = Path(files[0])
     if path.suffix.lower() != ".json":
-        return fill_templates(_read_lines(path, "--prompts"), own or None)
+        return fill_templates(_read_lines(path, "prompts"), own or None)
     if own:
         raise InputError(
             f"{printable(path)} has the texts of every class, so templates have no use; omit them."
         )
-    return _parse_texts(parse_json(_read(path, "--prompts"), str(path)), path)
+    return _parse_texts(parse_json(_read(path, "prompts"), str(path)), path)
 
 
 def _parse_texts(value: Any, path: Path) -> Prompts:
@@ -119,26 +121,26 @@ def _parse_texts(value: Any, path: Path) -> Prompts:
 def _read_labels(text: str) -> list[str]:
     """Names between commas; or a file with a name on each line."""
     if Path(text).is_file():
-        return _read_lines(Path(text), "--labels")
+        return _read_lines(Path(text), "labels")
     return [name.strip() for name in text.split(",")]
 
 
-def _read_lines(path: Path, option: str) -> list[str]:
+def _read_lines(path: Path, name: str) -> list[str]:
     """The lines of a text file that are not empty."""
     try:
-        text = _read(path, option).decode("utf-8-sig")
+        text = _read(path, name).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{option}: {printable(path)} is not a text file in UTF-8; save it as one."
+            f"{option(name)}: {printable(path)} is not a text file in UTF-8; save it as one."
         ) from error
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def _read(path: Path, option: str) -> bytes:
+def _read(path: Path, name: str) -> bytes:
     try:
         return read_limited(path, _MAX_BYTES, "a list of prompts")
     except OSError as error:
-        hint = " A template needs {} in place of the class." if option == "--prompts" else ""
+        hint = " A template needs {} in place of the class." if name == "prompts" else ""
         raise InputError(
-            f"{option}: {printable(path)} cannot be read: {error.strerror or error}.{hint}"
+            f"{option(name)}: {printable(path)} cannot be read: {error.strerror or error}.{hint}"
         ) from error

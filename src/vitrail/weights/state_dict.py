@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, setting
 from vitrail.fields import per_axis, short_repr
 from vitrail.presets import SIZES
 from vitrail.weights.infer import find_grid, shape_fields
@@ -97,7 +97,7 @@ def _heads(
     else:
         raise ConfigError(
             f"The tensors do not show the number of heads, and no published model has the width {width}; "
-            "give heads: --set heads=..., or vt.load(path, heads=...)."
+            f"give it: {setting('heads', ...)}."
         )
     if not isinstance(heads, int) or heads < 1 or inner % heads:
         raise ConfigError(f"heads={short_repr(heads)} does not divide the attention width {inner}.")
@@ -131,10 +131,11 @@ def _position(match: FamilyMatch, fields: Mapping[str, Any], overrides: Mapping[
                 return {"position": position, "size": (h * down, w * across)}
     missing = [name for name in ("position", "size") if name not in overrides]
     if missing and "blocks.0.attention.bias.table" not in shapes:
+        examples = {"position": "sincos2d", "size": 128}
         raise ConfigError(
             "The file holds no learned positions, so they are sincos2d, sincos1d, rotary, rotary-dinov3 or "
-            f"none; give {' and '.join(missing)}: --set position=sincos2d --set size=128, or "
-            'vt.load(path, position="sincos2d", size=128).'
+            f"none; give {' and '.join(missing)}, such as "
+            f"{' and '.join(setting(name, examples[name]) for name in missing)}."
         )
     if missing:
         raise ConfigError("The patch grid is not a square; give size=(H, W) as the model was built.")

@@ -73,7 +73,7 @@ NAFLEX = replace(
         resize={"method": "bilinear", "antialias": True},
         preprocess="siglip2-naflex",
         follows="transformers: tanh GELU, eps 1e-6; positions are resized bilinearly with antialiasing. "
-        "--native keeps the aspect ratio of each image, as the model was trained.",
+        "vitrail predict --native keeps the aspect ratio of each image, as the model was trained.",
     ),
     writer=replace(
         SIGLIP.writer,

@@ -101,7 +101,7 @@ def check_page_path(path: Path) -> None:
     """Check that the name ends in .html and that the file is new."""
     if path.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"The name of a page must end in .html, and {printable(path)} does not.")
-    check_new(path, "vitrail export")
+    check_new(path, "an export")
 
 
 def _check_supported(model: ViT) -> None:

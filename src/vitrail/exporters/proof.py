@@ -17,7 +17,7 @@ import torch
 
 from vitrail.config import format_sides
 from vitrail.errors import FileError, printable
-from vitrail.export.graph import Plan
+from vitrail.exporters.graph import Plan
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT, surgery
 from vitrail.predict.engine import output_names

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import InputError, VitrailError, printable
-from vitrail.export.proof import Proof, check_failed
+from vitrail.exporters.proof import Proof, check_failed
 from vitrail.io.write import atomic_file, check_new, write_text
 from vitrail.weights.bundle import versions
 
@@ -27,7 +27,7 @@ def check_output(path: Path, suffix: str) -> Path:
     if not path.parent.is_dir():
         raise InputError(f"There is no folder {printable(path.parent)}; create it, or choose another path.")
     for new in (path, _proof_path(path)):
-        check_new(new, "vitrail export")
+        check_new(new, "an export")
     return path
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vitrail.errors import InputError
 from vitrail.evaluation.accelerated import read_calibration
-from vitrail.export.graph import plan_for
-from vitrail.export.onnx import PACKAGES, build, check_weight_bytes
-from vitrail.export.proof import Check, Proof, measure_speed
-from vitrail.export.writing import check_output, write_checked
+from vitrail.exporters.graph import plan_for
+from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
+from vitrail.exporters.proof import Check, Proof, measure_speed
+from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.accelerate import pass_gate
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import MIN_AGREEMENT, check_agreement

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError
-from vitrail.export.resize import Normalize, ResizeToInput, check_resize
+from vitrail.errors import InputError, option
+from vitrail.exporters.resize import Normalize, ResizeToInput, check_resize
 from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.fields import short_repr
 from vitrail.images.preprocess import Preprocess
@@ -52,8 +52,8 @@ def plan_for(bundle: Bundle, *, dynamic: tuple[str, ...] = (), with_preprocess: 
         copy.deepcopy(bundle.model).accept_any_size()  # raises an error if it cannot
         if with_preprocess:
             raise InputError(
-                "--with-preprocess resizes any image to the size of the model, so it cannot be combined with "
-                "--dynamic size; drop one of the two."
+                f"{option('with-preprocess', True)} resizes any image to the size of the model, so it cannot "
+                "be combined with a dynamic size; drop one of the two."
             )
     return Plan(
         any_size="size" in dynamic,

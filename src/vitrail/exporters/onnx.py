@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrail.errors import InputError, require_extra
-from vitrail.export.graph import Graph, Plan, plan_for, trace
-from vitrail.export.proof import Proof, Run, prove
-from vitrail.export.writing import check_output, write_checked
+from vitrail.errors import InputError, option, require_extra
+from vitrail.exporters.graph import Graph, Plan, plan_for, trace
+from vitrail.exporters.proof import Proof, Run, prove
+from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.onnx_graph import OPSET, open_session, to_onnx
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MAX_BYTES, MODEL_KEY
@@ -68,7 +68,7 @@ def check_weight_bytes(bundle: Bundle) -> None:
     if size > MAX_BYTES - GRAPH_BYTES:
         raise InputError(
             f"An ONNX file holds at most {MAX_BYTES:,} bytes, and the weights of this model take {size:,}; "
-            "export it with --to torch-export, or use the vitrail file itself."
+            f"export it with {option('to', 'torch-export')}, or use the vitrail file itself."
         )
 
 

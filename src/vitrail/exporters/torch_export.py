@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-from vitrail.errors import InputError
-from vitrail.export.graph import Graph, plan_for, trace
-from vitrail.export.onnx import build_metadata
-from vitrail.export.proof import Proof, Run, prove
-from vitrail.export.writing import check_output, write_checked
+from vitrail.errors import InputError, option
+from vitrail.exporters.graph import Graph, plan_for, trace
+from vitrail.exporters.onnx import build_metadata
+from vitrail.exporters.proof import Proof, Run, prove
+from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.weights.bundle import Bundle
 
@@ -32,7 +32,8 @@ def write_torch(
     device = next(bundle.model.parameters()).device
     if with_preprocess and device.type != "cpu":
         raise InputError(
-            f"--with-preprocess resizes on the CPU, and the program is for {device}; drop one of the two."
+            f"{option('with-preprocess', True)} resizes on the CPU, and the program is for {device}; drop "
+            "one of the two."
         )
     graph = Graph(bundle.model, bundle.preprocess, plan, device)
     program = trace(graph, bundle.preprocess)

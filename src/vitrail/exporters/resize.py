@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import InputError
+from vitrail.errors import InputError, option
 from vitrail.fields import short_repr
 from vitrail.images.normalize import channel_statistics, normalize
 from vitrail.images.preprocess import Preprocess
@@ -54,7 +54,7 @@ def check_resize(preprocess: Preprocess) -> None:
     """Raise an error if a graph cannot do this preprocessing."""
     if preprocess.resize != "none" and preprocess.interpolation not in FILTERS:
         raise InputError(
-            f"--with-preprocess supports interpolation {', '.join(FILTERS)}, not "
+            f"{option('with-preprocess', True)} supports interpolation {', '.join(FILTERS)}, not "
             f"{short_repr(preprocess.interpolation)}; export without it, and vt.Predictor resizes the images."
         )
 

@@ -1,0 +1,172 @@
+"""`vt.export`: write a model as ONNX, a torch.export program, or an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vitrail.data.folders import expand_folders
+from vitrail.errors import InputError, option, printable, suggest
+from vitrail.fast.gate import MIN_AGREEMENT
+from vitrail.summary import Summary
+from vitrail.weights.bundle import Bundle
+from vitrail.weights.load import as_bundle
+
+if TYPE_CHECKING:
+    from vitrail.config import ViTConfig
+    from vitrail.exporters.proof import Proof
+    from vitrail.model import ViT
+
+Format = Literal["onnx", "torch-export", "html"]
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2", "html": ".html"}
+_DYNAMIC = ("batch", "size")
+
+
+@dataclass(frozen=True, repr=False)
+class Exported(Summary):
+    """A file that was written."""
+
+    path: Path
+    config: ViTConfig
+    """Of the model."""
+    proof: Proof | None = None
+    """How far its outputs are from the model's, which is in a .proof.json as well; None for a page."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks on a page, one sentence each."""
+
+    def summary(self) -> dict[str, str]:
+        """The file, and the largest difference."""
+        rows = {"file": str(self.path), "size": f"{self.path.stat().st_size / 1e6:.1f} MB"}
+        if self.proof is not None:
+            worst = max(self.proof.checks, key=lambda check: check.difference / check.limit)
+            rows["largest difference"] = f"{worst.difference:.2g} (limit {worst.limit:.2g})"
+        return rows | ({"notes": " ".join(self.notes)} if self.notes else {})
+
+
+def export(
+    model: Bundle | ViT | str | Path,
+    out: str | Path,
+    /,
+    *,
+    to: Format | None = None,
+    dynamic: Sequence[str] | None = None,
+    with_preprocess: bool = False,
+    examples: Sequence[str | Path] = (),
+    precision: str = "fp32",
+    calibration: Any = None,
+    min_agreement: float = MIN_AGREEMENT,
+    keep: Collection[str] | Literal["auto"] = (),
+    **options: Any,
+) -> Exported:
+    """Export a model, and check that the outputs are the same before the file gets its name.
+
+    Args:
+        model: a bundle, a run, a ViT with default preprocessing, or what `vitrail.load` takes.
+        out: a new file. The proof is written beside it, as `out`.proof.json.
+        to: "onnx", "torch-export" or "html", a page that runs a small model in a browser. By default what the
+            ending of `out` says: .onnx, .pt2 or .html.
+        dynamic: dimensions that may change: ("batch",), which is the default, or ("batch", "size").
+        with_preprocess: include resizing and normalization; the input is uint8 images (B, h, w, C) then.
+        examples: image files or folders for the page; ten images at most are shown.
+        precision: "fp32", or for ONNX also "int8", which needs `calibration`.
+        calibration, min_agreement, keep: as in `vitrail.accelerate`; calibration is a folder of images, or a
+            list of them.
+        options: passed to `vitrail.load`, such as size=384; for a torch-export program also device="cuda".
+    """
+    path = Path(out)
+    form = _check_format(to, path)
+    if options.get("device") is not None and form != "torch-export":
+        runtime = "a browser" if form == "html" else "ONNX Runtime"
+        raise InputError(
+            f"{option('device')} is for {option('to', 'torch-export')}: {runtime} chooses the device itself; "
+            "remove it."
+        )
+    if form == "html":
+        given = {"dynamic": dynamic is not None, "with-preprocess": with_preprocess}
+        _refuse("html", {**given, "precision": precision != "fp32"})
+        return _export_page(model, path, examples, options)
+    _refuse(form, {"examples": bool(examples)})
+    dimensions = _check_dynamic(("batch",) if dynamic is None else dynamic)
+
+    from vitrail.exporters.onnx import write_onnx
+    from vitrail.exporters.onnx_int8 import write_int8
+    from vitrail.exporters.torch_export import write_torch
+    from vitrail.exporters.writing import check_output
+
+    check_output(path, SUFFIXES[form])
+    write: Callable[..., Proof]
+    if precision != "fp32":
+        _check_int8(form, precision, with_preprocess, calibration)
+        write = partial(write_int8, calibration=calibration, min_agreement=min_agreement, keep=keep)
+    else:
+        one = write_onnx if form == "onnx" else write_torch
+        write = partial(one, with_preprocess=with_preprocess)
+    bundle = as_bundle(model, **options)
+    return Exported(path, bundle.model.config, write(bundle, path, dynamic=dimensions))
+
+
+def _export_page(model: Any, path: Path, examples: Sequence[str | Path], options: dict[str, Any]) -> Exported:
+    from vitrail.exporters.html import check_page_path, write_classroom
+
+    check_page_path(path)
+    images = expand_folders([Path(one) for one in examples])
+    name = Path(model).stem if isinstance(model, (str, Path)) else path.stem
+    bundle = as_bundle(model, **options)
+    return Exported(path, bundle.model.config, notes=write_classroom(bundle, path, name, images))
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _check_format(to: str | None, path: Path) -> str:
+    """The format, by its name or by the ending of the file."""
+    if to is None:
+        forms = {suffix: form for form, suffix in SUFFIXES.items()}
+        if path.suffix not in forms:
+            raise InputError(
+                f"The name of an exported file must end in .onnx, .pt2 or .html, and {printable(path)} does "
+                f"not; change its ending, or name the format with {option('to')}."
+            )
+        return forms[path.suffix]
+    if to not in SUFFIXES:
+        raise InputError(f"Unknown format {printable(repr(to))} for {option('to')}. {suggest(to, SUFFIXES)}")
+    return to
+
+
+def _refuse(form: str, given: dict[str, bool]) -> None:
+    """Refuse the arguments that are given and that this format has no use for."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise InputError(f"{option(name)} is not for {option('to', form)}; remove it.")
+
+
+def _check_int8(form: str, precision: str, with_preprocess: bool, calibration: Any) -> None:
+    if precision != "int8":
+        raise InputError(
+            f"Files are exported in fp32 or int8, not in {printable(precision)}; remove "
+            f"{option('precision', precision)}."
+        )
+    _refuse(form, {"precision": form != "onnx"})
+    if with_preprocess:
+        raise InputError(
+            f"{option('precision', 'int8')} takes normalized images; remove "
+            f"{option('with-preprocess', True)}."
+        )
+    if calibration is None:
+        raise InputError(
+            "int8 needs images like those to come, to set its scales and to compare answers with fp32; name "
+            f"a folder with {option('calibration', 'photos/')}."
+        )
+
+
+def _check_dynamic(dynamic: Sequence[str]) -> tuple[str, ...]:
+    names = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
+    for name in names:
+        if name not in _DYNAMIC:
+            raise InputError(
+                f"{option('dynamic')} takes batch and size, not {printable(repr(name))}. "
+                f"{suggest(str(name), _DYNAMIC)}"
+            )
+    return names

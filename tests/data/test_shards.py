@@ -17,7 +17,7 @@ from vitrail.data.augment import Augment
 from vitrail.data.content import content_keys
 from vitrail.data.lazy import Selection
 from vitrail.data.loader import Reader
-from vitrail.data.shard_index import index_paths, open_index
+from vitrail.data.shard_index import build_index, index_paths, open_index
 from vitrail.data.sources import open_dataset, open_labeled, read_data
 from vitrail.errors import FileError, InputError
 from vitrail.images.decode import open_image, read_size
@@ -125,6 +125,14 @@ def test_a_shard_is_read_once_and_again_when_it_changes(tars, monkeypatch):
     read_data(tars)
     assert calls[4:] == ["pets-002.tar"]
     assert not [name for name in os.listdir(tars) if name.endswith(".part")]
+
+
+def test_two_processes_may_index_a_shard_at_the_same_time(tars):
+    """The index that the second one writes is, to readers of the first, the one they opened."""
+    tar = tars / "pets-000.tar"
+    first = build_index(tar)
+    again = build_index(tar)
+    assert first.read("labels", 0, first.count).tolist() == again.read("labels", 0, again.count).tolist()
 
 
 def test_where_nothing_can_be_written_the_index_is_in_the_cache(tars, tmp_path, monkeypatch):

@@ -241,5 +241,5 @@ def test_what_auto_chose_is_used_again(data, complete, tmp_path):
     with pytest.raises(ConfigError, match="precision='bf16' needs a GPU"):
         train(out=out, resume=True)
     train(out=out, resume=True, precision="fp32", callback=callback)
-    assert any("had precision bf16 and continues with fp32" in note for note in callback.notes)
+    assert any("had precision=bf16 and continues with fp32" in note for note in callback.notes)
     assert config(out)["resolved"]["precision"] == "fp32"

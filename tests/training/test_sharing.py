@@ -67,7 +67,8 @@ def test_hsdp_has_a_replica_on_each_machine_or_two_on_one(ranks, shards):
 @pytest.mark.parametrize("ranks", [(0, 2, 0, 2), (0, 4, 0, 1), (0, 5, 0, 5)])
 def test_hsdp_of_too_few_processes_is_refused(ranks):
     with pytest.raises(ConfigError, match=f"{ranks[1]} processes, .* use parallel=fsdp"):
-        sharding._shards_of_replica(ProcessGroup(*ranks))
+        sharding.check_processes(TrainConfig(parallel="hsdp"), ProcessGroup(*ranks))
+    sharding.check_processes(TrainConfig(parallel="fsdp"), ProcessGroup(*ranks))
 
 
 def test_one_process_shares_nothing():

@@ -109,7 +109,7 @@ def test_another_number_on_resume_is_said(data, tmp_path):
         train(data, out=tmp_path, threads=1, **SETTINGS)
     callback = RecordingCallback()
     train(out=tmp_path, resume=True, threads=2, callback=callback)
-    assert any("had threads 1 and continues with 2" in note for note in callback.notes)
+    assert any("had threads=1 and continues with 2" in note for note in callback.notes)
 
 
 @pytest.mark.parametrize("value", [0, 2000, "many", 1.5, True])

@@ -120,14 +120,20 @@ def write_index(
     info = json.dumps({"classes": list(classes), "others": list(others)}).encode()
     starts, _ = column_starts(len(info), len(names))
     lengths = len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined)
-    with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, zlib.crc32(info), *lengths, digest.digest()) + info)
-        for column, values in columns.items():
-            file.seek(starts[column])
-            file.write(values.tobytes())
-        file.truncate(starts["names"])
-        file.seek(starts["names"])
-        file.write(joined)
+    with atomic_file(path, overwrite=True) as partial:
+        with partial.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, zlib.crc32(info), *lengths, digest.digest()) + info)
+            for column, values in columns.items():
+                file.seek(starts[column])
+                file.write(values.tobytes())
+            file.truncate(starts["names"])
+            file.seek(starts["names"])
+            file.write(joined)
+        # Readers tell a changed index by its size and time. Two processes may write the same one at the same
+        # time, and must not disturb each other: so the fraction of the second is a hash of the contents.
+        content = hashlib.sha256(digest.digest() + info + columns["places"].tobytes()).digest()
+        time = tar.st_mtime_ns // 10**9 * 10**9 + int.from_bytes(content[:8]) % 10**9
+        os.utime(partial, ns=(time, time))
 
 
 # ---- reading a shard ------------------------------------------------------------------------

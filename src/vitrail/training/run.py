@@ -27,6 +27,7 @@ from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.session import TrainingSession
+from vitrail.training.sharding import check_processes
 from vitrail.training.teacher import Teacher
 from vitrail.training.threads import choose_threads, use_threads
 from vitrail.weights.bundle import Bundle
@@ -127,6 +128,7 @@ def check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks:
             "training stops; remove patience, or add a validation set."
         )
     batch = global_batch_size(dataset, recipe.train, ranks)
+    check_processes(recipe.train, ranks)
     check_rank(recipe.model, recipe.train)
     if compute.device.type == "cpu":
         part = batch // ranks.count // recipe.train.accumulate

@@ -129,7 +129,7 @@ def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) 
     for name, value in resolved.items():
         if before.get(name, value) != value:
             callback.on_message(
-                f"The run had {name} {before[name]} and continues with {value}, so the result is not "
+                f"The run had {name}={before[name]} and continues with {value}, so the result is not "
                 "bit-equal to that of an uninterrupted run."
             )
     if any(before.get(name) != value for name, value in resolved.items()):

@@ -78,8 +78,10 @@ class TrainingSession:
         try:
             mode = t.choose_mode()
             if t.ranks.is_main:
-                how = {"parallel": t.parallel.mode, "processes": t.ranks.count}
-                record_resolved(self.checkpoints.out, {"compile": mode.compile, **how}, self.log)
+                how: dict[str, Any] = {"compile": mode.compile, "processes": t.ranks.count}
+                if t.ranks.count > 1:
+                    how["parallel"] = t.parallel.mode
+                record_resolved(self.checkpoints.out, how, self.log)
             self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
             self.report_busy(_PLAN_SECONDS)
             if t.ranks.is_main:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vitrail.errors import FileError
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharding import is_sharded
 
@@ -84,14 +85,19 @@ class ShardWriter:
 
     def _write(self, staged: dict[str, Tensor], folder: Path | None) -> dict[str, list[Any]]:
         """Write the shards of all processes; in the main one, return their sizes and hashes."""
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         name = [str(folder)]
         dist.broadcast_object_list(name, group=self._group)
-        with _quiet():
-            writer = HuggingFaceStorageWriter(name[0], save_distributed=True)
-            save(staged, storage_writer=writer, process_group=self._group)
+        try:
+            with _quiet():
+                writer = HuggingFaceStorageWriter(name[0], save_distributed=True)
+                save(staged, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # a BaseException, with the errors of all processes
+            rank, (reason, _) = next(iter(error.failures.items()))
+            raise FileError(f"process {rank}: {reason}") from error
         own = Path(name[0]).glob(f"shard-{self.ranks.rank + 1:05d}-*.safetensors")
         parts: list[dict[str, list[Any]]] = [{} for _ in range(self.ranks.count)]
         dist.all_gather_object(parts, {file.name: measure_file(file) for file in own}, group=self._group)

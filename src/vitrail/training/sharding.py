@@ -145,6 +145,12 @@ def choose_parallelism(
     return Parallelism(mode, f"{reason}; {size}", shards, mesh)
 
 
+def check_processes(settings: TrainConfig, ranks: ProcessGroup) -> None:
+    """Check that the processes can share a model as the settings say."""
+    if settings.parallel == "hsdp" and ranks.count > 1:
+        _shards_of_replica(ranks)
+
+
 def _shards_of_replica(ranks: ProcessGroup) -> int:
     """The processes of a machine; on one machine alone, half of them."""
     shards = ranks.local_count if ranks.local_count < ranks.count else ranks.count // 2

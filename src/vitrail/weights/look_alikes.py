@@ -37,6 +37,11 @@ LOOK_ALIKES = (
         "BEiT", ("*blocks.0.attn.q_bias", "*relative_position_bias_table"), "it has relative positions"
     ),
     LookAlike("CaiT", ("*blocks_token_only.*",), "its class token enters after the other blocks"),
+    LookAlike(
+        "AIMv2 lit",
+        ("*.ffn.gate_proj.weight", "*head.k_proj.weight"),
+        "its pool has a query without a projection; the AIMv2 models without a pool are read",
+    ),
     LookAlike("XCiT", ("*blocks.0.attn.temperature",), "it attends over channels, not tokens"),
 )
 

@@ -72,6 +72,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, weight, held):
     assert saved_weight(tmp_path).tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_a_run_that_ends_with_an_error_completes_its_checkpoint(tmp_path, weight, held):
+    manager = CheckpointManager(tmp_path, 2, ProcessGroup())
+    manager.save(state(1, weight))
+    threading.Timer(0.2, held.set).start()
+    manager.close()
+    assert names(tmp_path) == ["step-00000001"]
+
+
 def test_the_newest_are_kept_and_the_next_waits_for_the_last(tmp_path, weight):
     manager = CheckpointManager(tmp_path, 2, ProcessGroup())
     for step in range(1, 5):

@@ -102,6 +102,11 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.wait()
 
+    def close(self) -> None:
+        """End the run, also after an error."""
+        if self._writer is not None:
+            self._writer.close()
+
     def restore_newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """Find the newest complete checkpoint; `warn` is called for each newer one that is damaged."""
         checkpoint, warnings = load_newest(self.folder, self.ranks)

@@ -107,6 +107,7 @@ class TrainingSession:
             raise
         finally:
             t.workers.close()
+            self.checkpoints.close()
             if self.loggers is not None:
                 self.loggers.close()
 

@@ -22,6 +22,7 @@ from vitrail.errors import FileError
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharding import is_sharded
 
+_CLOSE_SECONDS = 30.0
 SHARDS = "shard-*.safetensors"
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By file and name."""
@@ -71,6 +72,11 @@ class ShardWriter:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def close(self) -> None:
+        """After an error of the run, give a checkpoint that is being written some time to be completed."""
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self, staged: dict[str, Tensor], open_folder: Callable[[], Any], seal: Seal) -> None:
         try:

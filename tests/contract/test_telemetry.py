@@ -204,6 +204,7 @@ def test_commands(guard, tmp_path):
         ["probe", model, photos, "--save", "probe.safetensors"],
         ["lab", "characters", "--small", "--save", "characters.safetensors"],
         ["generate", "characters.safetensors", "the", "--length", "5"],
+        ["bench", model, "--precision", "fp32", "--batch", "1"],
         ["convert", model, "hf", "--to", "hf"],
         ["convert", model, "timm", "--to", "timm"],
     ]
@@ -213,7 +214,7 @@ def test_commands(guard, tmp_path):
     report = tmp_path / "report"
     code, out, error = guard.run("-c", COMMANDS, json.dumps(commands), report)
     done = [json.loads(line) for line in report.read_text().splitlines()]
-    expected = [[words[0], 0, True if words[0] == "convert" else None] for words in commands]
+    expected = [[words[0], 0, True if words[0] in ("bench", "convert") else None] for words in commands]
     assert [code, done] == [0, expected], error
     assert " ".join(out.split()).count("itself, on the golden inputs") == 2  # so both libraries were loaded
     inputs, outputs = ["photos", "toy.safetensors"], ["classroom.html", "evaluation.html", "figures", "hf"]
@@ -305,9 +306,11 @@ def test_imports_of_libraries_with_telemetry():
         f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
     }  # called by convert.compare
     own = {"src/vitrail/exporters/onnx.py", "src/vitrail/weights/hub.py", "src/vitrail/training/loggers.py"}
-    own.add("src/vitrail/predict/ray_engine.py")
+    own |= {"src/vitrail/predict/ray_engine.py", "src/vitrail/evaluation/speed.py"}
+    own.add("src/vitrail/fast/onnx_graph.py")
     assert set(importers("src", reporting)) == own | families
-    assert set(importers("bench", reporting)) == {"bench/peers.py", "bench/train.py"}  # which imports peers
+    peers = {"bench/peers.py", "bench/train_peers.py"}  # the second imports the first
+    assert set(importers("bench", reporting)) == peers
 
 
 def test_security_page_names_every_switch_and_existing_tests():

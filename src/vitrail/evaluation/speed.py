@@ -19,6 +19,7 @@ from vitrail.fast.choices import describe_machine
 from vitrail.fast.gate import MIN_AGREEMENT, compare, run_batches
 from vitrail.fast.routes import LOSSY
 from vitrail.model.modes import eval_mode
+from vitrail.telemetry import disable_telemetry
 from vitrail.weights.bundle import Bundle, versions
 
 _SECONDS, _LEAST, _MOST = 3.0, 5, 200  # of a measurement
@@ -210,6 +211,7 @@ def _row(
 def _peer_rows(model: Any, batches: Sequence[int], device: torch.device) -> list[SpeedRow]:
     """timm's model of the same size with random weights, or why there is none."""
     c = model.config
+    disable_telemetry()  # of huggingface_hub, which timm imports
     try:
         from timm.models.vision_transformer import VisionTransformer
 

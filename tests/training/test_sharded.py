@@ -23,15 +23,19 @@ pytestmark = pytest.mark.slow  # processes that import torch, on two cores
 
 def processes(count, what, folder, *options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    done = subprocess.run(
+    done = subprocess.Popen(
         [*torchrun, *options, "-m", "tests.support.sharded_runs", what, folder],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    try:
+        output, _ = done.communicate(timeout=300)
+    finally:
+        done.terminate()  # torchrun then ends its processes; killed, it would leave them
+    assert done.returncode == 0, output
 
 
 @pytest.fixture(scope="module")

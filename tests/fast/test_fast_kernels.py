@@ -25,7 +25,7 @@ def test_all_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
+    assert done.stdout.count(".") >= 25  # they were not skipped
 
 
 def assert_fp8_close(found, expected):

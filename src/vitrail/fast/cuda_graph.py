@@ -23,11 +23,11 @@ class Replay:
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
-        self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, Tensor]]] = {}
+        self.graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, Tensor, tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs; copies, so that the next call does not change them."""
-        shape = tuple(images.shape)
+        shape = (*images.shape, images.dtype)
         if shape not in self.graphs:
             if len(self.graphs) >= MAX_SHAPES:
                 return self.forward(images)

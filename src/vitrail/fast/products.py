@@ -71,7 +71,7 @@ class Product:
             return {}  # no tensor memory accelerator
         from vitrail.fast.kernels.product import CANDIDATES, SMALL
 
-        tiles = CANDIDATES if rows >= _FEW_ROWS else (SMALL, *CANDIDATES[2:4])
+        tiles = CANDIDATES if rows >= _FEW_ROWS else (SMALL, CANDIDATES[2])
         N, K = self.weight.shape
         fits = [one for one in tiles if N % one.columns == 0 and K * self.weight.element_size() % 16 == 0]
         return {one.name: partial(self._triton, tiles=one) for one in fits}

@@ -41,8 +41,7 @@ class Tiles:
 CANDIDATES = (
     Tiles(128, 256, 128, 8, 3, 2),
     Tiles(128, 256, 128, 8, 4, 4),
-    Tiles(128, 128, 128, 4, 4, 1),
-    Tiles(128, 128, 128, 8, 4, 1),
+    Tiles(128, 128, 128, 4, 3, 2),
     Tiles(256, 128, 128, 8, 3, 2),
 )
 SMALL = Tiles(64, 64, 128, 4, 4, 1)
@@ -155,7 +154,9 @@ def product(
             (out, (tiles.rows, width)),
         )
     ]
-    programs = min(processors(x.device), triton.cdiv(M, tiles.rows) * (N // tiles.columns))
+    # Two programs of four warps fit on a multiprocessor: one finishes a tile while the other multiplies.
+    most = processors(x.device) * (2 if tiles.warps == 4 else 1)
+    programs = min(most, triton.cdiv(M, tiles.rows) * (N // tiles.columns))
     empty: Any = out  # an unused pointer
     _product[(programs,)](
         *descriptors, empty if scales is None else scales, empty if bias is None else bias, factor or 1.0,

@@ -1,6 +1,6 @@
 """Inference on this machine's cores: ours as it is and accelerated, beside the peers in eager fp32.
 
-    python -m bench.cpu_inference --size B/16 --out bench/results/cpu-inference-B16.json
+    python -m bench.cpu_inference --size B/16 --out bench/results/inference-cpu-B16.json
 
 All candidates in one process, interleaved round by round; compare the ratios, not the seconds. With
 --cpu-time, one thread and the processor's time of this process: for a machine that others use, too. int8 is
@@ -68,7 +68,7 @@ def main() -> None:
     for row in rows:
         numbers = f"{row['images_per_s']:9.2f} {row['to_timm']:7.2f} {row['to_fastest_peer']:15.2f}"
         print(f"{'':17}{row['row']:22} {numbers}")
-    save(result, args.out or Path(f"bench/results/cpu-inference-{args.size.replace('/', '')}.json"))
+    save(result, args.out or Path(f"bench/results/inference-cpu-{args.size.replace('/', '')}.json"))
 
 
 def candidates(config: Any, peers: list[str]) -> dict[str, Callable[[torch.Tensor], Any]]:

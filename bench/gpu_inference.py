@@ -1,6 +1,6 @@
 """Inference on one GPU: ours beside timm in its best modes, at a large batch and for a single image.
 
-    python -m bench.gpu_inference --size B/16 --out bench/results/gpu-inference-B16.json
+    python -m bench.gpu_inference --size B/16 --out bench/results/inference-gpu-B16.json
 
 Each row is measured in a process of its own, so that one that fails leaves the others. Rows:
 
@@ -53,7 +53,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         sys.exit("bench/gpu_inference.py needs a CUDA device; there is none here.")
-    out = args.out or Path(f"bench/results/gpu-inference-{args.size.replace('/', '')}.json")
+    out = args.out or Path(f"bench/results/inference-gpu-{args.size.replace('/', '')}.json")
     result: dict[str, Any] = {
         "size": args.size,
         "batch": args.batch,

@@ -50,6 +50,21 @@ def cpu(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def inference_cpu(result: dict[str, Any]) -> str:
+    lines = [
+        f"**{result['size']}**, batch {result['batch']}\n",
+        "| forward pass | images/s | to timm | to the fastest peer |",
+    ]
+    lines.append("|---|---:|---:|---:|")
+    for row in result["rows"]:
+        ratios = f"{row['to_timm']:.2f} | {row['to_fastest_peer']:.2f}"
+        lines.append(f"| {row['row']} | {row['images_per_s']:.1f} | {ratios} |")
+    env = result["environment"]
+    note = f"n = {result['rounds']} rounds, {result['clock']}"
+    lines.append(f"\n{note}; {env['machine']['cpu']}; {made_by(env)}")
+    return "\n".join(lines)
+
+
 def cpu_steps(result: dict[str, Any]) -> str:
     lines = ["| recipe | step | ms | to ours |", "|---|---|---:|---:|"]
     for row in result["rows"]:
@@ -97,6 +112,7 @@ def main() -> None:
     kinds = {
         "gpu": ("gpu-*", gpu),
         "cpu": ("cpu", cpu),
+        "inference cpu": ("inference-cpu-*", inference_cpu),
         "cpu steps": ("cpu-steps", cpu_steps),
         "steps": ("steps-*", steps),
         "train": ("train*", train),

@@ -95,7 +95,8 @@ class GateError(InputError):
         worst = ", ".join(f"{name} (KL {kl:.2g})" for name, kl in list(gate.layers.items())[:4])
         blame = f" The layers that hurt most: {worst}." if worst else ""
         advice = (
-            f'keep {len(gate.keep)} of them in higher precision with keep="auto", or lower min_agreement'
+            f'keep {len(gate.keep)} layers in higher precision with keep="auto" (--keep auto), or lower '
+            "min_agreement"
             if gate.keep
             else "use a higher precision, or lower min_agreement"
         )

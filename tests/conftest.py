@@ -22,6 +22,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
     torch.set_num_threads(1)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not import hundreds of other files to find those that run alone."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr.startswith("alone") and is_test and collection_path.stem not in ALONE:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in ALONE:

@@ -172,6 +172,7 @@ def attack(server, files, rounds=2):
     return found, most[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["scans", "strips"])
 def test_costly_images_hardly_delay_others(model, kind):
     """The limits of the header are set out of the way: what ends a decode must hold without them."""
@@ -463,6 +464,7 @@ def test_second_signal_leaves_no_decoder(model):
         until(lambda: not any(map(alive, found)), 3)
 
 
+@pytest.mark.slow
 def test_signals_to_the_process_group_lose_no_image(model):
     """As Ctrl-C in a terminal sends them, and a service manager."""
     with child(model, before=OBEY) as server, server.dial() as client:

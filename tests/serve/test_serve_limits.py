@@ -211,6 +211,7 @@ def test_no_leak_of_descriptors_threads_or_slots(server):
     assert not [line for line in server.lines if "internal error" in line or "Traceback" in line]
 
 
+@pytest.mark.slow
 def test_hundreds_of_slow_clients(server):
     """All of them are sent away; meanwhile the others are served."""
     slow = [server.dial() for _ in range(200)]

@@ -130,6 +130,7 @@ def test_backlog_is_served_during_drain(predictor):
             assert statuses(read_all(client)) == [200]
 
 
+@pytest.mark.slow
 def test_drain_does_not_wait_for_slow_readers(predictor):
     """Its answer was under way, with a promise of more, when the server was told to stop."""
     with serving(predictor, drain=20.0) as server, server.dial() as slow:

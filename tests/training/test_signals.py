@@ -63,6 +63,7 @@ def test_the_command_saves_and_exits_with_the_signals_code(number, code, data, t
     assert not (out / "last.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_command_stopped_and_resumed_ends_as_an_uninterrupted_one(tmp_path):
     """With image files, decoded by threads; the signal comes at an arbitrary moment."""
     data = write_folder(tmp_path / "images")

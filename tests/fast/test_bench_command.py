@@ -64,7 +64,8 @@ def test_a_model_with_images(model, photos, tmp_path):
     plain = next(row for row in rows if row["name"] == "PyTorch, as it is")
     assert plain["agreement"] == 1.0
     assert 0 <= plain["top1"] <= 1
-    assert Image.open(plot).size[0] > 300
+    with Image.open(plot) as image:
+        assert image.size[0] > 300
 
 
 def test_images_of_calibration_and_comparison_are_disjoint(model, photos):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.errors import InputError
+from vitrail.errors import InputError, option
 from vitrail.fields import short_repr
 
 MIN_AGREEMENT = 0.99
@@ -94,12 +94,8 @@ class GateError(InputError):
     def __init__(self, gate: Gate) -> None:
         worst = ", ".join(f"{name} (KL {kl:.2g})" for name, kl in list(gate.layers.items())[:4])
         blame = f" The layers that hurt most: {worst}." if worst else ""
-        advice = (
-            f'keep {len(gate.keep)} layers in higher precision with keep="auto" (--keep auto), or lower '
-            "min_agreement"
-            if gate.keep
-            else "use a higher precision, or lower min_agreement"
-        )
+        higher = f"keep {len(gate.keep)} layers in higher precision with {option('keep', 'auto')}"
+        advice = f"{higher if gate.keep else 'use a higher precision'}, or lower {option('min-agreement').rstrip('=')}"
         super().__init__(
             f"{gate.precision} gives the answer of fp32 for {gate.agreement:.2%} of {gate.images:,} "
             f"calibration images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."

@@ -94,8 +94,9 @@ class GateError(InputError):
     def __init__(self, gate: Gate) -> None:
         worst = ", ".join(f"{name} (KL {kl:.2g})" for name, kl in list(gate.layers.items())[:4])
         blame = f" The layers that hurt most: {worst}." if worst else ""
-        higher = f"keep {len(gate.keep)} layers in higher precision with {option('keep', 'auto')}"
-        advice = f"{higher if gate.keep else 'use a higher precision'}, or lower {option('min-agreement').rstrip('=')}"
+        keep = f"keep {len(gate.keep)} layers in higher precision with {option('keep', 'auto')}"
+        limit = option("min-agreement").rstrip("=")
+        advice = f"{keep if gate.keep else 'use a higher precision'}, or lower {limit}"
         super().__init__(
             f"{gate.precision} gives the answer of fp32 for {gate.agreement:.2%} of {gate.images:,} "
             f"calibration images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."

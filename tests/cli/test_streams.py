@@ -9,6 +9,8 @@ import pytest
 from tests.support.tiny_runs import write_arrays
 from vitrail.inspect.sample import SAMPLE_FILE
 
+pytestmark = pytest.mark.slow  # real processes
+
 PROGRAM = f"'{sys.executable}' -m vitrail"
 INFO, PREDICT = f"{PROGRAM} info '{SAMPLE_FILE}'", f"{PROGRAM} predict '{SAMPLE_FILE}'"
 
@@ -52,7 +54,6 @@ def test_a_reader_that_is_gone_ends_a_command_silently(tmp_path, command):
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("both", ["", "2>&1"])
 def test_training_continues_when_the_reader_is_gone(tmp_path, both):
     write_arrays(tmp_path / "data.npz")
@@ -70,7 +71,6 @@ def test_training_continues_when_the_reader_is_gone(tmp_path, both):
     assert "epoch   2" in (tmp_path / "out" / "log.txt").read_text()
 
 
-@pytest.mark.slow
 def test_training_continues_when_its_output_cannot_be_written(tmp_path):
     write_arrays(tmp_path / "data.npz")
     done = shell(f"{PROGRAM} train data.npz --epochs 1 --out out > /dev/full", tmp_path)

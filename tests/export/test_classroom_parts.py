@@ -14,7 +14,7 @@ from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import edit, record
 from vitrail.weights.bundle import Bundle, Card
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 THREE = sample_images(4).images[3:]  # the digit that the page opens with
 
@@ -245,7 +245,6 @@ def test_the_tour_goes_through_every_section_and_leaves_nothing_changed(sample):
     assert not sample.is_visible("#tour")
 
 
-@pytest.mark.slow
 def test_the_page_says_how_accurate_its_model_is(sample, opened):
     assert "96.6%" in sample.inner_text("#accuracy")
     config = vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=12, channels=1, classes=5)

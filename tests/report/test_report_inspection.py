@@ -15,6 +15,8 @@ from vitrail.inspect.figure import InspectionRequest
 from vitrail.inspect.figures import FIGURES
 from vitrail.report.inspection import write_inspection
 
+pytestmark = pytest.mark.slow  # all figures of several models
+
 OF_WEIGHTS = {name for name, spec in FIGURES.items() if not spec.needs_images}
 
 TINY = dict(width=32, depth=2, heads=2, patch=8, size=(24, 32), classes=3)
@@ -73,7 +75,6 @@ def test_skipped_figures_are_listed_unless_they_were_requested(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

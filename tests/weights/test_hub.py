@@ -22,6 +22,8 @@ from tests.support.models import add_noise
 from vitrail.errors import FileError, MissingExtra
 from vitrail.weights.hub import fetch_model, license_of
 
+pytestmark = pytest.mark.slow  # real processes
+
 ASK = """
 import json, sys, time
 from vitrail.errors import VitrailError

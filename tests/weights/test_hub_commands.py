@@ -19,6 +19,8 @@ from vitrail.weights.head_rows import rehead
 from vitrail.weights.hub import _parse_name
 from vitrail.weights.pretrained import PRETRAINED
 
+pytestmark = pytest.mark.slow  # real processes
+
 LABELS = ["tench, Tinca tinca", "goldfish, Carassius auratus", "great_white shark"]
 
 
@@ -60,7 +62,6 @@ def photos(tmp_path_factory):
     return root
 
 
-@pytest.mark.slow
 def test_a_run_from_the_hub_keeps_license_source_and_rows(hub, files, photos, tmp_path):
     commit = hub.add("owner/fish", files)
     train = ["train", str(photos), "--from", "hf:owner/fish", "--epochs", "1", "--out", str(tmp_path / "run")]

@@ -92,22 +92,34 @@ def build_cnn(channels: int, classes: int) -> nn.Sequential:
 
 def train_cnn(data: Dataset, recipe: Recipe, seed: int, device: torch.device) -> tuple[float, int]:
     """Accuracy after the last epoch, and the number of parameters."""
-    s, size, batch = recipe.train, recipe.preprocess.target, 64
-    images, held_out = (
-        read_images(split, recipe.preprocess).to(device) for split in (data.train, data.eval_split)
-    )
-    labels = torch.from_numpy(data.train.labels).to(device)
-    normalize = build_normalize(recipe.preprocess, device)
     torch.manual_seed(seed)
-    model = build_cnn(images.shape[1], len(data.classes)).to(device)
+    model = build_cnn(recipe.preprocess.channels, len(data.classes)).to(device)
+    accuracy = train_plainly(model, data, recipe, batch=64, lr=3e-3, seed=seed, device=device)
+    return accuracy, sum(p.numel() for p in model.parameters())
+
+
+def train_plainly(
+    model: nn.Module,
+    data: Dataset,
+    recipe: Recipe,
+    *,
+    batch: int,
+    lr: float,
+    seed: int,
+    device: torch.device,
+) -> float:
+    """Accuracy on held-out images after a plain loop, with the recipe's epochs and augmentation."""
+    s, spec = recipe.train, recipe.preprocess
+    images, held_out = (read_images(split, spec).to(device) for split in (data.train, data.eval_split))
+    labels, normalize = torch.from_numpy(data.train.labels).to(device), build_normalize(spec, device)
     steps = steps_in_epoch(len(data.train), batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps * s.epochs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps * s.epochs)
     for epoch in range(s.epochs):
         order = epoch_order(data.train, seed=seed, epoch=epoch, balanced=False)
         for step in range(steps):
             indices = batch_indices(order, step, batch).to(device)
-            x = augment_batch(images[indices], indices, s.augment, seed=seed, epoch=epoch, size=size)
+            x = augment_batch(images[indices], indices, s.augment, seed=seed, epoch=epoch, size=spec.target)
             loss = F.cross_entropy(model(normalize(x)), labels[indices], label_smoothing=s.smoothing)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -115,11 +127,8 @@ def train_cnn(data: Dataset, recipe: Recipe, seed: int, device: torch.device) ->
             schedule.step()
     model.eval()
     with torch.no_grad():
-        predicted = torch.cat(
-            [model(normalize(x.float() / 255)).argmax(1).cpu() for x in held_out.split(500)]
-        )
-    accuracy = (predicted == torch.from_numpy(data.eval_split.labels)).float().mean().item()
-    return accuracy, sum(p.numel() for p in model.parameters())
+        found = torch.cat([model(normalize(x.float() / 255)).argmax(1).cpu() for x in held_out.split(250)])
+    return (found == torch.from_numpy(data.eval_split.labels)).float().mean().item()
 
 
 def read_images(split: Split, preprocess: Preprocess) -> Tensor:

@@ -22,16 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from bench.measure import environment
-from bench.recipes import DATA, prepare, read_images
-from vitrail.data.augment import augment_batch
-from vitrail.data.loader import batch_indices, epoch_order, steps_in_epoch
+from bench.recipes import DATA, prepare, train_plainly
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.evaluation.probe_head import probe_head
 from vitrail.experiment.interval import fraction_interval
-from vitrail.images.normalize import build_normalize
 from vitrail.training.api import train
 from vitrail.training.resolve import resolve_recipe
 from vitrail.weights.load import load
@@ -61,31 +57,13 @@ def train_timm(
     from safetensors.torch import load_file
 
     recipe, _ = resolve_recipe("auto", data, weights, changes)
-    s, spec, batch = recipe.train, recipe.preprocess, min(64, len(data.train))
     torch.manual_seed(seed)
     model = timm.create_model("deit_tiny_patch16_224", num_classes=len(data.classes)).to(device)
     state = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith("head.")}
     missing = model.load_state_dict(state, strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["head.weight", "head.bias"], []), missing
-    images, held_out = (read_images(split, spec).to(device) for split in (data.train, data.eval_split))
-    labels, normalize = torch.from_numpy(data.train.labels).to(device), build_normalize(spec, device)
-    steps = steps_in_epoch(len(data.train), batch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-4, total_steps=steps * s.epochs)
-    for epoch in range(s.epochs):
-        order = epoch_order(data.train, seed=seed, epoch=epoch, balanced=False)
-        for step in range(steps):
-            indices = batch_indices(order, step, batch).to(device)
-            x = augment_batch(images[indices], indices, s.augment, seed=seed, epoch=epoch, size=spec.target)
-            loss = F.cross_entropy(model(normalize(x)), labels[indices], label_smoothing=s.smoothing)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    model.eval()
-    with torch.no_grad():
-        found = torch.cat([model(normalize(x.float() / 255)).argmax(1).cpu() for x in held_out.split(250)])
-    return (found == torch.from_numpy(data.eval_split.labels)).float().mean().item()
+    batch = min(64, len(data.train))
+    return train_plainly(model, data, recipe, batch=batch, lr=1e-4, seed=seed, device=device)
 
 
 def accuracy_of(

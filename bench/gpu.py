@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="steps in one timed round")
     parser.add_argument("--tasks", default="inference,training")
     parser.add_argument("--modes", default="eager,compiled")
+    parser.add_argument("--libraries", default=",".join(PEERS))
     parser.add_argument("--out", type=Path, help="default: bench/results/gpu-SIZE.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -76,7 +77,8 @@ def measure(config: ViTConfig, task: str, mode: str, args: Any, product: float) 
     images = torch.randn(args.batch, config.channels, *config.pixels, device="cuda")
     labels = torch.randint(config.classes, (args.batch,), device="cuda")
     jobs, own, peaks = {}, {}, {}
-    for name, build in PEERS.items():
+    for name in args.libraries.split(","):
+        build = PEERS[name]
         before = torch.cuda.memory_allocated()
         model = build(config).cuda()
         step = (

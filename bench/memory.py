@@ -2,16 +2,19 @@
 
     python -m bench.memory --out bench/results/memory.json
 
-Two steps each: forward, backward and fused AdamW, fp32 weights, bf16 autocast, not compiled. Shards are
-those of the first of eight processes: torch's fake process group moves no bytes, but allocates as the real
-one does.
+Each row has a process of its own, two at a time, and a minute and a half. A step is forward, backward and
+fused AdamW, fp32 weights, bf16 autocast, not compiled; the peak is that of the second one. Shards are
+those of the first of eight processes: torch's fake process group moves no bytes, but allocates as the real one does.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.measure import environment, save
+from bench.measure import clock, environment, save
 from vitrail.config import ViTConfig
 from vitrail.memory import activation_bytes, state_bytes
 from vitrail.model import ViT
@@ -33,62 +36,74 @@ from vitrail.training.sharding import Parallelism
 # size, images, recomputed blocks, shards
 ROWS = (
     *(("B/16", 256, 0, 1), ("L/16", 128, 0, 1), ("L/16", 256, 0, 1), ("L/16", 256, 24, 1)),
-    *(("H/14", 64, 0, 1), ("H/14", 128, 0, 1), ("H/14", 128, 32, 1), ("g/14", 64, 0, 1), ("g/14", 64, 40, 1)),
-    *(("L/16", 128, 0, 8), ("H/14", 64, 0, 8), ("H/14", 64, 32, 8), ("g/14", 64, 0, 8), ("g/14", 16, 40, 8)),
+    *(("H/14", 128, 0, 1), ("H/14", 128, 32, 1), ("g/14", 64, 0, 1), ("g/14", 64, 40, 1)),
+    *(("L/16", 128, 0, 8), ("L/16", 128, 24, 8), ("H/14", 64, 0, 8), ("H/14", 64, 32, 8)),
+    *(("g/14", 64, 0, 8), ("g/14", 16, 40, 8)),
 )
 GIB = 2**30
+SECONDS = 90  # for a row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory.json"))
+    parser.add_argument("--row", type=int, help="measure this row only, in this process")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench/memory.py needs a CUDA device; there is none here.")
-    compute = choose_device("bf16")
-    start_fake_group()
+    if args.row is not None:
+        print(json.dumps(measure(*ROWS[args.row])))
+        return
     rows = []
-    for size, images, recomputed, shards in ROWS:
-        config = preset(size)
-        measured, formula = peak(config, images, recomputed, shards, compute), estimate(*ROWS[len(rows)])
-        rows.append(
-            {
-                "size": size,
-                "images": images,
-                "checkpoint_blocks": recomputed,
-                "shards": shards,
-                "peak_gib": round(measured / GIB, 2),
-                "formula_gib": round(formula / GIB, 2),
-                "ratio": round(formula / measured, 3),
-            }
-        )
-        print(rows[-1], flush=True)
-    save(args.out, {"rows": rows, "environment": environment()})
+    with ThreadPoolExecutor(2) as pool:
+        for row in pool.map(measure_apart, range(len(ROWS))):
+            print(row, flush=True)
+            rows.append(row)
+            save({"rows": rows, "environment": environment()}, args.out)
 
 
-def start_fake_group(count: int = 8) -> None:
+def measure_apart(number: int) -> dict[str, Any]:
+    """A row, measured in a process of its own; with the error, if it has one."""
+    size, images, recomputed, shards = ROWS[number]
+    row = {"size": size, "images": images, "checkpoint_blocks": recomputed, "shards": shards}
+    command = [sys.executable, "-m", "bench.memory", "--row", str(number)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        return row | json.loads(done.stdout) if done.returncode == 0 else row | {"error": done.stderr[-500:]}
+    except subprocess.TimeoutExpired:
+        return row | {"error": f"not done after {SECONDS} s"}
+
+
+def measure(size: str, images: int, recomputed: int, shards: int) -> dict[str, float]:
+    if shards > 1:
+        start_fake_group(shards)
+    step = training_step(preset(size), images, recomputed, shards, choose_device("bf16"))
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    measured, formula = torch.cuda.max_memory_allocated(), estimate(size, images, recomputed, shards)
+    return {
+        "peak_gib": round(measured / GIB, 2),
+        "formula_gib": round(formula / GIB, 2),
+        "ratio": round(formula / measured, 3),
+        "states_gib": round(torch.cuda.memory_allocated() / GIB, 2),
+        "step_ms": round(1000 * clock(step, 3, torch.cuda.synchronize), 1),
+    }
+
+
+def start_fake_group(count: int) -> None:
     """The first of so many processes that exchange nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
 
 
-def peak(config: ViTConfig, images: int, recomputed: int, shards: int, compute: ComputeDevice) -> int:
-    """Bytes allocated at the most expensive moment of the second step."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    step = training_step(config, images, recomputed, shards, compute)
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def training_step(
     config: ViTConfig, images: int, recomputed: int, shards: int, compute: ComputeDevice
-) -> Any:
-    model = ViT(config)
+) -> Callable[[], None]:
+    with compute.device:
+        model = ViT(config)
     model.checkpointed_blocks = recomputed
     how = Parallelism()
     if shards > 1:

@@ -4,7 +4,8 @@
 
 Each row has a process of its own, two at a time, and a minute and a half. A step is forward, backward and
 fused AdamW, fp32 weights, bf16 autocast, not compiled; the peak is that of the second one. Shards are
-those of the first of eight processes: torch's fake process group moves no bytes, but allocates as the real one does.
+those of the first of eight processes: torch's fake process group moves no bytes, but allocates as the real
+one does.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def variants(folder):
     return {
         # AdamW would hide a wrong norm, because it divides by the size of the gradient.
         "clipped": {**NO_DROPOUT, "optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 0.05},
+        "muon": {**NO_DROPOUT, "optimizer": "muon"},
         "lora": {**NO_DROPOUT, "epochs": 2, "tune": "lora", "lora_rank": 2},
         "head": {**NO_DROPOUT, "epochs": 2, "tune": "head"},
         "taught": {**NO_DROPOUT, "epochs": 2, "teacher": teacher, "distill": "soft", "checkpoint_blocks": 1},

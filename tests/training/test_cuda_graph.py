@@ -68,6 +68,7 @@ def check_equal(one, other, rtol, atol):
         {},
         dict(accumulate=2),
         dict(optimizer="sgd", momentum=0.9),
+        dict(optimizer="muon"),
         dict(precision="bf16"),
         dict(precision="bf16", kernels=True),
         dict(tune="head"),

@@ -85,6 +85,13 @@ def test_another_seed_gives_another_run(data, uninterrupted, tmp_path):
     assert last["loss"] < first["loss"]
 
 
+def test_muon_resumes_exactly(data, tmp_path):
+    settings = {**SETTINGS, "optimizer": "muon"}
+    train(data["arrays"], out=tmp_path / "uninterrupted", **settings)
+    stopped_and_resumed(data["arrays"], tmp_path / "run", 7, **settings)
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
+
+
 def test_sgd_with_a_linear_schedule_and_no_ema_resumes_exactly(data, tmp_path):
     settings = {**SETTINGS, "optimizer": "sgd", "momentum": 0.9, "ema": None, "schedule": "linear"}
     train(data["arrays"], out=tmp_path / "uninterrupted", **settings)

@@ -71,7 +71,7 @@ def test_every_way_of_sharing_has_the_loss_of_one_process(runs, mode):
     assert rows(runs / "plain-one")[-1]["step"] == 20
 
 
-@pytest.mark.parametrize("name", ["clipped", "lora", "head", "taught"])
+@pytest.mark.parametrize("name", ["clipped", "muon", "lora", "head", "taught"])
 def test_shards_clip_fine_tune_and_distill_as_one_process(runs, name):
     """The distilled one computes a block again for the gradient (checkpoint_blocks)."""
     assert losses(runs / f"{name}-fsdp") == pytest.approx(losses(runs / f"{name}-one"), rel=1e-6)

@@ -77,7 +77,7 @@ def broken_at(monkeypatch, steps, value=math.inf):
     return seen
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(optimizer, value, data, tmp_path, monkeypatch):
     """The first step too, when the optimizer has no state yet; never three in a row."""

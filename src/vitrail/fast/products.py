@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,9 +69,9 @@ class Product:
     def _triton_ways(self, rows: int) -> dict[str, Way]:
         if torch.cuda.get_device_capability() < (9, 0):
             return {}  # no tensor memory accelerator
-        from vitrail.fast.kernels.product import CANDIDATES, SMALL
+        from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES
 
-        tiles = CANDIDATES if rows >= _FEW_ROWS else (SMALL, CANDIDATES[2])
+        tiles = LARGE_TILES if rows >= _FEW_ROWS else SMALL_TILES
         N, K = self.weight.shape
         fits = [one for one in tiles if N % one.columns == 0 and K * self.weight.element_size() % 16 == 0]
         return {one.name: partial(self._triton, tiles=one) for one in fits}
@@ -100,14 +100,19 @@ class Product:
             return bias_gelu(out, self.bias)
         if self.bias is None:
             return torch.mm(x, w, out=out)
-        return torch.addmm(self.bias.to(x.dtype), x, w, out=out)
+        assert self._rounded_bias is not None
+        return torch.addmm(self._rounded_bias, x, w, out=out)
 
     def _scaled_mm(self, x: Tensor, out: Tensor) -> Tensor:
         assert self.scales is not None
         ones = torch.ones(len(x), 1, device=x.device)
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         how: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "out": out}
-        return torch._scaled_mm(x, self.weight.T, ones, self.scales[None], bias, **how)
+        return torch._scaled_mm(x, self.weight.T, ones, self.scales[None], self._rounded_bias, **how)
+
+    @cached_property
+    def _rounded_bias(self) -> Tensor | None:
+        """In the dtype of the output, as the libraries want it."""
+        return None if self.bias is None else self.bias.to(self.output_dtype)
 
 
 def choose(product: Product, rows: int, choices: Choices, *, kernels: bool) -> Way:
@@ -125,15 +130,22 @@ def choose(product: Product, rows: int, choices: Choices, *, kernels: bool) -> W
 
 
 def seconds_on_gpu(run: Callable[[], object]) -> float:
-    """Seconds on the GPU, by its own clock."""
+    """Seconds on the GPU, by its own clock.
+
+    The runs are in a CUDA graph, as they will be: to launch a small kernel takes longer than the kernel.
+    """
     for _ in range(3):
         run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_REPEATS):
+            run()
+    graph.replay()
     best = float("inf")
     for _ in range(_TRIALS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(_REPEATS):
-            run()
+        graph.replay()
         end.record()
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / 1000 / _REPEATS)

@@ -123,9 +123,12 @@ class TrainConfig(Config):
     accumulate: int = integer("Micro-batches per step (gradient accumulation)", default=1)
 
     # ---- optimizer
-    optimizer: Literal["adamw", "sgd"] = choice("AdamW, or SGD with momentum", default="adamw")
+    optimizer: Literal["adamw", "muon", "sgd"] = choice(
+        "AdamW; Muon for the matrices of the blocks, with AdamW for the rest; or SGD with momentum",
+        default="adamw",
+    )
     lr: float = number("Peak learning rate", "above 0 and at most 100", lambda x: 0 < x <= 100, 1e-3)
-    betas: tuple[float, ...] = _betas("Betas of AdamW")
+    betas: tuple[float, ...] = _betas("Betas of AdamW, also where it is beside Muon")
     momentum: float = probability("Momentum of SGD")
     weight_decay: float = number(
         "Weight decay of matrices and kernels; norms, biases, position embedding and prefix tokens have none",

@@ -12,22 +12,20 @@ from torch import Tensor, nn
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.lora import UPDATE
+from vitrail.training.muon import Muon
 from vitrail.training.sharding import is_sharded, local_part
 
 
 def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD, fused: one kernel for all, which can skip a step on the device (`optimizer_step`)."""
+    """AdamW, Muon or SGD, which can skip a step on the device (`optimizer_step`)."""
     groups = parameter_groups(model, settings)
     match settings.optimizer:
-        case "adamw":
+        case "adamw" | "muon":
             on_gpu = groups[0]["params"][0].is_cuda  # where a step may be captured in a CUDA graph
-            adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True, capturable=on_gpu)  # type: ignore[arg-type]
-            for parameter in (p for group in groups for p in group["params"]):  # to be read into on resume
-                adamw.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+            kind = Muon if settings.optimizer == "muon" else torch.optim.AdamW
+            adamw = kind(groups, lr=0.0, betas=settings.betas, fused=True, capturable=on_gpu)  # type: ignore[arg-type]
+            for group in groups:  # a state to be read into on resume
+                adamw.state.update((p, _state(p, muon=group["parts"] > 0)) for p in group["params"])
             return adamw
         case "sgd":
             fused = not is_sharded(groups[0]["params"][0])  # torch has no fused SGD of shards
@@ -38,9 +36,16 @@ def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:
             return sgd
 
 
+def _state(parameter: Tensor, *, muon: bool) -> dict[str, Tensor]:
+    if muon:
+        return {"momentum": torch.zeros_like(parameter)}
+    step = torch.zeros((), device=parameter.device)
+    return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+
 def parameter_groups(model: ViT, settings: TrainConfig) -> list[dict[str, Any]]:
-    """Trained parameters by weight decay and learning rate factor; all others are frozen."""
-    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    """Trained parameters by weight decay, learning rate factor and parts for Muon; all others are frozen."""
+    groups: dict[tuple[bool, float, int], list[nn.Parameter]] = {}
     depth = model.config.depth
     freeze(model, settings)
     for name, parameter in model.named_parameters():
@@ -48,10 +53,17 @@ def parameter_groups(model: ViT, settings: TrainConfig) -> list[dict[str, Any]]:
             continue
         below = depth + 1 - _layer_index(name, depth)
         factor = settings.layer_decay**below if settings.tune == "llrd" else 1.0
-        groups.setdefault((_has_decay(name, parameter), factor), []).append(parameter)
+        parts = _parts(name, parameter) if settings.optimizer == "muon" else 0
+        groups.setdefault((_has_decay(name, parameter), factor, parts), []).append(parameter)
     return [
-        {"params": some, "weight_decay": settings.weight_decay if decay else 0.0, "factor": factor, "lr": 0.0}
-        for (decay, factor), some in groups.items()
+        {
+            "params": some,
+            "weight_decay": settings.weight_decay if decay else 0.0,
+            "factor": factor,
+            "parts": parts,
+            "lr": 0.0,
+        }
+        for (decay, factor, parts), some in groups.items()
     ]
 
 
@@ -77,6 +89,13 @@ def _has_decay(name: str, parameter: nn.Parameter) -> bool:
     """Matrices and kernels have weight decay; norms, biases, positions, prefix, probe and scales do not."""
     without = ("position.", "prefix", "pool.probe", "attention.bias.")
     return parameter.ndim >= 2 and not any(word in name for word in without)
+
+
+def _parts(name: str, parameter: nn.Parameter) -> int:
+    """In how many matrices Muon cuts a parameter of the blocks; 0 if AdamW updates it."""
+    if not name.startswith("blocks.") or parameter.ndim != 2 or not _has_decay(name, parameter):
+        return 0
+    return 3 if name.endswith("attention.qkv.weight") and len(parameter) == 3 * parameter.shape[1] else 1
 
 
 def _layer_index(name: str, depth: int) -> int:

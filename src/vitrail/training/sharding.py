@@ -103,15 +103,27 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def copy_into(target: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded."""
-    if not is_sharded(target):
-        target.copy_(whole)
-        return
+    local_part(target).copy_(part_of(whole.to(target.device), target))
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole tensor that would be sharded as another is."""
+    if not is_sharded(like):
+        return whole
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
-    whole = whole.to(local_part(target).device)
-    part = distribute_tensor(whole, mesh, placements, src_data_rank=None)  # each process cuts its own
-    local_part(target).copy_(part.to_local())
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()  # each cuts its own
+
+
+def sharded_like(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which this is this process's part, sharded as another is."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride())
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -38,13 +38,18 @@ class Tiles:
         return f"Triton {shape}, {self.warps} warps, {self.stages} stages, {self.parts} parts"
 
 
-CANDIDATES = (
+LARGE_TILES = (
     Tiles(128, 256, 128, 8, 3, 2),
     Tiles(128, 256, 128, 8, 4, 4),
     Tiles(128, 128, 128, 4, 3, 2),
     Tiles(256, 128, 128, 8, 3, 2),
 )
-SMALL = Tiles(64, 64, 128, 4, 4, 1)
+SMALL_TILES = (
+    Tiles(64, 32, 128, 4, 4, 1),
+    Tiles(64, 64, 128, 4, 4, 1),
+    Tiles(128, 64, 128, 4, 4, 1),
+    Tiles(128, 128, 128, 4, 3, 2),
+)
 """For batches of a few images, whose large tiles would not fill the GPU."""
 
 

@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 
+import vitrail as vt
 from vitrail.fast import choices as choices_module
+from vitrail.fast.accelerate import accelerate_by_default
 from vitrail.fast.choices import Choices, choices_path, forget
+from vitrail.fast.cuda_graph import MAX_SHAPES
+from vitrail.fast.routes import padded_size
 
 CPU = torch.device("cpu")
 
@@ -65,3 +69,38 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "file" / "cache"))
     assert Choices(CPU).fastest("product", ["a", "b"], {"a": 2.0, "b": 1.0}.__getitem__) == "b"
+
+
+def test_without_measuring_what_is_remembered_decides_or_the_default():
+    choices = Choices(CPU, measure=False)
+    assert choices.fastest("product", ["plain", "fused"], never) == "plain"
+    assert choices.fastest("product", ["plain", "fused"], never, default="fused") == "fused"
+    Choices(CPU).fastest("product", ["plain", "fused"], {"plain": 2.0, "fused": 1.0}.__getitem__)
+    assert Choices(CPU, measure=False).fastest("product", ["plain", "fused"], never) == "fused"
+    assert choices_path().is_file()
+
+
+def test_small_batches_have_few_sizes():
+    sizes = {padded_size(count) for count in range(1, 33)}
+    assert sizes == {1, 2, 4, 8, 16, 24, 32}
+    assert len(sizes) < MAX_SHAPES
+    assert all(count <= padded_size(count) < 2 * count for count in range(1, 300))
+    assert padded_size(100) == 100
+
+
+def test_on_a_cpu_a_model_is_computed_as_it_is_by_default():
+    assert accelerate_by_default(vt.create("mu/4", classes=3)) is None
+
+
+def test_a_model_that_cannot_be_accelerated_is_computed_as_it_is_and_says_why(monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr("vitrail.fast.accelerate.has_bf16", lambda device: True)
+    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", fail)
+    model = vt.create("mu/4", classes=3).eval()
+    fast = accelerate_by_default(model)
+    assert "could not be accelerated (RuntimeError: no C compiler)" in fast.report.sentences()[1]
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(fast(images), model(images))

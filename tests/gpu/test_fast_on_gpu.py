@@ -112,3 +112,17 @@ def test_fp8_passes_its_gate_or_names_the_layers():
     fast = vt.accelerate(model, "fp8", calibrate=images, min_agreement=0.5)
     assert fast.report.gate.passed
     assert 0 <= fast.report.gate.kl < 0.5
+
+
+def test_by_default_bf16_without_measuring(tmp_path):
+    torch.manual_seed(0)
+    model = vt.create("Ti/16", classes=10).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    predict = vt.Predictor(model, batch=5)
+    assert predict.acceleration.precision == "bf16"
+    assert "CUDA graph" in predict.acceleration.route
+    assert not list(tmp_path.iterdir())  # nothing was measured
+    images = torch.rand(7, 3, 224, 224)
+    found = torch.stack([torch.from_numpy(one.logits) for one in predict(images)])
+    plain = vt.Predictor(model, batch=5, precision="fp32")(images)
+    near(found, torch.stack([torch.from_numpy(one.logits) for one in plain]), 3e-2)

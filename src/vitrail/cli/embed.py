@@ -82,6 +82,7 @@ def embed(
     from vitrail.predict.sources import expand_paths
 
     predictor = Predictor(model, **how)
+    options.print_acceleration(predictor, quiet=quiet)
     with ProgressBars(enabled=not quiet) as bars:
         total = sum(1 for _ in expand_paths(images)) if bars.enabled else None
         index = build_index(predictor, images, model=model, progress=lambda done: bars("images", done, total))

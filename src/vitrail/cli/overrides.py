@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,7 +78,7 @@ Precision = Annotated[
     typer.Option(
         metavar="auto|fp32|bf16|fp8|int8",
         help="Accelerate the model; fp8 (GPU) and int8 (CPU) need --calibration. See docs/performance.md.",
-        show_default="the model as it is",
+        show_default="bf16 on a GPU, the model as it is on a CPU",
     ),
 ]
 Calibration = Annotated[
@@ -214,6 +215,13 @@ def parse_speedup(
         "min_agreement": min_agreement,
         "keep": layers,
     }
+
+
+def print_acceleration(predictor: Any, *, quiet: bool = False) -> None:
+    """How the model is computed, if not by its own code, as notes on stderr."""
+    if predictor.acceleration is not None and not quiet:
+        for sentence in predictor.acceleration.sentences():
+            print(f"note: {sentence}", file=sys.stderr)
 
 
 def parse_value(text: str) -> Any:

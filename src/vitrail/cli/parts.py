@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import print_acceleration
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
@@ -127,6 +128,7 @@ def run_parts(
             result = write_with_ray(parts, model, inputs, how, request.part, request.of, progress)
         else:
             result = write_parts(parts, request.part, request.of, progress)
+    print_acceleration(predictor, quiet=quiet)
     _print_result(request, result)
 
 

@@ -143,9 +143,7 @@ def predict(
     overrides |= speedup
     how = {"batch": batch, "workers": options.parse_workers(workers), "native": native}
     predictor = Predictor(opened or model, **how, **overrides)
-    if predictor.acceleration is not None and not quiet:
-        for sentence in predictor.acceleration.sentences():
-            print(f"note: {sentence}", file=sys.stderr)
+    options.print_acceleration(predictor, quiet=quiet)
     config = predictor.config
     _check_words(predictor, embeddings)
     if not config.classes:

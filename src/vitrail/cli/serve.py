@@ -112,8 +112,7 @@ def serve(
         for name, path in files.items():
             predictor = Predictor(path, **how)
             predictors[name or model_name(predictor, path)] = predictor
-            for sentence in [] if predictor.acceleration is None else predictor.acceleration.sentences():
-                print(f"note: {sentence}", file=sys.stderr)
+            options.print_acceleration(predictor)
         if chosen is None:
             first = next(iter(predictors.values()))
             chosen = built_in(first.config.channels, min(first.preprocess.target))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.data.folders import list_images
 from vitrail.errors import InputError, option, printable
-from vitrail.fast.accelerate import accelerate
+from vitrail.fast.accelerate import accelerate, accelerate_by_default
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.routes import LOSSY, Accelerated, Goal
 from vitrail.images.reader import read_pixels
@@ -34,8 +34,13 @@ class Speedup:
     keep: Collection[str] | Literal["auto"] = ()
 
 
-def accelerate_bundle(bundle: Bundle, how: Speedup, goal: Goal = "throughput") -> Accelerated:
-    """The bundle's model, accelerated; int8 and fp8 are calibrated on `how.calibration`."""
+def accelerate_bundle(bundle: Bundle, how: Speedup | None, goal: Goal = "throughput") -> Accelerated | None:
+    """The bundle's model, accelerated; int8 and fp8 are calibrated on `how.calibration`.
+
+    Without `how`, only what needs no measuring and loses nothing; None if the model is computed as it is.
+    """
+    if how is None:
+        return accelerate_by_default(bundle.model)
     images = labels = None
     if how.precision in LOSSY:
         if how.calibration is None:

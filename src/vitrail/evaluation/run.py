@@ -171,8 +171,9 @@ def evaluate(
         probe: any of knn, linear and fewshot; they are fitted on the training split.
         layers: blocks to probe, counted from 0, or "all". By default the last block.
         target_accuracy: the accuracy that predictions above the confidence threshold must reach.
-        speedup: how to accelerate the model: `Speedup(precision="int8", calibration="photos/")`. The notes
-            then say what was done. Probes need the model as it is.
+        speedup: how to accelerate the model: `Speedup(precision="int8", calibration="photos/")`. By default
+            it is computed in bf16 on a GPU, and as it is on a CPU. The notes say what was done. Probes need
+            the model as it is.
         progress: called as progress(split, images done, images in total); while the rows of a table are read,
             as progress("reading rows", rows done, None).
     """
@@ -190,13 +191,11 @@ def evaluate(
     blocks = check_layers(layers, config.depth) if probes else []
     corrupt = CorruptFiles("skip")
     options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
-    if speedup is not None:
-        if probes:
-            raise InputError(
-                "Probes read the features inside the model itself; remove probe or the precision."
-            )
-        options["accelerated"] = accelerate_bundle(bundle, speedup)
-        notes += options["accelerated"].report.sentences()
+    if speedup is not None and probes:
+        raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
+    if not probes and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
+        options["accelerated"] = accelerated
+        notes += accelerated.report.sentences()
 
     trained = find_trained(
         bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)

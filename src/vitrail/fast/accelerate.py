@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError, suggest
+from vitrail.errors import InputError, option, suggest
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import (
     MIN_AGREEMENT,
@@ -27,7 +27,19 @@ from vitrail.fast.gate import (
     run_batches,
 )
 from vitrail.fast.quantize import find_worst, propose
-from vitrail.fast.routes import GATE_BATCH, LOSSY, Accelerated, Builder, Goal, Precision, resolve
+from vitrail.fast.routes import (
+    GATE_BATCH,
+    LOSSY,
+    PLAIN,
+    Accelerated,
+    Acceleration,
+    Builder,
+    Goal,
+    Precision,
+    has_bf16,
+    plain_forward,
+    resolve,
+)
 from vitrail.fields import short_repr
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
@@ -87,6 +99,36 @@ def accelerate(
 
     how: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": keep == "auto"}
     return pass_gate(builder, build, chosen, kept, names, **how)
+
+
+def accelerate_by_default(model: ViT) -> Accelerated | None:
+    """What commands use unless a precision is asked for: on a GPU, bf16 by fused kernels in CUDA graphs.
+
+    Nothing is measured, so that a command with few images starts at once; what `accelerate` has measured
+    before on this machine is used. On a CPU building takes longer than most commands save.
+
+    Returns:
+        None for a model that is computed as it is. So is one for which this fails with a blank image; the
+        report then says why.
+    """
+    parameter = next(model.parameters())
+    usual = parameter.dtype in (torch.float32, torch.bfloat16) and model.config.input == "image"
+    if not (usual and has_bf16(parameter.device)):
+        return None
+    builder = Builder(model, parameter.device, "throughput", Choices(parameter.device, measure=False), None)
+    try:
+        fast = builder.fastest("bf16")
+        fast(torch.zeros(1, *model.config.input_shape, device=parameter.device))
+        torch.cuda.synchronize(parameter.device)
+    except Exception as error:  # no compiler for Triton, too little memory, a backend without support
+        why = f"It could not be accelerated ({type(error).__name__}: {str(error)[:200]})."
+        name = "bf16" if parameter.dtype == torch.bfloat16 else "fp32"
+        report = Acceleration(precision=name, route=PLAIN, why=[why])
+        return Accelerated(model, plain_forward(model, parameter.dtype), report)
+    if parameter.dtype == torch.float32:
+        why = f"{option('precision', 'fp32')} computes in the model's own precision."
+        fast.report = replace(fast.report, why=[*fast.report.why, why])
+    return fast
 
 
 def pass_gate(

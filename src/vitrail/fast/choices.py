@@ -42,12 +42,13 @@ class Choices:
     Args:
         device: where they run; its name is part of the key.
         remember: whether to read and write the file.
+        measure: whether to measure what is not remembered; otherwise the default is used.
     """
 
-    def __init__(self, device: torch.device, *, remember: bool = True) -> None:
+    def __init__(self, device: torch.device, *, remember: bool = True, measure: bool = True) -> None:
         self.machine = describe_machine(device)
         self.on_cpu = device.type == "cpu"
-        self.remember = remember
+        self.remember, self.measure = remember, measure
         self.seconds: dict[str, dict[str, float | None]] = {}
         """What was measured or remembered, by question and candidate; None for one that failed."""
         self.failures: dict[str, str] = {}
@@ -55,14 +56,23 @@ class Choices:
         if remember:
             self.seconds = dict(_read().get(self.machine, {}))
 
-    def fastest(self, question: str, names: Sequence[str], measure: Callable[[str], float]) -> str:
+    def knows(self, question: str, names: Sequence[str]) -> bool:
+        """Whether these candidates were measured before."""
+        return set(self.seconds.get(question, {})) == set(names)
+
+    def fastest(
+        self, question: str, names: Sequence[str], measure: Callable[[str], float], default: str | None = None
+    ) -> str:
         """The candidate that takes the fewest seconds; one that raises an error is out.
 
         Args:
             measure: the seconds of a candidate.
+            default: the answer where nothing is remembered or may be measured; the first by default.
         """
         known = self.seconds.get(question, {})
-        if set(known) != set(names):
+        if not self.knows(question, names):
+            if not self.measure:
+                return names[0] if default is None else default
             known = {name: self._attempt(measure, question, name) for name in names}
             self.seconds[question] = known
             if self.remember and not (self.on_cpu and is_busy()):

@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import InputError
 from vitrail.fast.choices import Choices
+from vitrail.fast.cuda_graph import Replay
 from vitrail.fast.gate import Gate
 from vitrail.fast.quantize import Int8Scales, Observed, block_layers, observe
 from vitrail.model import ViT
@@ -33,7 +35,7 @@ Routes = dict[str, Callable[[], Forward]]
 """Functions that build a forward pass, by the route's name."""
 
 GATE_BATCH = {"cpu": 8, "cuda": 64}
-_PLAIN = "PyTorch"
+PLAIN = "PyTorch"
 _BATCH = {"cpu": 8, "cuda": 256}  # of a measurement for throughput; 1 for latency
 _SECONDS, _LEAST, _MOST = 4.0, 4, 20  # of a measurement
 
@@ -168,18 +170,18 @@ class Builder:
             return seconds_of[name]
 
         question = f"model {_config_key(self.model)}, {precision}, {len(kept)} kept, batch {batch}"
-        name = (
-            self.choices.fastest(question, list(routes), measure) if len(routes) > 1 else next(iter(routes))
-        )
+        *_, name = routes  # the one with the most fused
+        if len(routes) > 1:
+            name = self.choices.fastest(question, list(routes), measure, default=name)
         for failed, reason in self.choices.failures.items():
             if failed.startswith(question):
                 why.append(f"{failed.removeprefix(question + ': ')} does not work here: {reason}.")
         seconds = self.choices.seconds.get(question, {})
         rates = {route: round(batch / one, 2) for route, one in seconds.items() if one}
-        if name == _PLAIN and len(routes) > 1:
+        if name == PLAIN and len(routes) > 1:
             why.append(f"Nothing else was faster at batch {batch}, so the model itself computes.")
         run = runs[name] if name in runs else routes[name]()
-        used = precision if name != _PLAIN or precision not in LOSSY else resolve("auto", self.device)
+        used = precision if name != PLAIN or precision not in LOSSY else resolve("auto", self.device)
         report = Acceleration(
             precision=used,
             route=name,
@@ -194,7 +196,7 @@ class Builder:
         """The routes by name, and the reasons for them."""
         if self.device.type == "cuda":
             return self._gpu_routes(precision, kept)
-        routes: Routes = {_PLAIN: lambda: _plain_forward(self.model, torch.float32)}
+        routes: Routes = {PLAIN: lambda: plain_forward(self.model, torch.float32)}
         if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
             if precision == "int8":
                 raise InputError('int8 needs ONNX Runtime; install it with: pip install "vitrail[export]".')
@@ -231,13 +233,12 @@ class Builder:
         return graph
 
     def _gpu_routes(self, precision: str, kept: tuple[str, ...]) -> tuple[Routes, list[str]]:
-        from vitrail.fast.cuda_graph import Replay
         from vitrail.fast.fused import FusedForward, has_kernels, why_not_fused
 
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         routes: Routes = {
-            _PLAIN: lambda: _plain_forward(self.model, dtype),
-            "PyTorch in a CUDA graph": lambda: Replay(_plain_forward(self.model, dtype)),
+            PLAIN: lambda: plain_forward(self.model, dtype),
+            "PyTorch in a CUDA graph": lambda: _PaddedReplay(plain_forward(self.model, dtype)),
         }
         if precision == "fp32":
             return routes, ["fp32 was asked for; a CUDA graph saves the launches of the kernels."]
@@ -248,7 +249,7 @@ class Builder:
         ranges = None
         if precision == "fp8":
             ranges = {name: float(one.largest.max()) for name, one in self.seen.items()}
-        routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: Replay(
+        routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: _PaddedReplay(
             FusedForward(self.model, self.choices, ranges=ranges, keep=kept)
         )
         return routes, [
@@ -259,8 +260,13 @@ class Builder:
 def resolve(precision: str, device: torch.device) -> str:
     """What "auto" means on a device."""
     if precision == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        return "bf16" if has_bf16(device) else "fp32"
     return precision
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether this is a GPU that computes in bf16, rather than emulating it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _config_key(model: ViT) -> str:
@@ -268,7 +274,7 @@ def _config_key(model: ViT) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _plain_forward(model: ViT, dtype: torch.dtype) -> Forward:
+def plain_forward(model: ViT, dtype: torch.dtype) -> Forward:
     """The model's own code, in this dtype; a copy if it has another one."""
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
@@ -279,6 +285,24 @@ def _plain_forward(model: ViT, dtype: torch.dtype) -> Forward:
             return pooled, model.head(pooled)
 
     return forward
+
+
+class _PaddedReplay(Replay):
+    """Small batches are filled up with zeros to few sizes: each size takes a CUDA graph of its own."""
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        count, size = len(images), padded_size(len(images))
+        if size == count:
+            return super().__call__(images)
+        pooled, logits = super().__call__(F.pad(images, (0, 0) * 3 + (0, size - count)))
+        return pooled[:count], logits[:count]
+
+
+def padded_size(count: int) -> int:
+    """1, 2, 4 or 8; a multiple of 8 up to 32; as it is above."""
+    if count <= 8:
+        return 1 << (count - 1).bit_length() if count else 0
+    return -(-count // 8) * 8 if count <= 32 else count
 
 
 @torch.inference_mode()

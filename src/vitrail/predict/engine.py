@@ -16,6 +16,7 @@ from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.onnx_graph import open_session
+from vitrail.fast.routes import Accelerated
 from vitrail.images.native import native_preprocess
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
@@ -68,7 +69,7 @@ def open_engine(
     """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes.
 
     Args:
-        speedup: how a model that is no ONNX file shall be accelerated.
+        speedup: how a model that is no ONNX file shall be accelerated; by default in bf16 on a GPU.
         native: whether images keep their shape.
     """
     if native and speedup is not None:
@@ -78,7 +79,11 @@ def open_engine(
         )
 
     def build(bundle: Bundle) -> Engine:
-        return NativeEngine(bundle) if native else TorchEngine(bundle, speedup)
+        if native:
+            return NativeEngine(bundle)
+        engine = TorchEngine(bundle)
+        engine.accelerated = accelerate_bundle(bundle, speedup)
+        return engine
 
     if not isinstance(model, (str, Path)):
         return build(as_bundle(model, **options))
@@ -116,7 +121,10 @@ def _build_batch(pixels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, li
 class TorchEngine(Engine):
     """A PyTorch model, run as `evaluate` runs it, or accelerated."""
 
-    def __init__(self, bundle: Bundle, speedup: Speedup | None = None) -> None:
+    accelerated: Accelerated | None = None
+    """What computes instead of the model's own code."""
+
+    def __init__(self, bundle: Bundle) -> None:
         if bundle.preprocess is None:
             raise InputError(
                 f"Predictor needs a model of images, but this one takes {bundle.model.config.input}; load it "
@@ -126,7 +134,6 @@ class TorchEngine(Engine):
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
         self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
         self.statistics = bundle.statistics
-        self.accelerated = None if speedup is None else accelerate_bundle(bundle, speedup)
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))

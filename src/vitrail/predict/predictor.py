@@ -59,7 +59,7 @@ class Predictor:
         workers: processes that read files ahead (threads for fewer than 400 files); "auto" chooses by the
             cores that this process may use, 0 reads in the calling thread.
         precision: "auto", "fp32", "bf16", "fp8" or "int8" accelerates the model, see `vitrail.accelerate`;
-            None computes it as it is.
+            None computes in bf16 on a GPU, without measuring, and as it is on a CPU.
         calibration: for int8 and fp8: a folder of images like those to come, or a list of them.
         min_agreement, keep: as in `vitrail.accelerate`.
         native: whether images keep their aspect ratio: each is resized to as many whole patches as the

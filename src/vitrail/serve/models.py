@@ -73,7 +73,7 @@ async def warm_up(app: App) -> None:
         for one in apps:
             preprocess = one.predictor.preprocess
             blank = np.zeros((*preprocess.target, preprocess.channels), np.uint8)
-            for count in (1, one.settings.batch):
+            for count in sorted({1, min(8, one.settings.batch), one.settings.batch}):
                 list(one.predictor.predict_batch([("", blank)] * count))
 
     model = app.batcher.call(predict_blank, float("inf"))

@@ -162,7 +162,7 @@ def reader_rate(split: Split, augment: Augment | None, plan: WorkerPlan) -> floa
     Of several passes, since workers that have no more batches wait for the others at the very end: a single
     pass of 25 batches by 16 workers would measure that.
     """
-    running = Workers(plan)
+    running = Workers(plan, image_bytes=3 * SPEC.target[0] * SPEC.target[1])
     reader = Reader(split, SPEC, augment=augment, workers=running)
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     requests = ((epoch, part) for epoch in range(1 + PASSES) for part in order.split(BATCH))

@@ -28,7 +28,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError, InputError
 from vitrail.images import workers as workers_module
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.worker_process import WorkerError, share_results
+from vitrail.images.worker_process import BLOCKS, WorkerError, share_results
 from vitrail.images.workers import CHUNK, Task, WorkerPlan, Workers, check_workers, choose_workers
 
 __all__ = ["one_thread"]
@@ -123,6 +123,32 @@ def test_results_of_every_kind_come_back(running):
     tasks = [Task(pow, [(number, 2), (number, 3)]) for number in range(40)]
     assert [part.unpack() for part in running.map(tasks, 1)] == [[n**2, n**3] for n in range(40)]
     assert list(running.map([], 1)) == []
+
+
+def test_shared_memory_is_used_again_once_it_is_released():
+    """Results that are kept, or larger than expected, come in memory of their own."""
+    running = Workers(WorkerPlan("processes", 2, ""), image_bytes=100)
+    blocks = 2 * BLOCKS
+    tasks = [
+        Task(np.full, [(1700 if number == 3 else 80, number % 251, np.uint8)] * 2) for number in range(500)
+    ]
+    try:
+        seen, kept = [], {}
+        for number, results in enumerate(running.map(tasks, 1)):
+            assert all((one == number % 251).all() for one in results.unpack())
+            assert results.memory.numel() == (3400 if number == 3 else 160)
+            seen.append(results.block)
+            if number % 100:
+                running.release(results)
+            elif results.block is not None:
+                kept[number] = results
+        assert seen[3] is None
+        assert len({*seen} - {None}) <= blocks < sum(block is not None for block in seen)
+        assert all((one == number % 251).all() for number, held in kept.items() for one in held.unpack())
+        never = [results.block for results in running.map(tasks[4:], 1)]  # none is released
+        assert never.count(None) >= len(never) - blocks
+    finally:
+        running.close()
 
 
 def test_the_global_random_numbers_are_not_touched(running):

@@ -134,19 +134,25 @@ def seconds_on_gpu(run: Callable[[], object]) -> float:
 
     The runs are in a CUDA graph, as they will be: to launch a small kernel takes longer than the kernel.
     """
-    for _ in range(3):
-        run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(_REPEATS):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # not by torch.cuda.graph, which collects garbage every time
+        for _ in range(3):
             run()
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(_REPEATS):
+                run()
+        finally:
+            graph.capture_end()
+        return min(_replay_seconds(graph) for _ in range(1 + _TRIALS)) / _REPEATS
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     graph.replay()
-    best = float("inf")
-    for _ in range(_TRIALS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1000 / _REPEATS)
-    return best
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

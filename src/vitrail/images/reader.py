@@ -157,23 +157,20 @@ class ImageReader:
         """A batch of what was read. Unreadable files are recorded here: in the order of the requests, not
         in that of the workers."""
         H, W = self.preprocess.target
-        on_gpu = self.device.type == "cuda"
-        pinned = on_gpu and all(part.memory is not None and part.memory.is_pinned() for part in parts)
-        where: dict[str, Any] = {"device": self.device} if pinned else {"pin_memory": on_gpu}
-        images = torch.empty(len(indices), H, W, self.preprocess.channels, dtype=torch.uint8, **where)
+        pin = self.device.type == "cuda"  # torch keeps pinned memory, and knows when the copy has been made
+        images = torch.empty(len(indices), H, W, self.preprocess.channels, dtype=torch.uint8, pin_memory=pin)
         valid, at = torch.ones(len(indices)), 0
         for part in parts:
             if (pixels := part.uniform()) is not None:
-                images[at : at + len(pixels)].copy_(pixels, non_blocking=True)
-                at += len(pixels)
-                continue
-            for result in part.unpack():
+                images[at : at + len(pixels)].copy_(pixels)
+            for number, result in enumerate(() if pixels is not None else part.unpack(), at):
                 if isinstance(result, str):
-                    self._record(int(indices[at]), result)
-                    images[at], valid[at] = MID_GRAY, 0.0
+                    self._record(int(indices[number]), result)
+                    images[number], valid[number] = MID_GRAY, 0.0
                 else:
-                    images[at] = torch.from_numpy(np.require(result, requirements="W"))
-                at += 1
+                    images[number] = torch.from_numpy(np.require(result, requirements="W"))
+            at += len(part.values)
+            self.workers.release(part)
         return Batch(indices, images.to(self.device, non_blocking=True).permute(0, 3, 1, 2), valid)
 
     def _record(self, index: int, reason: str) -> None:
@@ -198,10 +195,9 @@ def start_workers(
 ) -> Workers:
     """Workers for a number of image files; the processes among them start when there is a task."""
     H, W = preprocess.target
-    plan = choose_workers(
-        requested, images, image_bytes=H * W * preprocess.channels, busy=device.type == "cpu"
-    )
-    return Workers(plan, pin=device.type == "cuda")
+    size = H * W * preprocess.channels
+    plan = choose_workers(requested, images, image_bytes=size, busy=device.type == "cpu")
+    return Workers(plan, image_bytes=size)
 
 
 def read_or_reason(path: Path | StoredImage, load: LoadImage) -> NDArray[np.uint8] | str:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from types import ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ from vitrail.errors import VitrailError
 from vitrail.images.decode import suppress_warnings
 
 PREFETCH = 2  # tasks that each worker has in hand
+BLOCKS = 3 * PREFETCH  # of shared memory for each worker: in hand, waiting for their turn, and being copied
 _PRELOAD = "vitrail.images.preload"
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole group; the parent decides when to stop
 
@@ -59,11 +60,8 @@ class Results:
     in_memory: list[bool]
     memory: Tensor | None = None
     """(bytes,) uint8."""
-
-    def pin_memory(self) -> Results:
-        """The same in pinned memory. The DataLoader's own thread calls it."""
-        pinned = None if self.memory is None else self.memory.pin_memory()
-        return Results(self.values, self.in_memory, pinned)
+    block: int | None = None
+    """The number of the shared block that it is, which must be released to be used again."""
 
     def uniform(self) -> Tensor | None:
         """All results as one tensor (n, ...), without a copy, if they are arrays of one shape."""
@@ -85,21 +83,32 @@ class Results:
         return unpacked
 
 
-def share_results(found: list[Any]) -> Results:
-    """The results of a task, with all arrays (of uint8) in one block of shared memory."""
+def share_results(found: list[Any], blocks: Tensor | None = None, block: int | None = None) -> Results:
+    """The results of a task, with all arrays (of uint8) in one block of shared memory.
+
+    Args:
+        blocks: (n, bytes), memory that is shared already; new memory takes a page fault for every 4 kB, and
+            a connection between the processes to hand it over.
+        block: which of them to use, if the arrays fit.
+    """
     arrays = [isinstance(one, np.ndarray) for one in found]
     values = [one.shape if array else one for one, array in zip(found, arrays, strict=True)]
     if not any(arrays):
         return Results(values, arrays)
     size = sum(one.size for one, array in zip(found, arrays, strict=True) if array)
+    fits = blocks is not None and block is not None and size <= blocks.shape[1]
     # Allocated here: an error in the queue's own thread would never reach the parent.
-    memory = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    memory = blocks[block] if fits else _shared(size)  # type: ignore[index]
     flat, at = memory.numpy(), 0
     for one, array in zip(found, arrays, strict=True):
         if array:
             flat[at : at + one.size] = one.reshape(-1)
             at += one.size
-    return Results(values, arrays, memory)
+    return Results(values, arrays, None, block) if fits else Results(values, arrays, memory)
+
+
+def _shared(size: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 # ---- in the parent --------------------------------------------------------------------------
@@ -110,20 +119,21 @@ class WorkerProcesses:
 
     Args:
         tasks: an endless iterator; None is answered with None.
-        pin: whether results come in pinned memory.
+        block: bytes of shared memory to use again and again for the results of a task; 0 for none.
     """
 
-    def __init__(self, count: int, tasks: Iterable[Task | None], *, pin: bool) -> None:
+    def __init__(self, count: int, tasks: Iterable[Task | None], *, block: int = 0) -> None:
+        self.blocks = _shared(BLOCKS * count * block).view(-1, block) if block else None
+        self.free = list(range(BLOCKS * count)) if block else []
         if start_method() == "forkserver":
             # One process imports torch; the workers are its forks, and share that memory.
             multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
         loader = DataLoader(
-            _Tasks(),
+            _Tasks(self.blocks),
             batch_size=None,
-            sampler=tasks,
+            sampler=self._with_blocks(tasks),
             num_workers=count,
             collate_fn=_unchanged,
-            pin_memory=pin,
             prefetch_factor=PREFETCH,
             multiprocessing_context=start_method(),
             worker_init_fn=_init_worker,
@@ -137,10 +147,27 @@ class WorkerProcesses:
     def next(self) -> Results | None:
         """The results of the oldest task."""
         try:
-            results: Results | None = next(self.results)
-            return results
+            results, unused = next(self.results)
         except (RuntimeError, MemoryError) as error:
             raise self._failure(error) from error
+        if unused is not None:
+            self.free.append(unused)
+        if results is None or results.block is None:
+            return results
+        assert self.blocks is not None
+        pairs = zip(results.values, results.in_memory, strict=True)
+        size = sum(int(np.prod(shape, dtype=np.int64)) for shape, in_memory in pairs if in_memory)
+        return replace(results, memory=self.blocks[results.block, :size])
+
+    def release(self, results: Results) -> None:
+        """Let the shared block of results that have been copied be used again."""
+        if results.block is not None:
+            self.free.append(results.block)
+
+    def _with_blocks(self, tasks: Iterable[Task | None]) -> Iterator[tuple[Task | None, int | None]]:
+        """Each task with a free block for its results, if there is one."""
+        for task in tasks:
+            yield task, self.free.pop() if task is not None and self.free else None
 
     def close(self) -> None:
         """End the workers; what they are doing is lost."""
@@ -224,10 +251,18 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 class _Tasks(Dataset[Any]):
-    """The dataset: its indices are tasks, and its items their results."""
+    """The dataset: its indices are tasks with blocks for their results, and its items the results.
 
-    def __getitem__(self, task: Task | None) -> Results | None:
-        return None if task is None else share_results(task.run())
+    An item is the results, and the block if they are not in it.
+    """
+
+    def __init__(self, blocks: Tensor | None) -> None:
+        self.blocks = blocks
+
+    def __getitem__(self, index: tuple[Task | None, int | None]) -> tuple[Results | None, int | None]:
+        task, block = index
+        results = None if task is None else share_results(task.run(), self.blocks, block)
+        return results, None if results is not None and results.block is not None else block
 
 
 def _unchanged(results: Any) -> Any:

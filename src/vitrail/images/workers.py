@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from vitrail.errors import ConfigError
 from vitrail.fields import as_integer
 from vitrail.images.worker_process import (
+    BLOCKS,
     PREFETCH,
     Results,
     Task,
@@ -95,7 +96,7 @@ def choose_workers(
     if why := _cannot_start():
         return WorkerPlan("threads", threads, why)
     free = shared_memory_free()
-    needed = 2 * PREFETCH * CHUNK * image_bytes  # for each worker
+    needed = BLOCKS * CHUNK * image_bytes  # for each worker
     if free is not None and needed * count > free:
         count = free // needed
         if count < 2:
@@ -136,11 +137,12 @@ class Workers:
     Processes are started with the first task and reused until `close`.
 
     Args:
-        pin: whether processes return results in pinned memory, for copies to a GPU.
+        image_bytes: the size of a result, if all have the same one and are given to `release`: processes then
+            return them in shared memory that is used again.
     """
 
-    def __init__(self, plan: WorkerPlan, *, pin: bool = False) -> None:
-        self.plan, self.pin = plan, pin
+    def __init__(self, plan: WorkerPlan, *, image_bytes: int = 0) -> None:
+        self.plan, self.image_bytes = plan, image_bytes
         self._pool = ThreadPoolExecutor(plan.count) if plan.kind == "threads" else None
         self._processes: WorkerProcesses | None = None
         self._streams: list[_Stream] = []  # the one that started last comes first
@@ -162,6 +164,11 @@ class Workers:
         futures = (submit(self._pool, _run_here, task) for task in tasks)
         return (future.result() for future in look_ahead(futures, ahead if self._pool else 0))
 
+    def release(self, results: Results) -> None:
+        """Let go of results that have been copied: the workers may use their memory again."""
+        if self._processes is not None:
+            self._processes.release(results)
+
     def close(self) -> None:
         """Stop without waiting for results that are no longer needed."""
         if self._pool is not None:
@@ -176,7 +183,8 @@ class Workers:
         try:
             if self._processes is None:
                 self._owners.clear()
-                self._processes = WorkerProcesses(self.plan.count, self._feed(), pin=self.pin)
+                block = CHUNK * self.image_bytes
+                self._processes = WorkerProcesses(self.plan.count, self._feed(), block=block)
             while True:
                 while not stream.ready:
                     if stream.ended and not stream.waiting:

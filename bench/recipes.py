@@ -31,13 +31,14 @@ from bench.measure import environment
 from vitrail.data.augment import augment_batch
 from vitrail.data.loader import Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.data.sources import Dataset, Split, open_dataset
+from vitrail.evaluation.forward import resize_split
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import Recipe
 from vitrail.training.api import train
 from vitrail.training.resolve import resolve_recipe
 
-DATA = ("flowers10", "hymenoptera", "mnist", "cifar10")
+DATA = ("flowers10", "flowers102", "hymenoptera", "mnist", "cifar10")
 MODELS = ("cnn", "auto", "deit")
 RESULTS = Path(__file__).parent / "results" / "recipes.json"
 _FLOWERS = ("046", "051", "073", "074", "077", "078", "081", "088", "089", "094")  # the ten largest classes
@@ -50,11 +51,11 @@ _DEIT = "weights/deit_tiny_imagenet1k.safetensors"
 def prepare(name: str, source: Path, folder: Path) -> Path:
     """The path of a data set; archives are unpacked into `folder`. Flowers: val and test are evaluated on."""
     match name:
-        case "flowers10":
+        case "flowers10" | "flowers102":
             with zipfile.ZipFile(source / "flowers102_64.zip") as archive:
                 for path in archive.namelist():
                     *_, split, kind, file = ["", "", *path.split("/")]
-                    if kind in _FLOWERS and file.endswith(".jpg"):
+                    if (kind in _FLOWERS or name == "flowers102") and file.endswith(".jpg"):
                         out = folder / name / ("train" if split == "train" else "val") / kind / file
                         out.parent.mkdir(parents=True, exist_ok=True)
                         out.write_bytes(archive.read(path))
@@ -110,7 +111,8 @@ def train_plainly(
 ) -> float:
     """Accuracy on held-out images after a plain loop, with the recipe's epochs and augmentation."""
     s, spec = recipe.train, recipe.preprocess
-    images, held_out = (read_images(split, spec).to(device) for split in (data.train, data.eval_split))
+    images = read_images(data.train, spec).to(device)
+    held_out = read_images(resize_split(data.eval_split, spec), spec).to(device)
     labels, normalize = torch.from_numpy(data.train.labels).to(device), build_normalize(spec, device)
     steps = steps_in_epoch(len(data.train), batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)

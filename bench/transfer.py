@@ -1,27 +1,33 @@
 """DeiT-Ti on a few images: every way to fine-tune, a linear probe, and a plain loop with timm.
 
-    python -m bench.transfer hymenoptera flowers10 mnist --shots 1 5 10 all --seeds 0 1 2
+    python -m bench.transfer hymenoptera flowers102 mnist --shots 1 5 10 all --seeds 0 1 2 --jobs 14
     python -m bench.transfer hymenoptera --ways llrd probe --shots 5 --seeds 0 --epochs 2     # a quick look
+    python -m bench.transfer --table
 
 full, llrd, lora, head and bias are `vitrail train --from FILE --set tune=...` with the recipe's own settings
-for that way; the default of `--from` is llrd. probe is `vitrail probe`. timm is timm's DeiT-Ti with the same
-weights, images, augmentation and epochs, AdamW (lr 1e-4, weight decay 0.05) and one cycle of learning rates.
-"shots" are training images of each class, chosen by the seed and the same for every way. Accuracies are those
-of all held-out images after the last epoch. Rows are added to bench/results/transfer.json.
+for that way. probe is `vitrail probe`. timm is timm's DeiT-Ti with the same weights, images, augmentation and
+epochs, AdamW (lr 1e-4, weight decay 0.05) and one cycle of learning rates. "shots" are training images of
+each class, chosen by the seed and the same for every way. Accuracies are those of all held-out images after
+the last epoch. Each finished case is a line of bench/results/transfer.jsonl, and is not measured again;
+--minutes ends the rest. All cases of the first seed come first, those of the most images last.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from bench.measure import environment
 from bench.recipes import DATA, prepare, train_plainly
@@ -33,8 +39,32 @@ from vitrail.training.resolve import resolve_recipe
 from vitrail.weights.load import load
 
 WAYS = ("full", "llrd", "lora", "head", "bias", "probe", "timm")
-RESULTS = Path(__file__).parent / "results" / "transfer.json"
+RESULTS = Path(__file__).parent / "results" / "transfer.jsonl"
 _DEIT = "weights/deit_tiny_imagenet1k.safetensors"
+# What a run does besides its steps: only what the accuracy after the last epoch needs.
+_LEAN: dict[str, Any] = {
+    "compile": False,
+    "workers": 0,
+    "fingerprint": False,
+    "save_every": 1000,
+    "evaluate_every": 1000,
+}
+
+
+class Case(NamedTuple):
+    data: str
+    shots: str
+    seed: int
+    way: str
+    epochs: int | None
+    """Instead of the recipe's."""
+
+
+class Job(NamedTuple):
+    case: Case
+    path: Path
+    """Of the data set."""
+    weights: Path
 
 
 def few(data: Dataset, shots: int | None, seed: int) -> Dataset:
@@ -58,12 +88,24 @@ def train_timm(
 
     recipe, _ = resolve_recipe("auto", data, weights, changes)
     torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")  # of a GPU; our runs have bf16 there
     model = timm.create_model("deit_tiny_patch16_224", num_classes=len(data.classes)).to(device)
     state = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith("head.")}
     missing = model.load_state_dict(state, strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["head.weight", "head.bias"], []), missing
     batch = min(64, len(data.train))
-    return train_plainly(model, data, recipe, batch=batch, lr=1e-4, seed=seed, device=device)
+    return train_plainly(InColor(model), data, recipe, batch=batch, lr=1e-4, seed=seed, device=device)
+
+
+class InColor(nn.Module):
+    """A model of color images that takes gray ones too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images.expand(-1, 3, -1, -1))
 
 
 def accuracy_of(
@@ -72,12 +114,14 @@ def accuracy_of(
     if way == "timm":
         return train_timm(data, weights, seed, changes, device)
     if way == "probe":
-        result = probe_head(load(weights, preprocess="deit", device=device), data, workers=0)
+        model = load(weights, preprocess="deit", device=device, channels=data.channels)
+        result = probe_head(model, data, workers=0)
         assert result.accuracy is not None  # the data has held-out images
         return result.accuracy
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        run = train(data, out=out, from_=weights, tune=way, seed=seed, report=False, verbose=False, **changes)
+        how: dict[str, Any] = {"report": False, "verbose": False, **_LEAN, **changes}
+        run = train(data, out=out, from_=weights, tune=way, seed=seed, **how)
         return float(run.metrics[-1]["val_accuracy"])
 
 
@@ -100,38 +144,82 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@functools.lru_cache(maxsize=1)
+def opened(path: Path, name: str) -> Dataset:
+    return replace(open_dataset(path), name=name, notes=[])
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """One row: the accuracy of one case."""
+    case, start = job.case, time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # others run beside it
+    # The file's names do not say which preprocessing it was trained with.
+    changes: dict[str, Any] = {"preprocess": "deit", "threads": 1}
+    changes |= {"epochs": case.epochs} if case.epochs else {}
+    data = few(opened(job.path, case.data), None if case.shots == "all" else int(case.shots), case.seed)
+    accuracy = accuracy_of(case.way, data, job.weights, case.seed, changes, device)
+    return {
+        **case._asdict(),
+        "accuracy": round(accuracy, 5),
+        "seconds": round(time.perf_counter() - start, 1),
+        "train": len(data.train),
+        "held_out": len(data.eval_split),
+    }
+
+
+def finished(jobs: list[Job], processes: int, minutes: float | None) -> Iterator[dict[str, Any]]:
+    """Rows as they are finished, until the time is over."""
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+        rows = pool.imap_unordered(measure, jobs)
+        for _ in jobs:
+            try:
+                yield rows.next(None if end is None else max(0.0, end - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                for child in multiprocessing.active_children():
+                    child.kill()  # a run answers a plain SIGTERM by saving what it has
+                return
+            except Exception as error:  # of one case: the others go on
+                print(f"failed: {type(error).__name__}: {error}", flush=True)
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("data", nargs="+", choices=DATA)
+    parser.add_argument("data", nargs="*", choices=DATA)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--shots", nargs="+", default=["1", "5", "10", "all"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, help="instead of the recipe's")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with one case at a time")
+    parser.add_argument("--minutes", type=float, help="end what is not finished then")
+    parser.add_argument("--table", action="store_true", help="print the table of --out, and measure nothing")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[2] / "shared" / "data")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # The file's names do not say which preprocessing it was trained with.
-    changes: dict[str, Any] = {"preprocess": "deit", **({"epochs": args.epochs} if args.epochs else {})}
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    done = {tuple(row[name] for name in Case._fields) for row in read_rows(args.out)}
+    names = [] if args.table else args.data
+    cases = [
+        Case(name, shots, seed, way, args.epochs)
+        for seed in args.seeds
+        for shots in args.shots
+        for name in names
+        for way in args.ways
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        for name in args.data:
-            whole = replace(open_dataset(prepare(name, args.folder, Path(folder))), name=name, notes=[])
-            cases = [(shots, seed, way) for shots in args.shots for seed in args.seeds for way in args.ways]
-            for shots, seed, way in cases:
-                data, start = few(whole, None if shots == "all" else int(shots), seed), time.perf_counter()
-                accuracy = accuracy_of(way, data, args.folder / _DEIT, seed, changes, device)
-                case = {"data": name, "shots": shots, "seed": seed, "way": way, "epochs": args.epochs}
-                rows = [row for row in rows if any(row[key] != value for key, value in case.items())]
-                result = {"accuracy": round(accuracy, 5), "seconds": round(time.perf_counter() - start, 1)}
-                sizes = {"train": len(data.train), "held_out": len(data.eval_split)}
-                rows.append({**case, **result, **sizes, "environment": environment()})
-                args.out.parent.mkdir(exist_ok=True)
-                args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-                print(
-                    f"{name} {shots} seed {seed} {way}: {accuracy:.2%} in {result['seconds']} s", flush=True
-                )
-    print(table(rows))
+        paths = {name: prepare(name, args.folder, Path(folder)) for name in names}
+        jobs = [Job(case, paths[case.data], args.folder / _DEIT) for case in cases if case not in done]
+        args.out.parent.mkdir(exist_ok=True)
+        around = environment()
+        for row in finished(jobs, args.jobs, args.minutes) if jobs else ():
+            with args.out.open("a") as file:
+                file.write(json.dumps({**row, "environment": around}) + "\n")
+            print(*list(row.values())[:7], flush=True)
+    print(table(read_rows(args.out)))
 
 
 if __name__ == "__main__":

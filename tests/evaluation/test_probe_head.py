@@ -43,6 +43,11 @@ def test_an_ordinary_file(tmp_path, photos):
     command("verify", saved)
 
 
+def test_gray_arrays_and_a_model_of_color_images(tmp_path):
+    vt.Bundle(model=vt.create("mu/4@16", classes=3)).save(tmp_path / "color.safetensors")
+    assert "accuracy" in command("probe", tmp_path / "color.safetensors", "digits").output
+
+
 def test_the_head_needs_no_standardized_features():
     torch.manual_seed(0)
     y = torch.randint(3, (90,))

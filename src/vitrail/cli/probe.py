@@ -57,7 +57,7 @@ def probe(
     with ProgressBars(enabled=not quiet) as bars:
         rows, files = partial(bars, "reading rows", total=None), partial(bars, "reading files")
         dataset = open_dataset(data, progress=files, on_rows=rows)
-        bundle = load(model, **arguments)
+        bundle = load(model, **{"channels": dataset.channels, **arguments})
         result = probe_head(
             bundle, dataset, batch=batch, workers=options.parse_workers(workers), progress=bars
         )

@@ -1,6 +1,6 @@
 """How long very large data takes to open: indexes of shards without their images.
 
-python -m bench.shards --images 100000000 --shards 10000 --folder /tmp/indexes
+python -m bench.shards --images 100000000 --shards 10000 --folder indexes --out bench/results/shards.json
 
 The shards are sparse files, so they take no space; the indexes are real (about 28 bytes for each image).
 """
@@ -93,10 +93,16 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1_000_000)
     parser.add_argument("--shards", type=int, default=100)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
     options = parser.parse_args()
     if not options.folder.exists():
         write_indexes(options.folder, options.images, options.shards)
-    print(json.dumps(measure(options.folder), indent=1))
+    result = measure(options.folder)
+    print(json.dumps(result, indent=1))
+    if options.out:
+        from bench.measure import environment, save
+
+        save({**result, "environment": environment()}, options.out)
 
 
 if __name__ == "__main__":

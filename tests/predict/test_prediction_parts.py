@@ -194,8 +194,9 @@ def test_shards_are_predicted_as_their_files(model, photos, tmp_path):
     assert rows_of(tmp_path / "c") == one
 
 
+@pytest.mark.slow  # half a minute: Ray starts its processes twice
 def test_ray_writes_the_same_parts(model, photos, tmp_path):
-    pytest.importorskip("ray")
+    """Half of the parts, then the rest: an actor on two cores, because Ray needs one itself."""
     predict(model, photos, tmp_path / "local")
     code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray", "--part", "1/2")
     code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray")

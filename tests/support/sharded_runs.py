@@ -18,25 +18,21 @@ STEPS = dict(epochs=4)  # of 5 steps: 20
 MU = dict(
     width=32, depth=2, heads=2, mlp_width=128, patch=4, size=8
 )  # big_vision's test size, with two blocks
-ALL_RANDOM = {
-    **SETTINGS,
-    **STEPS,
-    "model": {**MU, "dropout": 0.1, "attention_dropout": 0.1, "drop_path": 0.2},
-}
-NO_DROPOUT = {**SETTINGS, **STEPS, "model": {**MU, "dropout": 0.0, "drop_path": 0.0}}
+DROPOUT = dict(dropout=0.1, attention_dropout=0.1, drop_path=0.2, patch_dropout=0.25)
+ALL_RANDOM = {**SETTINGS, **STEPS, "model": {**MU, **DROPOUT}}
 
 
 def variants(folder):
-    """Settings that must give the loss of one process in every mode; without dropout."""
+    """Settings that must give the loss of one process in every mode."""
     teacher = folder / "teacher" / "last.safetensors"
     return {
         # AdamW would hide a wrong norm, because it divides by the size of the gradient.
-        "clipped": {**NO_DROPOUT, "optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 0.05},
-        "muon": {**NO_DROPOUT, "optimizer": "muon"},
-        "lora": {**NO_DROPOUT, "epochs": 2, "tune": "lora", "lora_rank": 2},
-        "head": {**NO_DROPOUT, "epochs": 2, "tune": "head"},
-        "taught": {**NO_DROPOUT, "epochs": 2, "teacher": teacher, "distill": "soft", "checkpoint_blocks": 1},
-        "nan": {**NO_DROPOUT, "epochs": 2},
+        "clipped": {**ALL_RANDOM, "optimizer": "sgd", "momentum": 0.9, "lr": 0.3, "clip": 0.05},
+        "muon": {**ALL_RANDOM, "optimizer": "muon"},
+        "lora": {**ALL_RANDOM, "epochs": 2, "tune": "lora", "lora_rank": 2},
+        "head": {**ALL_RANDOM, "epochs": 2, "tune": "head"},
+        "taught": {**ALL_RANDOM, "epochs": 2, "teacher": teacher, "distill": "soft", "checkpoint_blocks": 1},
+        "nan": {**ALL_RANDOM, "epochs": 2},
     }
 
 
@@ -66,24 +62,24 @@ def run_variant(folder, out, name, settings, rank, **more):
     return train(folder / "data.npz", out=out, **settings, **more)
 
 
-def stop_and_resume(folder, mode, settings):
+def stop_and_resume(folder, mode):
     """A whole run, and one that is stopped in its second epoch and resumed."""
-    data = folder / "data.npz"
-    train(data, out=folder / f"random-{mode}", parallel=mode, **settings)
+    data, out, count = folder / "data.npz", folder / f"stopped-{mode}", torch.distributed.get_world_size()
+    train(data, out=folder / f"{mode}-{count}", parallel=mode, **ALL_RANDOM)
     with Signals(7), pytest.raises(Interrupted):
-        train(data, out=folder / f"stopped-{mode}", parallel=mode, **settings)
-    train(data, out=folder / f"stopped-{mode}", resume=True, parallel=mode, **settings)
+        train(data, out=out, parallel=mode, **ALL_RANDOM)
+    train(data, out=out, resume=True, parallel=mode, **ALL_RANDOM)
 
 
 def four_processes(folder):
     """The runs of four processes that tests/training/test_sharded.py checks."""
     data = folder / "data.npz"
-    for mode in MODES:
-        train(data, out=folder / f"plain-{mode}", parallel=mode, **NO_DROPOUT)
+    for mode in ("ddp", "fsdp"):
+        train(data, out=folder / f"{mode}-4", parallel=mode, **ALL_RANDOM)
+    stop_and_resume(folder, "hsdp")
     run_variant(folder, folder / "nan-hsdp", "nan", variants(folder)["nan"], 3, parallel="hsdp")
-    stop_and_resume(folder, "hsdp", {**ALL_RANDOM, "epochs": 2})
     with Signals(7), pytest.raises(Interrupted):
-        train(data, out=folder / "begun", parallel="fsdp", **NO_DROPOUT)
+        train(data, out=folder / "begun", parallel="fsdp", **ALL_RANDOM)
     if torch.distributed.get_rank() == 0:
         for name in ("to-one", "to-two-fsdp", "to-two-ddp"):
             shutil.copytree(folder / "begun", folder / name)
@@ -92,14 +88,13 @@ def four_processes(folder):
 def two_processes(folder):
     """The runs of two: some have been begun by four, and one by a single process, without shards."""
     data = folder / "data.npz"
-    stop_and_resume(folder, "fsdp", ALL_RANDOM)
-    train(data, out=folder / "random-ddp", parallel="ddp", **ALL_RANDOM)
+    stop_and_resume(folder, "fsdp")
     for name, settings in variants(folder).items():
         run_variant(folder, folder / f"{name}-fsdp", name, settings, 1, parallel="fsdp")
     run_variant(folder, folder / "nan-ddp", "nan", variants(folder)["nan"], 1, parallel="ddp")
     for mode in ("fsdp", "ddp"):
-        train(data, out=folder / f"to-two-{mode}", resume=True, parallel=mode, **NO_DROPOUT)
-    train(data, out=folder / "alone-to-two", resume=True, parallel="fsdp", **NO_DROPOUT)
+        train(data, out=folder / f"to-two-{mode}", resume=True, parallel=mode, **ALL_RANDOM)
+    train(data, out=folder / "alone-to-two", resume=True, parallel="fsdp", **ALL_RANDOM)
 
 
 def restarted(folder):

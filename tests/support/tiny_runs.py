@@ -43,23 +43,25 @@ SETTINGS = dict(
 )
 
 
+PLAIN = dict(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1)
+
 # Where two processes are interrupted: at the first step, within an epoch, at its end, and after it.
 STOPS = [("arrays", at) for at in (1, 7, 10, "evaluate", "save")] + [("folder", at) for at in (7, "evaluate")]
 
 
 def without_dropout(**more):
-    """SETTINGS without dropout, which each process draws for itself."""
+    """SETTINGS without dropout, whose masks depend on how a batch is split into micro-batches."""
     model = dict(width=16, depth=2, heads=2, patch=4, size=8, dropout=0.0, drop_path=0.0)
     return {**SETTINGS, "model": model, **more}
 
 
 def partial_and_distilled(folder):
-    """Settings of runs that train only some parameters, or distill from a teacher; without dropout."""
+    """Settings of runs that train only some parameters, or distill from a teacher."""
     teacher = folder / "alone-many" / "last.safetensors"
     return {
-        "lora": without_dropout(epochs=2, tune="lora", lora_rank=2),
-        "head": without_dropout(epochs=2, tune="head"),
-        "taught": without_dropout(epochs=2, teacher=teacher, distill="soft"),
+        "lora": {**SETTINGS, "epochs": 2, "tune": "lora", "lora_rank": 2},
+        "head": {**SETTINGS, "epochs": 2, "tune": "head"},
+        "taught": {**SETTINGS, "epochs": 2, "teacher": teacher, "distill": "soft"},
     }
 
 
@@ -298,12 +300,7 @@ def two_processes(folder):
     with Signals(7), pytest.raises(Interrupted):  # shards without an index, which both processes write
         train(folder / "tars" / "images", out=folder / "shards", workers=0, **SETTINGS, **corrupt)
     train(folder / "tars" / "images", out=folder / "shards", workers=2, resume=True, **SETTINGS, **corrupt)
-    train(files["arrays"], out=folder / "mixed", **without_dropout())
-    train(
-        files["arrays"],
-        out=folder / "plain",
-        **without_dropout(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1),
-    )
+    train(files["arrays"], out=folder / "plain", **{**SETTINGS, **PLAIN})
     for name, how in partial_and_distilled(folder).items():
         train(files["arrays"], out=folder / name, **how)
         with Signals(7), pytest.raises(Interrupted):

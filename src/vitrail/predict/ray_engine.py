@@ -6,6 +6,7 @@ machines, as the folder of the parts. A part in which an actor was killed is not
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,16 +65,16 @@ def write_with_ray(
         )
     started = not ray.is_initialized()
     if started:
-        ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     try:
         numbers = parts.numbers(part, of)
         waiting = parts.waiting(numbers)
         resources, count = _actors(ray.cluster_resources())
-        remote = ray.remote(**resources)(PartWorker)
+        remote: Any = ray.remote(PartWorker)
         if "num_cpus" in resources:  # one core: it reads images, too
             how = {**how, "workers": 0}
         given = os.getcwd(), parts.folder.absolute(), model, list(inputs), dict(how), parts.options
-        actors = [remote.remote(*given) for _ in range(min(count, len(waiting)))]
+        actors = [remote.options(**resources).remote(*given) for _ in range(min(count, len(waiting)))]
         done = 0
         for images in ActorPool(actors).map_unordered(lambda actor, n: actor.write.remote(n), waiting):
             done += images

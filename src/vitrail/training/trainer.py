@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.data.order import Order
-from vitrail.data.rng import random_integer
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
 from vitrail.images.normalize import build_normalize
@@ -31,6 +30,7 @@ from vitrail.training.callbacks import Progress
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
 from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
+from vitrail.training.dropout import share_dropout
 from vitrail.training.inputs import InputPipeline
 from vitrail.training.lean import use_bf16_residual, use_fused_kernels
 from vitrail.training.lora import add_lora, plain_model
@@ -52,7 +52,7 @@ from vitrail.training.optim import (
     update_ema,
 )
 from vitrail.training.parallel import ProcessGroup, global_batch_size
-from vitrail.training.precision import ComputeDevice, seed_generators
+from vitrail.training.precision import ComputeDevice
 from vitrail.training.sharding import choose_parallelism, gather
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
@@ -109,6 +109,7 @@ class Trainer:
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
         if self.ema is not None:
             self.parallel.apply(self.ema, self.ema, self.compute)
+        self.dropout = share_dropout(self.model, s, self.ranks, device)
         root = Student(self.model) if self.teacher else self.model
         self.parallel.apply(root, self.model, self.compute)
         self.optimizer = build_optimizer(self.model, s)
@@ -203,11 +204,9 @@ class Trainer:
 
     def order(self, epoch: int) -> Order:
         """The indices of all training images, in the order of an epoch."""
-        s = self.settings
+        s, train = self.settings, self.data.train
         balanced = s.sampling == "balanced"
-        return epoch_order(
-            self.data.train, seed=s.seed, epoch=epoch, balanced=balanced, block=s.shuffle_block
-        )
+        return epoch_order(train, seed=s.seed, epoch=epoch, balanced=balanced, block=s.shuffle_block)
 
     def choose_mode(self) -> StepMode:
         """Choose, once, whether to compile the model and to capture the step, and apply it."""
@@ -239,8 +238,7 @@ class Trainer:
         """One optimizer step over its micro-batches; skipped on the device if the gradient is not finite."""
         s = self.settings
         mode = self.mode or self.choose_mode()
-        # dropout: a function of the step
-        seed_generators(random_integer([s.seed, self.step, self.ranks.rank, 2]), self.compute.device)
+        self.dropout.start(self.step)
         self.values = StepValues(
             lr=lr_at(self.step, self.steps, s),
             epoch=self._epoch(),
@@ -282,6 +280,7 @@ class Trainer:
         set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(parts):
+            self.dropout.start_next(self.step, number)
             with self.parallel.accumulate(self.wrapped, last=number == s.accumulate - 1):
                 self.scaler.scale(self._loss(part) / s.accumulate).backward()
         self.scaler.unscale_(self.optimizer)

@@ -1,0 +1,81 @@
+"""Dropout that several processes draw: what a single process draws for the same images."""
+
+import copy
+
+import pytest
+import torch
+
+import vitrail as vt
+from vitrail.model.norm import DropPath
+from vitrail.recipes.settings import TrainConfig
+from vitrail.training.dropout import share_dropout
+from vitrail.training.parallel import ProcessGroup
+
+ALL = dict(dropout=0.2, attention_dropout=0.2, patch_dropout=0.25, drop_path=0.5)
+IMAGES = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+CPU = torch.device("cpu")
+
+
+def build(**dropout):
+    torch.manual_seed(0)
+    model = vt.create("mu/4", depth=2, size=8, classes=3, **dropout).train()
+    torch.nn.init.normal_(model.head.weight)
+    return model
+
+
+def outputs(model, ranks, accumulate, step=3):
+    """What a process computes for its images of a step."""
+    model = copy.deepcopy(model)
+    seeds = share_dropout(model, TrainConfig(accumulate=accumulate, batch=16), ranks, CPU)
+    parts = []
+    for number, images in enumerate(ranks.shard(IMAGES).chunk(accumulate)):
+        seeds.start(step) if number == 0 else seeds.start_next(step, number)
+        parts.append(model(images))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [*ALL, "all"])
+def test_an_image_has_the_dropout_of_a_single_process(kind, accumulate):
+    model = build(**(ALL if kind == "all" else {kind: ALL[kind]}))
+    one = outputs(model, ProcessGroup(), accumulate)
+    assert not torch.allclose(one, outputs(model, ProcessGroup(), accumulate, step=4))
+    for count in (2, 4, 8):
+        many = [outputs(model, ProcessGroup(rank, count), accumulate) for rank in range(count)]
+        torch.testing.assert_close(torch.cat(many), one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_process_draws_as_the_plain_model():
+    """Nothing is changed, and a step's generator is that of its seed."""
+    model = build(**ALL)
+    names = [type(module) for module in model.modules()]
+    share_dropout(model, TrainConfig(), ProcessGroup(), CPU)
+    assert [type(module) for module in model.modules()] == names
+
+
+def test_recomputed_blocks_draw_the_same_again():
+    """The gradient with every block computed twice is that without."""
+    gradients = []
+    for blocks in (0, 2):
+        model = build(**ALL)
+        seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2), CPU)
+        model.checkpointed_blocks = blocks
+        seeds.start(0)
+        model(IMAGES[8:]).square().mean().backward()
+        gradients.append(model.blocks[0].mlp.fc1.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_in_evaluation_nothing_is_dropped():
+    model, plain = build(**ALL), build()
+    share_dropout(model, TrainConfig(), ProcessGroup(1, 2), CPU)
+    assert torch.equal(model.eval()(IMAGES), plain.eval()(IMAGES))
+
+
+def test_on_gpus_masks_of_activations_are_not_drawn_for_others():
+    """DropPath is drawn alike if nothing else is dropped; with dropout each process has its own seed."""
+    for dropout, alike in ((0.0, True), (0.1, False)):
+        model = build(drop_path=0.2, dropout=dropout)
+        seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2), torch.device("cuda"))
+        assert seeds.alike is alike
+        assert (type(model.blocks[1].path) is DropPath) is not alike

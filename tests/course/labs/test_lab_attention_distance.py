@@ -70,7 +70,7 @@ def test_verdict_for_every_outcome():
     assert verdict([(slope, *local) for slope in up]).word == "holds"
     far = verdict([(slope, 0.8, 0.95, n / 100) for n, slope in enumerate(up)])
     assert far.word == "partly"
-    assert "Not true: in its first layer some heads attend locally (the nearest head: 81 [" in far.condition
+    assert "Not true: in its first layer some heads attend locally (the nearest head: 81.0 [" in far.condition
     assert "local below 50%" in far.condition
     assert (
         "Not true: in this small ViT, attention distance grows"

@@ -93,13 +93,14 @@ def test_random_filters_leave_the_model_unchanged():
 def test_verdict_on_filters():
     def verdict(smoothness, needed):
         random = {"random smoothness": [0.0, 0.05, 0.1, -0.05], "random needed": [100, 101, 102, 99]}
-        numbers = {"components": 28, "pixels": 768, "smoothness": smoothness, "needed": needed}
-        return filters.decide_verdict(numbers | random)
+        numbers = {"components": 28, "pixels": 768, "filters": 192}
+        return filters.decide_verdict(numbers | random | {"smoothness": smoothness, "needed": needed})
 
     assert verdict(0.6, 20).word == "holds"
     assert verdict(-0.6, 200).word == "does not hold"
     assert verdict(0.05, 100).word == "not clear here", "as random filters may be"
     assert "random filters -0.05 to 0.10" in verdict(0.6, 20).condition
+    assert "(20 of 191, random" in verdict(0.6, 20).condition, "192 filters have 191 components"
 
 
 # ---- subwords -------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def test_verdict_on_subwords():
     }
     assert subwords.decide_verdict(numbers).word == "holds"
     few = subwords.decide_verdict({**numbers, "words of one token": 100})
-    assert "Not true: many words map to one token (0.1 [" in few.condition
+    assert "Not true: many words map to one token (0.100 [" in few.condition
     assert subwords.decide_verdict({**numbers, "reproduced": False}).word == "partly"
     assert "Not clear" in subwords.decide_verdict({**numbers, "words of one token": 505}).condition
 

@@ -65,9 +65,8 @@ def test_verdict_for_every_outcome():
     assert lab.decide_verdict(numbers()).word == "holds"
     smaller = lab.decide_verdict(numbers(learned=0.8))
     assert smaller.word == "partly"
-    assert "Not true: the gain is 27 points (+10.0 [+9.2, +10.8] points, equal from 25 to 29)" in (
-        smaller.condition.replace("[+10.0, +10.0]", "[+9.2, +10.8]")
-    )
+    assert "Not clear: the gain from none to learned ones is 27 points (+10.0 [" in smaller.condition
+    assert "the slide does not say which it compares" in smaller.condition
     assert "close patches are similar" in lab.decide_verdict(numbers(late=(0.1, 0.11, 0.12))).condition
     unclear = lab.decide_verdict(numbers(late=(-0.9, 0.2, 0.1)))
     assert "Not clear: after 50 epochs, embeddings of close patches are similar" in unclear.condition

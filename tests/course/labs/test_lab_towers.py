@@ -78,9 +78,9 @@ def test_verdict_for_every_outcome():
     assert (
         "Not true: sounds retrieve captions that name it, with which they were never trained (20.0 [" in poor
     )
-    mainly_seen = verdict(unseen=0.5)
-    assert mainly_seen.word == "partly"
-    assert "Not true: unseen combinations are retrieved as often" in mainly_seen.condition
+    by_heart = verdict(unseen=0.01, letters=0.05)
+    assert by_heart.word == "partly"
+    assert "Not true: images of unseen combinations" in by_heart.condition
     assert verdict(seen=0.3, unseen=0.01, letters=0.05).word == "does not hold"
 
 

@@ -108,19 +108,21 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
         conditions.append("at most one patch matches")
     if numbers["none or one match"] > _MIN_WRONG and numbers["the same with a sink"] < _MAX_CORRECT:
         conditions.append("a sink token takes the attention where none matches")
-    convolution = numbers["convolution, none or one"]
+    convolution, sink = numbers["convolution, none or one"], numbers["the same with a sink"]
     return decide(
         [
             fact(
                 "self-attention represents f",
-                numbers["one match"] <= _MAX_CORRECT,
-                f"relative error {numbers['one match']:.1e} with one match, threshold {_MAX_CORRECT:g}",
+                max(numbers["one match"], sink) <= _MAX_CORRECT,
+                f"relative error {sink:.1e} with no match or one, {numbers['one match']:.1e} with one, "
+                f"threshold {_MAX_CORRECT:g}; {numbers['three matches']:.2f} with three",
                 ", ".join(conditions),
             ),
             fact(
                 "a convolution does not",
                 convolution >= _MIN_WRONG,
-                f"relative error {convolution:.2f} with no match or one, threshold {_MIN_WRONG:g}",
+                f"relative error {convolution:.2f} with no match or one, threshold {_MIN_WRONG:g}; none with "
+                "exactly one",
             ),
         ]
     )

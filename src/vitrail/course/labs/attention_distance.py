@@ -127,7 +127,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
 def _format_distance(distances: Sequence[float]) -> str:
     bounds = confidence_interval(distances)
     percent = bounds and (100 * bounds[0], 100 * bounds[1])
-    return f"{format_interval(100 * fmean(distances), percent, '.0f')} % of the uniform distance"
+    return f"{format_interval(100 * fmean(distances), percent, '.1f')} % of the uniform distance"
 
 
 def slope_gains(trained: Sequence[HeadDistances], untrained: Sequence[HeadDistances]) -> list[float]:

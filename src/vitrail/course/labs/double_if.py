@@ -7,6 +7,7 @@ The patches come from a dictionary of directions that includes a and b and is or
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.course.labs.lab import LabResult, LabSize
-from vitrail.course.labs.verdict import Verdict, decide, fact
+from vitrail.course.labs.verdict import Statement, Verdict, decide, fact, reaches
+from vitrail.experiment.interval import wilson_interval
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model import attend_explicitly
 
@@ -77,6 +79,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         unit="accuracy, attention with a threshold (convolution of all patches with a threshold: "
         f"{accuracy['convolution of all patches']:.3f})",
         n=count,
+        interval=wilson_interval(accuracy["attention"], count),
         sentence=sentence,
         figure=draw(output, first_is_a, b_count, accuracy),
         numbers={
@@ -84,6 +87,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             "relative error as a count": count_error,
             "best linear map": linear_error,
             "leak": leak,
+            "samples": count,
         },
     )
 
@@ -94,8 +98,19 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     small_reach = accuracy[f"convolution of {_REACH} patches"]
     full_reach = accuracy["convolution of all patches"]
     random_directions = accuracy["attention, random directions"]
-    threshold = f"threshold {_CORRECT:.0%}"
     condition = "different patches are orthogonal" if random_directions < _CORRECT else ""
+
+    def correct(text: str, fraction: float) -> Statement:
+        return reaches(text, fraction, wilson_interval(fraction, numbers["samples"]), _CORRECT)
+
+    def wrong(text: str, fraction: float) -> Statement:
+        found = correct(text, fraction)
+        return replace(found, true=None if found.true is None else not found.true)
+
+    decides = correct(
+        "with a threshold at 0.5 it decides whether v_1 = a and b occurs", accuracy["attention"]
+    )
+    evidence = f"{decides.evidence}; with random directions {random_directions:.1%}"
     return decide(
         [
             fact(
@@ -104,23 +119,9 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"relative error {error:.2f}, threshold {_MAX_COUNT_ERROR:g}: it shows whether b occurs, not "
                 "how often",
             ),
-            fact(
-                "with a threshold at 0.5 it decides whether v_1 = a and b occurs",
-                accuracy["attention"] >= _CORRECT,
-                f"accuracy {accuracy['attention']:.1%}, {threshold}; with random directions "
-                f"{random_directions:.1%}",
-                condition,
-            ),
-            fact(
-                f"a convolution that reaches {_REACH} patches does not",
-                small_reach < _CORRECT,
-                f"{small_reach:.1%}, {threshold}",
-            ),
-            fact(
-                "a convolution that reaches all patches does not",
-                full_reach < _CORRECT,
-                f"{full_reach:.1%}, {threshold}",
-            ),
+            replace(decides, evidence=evidence, condition=condition),
+            wrong(f"a convolution that reaches {_REACH} patches does not", small_reach),
+            wrong("a convolution that reaches all patches does not", full_reach),
         ]
     )
 

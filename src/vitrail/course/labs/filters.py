@@ -80,7 +80,8 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             Statement(
                 "their representation is low-dimensional: few components explain 90 % of the variance",
                 None if few is None else not few,
-                f"{needed} of {numbers['pixels']}, random filters {_format_range(random_needed, '.0f')}",
+                f"{needed} of {min(numbers['pixels'], numbers['filters'] - 1)}, random filters "
+                f"{_format_range(random_needed, '.0f')}",
             ),
         ]
     )

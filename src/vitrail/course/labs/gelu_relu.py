@@ -25,7 +25,7 @@ from vitrail.course.labs.verdict import (
     is_above,
 )
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, draw_arm, study
+from vitrail.experiment.study import Difference, draw_arm, edge_note, study
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -77,7 +77,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             batch=64,
             **plain_settings(images, epochs, **model),
         )
-    fits, fit_lrs = _fit_functions(size)
+    fits, fit_lrs, tried = _fit_functions(size)
     difference = result.compare(GELU, RELU)
     return LabResult(
         number=100 * difference.mean,
@@ -96,7 +96,15 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             "images": len(images.train),
             "held out": len(images.eval_split),
         },
-        warnings=result.notes,
+        warnings=[
+            *result.notes,
+            *(
+                note
+                for target, by_name in fit_lrs.items()
+                for name, lr in by_name.items()
+                if (note := edge_note(f"the MLP with {name} for {target}", lr, tried))
+            ),
+        ],
     )
 
 
@@ -123,9 +131,12 @@ def log_ratios(errors: Mapping[str, list[float]]) -> list[float]:
 # ---- fitting a function ---------------------------------------------------------------------
 
 
-def _fit_functions(size: LabSize) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """For each target and activation, the error of every seed at the best learning rate."""
-    lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1], 6, 1_000) if size == "full" else ([1e-2], 2, 20)
+def _fit_functions(
+    size: LabSize,
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]], list[float]]:
+    """For each target and activation, the error of every seed at the best learning rate, and that rate."""
+    full = size == "full"
+    lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1], 6, 1_000) if full else ([1e-2], 2, 20)
     fits: dict[str, dict[str, list[float]]] = {}
     best_lrs: dict[str, dict[str, float]] = {}
     with ProcessPool(process_count(size)) as pool:
@@ -140,7 +151,7 @@ def _fit_functions(size: LabSize) -> tuple[dict[str, dict[str, list[float]]], di
                 name: min(lrs, key=lambda lr: fmean(map(math.log, errors(name, lr)))) for name in ARMS
             }
             fits[target] = {name: errors(name, best_lrs[target][name]) for name in ARMS}
-    return fits, best_lrs
+    return fits, best_lrs, lrs
 
 
 def fit_function(task: tuple[str, str, float, int, int]) -> float:

@@ -91,7 +91,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Two heads must attend most to different tokens, training must set them apart, and each must matter."""
+    """Two heads must attend most to different tokens, training must set them apart, and they must matter."""
 
     def values(kind: str, name: str) -> list[float]:
         return [one[name] for one in numbers[kind]]
@@ -116,7 +116,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"{format_interval(fmean(change), bounds[1], '+.2f')}",
             ),
             Statement(
-                "each head does something the others do not",
+                "heads do something that the others do not",
                 is_above(bounds[2], 0),
                 "accuracy falls without one head, in the mean over heads, by "
                 f"{format_interval(100 * fmean(lost), _percent(bounds[2]), '.1f')} points",

@@ -127,12 +127,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     return decide(
         [
             gain("accuracy is higher with learned positions than without", gained),
-            _in_the_setting(
-                equal_within("the gain is 27 points", gained, _MARGIN, _CLAIMED_GAIN),
-                numbers["images"],
-                _CLAIMED_IMAGES,
-                "images",
-            ),
+            _in_the_setting(_gain_of_the_slide(gained), numbers["images"], _CLAIMED_IMAGES, "images"),
             _in_the_setting(
                 Statement(
                     f"after {_CLAIMED_EPOCHS} epochs, embeddings of close patches are similar",
@@ -155,6 +150,14 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             ),
         ]
     )
+
+
+def _gain_of_the_slide(gained: Difference) -> Statement:
+    """The statement that the gain is that of the slide; another is not clear, as it names no encodings."""
+    found = equal_within("the gain from none to learned ones is 27 points", gained, _MARGIN, _CLAIMED_GAIN)
+    if found.true or is_above(gained.interval, 0) is False:
+        return found
+    return replace(found, true=None, evidence=f"{found.evidence}; the slide does not say which it compares")
 
 
 def _in_the_setting(statement: Statement, actual: int, claimed: int, unit: str) -> Statement:

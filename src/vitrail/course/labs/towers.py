@@ -57,7 +57,6 @@ CLAIM = (
 ACCEPTS = "spoken digits as `vitrail lab speech` takes them, to add sounds; or digits as IDX files or a .npz"
 
 _MIN_RETRIEVED = 0.5  # fraction of captions of seen combinations
-_MIN_RATIO = 0.9  # of unseen to seen combinations, for the claim to hold without a condition
 _DIMENSION = 32  # of the embedding space
 _LR, _BATCH = 3e-3, 64
 _COPIES = {"small": 2, "full": 25}  # held-out images of each scene
@@ -157,16 +156,11 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
         return [result[name] for result in results]
 
     seen, unseen = column(captions, "seen"), column(captions, "unseen")
-    expected = [_MIN_RATIO * value for value in seen]
     statements = [
         _retrieves("images retrieve their captions", seen, counts["seen"]),
         gain(
             "images of unseen combinations retrieve theirs better than with random letters as captions",
             Difference.of(unseen, column(letters, "unseen"), counts["unseen"]),
-        ),
-        gain(
-            f"unseen combinations are retrieved as often: unseen minus {_MIN_RATIO:g} times seen",
-            Difference.of(unseen, expected, counts["unseen"]),
         ),
     ]
     names = {

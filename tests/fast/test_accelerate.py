@@ -78,6 +78,8 @@ def test_fp32_is_the_model_and_says_what_it_did(trained):
 def test_int8_reports_agreement_kl_and_top1(trained, int8):
     model, images, labels = trained
     gate = int8.report.gate
+    images, labels = images[1::2], labels[1::2]  # the others set the ranges
+    assert gate.images == len(images)
     exact, found = logits(model, images), logits(int8, images)
     assert gate.agreement == pytest.approx((exact.argmax(1) == found.argmax(1)).float().mean().item())
     assert gate.top1_fp32 == pytest.approx((exact.argmax(1) == labels).float().mean().item())
@@ -88,6 +90,23 @@ def test_int8_reports_agreement_kl_and_top1(trained, int8):
     assert 1e-4 < (found - exact).abs().max() < 0.2 * exact.abs().max()  # it does round
     assert json.loads(json.dumps(int8.report.as_dict()))["gate"]["agreement"] == gate.agreement
     assert "agreement" in gate.table()
+
+
+@pytest.mark.slow
+def test_answers_are_compared_on_images_that_set_no_range(trained, monkeypatch):
+    model, images, _ = trained
+    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    seen = []
+    monkeypatch.setattr(
+        "vitrail.fast.routes.observe",
+        lambda model, images, batch: seen.append(images) or observe(model, images, 8),
+    )
+    fast = vt.accelerate(model, "int8", calibrate=images, min_agreement=0.0, remember=False)
+    assert torch.equal(seen[0], images[::2])
+    exact, found = logits(model, images[1::2]), logits(fast, images[1::2])
+    assert fast.report.gate.kl == pytest.approx(
+        compare(found, exact, precision="", min_agreement=0).kl, rel=1e-3
+    )
 
 
 def test_int8_does_not_depend_on_the_batch(trained, int8):
@@ -158,6 +177,7 @@ def test_a_gate_that_fails_names_layers_and_a_remedy(trained, monkeypatch):
         ({"goal": "speed"}, "Unknown goal 'speed'"),
         ({"precision": "int8"}, "calibrate=images"),
         ({"precision": "int8", "calibrate": torch.zeros(3, 8, 8)}, "N, C, H, W"),
+        ({"precision": "int8", "calibrate": torch.zeros(1, 1, 8, 8)}, "at least two images"),
         ({"precision": "fp8", "calibrate": torch.zeros(2, 1, 8, 8)}, "compute capability 9.0"),
         ({"precision": "bf16"}, "GPUs only"),
         ({"min_agreement": 99}, "from 0 to 1"),

@@ -14,7 +14,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.evaluation_tables import show_evaluation
-from vitrail.cli.outputs import check_new_files
+from vitrail.cli.outputs import check_new_files, saving_gate_report
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
 
@@ -138,7 +138,7 @@ def evaluate(
     bundle = load(
         model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     )
-    with ProgressBars(enabled=not quiet) as bars:
+    with ProgressBars(enabled=not quiet) as bars, saving_gate_report(json_file):
         result = evaluate_model(
             bundle,
             data,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.outputs import saving_gate_report
 from vitrail.errors import printable
 
 if TYPE_CHECKING:
@@ -86,16 +87,18 @@ def export(
     """
     from vitrail.exporters.api import export as export_model
 
-    result = export_model(
-        model,
-        out or Path(_FILE_NAMES.get(to, "model")),
-        to=cast("Format", to),
-        dynamic=None if dynamic is None else [name.strip() for name in dynamic.split(",")],
-        with_preprocess=with_preprocess,
-        examples=examples or (),
-        **options.parse_speedup(precision, calibration, min_agreement, keep),
-        **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
-    )
+    out = out or Path(_FILE_NAMES.get(to, "model"))
+    with saving_gate_report(out):
+        result = export_model(
+            model,
+            out,
+            to=cast("Format", to),
+            dynamic=None if dynamic is None else [name.strip() for name in dynamic.split(",")],
+            with_preprocess=with_preprocess,
+            examples=examples or (),
+            **options.parse_speedup(precision, calibration, min_agreement, keep),
+            **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
+        )
     if result.proof is not None:
         _show_proof(result.proof, result.path, result.config)
         return
@@ -112,7 +115,9 @@ def _show_proof(proof: Proof, path: Path, config: ViTConfig) -> None:
     logits = f"logits (batch, {config.classes}), " if config.classes else ""
     print(f"outputs      {logits}embedding (batch, {config.pooled_width})")
     if (gate := proof.gate) is not None:
-        print(f"agreement    {gate['agreement']:.2%} of {gate['images']:,} images get the class of fp32")
+        print(
+            f"agreement    {gate['agreement']:.2%} of {gate['images']:,} held-out images: the class of fp32"
+        )
         print(f"mean KL      {gate['kl']:.2g} nats to fp32")
         if gate["top1"] is not None:
             print(f"top-1        {gate['top1']:.2%}, fp32 {gate['top1_fp32']:.2%}")

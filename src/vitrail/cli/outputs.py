@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
 from vitrail.errors import InputError, printable
-from vitrail.io.write import check_new
+from vitrail.io.write import check_new, write_text
+
+
+@contextmanager
+def saving_gate_report(out: Path | None) -> Iterator[None]:
+    """If int8 or fp8 do not pass their gate, the numbers are saved beside the output that is not written."""
+    try:
+        yield
+    except InputError as error:
+        gate = getattr(error, "gate", None)  # of a GateError
+        if gate is None or out is None:
+            raise
+        file = out.with_name(out.name + ".gate.json")
+        if os.path.lexists(file):
+            raise
+        write_text(file, json.dumps(gate.as_dict(), indent=1) + "\n")
+        raise InputError(f"{error} The report is in {printable(file)}.") from error
 
 
 def check_new_files(files: Mapping[str, Path | None]) -> None:

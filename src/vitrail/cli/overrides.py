@@ -84,13 +84,13 @@ Precision = Annotated[
 Calibration = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="For int8 and fp8: images like those to come; 256 of them are used at most."
+        metavar="FOLDER", help="For int8 and fp8: images like those to come; 512 of them are used at most."
     ),
 ]
 MinAgreement = Annotated[
     float,
     typer.Option(
-        help="For int8 and fp8: the fraction of calibration images that must get the class of fp32."
+        help="For int8 and fp8: the fraction of held-out calibration images that must get the class of fp32."
     ),
 ]
 Keep = Annotated[

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from vitrail.cli import overrides as options
-from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files
+from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
 from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
@@ -142,7 +142,8 @@ def predict(
         return
     overrides |= speedup
     how = {"batch": batch, "workers": options.parse_workers(workers), "native": native}
-    predictor = Predictor(opened or model, **how, **overrides)
+    with saving_gate_report(Path(out) if out else None):
+        predictor = Predictor(opened or model, **how, **overrides)
     options.print_acceleration(predictor, quiet=quiet)
     config = predictor.config
     _check_words(predictor, embeddings)

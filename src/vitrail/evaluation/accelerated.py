@@ -19,8 +19,8 @@ from vitrail.fast.routes import LOSSY, Accelerated, Goal
 from vitrail.images.reader import read_pixels
 from vitrail.weights.bundle import Bundle
 
-MAX_CALIBRATION = 256
-"""Images used of a folder: more change scales little, and take long."""
+MAX_CALIBRATION = 512
+"""Images used of a folder, half of them for ranges: more change these little, and take long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +87,11 @@ def _list(source: Any) -> list[Any]:
         paths: list[Any] = list_images(folder)
     else:
         paths = list(source) if isinstance(source, Iterable) else []
-    if not paths:
+    if len(paths) < 2:
         where = printable(source) if isinstance(source, (str, os.PathLike)) else "calibration"
         raise InputError(
-            f"There are no images to calibrate with in {where}; name a folder with some hundred."
+            f"There are {'too few' if paths else 'no'} images to calibrate with in {where}; name a "
+            "folder with some hundred."
         )
     return paths
 

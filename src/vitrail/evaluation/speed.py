@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.data.folders import list_images
 from vitrail.errors import InputError, VitrailError, printable
-from vitrail.evaluation.accelerated import MAX_CALIBRATION, read_images
+from vitrail.evaluation.accelerated import read_images
 from vitrail.fast.accelerate import accelerate
 from vitrail.fast.choices import describe_machine
 from vitrail.fast.gate import MIN_AGREEMENT, compare, run_batches
@@ -24,6 +24,7 @@ from vitrail.weights.bundle import Bundle, versions
 
 _SECONDS, _LEAST, _MOST = 3.0, 5, 200  # of a measurement
 _CHECK_BATCH = 16
+_MOST_IMAGES = 256  # for calibration, and to compare with
 
 Run = Callable[[Tensor], Tensor]
 
@@ -145,8 +146,8 @@ def _split(bundle: Bundle, data: Any) -> tuple[Tensor | None, Tensor | None, Ten
         raise InputError(
             f"{printable(data)} must have at least two images, to calibrate and to compare with."
         )
-    calibration, _ = read_images(bundle, paths[::2], MAX_CALIBRATION)
-    images, labels = read_images(bundle, paths[1::2], MAX_CALIBRATION)
+    calibration, _ = read_images(bundle, paths[::2], _MOST_IMAGES)
+    images, labels = read_images(bundle, paths[1::2], _MOST_IMAGES)
     return calibration, images, labels
 
 

@@ -19,7 +19,7 @@ from vitrail.exporters.proof import Check, Proof, measure_speed
 from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.accelerate import pass_gate
 from vitrail.fast.choices import Choices
-from vitrail.fast.gate import MIN_AGREEMENT, check_agreement
+from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
 from vitrail.fast.onnx_graph import OPSET, open_session
 from vitrail.fast.routes import Accelerated, Acceleration, Builder
 from vitrail.predict.engine import OnnxEngine
@@ -43,8 +43,8 @@ def write_int8(
     """Write the file and, beside it, the gate's report; neither if too many answers differ from fp32.
 
     Args:
-        calibration: a folder of images, or a list of them: they set the scales, and answers are compared on
-            them.
+        calibration: a folder of images, or a list of them: every second one sets the scales, and answers are
+            compared on the others.
         min_agreement, keep: as in `vitrail.accelerate`.
     """
     target = check_output(Path(path), ".onnx")
@@ -54,8 +54,9 @@ def write_int8(
     check_weight_bytes(bundle)
     bundle = replace(bundle, model=copy.deepcopy(bundle.model).to("cpu", torch.float32).eval())
     images, labels = read_calibration(bundle, calibration)
+    ranges, held_out, labels = split_images(images, labels)
     device = torch.device("cpu")
-    builder = Builder(bundle.model, device, "throughput", Choices(device, remember=False), images)
+    builder = Builder(bundle.model, device, "throughput", Choices(device, remember=False), ranges)
     graphs: dict[tuple[str, ...], ModelProto] = {}
 
     def quantized(kept: tuple[str, ...]) -> Accelerated:
@@ -68,7 +69,7 @@ def write_int8(
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
     how: dict[str, Any] = {"labels": labels, "min_agreement": check_agreement(min_agreement)}
-    found = pass_gate(builder, quantized, "int8", kept, names, search=keep == "auto", **how)
+    found = pass_gate(builder, quantized, "int8", kept, names, held_out, search=keep == "auto", **how)
     report = found.report
     assert report.gate is not None
     gate = {**report.gate.as_dict(), "keep": list(report.kept)}

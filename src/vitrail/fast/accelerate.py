@@ -25,6 +25,7 @@ from vitrail.fast.gate import (
     compare,
     name_layers,
     run_batches,
+    split_images,
 )
 from vitrail.fast.quantize import find_worst, propose
 from vitrail.fast.routes import (
@@ -67,9 +68,9 @@ def accelerate(
             need `calibrate` and must pass the gate.
         goal: "throughput" of large batches, or the "latency" of one image.
         calibrate: normalized images (N, C, H, W), as `preprocess` returns them; some hundred that are like
-            those to come. Ranges of activations are taken from them, and answers compared on them.
+            those to come. Every second one sets ranges of activations; answers are compared on the others.
         labels: the classes (N,) of these images, for the accuracy in the report.
-        min_agreement: the fraction of them for which the most likely class must be that of fp32.
+        min_agreement: the fraction of the others for which the most likely class must be that of fp32.
         keep: names of layers to leave in higher precision, such as "blocks.0.mlp.fc2"; or "auto" for the
             fewest with which the gate passes.
         remember: whether to store what was measured in the cache folder.
@@ -81,9 +82,11 @@ def accelerate(
     min_agreement = check_agreement(min_agreement)
     chosen = resolve(precision, device)
     choices = Choices(device, remember=remember)
-    builder = Builder(model, device, goal, choices, calibrate)
     if chosen not in LOSSY:
-        return builder.fastest(chosen)
+        return Builder(model, device, goal, choices, None).fastest(chosen)
+    assert calibrate is not None
+    ranges, held_out, labels = split_images(calibrate, labels)
+    builder = Builder(model, device, goal, choices, ranges)
     names = builder.quantizable(chosen)
     if isinstance(keep, str) and keep != "auto":
         raise InputError(f'keep takes a list of layers or "auto", not {short_repr(keep)}.')
@@ -92,13 +95,12 @@ def accelerate(
         raise InputError(
             f"keep: no layer {unknown[0]!r} is computed in {chosen}. {suggest(unknown[0], names)}"
         )
-    assert calibrate is not None
 
     def build(kept: tuple[str, ...]) -> Accelerated:
         return builder.fastest(chosen, kept)
 
     how: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": keep == "auto"}
-    return pass_gate(builder, build, chosen, kept, names, **how)
+    return pass_gate(builder, build, chosen, kept, names, held_out, **how)
 
 
 def accelerate_by_default(model: ViT) -> Accelerated | None:
@@ -137,6 +139,7 @@ def pass_gate(
     precision: str,
     kept: tuple[str, ...],
     names: Sequence[str],
+    held_out: Tensor,
     *,
     labels: Tensor | None = None,
     min_agreement: float = MIN_AGREEMENT,
@@ -147,17 +150,18 @@ def pass_gate(
     Args:
         build: builds it with these layers in higher precision.
         names: all layers that are computed in the lower one.
+        held_out: images to compare answers on; the layers that hurt are found with those of the ranges.
         search: whether to keep more layers until it passes.
     """
     model, images, batch = builder.model, builder.calibrate, GATE_BATCH[builder.device.type]
     assert images is not None
     with eval_mode(model):
-        exact = run_batches(model, images, batch)
+        exact = run_batches(model, held_out, batch)
 
         def attempt(kept: tuple[str, ...]) -> tuple[Accelerated, Gate]:
             fast = build(kept)
             how: dict[str, Any] = {"precision": precision, "min_agreement": min_agreement, "labels": labels}
-            gate = compare(run_batches(fast, images, batch), exact, **how)
+            gate = compare(run_batches(fast, held_out, batch), exact, **how)
             fast.report = replace(fast.report, gate=gate)
             return fast, gate
 
@@ -212,9 +216,12 @@ def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any) -
                 f"{precision} is lossy and needs images to calibrate with and to compare answers on; give "
                 "some hundred normalized ones as calibrate=images."
             )
-        if not isinstance(calibrate, Tensor) or calibrate.ndim != 4 or not len(calibrate):
+        if not isinstance(calibrate, Tensor) or calibrate.ndim != 4 or len(calibrate) < 2:
             shape = tuple(calibrate.shape) if isinstance(calibrate, Tensor) else short_repr(calibrate)
-            raise InputError(f"calibrate must be a tensor of images (N, C, H, W), not {shape}.")
+            raise InputError(
+                f"calibrate must be a tensor of at least two images (N, C, H, W), not {shape}: half of them "
+                "set ranges, and answers are compared on the others."
+            )
         if labels is not None and (not isinstance(labels, Tensor) or labels.shape != calibrate.shape[:1]):
             raise InputError(f"labels must be a tensor of one class for each of the {len(calibrate)} images.")
     return device

@@ -1,5 +1,7 @@
 """The gate: how far the answers of a faster model are from those in fp32, and whether that is near enough.
 
+Half of the calibration images set ranges and scales; answers are compared on the other half.
+
 agreement  the fraction of images with the same most likely class
 KL         the mean Kullback-Leibler divergence of the fp32 distribution from the faster one, in nats
 top-1      the accuracy of both, where labels are given
@@ -27,6 +29,7 @@ class Gate:
 
     precision: str
     images: int
+    """On which the answers were compared; none of them set a range."""
     agreement: float
     kl: float
     cosine: float
@@ -99,9 +102,14 @@ class GateError(InputError):
         advice = f"{keep if gate.keep else 'use a higher precision'}, or lower {limit}"
         super().__init__(
             f"{gate.precision} gives the answer of fp32 for {gate.agreement:.2%} of {gate.images:,} "
-            f"calibration images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."
+            f"held-out images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."
         )
         self.gate = gate
+
+
+def split_images(images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Images that set the ranges, and others to compare answers on, with their labels: every second one."""
+    return images[::2], images[1::2], None if labels is None else labels[1::2]
 
 
 def check_agreement(min_agreement: Any) -> float:

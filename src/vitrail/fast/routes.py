@@ -75,7 +75,7 @@ class Acceleration(Summary):
             top1 = "" if gate.top1 is None else f", top-1 {gate.top1:.2%} (fp32 {gate.top1_fp32:.2%})"
             lines.append(
                 f"{gate.precision} gives the class of fp32 for {gate.agreement:.2%} of {gate.images:,} "
-                f"calibration images, mean KL {gate.kl:.2g}{top1}."
+                f"held-out images, mean KL {gate.kl:.2g}{top1}."
             )
         return lines
 

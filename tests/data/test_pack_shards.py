@@ -45,6 +45,30 @@ def files_of(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.endswith(".index")}
 
 
+def test_several_labels_of_an_image_come_back(folder, tmp_path, small):
+    """From the index, and from the shards themselves; the run on them has the bits of the table's."""
+    files = sorted(folder.rglob("*.*"))
+    rows = [
+        {"path": str(file.relative_to(tmp_path)), "label": [file.parent.name, "odd"][: 1 + number % 2]}
+        for number, file in enumerate(files)
+    ]
+    table, out = tmp_path / "photos.jsonl", tmp_path / "packed" / "photos"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    assert pack_shards(read_data(table), out).shards > 2
+    assert not (out / "classes.json").exists()
+    train(table, recipe="small", out=tmp_path / "a", workers=0, **{**SETTINGS, "epochs": 1})
+    for again in (False, True):
+        for index in out.glob("*.index") if again else ():
+            index.unlink()
+        source, found = read_data(table), read_data(out)
+        assert found.multilabel
+        assert found.classes == source.classes
+        assert (found.train.labels == source.train.labels).all()
+    train(out, recipe="small", out=tmp_path / "b", workers=0, **{**SETTINGS, "epochs": 1})
+    one, other = fingerprints(tmp_path / "a"), fingerprints(tmp_path / "b")
+    assert one["metrics.jsonl"] == other["metrics.jsonl"]
+
+
 def test_shards_train_to_the_bits_of_the_folder(folder, tmp_path, small):
     out = tmp_path / "packed" / "images"
     result = pack_shards(read_data(folder), out)

@@ -66,6 +66,25 @@ def test_a_run_on_shards_is_bit_equal_to_one_on_the_folder(folder, tars, tmp_pat
     assert fingerprints(tmp_path / "run-tars") == fingerprints(tmp_path / "run-folder")
 
 
+def test_lists_of_labels_in_json_are_multi_label(folder, tmp_path, monkeypatch):
+    """Some images have one label, some several, one none; a second shard has one label of each."""
+    image = (folder / "ant" / "00.jpg").read_bytes()
+    labels = [["x", 2], "x", [], [2, 2, 10]]
+    pairs = [(f"{i}.json", json.dumps({"label": one}).encode()) for i, one in enumerate(labels)]
+    tars = tmp_path / "both"
+    tars.mkdir()
+    write_tar(tars / "a.tar", [*pairs, *((f"{i}.jpg", image) for i in range(4))])
+    write_tar(tars / "b.tar", [("5.jpg", image), ("5.cls", b"10"), ("6.jpg", image), ("6.cls", b"x")])
+    found = read_data(tars)
+    assert found.multilabel
+    assert found.classes == ["2", "10", "x"]
+    expected = [[1, 0, 1], [0, 0, 1], [0, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 1]]
+    assert found.train.labels.tolist() == expected
+    monkeypatch.setattr(shards, "LARGE", 6)
+    with pytest.raises(InputError, match="multi-label shards may hold up to 5 images, not 6"):
+        read_data(tars)
+
+
 def test_labels_are_numbers_with_names_beside_them_or_in_json(folder, tmp_path):
     numbered = shard_folder(folder, tmp_path / "numbered", label=int)
     assert read_data(numbered).classes == ["0", "1", "2"]
@@ -189,8 +208,9 @@ LINK = dict(type=tarfile.SYMTYPE, linkname="/etc/passwd")
         ([("a.cls", b"1"), ("a.cls", b"2")], "two members 'a.cls'"),
         ([("a.cls", b" ")], "must hold a label"),
         ([("a.json", b"{")], "a.json is not valid JSON"),
-        ([("a.json", b'{"label": 0.5}')], "must hold a label, a text or an integer, not 0.5"),
-        ([("a.json", b'{"label": [1, 2]}')], "has several labels"),
+        ([("a.json", b'{"label": 0.5}')], "must hold a label, a text or an integer, .* not 0.5"),
+        ([("a.json", b'{"label": ["a", 0.5]}')], "must hold a label.* or a list of these.* not 0.5"),
+        ([("a.jpg", b"x"), ("a.json", b'{"label": [1]}'), ("b.jpg", b"x")], "has no label for 'b.jpg'"),
         ([("a.txt", b"x")], "has no images"),
         ([("._a.jpg", b"x"), ("b/", b"", dict(type=tarfile.DIRTYPE))], "has no images"),
     ],

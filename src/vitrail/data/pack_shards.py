@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vitrail.data.class_names import are_numbers
 from vitrail.data.content import bytes_key, name_key
 from vitrail.data.folders import SUFFIXES
@@ -97,7 +99,7 @@ def pack_shards(
                     progress(done, result.images)
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-        if not are_numbers(data.classes):
+        if not data.multilabel and not are_numbers(data.classes):  # several labels are written by name
             names = {str(number): name for number, name in enumerate(data.classes)}
             write_text(out / "classes.json", json.dumps(names, indent=1), overwrite=True)
         result.bytes = sum(shard.path.stat().st_size for shard in planned)
@@ -110,11 +112,6 @@ def _check_source(data: Dataset) -> None:
         raise InputError(f"{printable(data.name)} is an array; shards are made of image files.")
     if isinstance(next(iter(data.train.paths), None), (PackedImage, ShardImage)):
         raise InputError(f"{printable(data.name)} is packed already; shards are made of image files.")
-    if data.multilabel:
-        raise InputError(
-            f"{printable(data.name)} has several labels for an image, and shards hold one; use vitrail pack "
-            "without --to shards."
-        )
 
 
 def _state(path: Any) -> tuple[int, int]:
@@ -188,21 +185,32 @@ def _write_shard(shard: _Shard, classes: Sequence[str]) -> list[str]:
     """Write a shard and its index; returns the names of the files that could not be read."""
     assert shard.split.paths is not None
     names = list(shard.split.names[shard.first : shard.last])
-    labels = shard.split.labels[shard.first : shard.last].tolist()
+    labels = shard.split.labels[shard.first : shard.last]
+    sets = [tuple(np.flatnonzero(row).tolist()) for row in labels] if labels.ndim == 2 else None
     numbered = are_numbers(classes)  # such names are written as they are; others as the number of the class
     places, keys, taken, unreadable = [], [], set[str](), []
     with (
         atomic_file(shard.path, overwrite=True) as partial,
         tarfile.open(partial, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for row, (name, label) in enumerate(zip(names, labels, strict=True)):
+        for row, name in enumerate(names):
             data = _read_source(shard.split.paths[shard.first + row])
             unreadable += [name] if data is None else []
             key, suffix = member_key(name, taken, row)
             places.append(_add(tar, key + suffix, data or b""))
             keys.append(bytes_key(data) if data else name_key(name))
-            _add(tar, f"{key}.cls", (classes[label] if numbered else str(label)).encode())
-    write_index(next(index_paths(shard.path)), os.stat(shard.path), classes, places, labels, keys, names)
+            if sets is not None:
+                text = json.dumps({"label": [classes[number] for number in sets[row]]})
+                _add(tar, f"{key}.json", text.encode())
+            else:
+                label = labels[row]
+                _add(tar, f"{key}.cls", (classes[label] if numbered else str(label)).encode())
+    path, status = next(index_paths(shard.path)), os.stat(shard.path)
+    if sets is None:
+        write_index(path, status, classes, places, labels, keys, names)
+    else:
+        code = {one: number for number, one in enumerate(dict.fromkeys(sets))}
+        write_index(path, status, classes, places, [code[one] for one in sets], keys, names, sets=list(code))
     return unreadable
 
 

@@ -4,7 +4,8 @@ An index lies beside its shard, as `photos-000000.tar.index`, or in the cache fo
 read-only. It is used while the shard has the size and the time that are written in it, and made again if not.
 
 Shards have the layout of WebDataset: `key.jpg` (or another image) and `key.cls` or `key.json` with its label,
-where the key is the name up to the first dot after the last slash.
+where the key is the name up to the first dot after the last slash. A list of labels in a `key.json` makes the
+data multi-label: the label of an image is then the number of one of the sets of classes that occur.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ def build_index(tar: Path) -> ShardHeader:
         status = os.fstat(file.fileno())
         for name, offset, size in _members(tar, file):
             rows.add(file, name, offset, size)
-    labels, classes = rows.encode_labels()
+    labels, classes, sets = rows.encode_labels()
     for path in index_paths(tar):
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            write_index(path, status, classes, rows.places, labels, rows.keys, rows.names, rows.others)
+            write_index(path, status, classes, rows.places, labels, rows.keys, rows.names, rows.others, sets)
             return read_header(os.path.abspath(tar), path)
         except OSError as error:
             reason = printable(error.strerror or error)
@@ -97,14 +98,16 @@ def write_index(
     keys: Sequence[int],
     names: Sequence[str],
     others: Sequence[str] = (),
+    sets: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Write an index atomically; an older one is replaced.
 
     Args:
         tar: size and time of the shard.
         classes: the names of all classes, or of those in this shard.
-        labels: the number of each image's class, or NO_LABEL.
+        labels: the number of each image's class, or NO_LABEL; of multi-label data, of its set of classes.
         others: the names of images that are not read.
+        sets: of multi-label data, the sets of class numbers.
     """
     texts = [name.encode("utf-8", "surrogateescape") for name in names]
     columns: dict[str, NDArray[Any]] = {
@@ -117,7 +120,9 @@ def write_index(
     digest = hashlib.sha256(joined)
     for column in ("labels", "keys", "ends"):
         digest.update(columns[column].tobytes())
-    info = json.dumps({"classes": list(classes), "others": list(others)}).encode()
+    fields = {"classes": list(classes), "others": list(others)}
+    info = json.dumps(fields if sets is None else fields | {"sets": sets}).encode()
+    digest.update(b"" if sets is None else info)
     starts, _ = column_starts(len(info), len(names))
     lengths = len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined)
     with atomic_file(path, overwrite=True) as partial:
@@ -149,8 +154,8 @@ class _Rows:
         self.keys: list[int] = []
         self.rows: dict[str, int] = {}
         """The row of each key with an image."""
-        self.labels: dict[tuple[str, str], str] = {}
-        """Labels by key, and by cls or json."""
+        self.labels: dict[tuple[str, str], str | tuple[str, ...]] = {}
+        """Labels by key, and by cls or json; several of an image as a tuple."""
         self.others: list[str] = []
         """Images whose names have a second dot: they are other parts of their key, as in WebDataset."""
 
@@ -184,8 +189,8 @@ class _Rows:
             self.places.append((offset, size))
             self.keys.append(bytes_key(data) if data else name_key(name))
 
-    def parse_label(self, name: str, kind: str, data: bytes) -> str | None:
-        """The label in a .cls or .json file; None if an object has none."""
+    def parse_label(self, name: str, kind: str, data: bytes) -> str | tuple[str, ...] | None:
+        """The label in a .cls or .json file, or the labels in a list; None if an object has none."""
         where = f"{printable(self.tar)}: {printable(name)}"
         if len(data) > _MAX_LABEL:
             raise self.bad(f"has a label of more than {_MAX_LABEL:,} bytes, {printable(name)!r}")
@@ -198,28 +203,38 @@ class _Rows:
         else:
             value = data.decode("utf-8", "replace").strip()
         if isinstance(value, list):
-            raise InputError(
-                f"{where} has several labels, and shards hold one for each image; write a .jsonl table, or "
-                "pack the data into one file with vitrail pack."
-            )
-        if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-            raise InputError(
-                f"{where} must hold a label, a text or an integer, not {printable(repr(value), 40)}."
-            )
-        return str(value).strip()
+            return tuple(dict.fromkeys(_check_label(one, where) for one in value))
+        return _check_label(value, where)
 
-    def encode_labels(self) -> tuple[NDArray[np.int64], list[str]]:
-        """(N,) the number of each image's class, or NO_LABEL; and the classes."""
+    def encode_labels(self) -> tuple[NDArray[np.int64], list[str], list[tuple[int, ...]] | None]:
+        """(N,) the number of each image's class or set of classes, or NO_LABEL; the classes; the sets."""
         from vitrail.data.tables import numeric_order
 
-        texts = [self.labels.get((key, ".cls"), self.labels.get((key, ".json"))) for key in self.rows]
-        classes = sorted({text for text in texts if text is not None}, key=numeric_order)
+        found = [self.labels.get((key, ".cls"), self.labels.get((key, ".json"))) for key in self.rows]
+        sets = [(label,) if isinstance(label, str) else label for label in found]
+        classes = sorted({text for one in sets for text in one or ()}, key=numeric_order)
         number = {text: index for index, text in enumerate(classes)}
-        codes = [NO_LABEL if text is None else number[text] for text in texts]
-        return np.array(codes, dtype=np.int64), classes
+        numbers = [None if one is None else tuple(sorted(number[text] for text in one)) for one in sets]
+        if not any(isinstance(label, tuple) for label in found):
+            codes = [NO_LABEL if one is None else one[0] for one in numbers]
+            return np.array(codes, dtype=np.int64), classes, None
+        code = {
+            one: index for index, one in enumerate(dict.fromkeys(one for one in numbers if one is not None))
+        }
+        codes = [NO_LABEL if one is None else code[one] for one in numbers]
+        return np.array(codes, dtype=np.int64), classes, list(code)
 
     def bad(self, reason: str) -> InputError:
         return InputError(f"{printable(self.tar)} {reason}.")
+
+
+def _check_label(value: Any, where: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+        raise InputError(
+            f"{where} must hold a label, a text or an integer, or a list of these for a multi-label image, "
+            f"not {printable(repr(value), 40)}."
+        )
+    return str(value).strip()
 
 
 def _open_tar(tar: Path) -> BinaryIO:

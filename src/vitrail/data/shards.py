@@ -250,7 +250,7 @@ def read_shards(path: str | Path, *, need_train: bool = True, progress: Progress
     splits = {}
     for name, some in shards.items():
         table = ShardTable(some)
-        rows, labels = range(len(table)), _labels(some, numbers, len(classes))
+        rows, labels = range(len(table)), _labels(some, infos, numbers, len(classes))
         keys: Any = ShardKeys(table, rows)
         keys = keys.read(np.arange(len(table))) if len(table) < LARGE else keys
         splits[name] = Split(labels, ShardNames(table, rows), ShardImages(table, rows), None, keys)
@@ -287,10 +287,16 @@ def _merge_classes(infos: Mapping[bytes, Any]) -> tuple[list[str], dict[bytes, N
 
 
 def _labels(
-    shards: Sequence[ShardHeader], numbers: dict[bytes, NDArray[np.int64]], classes: int
+    shards: Sequence[ShardHeader],
+    infos: Mapping[bytes, Any],
+    numbers: dict[bytes, NDArray[np.int64]],
+    classes: int,
 ) -> NDArray[np.int64]:
-    """(N,) the class of each image, as the smallest integers that hold it if there are very many."""
+    """(N,) the class of each image, as the smallest integers that hold it if there are very many; (N, K) of 0
+    and 1 if any shard has several labels of an image."""
     count = sum(shard.count for shard in shards)
+    if any("sets" in info for info in infos.values()):
+        return _label_sets(shards, infos, numbers, count, classes)
     small = np.int16 if classes <= 2**15 else np.int32
     labels: NDArray[Any] = np.empty(count, dtype=np.int64 if count < LARGE else small)
     same = {info: np.array_equal(own, np.arange(len(own))) for info, own in numbers.items()}
@@ -302,6 +308,32 @@ def _labels(
         labels[at : at + shard.count] = codes if same[shard.info] else own[codes]
         at += shard.count
     return labels
+
+
+def _label_sets(
+    shards: Sequence[ShardHeader],
+    infos: Mapping[bytes, Any],
+    numbers: dict[bytes, NDArray[np.int64]],
+    count: int,
+    classes: int,
+) -> NDArray[np.int64]:
+    """(N, K) 1 for each label of an image; a shard without lists has one of each."""
+    if count >= LARGE:
+        raise InputError(
+            f"multi-label shards may hold up to {LARGE - 1:,} images, not {count:,}; use a .jsonl table."
+        )
+    rows: list[NDArray[np.int64]] = [np.zeros((0, classes), dtype=np.int64)]
+    for shard in shards:
+        own = numbers[shard.info]
+        sets = infos[shard.info].get("sets", [[number] for number in range(len(own))])
+        table = np.zeros((len(sets), classes), dtype=np.int64)
+        for row, some in enumerate(sets):
+            table[row, own[some]] = 1
+        codes = shard.read("labels", 0, shard.count)
+        if shard.count and codes.max() >= len(sets):
+            raise _no_label(shard, np.flatnonzero(codes >= len(sets)))
+        rows.append(table[codes])
+    return np.concatenate(rows)
 
 
 def _no_label(shard: ShardHeader, rows: NDArray[np.int64]) -> InputError:

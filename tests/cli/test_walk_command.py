@@ -239,6 +239,10 @@ def test_invalid_images_are_refused(bad, monkeypatch, name, message):
         (["mu/8", "good.png", "--token", "-1"], "token must be an integer from 0 to 16, not -1"),
         (["mue/8", "good.png"], "Did you mean 'mu'?"),
         (["mu/1@224", "good.png"], "mu/1@224 has 50,177 tokens"),
+        (
+            ["mu/8", "good.png", "--labels", "cat,dog"],
+            "--labels is for a file with a text tower, and mu/8 is",
+        ),
         (["mu/8", "good.png", "--html", "text.png"], "text.png already exists, and --html never overwrites"),
         (["mu/8", "good.png", "--json", "a", "--html", "a"], "--json and --html both name a"),
         (["mu/8", "good.png", "--json", "no/where.json"], "no/where.json: No such file"),

@@ -126,6 +126,13 @@ def test_predict_with_words(photos):
     assert "softmax" not in quiet.stderr
 
 
+def test_walk_with_words(photos):
+    image = next((photos / "one").glob("*"))
+    done = command("walk", FILE, image, "--labels", "one,two,three")
+    answer = done.stdout.partition("The answer")[2]
+    assert sorted(line.split()[-1] for line in answer.splitlines() if "%" in line) == ["one", "three", "two"]
+
+
 def test_one_file_for_evaluate_export_and_training(tmp_path, photos):
     """convert --prompts writes an ordinary file; evaluate, ONNX, verify and training give the same logits."""
     names = tmp_path / "labels.txt"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.overrides import Set, parse_settings
+from vitrail.cli.overrides import Labels, Set, open_zero_shot, parse_settings
 from vitrail.cli.walk_table import show_walk
 from vitrail.errors import InputError, printable
 
@@ -47,6 +47,7 @@ def walk(
         ),
     ] = None,
     settings: Set = None,
+    labels: Labels = None,
 ) -> None:
     """Follow one image through a model, step by step: equation, shape, meaning, values, and the answer.
 
@@ -66,7 +67,7 @@ def walk(
     from vitrail.course.walk.overview import top_classes
     from vitrail.io.write import write_text
 
-    bundle, weights = _load_model(model, seed, parse_settings(settings or []))
+    bundle, weights = _load_model(model, seed, parse_settings(settings or []), labels)
     vit, activation = bundle.model, bundle.scores.activation
     pixels = read_image(image, bundle.preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token, activation=activation)
@@ -88,7 +89,9 @@ def walk(
         print(f"Saved {printable(html_file)}")
 
 
-def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple[Bundle, str]:
+def _load_model(
+    name: str, seed: int | None, overrides: dict[str, Any], labels: str | None
+) -> tuple[Bundle, str]:
     """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
@@ -105,9 +108,11 @@ def _load_model(name: str, seed: int | None, overrides: dict[str, Any]) -> tuple
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
             )
-        bundle = load(name, **overrides)
+        bundle = open_zero_shot(name, labels, None, None, overrides, quiet=True) or load(name, **overrides)
         _check_tokens(name, bundle.model.config)
         return bundle, f"The weights of {printable(name)}."
+    if labels is not None:
+        raise InputError(f"--labels is for a file with a text tower, and {name} is a model size; remove it.")
     preprocess_fields = overrides.pop("preprocess", None)
     if "checkpoint_key" in overrides:
         raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")

@@ -187,7 +187,7 @@ def draw(trained: Sequence[HeadDistances], untrained: Sequence[HeadDistances]) -
     for axis, per_seed, title in ((left, untrained, "before training"), (right, trained, "trained")):
         _draw_heads(axis, per_seed)
         axis.axhline(1, color=FAINT, linestyle="--", linewidth=1, label="uniform attention")
-        axis.set(xlabel="layer", title=title)
+        axis.set(xlabel="layer, from 0", title=title)
     left.set_ylabel("distance (uniform attention: 1)")
     highest = max(1.05, *(float(distances.max()) for distances in (*trained, *untrained)))
     left.set_ylim(0, 1.35 * highest)  # leaves room for the legend
@@ -197,7 +197,7 @@ def draw(trained: Sequence[HeadDistances], untrained: Sequence[HeadDistances]) -
 
 def _draw_heads(axis: Axes, per_seed: Sequence[HeadDistances]) -> None:
     """Every head of every seed, and the mean over all heads."""
-    layers = np.arange(1, len(per_seed[0]) + 1)
+    layers = np.arange(len(per_seed[0]))
     for n, heads in enumerate(per_seed):
         lines = axis.plot(layers, heads, "o", color=LINES[0], alpha=0.45, markersize=4)
         lines[0].set_label("" if n else "one head")

@@ -284,9 +284,9 @@ def draw(gradients: Mapping[str, Sequence[Sequence[float]]], result: Study) -> F
     left, right = figure.subplots(1, 2)
     colors = dict(zip(ARMS, LINES, strict=True))
     for name, runs in gradients.items():
-        blocks = range(1, len(runs[0]) + 1)
+        blocks = range(len(runs[0]))
         left.plot(blocks, _geometric_mean_by_block(runs), "o-", color=colors[name], label=name, markersize=3)
-    left.set(yscale="log", xlabel="block", title="gradient norm before the first step")
+    left.set(yscale="log", xlabel="block, from 0", title="gradient norm before the first step")
     figure.legend(loc="outside lower center", ncols=len(ARMS), fontsize=8)
     for n, arm in enumerate(result.arms.values()):
         draw_arm(right, n, arm, colors[arm.name.removesuffix(" no warmup")])

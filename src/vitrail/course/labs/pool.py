@@ -138,7 +138,7 @@ def draw(result: Study) -> Figure:
         yticks=range(len(result.arms)), yticklabels=list(result.arms), ylim=(len(result.arms) - 0.5, -0.5)
     )
     left.set(xlabel="held-out accuracy")
-    left.set_title(f"own learning rate, {len(result.seeds)} seeds, 95 % confidence interval", loc="left")
+    left.set_title(f"{len(result.seeds)} seeds, mean and 95 % interval", loc="left")
     low, high = left.get_xlim()
     left.set_xlim(max(0.0, low), min(1.0, high))
     right.set(xscale="log", xlabel="learning rate")

@@ -24,8 +24,8 @@ NAME = "scale"
 TITLE = "scores are divided by sqrt(d)"
 NOTE = '000 "Breaking the equations down - 2", 003 "Attention", 004 "Self Attention Layer"'
 CLAIM = (
-    "Scores are divided by sqrt(d) before softmax (003); 000 divides by sqrt(D), 004 by nothing. The divisor "
-    "keeps softmax from saturating as heads get wider."
+    "Dividing the scores by sqrt(d) (003), or by sqrt(D) (000), keeps softmax from saturating as heads get "
+    "wider; 004 divides by nothing."
 )
 ACCEPTS = ""
 

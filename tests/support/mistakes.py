@@ -23,6 +23,8 @@ FIRST = 'z1 = multi_head_attention(normed, inside(weights, "attention"), heads) 
 SECOND = 'return mlp(normed, inside(weights, "mlp")) + z1'
 TOKENS = "torch.cat([x_class, tokens], dim=1) + E_pos"
 LAST_NORM = 'layer_norm(z, weights["norm.weight"], weights["norm.bias"])[:, 0]'
+LOOP = 'z = block(z, inside(weights, f"blocks.{index}"), config.heads)'
+NORM_IN_LOOP = f"{LOOP}; z = {LAST_NORM.removesuffix('[:, 0]')}"
 DEPTH = "range(config.depth)"
 MATRIX = 'weights["tokens.proj.weight"].flatten(1).T'
 RESHAPED = MATRIX.replace(".flatten(1).T", '.reshape(-1, len(weights["tokens.proj.bias"]))')
@@ -118,6 +120,7 @@ MISTAKES = [
         [(NORM, "((x - mean) / torch.sqrt(variance + eps) + bias) * weight")],
         "The bias is added before",
     ),
+    ("layer_norm", [(" * weight + bias", " * bias + weight")], "Weight and bias are swapped."),
     ("layer_norm", [(" * weight + bias", " + bias")], "The weight is missing."),
     ("layer_norm", [(" * weight + bias", " * weight")], "The bias is missing."),
     ("layer_norm", [(" * weight + bias", "")], "Weight and bias are missing."),
@@ -297,6 +300,8 @@ MISTAKES = [
     ("vit", [(LOGITS, f"({LOGITS}).softmax(dim=-1)")], "A softmax is applied to the logits."),
     ("vit", [(' + weights["tokens.proj.bias"]', "")], "The bias of the patch projection"),
     ("vit", [(LAST_NORM, "z[:, 0]")], "The last norm is missing."),
+    ("vit", [(LOOP, NORM_IN_LOOP), (LAST_NORM, "z[:, 0]")], "The last norm is applied after every block."),
+    ("vit", [(LOOP, NORM_IN_LOOP)], "The last norm is applied after every block."),
     ("vit", [('weights["norm.bias"])[:, 0]', 'weights["norm.bias"], 1e-5)[:, 0]')], "eps of the last norm"),
     (
         "vit",

@@ -207,6 +207,10 @@ LAYER_NORM = [
         "The bias is added before the multiplication by weight. First scale, then shift.",
         partial(layer_norm, shift_first=True),
     ),
+    CommonMistake(
+        "Weight and bias are swapped. Multiply by weight, add bias.",
+        lambda x, weight, bias, eps: layer_norm(x, bias, weight, eps),
+    ),
     CommonMistake("The weight is missing.", partial(layer_norm, scale=False)),
     CommonMistake("The bias is missing.", partial(layer_norm, shift=False)),
     CommonMistake("Weight and bias are missing.", partial(layer_norm, scale=False, shift=False)),

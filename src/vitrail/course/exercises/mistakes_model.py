@@ -279,6 +279,7 @@ def vit(
     blocks: Callable[[int], range] = range,
     number: Callable[[int], int] = lambda index: index,
     norm: Callable[..., Tensor] = reference.layer_norm,
+    norm_in_loop: bool = False,
     pool: Callable[[Tensor], Tensor] = lambda z: z[:, 0],
     biased: bool = True,
     matrix: Callable[[Tensor], Tensor] = lambda kernel: kernel.flatten(1).T,
@@ -288,6 +289,8 @@ def vit(
     z = tokens(embedded + weights["tokens.proj.bias"] if biased else embedded, weights)
     for index in blocks(config.depth):
         z = reference.block(z, inside(weights, f"blocks.{number(index)}"), config.heads)
+        if norm_in_loop:
+            z = reference.layer_norm(z, weights["norm.weight"], weights["norm.bias"])
     y = pool(norm(z, weights["norm.weight"], weights["norm.bias"]))
     return output(F.linear(y, weights["head.weight"], weights["head.bias"]))
 
@@ -299,6 +302,7 @@ def norm_of_mean(images: Tensor, weights: Weights, config: Any, first: int) -> T
     return vit(images, weights, config, norm=norm)
 
 
+NORM_IN_LOOP = "The last norm is applied after every block. It comes once, after the last block."
 MEAN_OF_ALL = "The head is applied to the mean of all tokens. Eq. 4 uses the class token."
 MEAN_OF_PATCHES = "The head is applied to the mean of the patches. Eq. 4 uses the class token."
 VIT = [
@@ -333,6 +337,8 @@ VIT = [
     ),
     CommonMistake("The bias of the patch projection is missing.", partial(vit, biased=False)),
     CommonMistake("The last norm is missing.", partial(vit, norm=lambda z, weight, bias: z)),
+    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True, norm=lambda z, weight, bias: z)),
+    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True)),
     CommonMistake(
         "eps of the last norm is 1e-5, torch's default. Use 1e-6.",
         partial(vit, norm=partial(reference.layer_norm, eps=1e-5)),

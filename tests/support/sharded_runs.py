@@ -21,6 +21,13 @@ MU = dict(
 DROPOUT = dict(dropout=0.1, attention_dropout=0.1, drop_path=0.2, patch_dropout=0.25)
 ALL_RANDOM = {**SETTINGS, **STEPS, "model": {**MU, **DROPOUT}}
 
+# A compiler draws dropout by a generator of its own, and takes long for augmentation.
+TO_COMPILE = {
+    **SETTINGS,
+    **dict(epochs=2, accumulate=1, augment={}, mixing=dict(mixup=0.0, cutmix=0.0), checkpoint_blocks=1),
+    "model": {**MU, "dropout": 0.0, "drop_path": 0.0},
+}
+
 
 def variants(folder):
     """Settings that must give the loss of one process in every mode."""
@@ -112,11 +119,17 @@ def restarted(folder):
     train(folder / "data.npz", out=folder / "restarted", resume=True, parallel="fsdp", **ALL_RANDOM)
 
 
+def compiled(folder):
+    """Two blocks, compiled and sharded; the first is also computed again for the gradient."""
+    train(folder / "data.npz", out=folder / "compiled", parallel="fsdp", compile=True, **TO_COMPILE)
+
+
 if __name__ == "__main__":
     from vitrail.training.parallel import destroy_process_group, init_process_group
 
     torch.set_num_threads(1)
     init_process_group()
-    {"four": four_processes, "two": two_processes, "restarted": restarted}[sys.argv[1]](Path(sys.argv[2]))
+    work = {"four": four_processes, "two": two_processes, "restarted": restarted, "compiled": compiled}
+    work[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.barrier()
     destroy_process_group()

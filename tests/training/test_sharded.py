@@ -1,5 +1,6 @@
 """FSDP and HSDP (gloo, two and four processes) against DDP and one process: loss, files and resume."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from tests.support.sharded_runs import ALL_RANDOM, MODES, OneBadLoss, run_variant, variants
+from tests.support.sharded_runs import ALL_RANDOM, MODES, TO_COMPILE, OneBadLoss, run_variant, variants
 from tests.support.tiny_runs import Signals, fingerprints, partial_files, rows, train, write_arrays
 from vitrail.report.run import row_score
 from vitrail.training import checkpoint
@@ -133,6 +134,15 @@ def test_a_killed_process_comes_back_and_ends_with_the_same_bits(runs):
     assert "Resuming at step 10 of 20." in log
     ended = datetime.fromisoformat(rows(runs / "restarted")[2]["time"])  # the epoch in which it was killed
     assert -1 < ended.timestamp() - float((runs / "killed").read_text()) < 60
+
+
+def test_compiled_shards_have_the_loss_of_one_process(tmp_path):
+    """Blocks that are recomputed, compiled and sharded, by the C++ compiler, against none of it."""
+    write_arrays(tmp_path / "data.npz")
+    train(tmp_path / "data.npz", out=tmp_path / "one", **{**TO_COMPILE, "checkpoint_blocks": 0})
+    processes(2, "compiled", tmp_path)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert json.loads((tmp_path / "compiled" / "config.json").read_text())["resolved"]["compile"] is True
 
 
 def test_the_loss_of_one_bad_process_is_seen(tmp_path):

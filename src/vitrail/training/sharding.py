@@ -83,7 +83,10 @@ class Parallelism:
             yield
 
     def compile(self, wrapped: nn.Module, model: ViT) -> Any:
-        """The module to call, compiled; of a sharded model each block, since gathering is not compiled."""
+        """The module to call, compiled; of a sharded model each block, since gathering is not compiled.
+
+        So a block is compiled first, then cut; a checkpointed one runs the compiled block again.
+        """
         if not self.sharded:
             return torch.compile(wrapped)
         for block in model.blocks:

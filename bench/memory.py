@@ -116,9 +116,10 @@ def training_step(
     labels = torch.zeros(images, dtype=torch.long, device=compute.device)
 
     def step() -> None:
-        with compute.autocast():
-            loss = torch.nn.functional.cross_entropy(model(x).float(), labels)
-        loss.backward()
+        with compute.attention():
+            with compute.autocast():
+                loss = torch.nn.functional.cross_entropy(model(x).float(), labels)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -43,9 +43,10 @@ def build(device, sharded, blocks=0):
     images = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(compute.device)
 
     def step():
-        with compute.autocast():
-            loss = model.train()(images).float().square().mean()
-        loss.backward()
+        with compute.attention():
+            with compute.autocast():
+                loss = model.train()(images).float().square().mean()
+            loss.backward()
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         optimizer_step(optimizer, (~norm.isfinite()).float())
         optimizer.zero_grad()

@@ -32,7 +32,7 @@ from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
 from vitrail.training.objective import build_targets, class_weights, per_image_loss
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
-from vitrail.training.precision import choose_device
+from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -188,6 +188,24 @@ def test_the_first_step_equals_one_by_hand(data):
             dict(trainer.model.named_parameters())[name], parameter, rtol=1e-4, atol=1e-6
         )
     assert trainer.metrics.sums[0] / 16 == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_checkpointed_block_is_computed_again_by_the_same_attention_kernels(data, monkeypatch):
+    """Torch prefers cuDNN's on an H200; without the context in the backward pass, recomputing failed there."""
+    trainer, seen = build_trainer(data, checkpoint_blocks=1), []
+    on_gpu = ComputeDevice(torch.device("cuda"), torch.bfloat16, "").attention
+    monkeypatch.setattr(ComputeDevice, "attention", lambda device: on_gpu())
+    forward = trainer.model.blocks[0].attention.forward
+
+    def watched(*args, **more):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(*args, **more)
+
+    trainer.model.blocks[0].attention.forward = watched
+    batches = loop.Reader(trainer.data.train, trainer.preprocess).batches(trainer.micro_batch_indices())
+    trainer.take_step(batches)
+    assert seen == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_ema_of_the_weights(data):

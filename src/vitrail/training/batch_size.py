@@ -88,7 +88,9 @@ def _take_step(config: ViTConfig, settings: TrainConfig, compute: ComputeDevice,
     model = ViT(config).to(compute.device)
     model.checkpointed_blocks = settings.checkpoint_blocks
     optimizer = build_optimizer(model, settings)
-    with compute.autocast():
-        loss = model(torch.rand(images, *config.input_shape, device=compute.device)).float().square().mean()
-    loss.backward()
+    inputs = torch.rand(images, *config.input_shape, device=compute.device)
+    with compute.attention():
+        with compute.autocast():
+            loss = model(inputs).float().square().mean()
+        loss.backward()
     optimizer.step()

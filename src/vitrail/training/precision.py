@@ -33,7 +33,17 @@ class ComputeDevice:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct.
+        """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct."""
+        if self.device.type != "cuda":
+            yield
+            return
+        half = self.dtype != torch.float32
+        with self.attention(), torch.autocast("cuda", self.dtype if half else None, enabled=half):
+            yield
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """The same kernels, for a backward pass, too: a checkpointed block is computed again in it.
 
         cuDNN's attention, which torch prefers on an H100 or H200, is disabled: its backward gave NaN for
         valid bf16 inputs, at the same step every time, where torch's own kernels gave finite values
@@ -42,9 +52,7 @@ class ComputeDevice:
         if self.device.type != "cuda":
             yield
             return
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        half = self.dtype != torch.float32
-        with sdpa_kernel(kernels), torch.autocast("cuda", self.dtype if half else None, enabled=half):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             yield
 
 

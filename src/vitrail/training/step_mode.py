@@ -148,10 +148,11 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
 def rehearse_pass(trainer: Trainer, images: Tensor) -> None:
     """A forward and backward pass that is only to be timed: its gradients are of no use."""
     forward = trainer.wrapped if trainer.parallel.sharded else trainer.model
-    with trainer.compute.autocast():
-        output = forward(images)
-    output = output[0] if isinstance(output, tuple) else output
-    output.float().square().mean().backward()
+    with trainer.compute.attention():
+        with trainer.compute.autocast():
+            output = forward(images)
+        output = output[0] if isinstance(output, tuple) else output
+        output.float().square().mean().backward()
 
 
 def capture_obstacle(trainer: Trainer) -> str:

@@ -281,7 +281,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(parts):
             self.dropout.start_next(self.step, number)
-            with self.parallel.accumulate(self.wrapped, last=number == s.accumulate - 1):
+            last = number == s.accumulate - 1
+            with self.parallel.accumulate(self.wrapped, last), self.compute.attention():
                 self.scaler.scale(self._loss(part) / s.accumulate).backward()
         self.scaler.unscale_(self.optimizer)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -126,3 +126,15 @@ def test_by_default_bf16_without_measuring(tmp_path):
     found = torch.stack([torch.from_numpy(one.logits) for one in predict(images)])
     plain = vt.Predictor(model, batch=5, precision="fp32")(images)
     near(found, torch.stack([torch.from_numpy(one.logits) for one in plain]), 3e-2)
+
+
+def test_merged_tokens_in_a_cuda_graph():
+    from vitrail.fast.merge import MergedForward
+
+    torch.manual_seed(0)
+    model = vt.create("Ti/16", classes=10).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    images = torch.randn(24, 3, 224, 224, device="cuda")
+    fast = vt.accelerate(model, merge=8, calibrate=images, min_agreement=0.0)
+    with torch.inference_mode():
+        near(fast(images).float(), MergedForward(model, 8, torch.float32)(images)[1], 0.2)

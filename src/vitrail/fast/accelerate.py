@@ -27,6 +27,7 @@ from vitrail.fast.gate import (
     run_batches,
     split_images,
 )
+from vitrail.fast.merge import MergedForward, why_not_merged
 from vitrail.fast.quantize import find_worst, propose
 from vitrail.fast.routes import (
     GATE_BATCH,
@@ -35,13 +36,15 @@ from vitrail.fast.routes import (
     Accelerated,
     Acceleration,
     Builder,
+    Forward,
     Goal,
+    PaddedReplay,
     Precision,
     has_bf16,
     plain_forward,
     resolve,
 )
-from vitrail.fields import short_repr
+from vitrail.fields import as_integer, short_repr
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 
@@ -58,6 +61,7 @@ def accelerate(
     labels: Tensor | None = None,
     min_agreement: float = MIN_AGREEMENT,
     keep: Collection[str] | Literal["auto"] = (),
+    merge: int = 0,
     remember: bool = True,
 ) -> Accelerated:
     """A module with the model's forward, computed in the fastest way that was measured on this machine.
@@ -73,15 +77,19 @@ def accelerate(
         min_agreement: the fraction of the others for which the most likely class must be that of fp32.
         keep: names of layers to leave in higher precision, such as "blocks.0.mlp.fc2"; or "auto" for the
             fewest with which the gate passes.
+        merge: tokens to merge in each block (Bolya et al. 2023, ToMe), in fp32 or bf16: fewer tokens are
+            faster, and lossy. It needs `calibrate` and must pass the gate; none by default.
         remember: whether to store what was measured in the cache folder.
 
     Raises:
         GateError: too many answers differ. It names the layers that cause it.
     """
-    device = _check(model, precision, goal, calibrate, labels)
+    device = _check(model, precision, goal, calibrate, labels, merge)
     min_agreement = check_agreement(min_agreement)
     chosen = resolve(precision, device)
     choices = Choices(device, remember=remember)
+    if merge:
+        return _merged(model, chosen, merge, calibrate, labels, min_agreement)
     if chosen not in LOSSY:
         return Builder(model, device, goal, choices, None).fastest(chosen)
     assert calibrate is not None
@@ -101,6 +109,31 @@ def accelerate(
 
     how: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": keep == "auto"}
     return pass_gate(builder, build, chosen, kept, names, held_out, **how)
+
+
+def _merged(
+    model: ViT, precision: str, r: int, images: Tensor | None, labels: Tensor | None, min_agreement: float
+) -> Accelerated:
+    """The model with r tokens merged in each block, if its answers are near enough on all images."""
+    parameter = next(model.parameters())
+    run: Forward = MergedForward(model, r, torch.bfloat16 if precision == "bf16" else torch.float32)
+    where = "PyTorch"
+    if parameter.device.type == "cuda":
+        run, where = PaddedReplay(run), "PyTorch in a CUDA graph"
+    why = f"{r} tokens are merged in each of {model.config.depth} blocks."
+    fast = Accelerated(model, run, Acceleration(precision=precision, route=where, why=[why]))
+    assert images is not None
+    batch = GATE_BATCH[parameter.device.type]
+    with eval_mode(model):
+        how: dict[str, Any] = {"min_agreement": min_agreement, "labels": labels}
+        name = f"{precision} with {r} tokens merged in each block"
+        gate = compare(
+            run_batches(fast, images, batch), run_batches(model, images, batch), precision=name, **how
+        )
+    if not gate.passed:
+        raise GateError(gate, "merge fewer tokens")
+    fast.report = replace(fast.report, gate=gate)
+    return fast
 
 
 def accelerate_by_default(model: ViT) -> Accelerated | None:
@@ -187,7 +220,7 @@ def pass_gate(
 # ---- arguments ------------------------------------------------------------------------------
 
 
-def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any) -> torch.device:
+def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any, merge: Any) -> torch.device:
     """Refuse what cannot be done, with the reason; returns the device."""
     if not isinstance(model, ViT):
         raise InputError(f"accelerate takes a ViT, not {short_repr(model)}; of a bundle, its .model.")
@@ -210,11 +243,16 @@ def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any) -
         raise InputError("int8 is for CPUs, and the model is on a GPU; use fp8 or bf16 there.")
     if precision == "bf16" and device.type == "cpu":
         raise InputError("bf16 can end the process on some CPUs, so it is for GPUs only; use fp32 or int8.")
-    if precision in LOSSY:
+    merge = as_integer("merge", merge, 0, 10_000)
+    if merge and precision in LOSSY:
+        raise InputError(f"merge is for fp32 and bf16, not for {precision}; remove one of them.")
+    if merge and (reason := why_not_merged(model)) is not None:
+        raise InputError(f"The tokens of this model cannot be merged: {reason}; remove merge.")
+    if merge or precision in LOSSY:
         if calibrate is None:
             raise InputError(
-                f"{precision} is lossy and needs images to calibrate with and to compare answers on; give "
-                "some hundred normalized ones as calibrate=images."
+                f"{'merge' if merge else precision} is lossy and needs images to calibrate with and compare "
+                "answers on; give some hundred normalized ones as calibrate=images."
             )
         if not isinstance(calibrate, Tensor) or calibrate.ndim != 4 or len(calibrate) < 2:
             shape = tuple(calibrate.shape) if isinstance(calibrate, Tensor) else short_repr(calibrate)

@@ -94,12 +94,12 @@ def _mean(matches: Tensor) -> float:
 class GateError(InputError):
     """The faster model's answers differ too much; `.gate` has the numbers."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, remedy: str = "use a higher precision") -> None:
         worst = ", ".join(f"{name} (KL {kl:.2g})" for name, kl in list(gate.layers.items())[:4])
         blame = f" The layers that hurt most: {worst}." if worst else ""
         keep = f"keep {len(gate.keep)} layers in higher precision with {option('keep', 'auto')}"
         limit = option("min-agreement").rstrip("=")
-        advice = f"{keep if gate.keep else 'use a higher precision'}, or lower {limit}"
+        advice = f"{keep if gate.keep else remedy}, or lower {limit}"
         super().__init__(
             f"{gate.precision} gives the answer of fp32 for {gate.agreement:.2%} of {gate.images:,} "
             f"held-out images, and min_agreement is {gate.min_agreement:.2%}.{blame} To use it, {advice}."

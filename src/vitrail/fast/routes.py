@@ -238,7 +238,7 @@ class Builder:
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         routes: Routes = {
             PLAIN: lambda: plain_forward(self.model, dtype),
-            "PyTorch in a CUDA graph": lambda: _PaddedReplay(plain_forward(self.model, dtype)),
+            "PyTorch in a CUDA graph": lambda: PaddedReplay(plain_forward(self.model, dtype)),
         }
         if precision == "fp32":
             return routes, ["fp32 was asked for; a CUDA graph saves the launches of the kernels."]
@@ -249,7 +249,7 @@ class Builder:
         ranges = None
         if precision == "fp8":
             ranges = {name: float(one.largest.max()) for name, one in self.seen.items()}
-        routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: _PaddedReplay(
+        routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: PaddedReplay(
             FusedForward(self.model, self.choices, ranges=ranges, keep=kept)
         )
         return routes, [
@@ -287,7 +287,7 @@ def plain_forward(model: ViT, dtype: torch.dtype) -> Forward:
     return forward
 
 
-class _PaddedReplay(Replay):
+class PaddedReplay(Replay):
     """Small batches are filled up with zeros to few sizes: each size takes a CUDA graph of its own."""
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:

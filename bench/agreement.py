@@ -117,9 +117,9 @@ def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
             "recipe": "small",
             "model": {"name": "B/16", "drop_path": 0.0},
             "batch": 512,
-            "lr": 5e-4,
+            "optimizer": "muon",
+            "lr": 1e-3,
             "smoothing": 0.0,
-            "residual": "bf16",
             "augment": {"rotate": 0.0, "zoom": 1.1, "translate": 0.1, "flip": 0.5},
         }
     return vt.train(data, out=folder / "run", epochs=args.epochs, **how).bundle

@@ -5,9 +5,9 @@
 The images are photographs (../shared/data/hymenoptera_s160.tar where it is there, else the two of
 scikit-learn), each enlarged to 500 x 375 from another crop and saved as a JPEG of about 35 kB. Training reads
 random crops of 8 to 100 % of the area at 224 x 224, evaluation a short side of 256 and the center of 224.
-Batches have 256 images; nothing is computed on them. A rate is that of five passes over the images, after one
-that fills the caches and starts the workers. `independent` is the same decoding in as many processes that
-exchange nothing: the limit of the machine.
+Batches have 256 images, on the GPU where there is one; nothing is computed on them. A rate is that of five
+passes over the images, after one that fills the caches and starts the workers. `independent` is the same
+decoding in as many processes that exchange nothing: the limit of the machine.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ def reader_rate(split: Split, augment: Augment | None, plan: WorkerPlan) -> floa
     pass of 25 batches by 16 workers would measure that.
     """
     running = Workers(plan, image_bytes=3 * SPEC.target[0] * SPEC.target[1])
-    reader = Reader(split, SPEC, augment=augment, workers=running)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reader = Reader(split, SPEC, augment=augment, workers=running, device=device)
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     requests = ((epoch, part) for epoch in range(1 + PASSES) for part in order.split(BATCH))
     begin, passed = 0.0, 0

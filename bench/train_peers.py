@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import queue
@@ -47,8 +48,12 @@ def timed(step: Callable[[], object], untimed: int, count: int) -> float:
 # ---- timm -----------------------------------------------------------------------------------
 
 
-def timm_row(config: ViTConfig, folder: Path) -> Answer:
-    """timm's loader, augmentation, mixing and loss, and the loop of its train.py."""
+def timm_row(config: ViTConfig, folder: Path, *, defaults: bool = False) -> Answer:
+    """timm's loader, augmentation, mixing and loss, and the loop of its train.py.
+
+    Args:
+        defaults: whether the workers start again with every epoch, as they do by default.
+    """
     from timm.data import Mixup
     from timm.loss import SoftTargetCrossEntropy
     from timm.utils import dispatch_clip_grad
@@ -62,7 +67,8 @@ def timm_row(config: ViTConfig, folder: Path) -> Answer:
         label_smoothing=SMOOTHING,
         num_classes=config.classes,
     )
-    train, val = (timm_loader(folder, split, config.pixels[0]) for split in ("train", "val"))
+    train = timm_loader(folder, "train", config.pixels[0], persistent=not defaults)
+    val = timm_loader(folder, "val", config.pixels[0])
     batches = itertools.chain.from_iterable(itertools.repeat(train))
 
     def step() -> None:
@@ -92,7 +98,7 @@ def timm_row(config: ViTConfig, folder: Path) -> Answer:
     return answer
 
 
-def timm_loader(folder: Path, split: str, side: int) -> Any:
+def timm_loader(folder: Path, split: str, side: int, *, persistent: bool = False) -> Any:
     from timm.data import ImageDataset, create_loader
 
     training: dict[str, Any] = {
@@ -108,7 +114,7 @@ def timm_loader(folder: Path, split: str, side: int) -> Any:
         interpolation="bilinear",
         num_workers=usable_cores(),
         pin_memory=True,
-        use_multi_epochs_loader=split == "train",
+        use_multi_epochs_loader=persistent,
         **(training if split == "train" else {}),
     )
 
@@ -223,6 +229,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 PEER_ROWS: dict[str, Callable[[ViTConfig, Path], Answer]] = {
-    "timm": timm_row,
-    "transformers": transformers_row,
+    "timm, files": timm_row,
+    "timm, files, its defaults": functools.partial(timm_row, defaults=True),
+    "transformers, files": transformers_row,
 }

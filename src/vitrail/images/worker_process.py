@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.errors import VitrailError
 from vitrail.images.decode import suppress_warnings
 
-PREFETCH = 2  # tasks that each worker has in hand
-BLOCKS = 3 * PREFETCH  # of shared memory for each worker: in hand, waiting for their turn, and being copied
+PREFETCH = 4  # tasks that each worker has in hand: one may be slow, and results come in order
+BLOCKS = PREFETCH + 2  # of shared memory for each worker: for those, and what is being copied into a batch
 _PRELOAD = "vitrail.images.preload"
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole group; the parent decides when to stop
 
@@ -69,14 +69,15 @@ class Results:
             return None
         return self.memory.view(len(self.values), *self.values[0])
 
-    def unpack(self) -> list[Any]:
-        """The results; arrays without a copy."""
+    def unpack(self, *, copy: bool = False) -> list[Any]:
+        """The results; arrays in the shared memory, or copies of them that outlive its release."""
         unpacked, at = [], 0
         for value, in_memory in zip(self.values, self.in_memory, strict=True):
             if in_memory:
                 assert self.memory is not None
                 size = int(np.prod(value, dtype=np.int64))
-                unpacked.append(self.memory[at : at + size].view(value).numpy())
+                array = self.memory[at : at + size].view(value).numpy()
+                unpacked.append(array.copy() if copy else array)
                 at += size
             else:
                 unpacked.append(value)

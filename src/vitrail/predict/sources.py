@@ -132,7 +132,7 @@ def prefetch(
     remaining = iter(sources)
     first = list(islice(remaining, MIN_IMAGES))  # how many there are, without taking them all
     size = math.prod(preprocess.target) * preprocess.channels
-    running = Workers(choose_workers(workers, len(first), image_bytes=size, busy=busy))
+    running = Workers(choose_workers(workers, len(first), image_bytes=size, busy=busy), image_bytes=size)
     waiting: deque[list[tuple[str, PixelsOrReason | None]]] = deque()
 
     def tasks() -> Iterator[Task]:
@@ -146,7 +146,8 @@ def prefetch(
     try:
         with closing(running.map(tasks(), -(-ahead // running.chunk))) as results:
             for part in results:
-                read = iter(part.unpack())
+                read = iter(part.unpack(copy=True))
+                running.release(part)
                 for name, known in waiting.popleft():
                     yield name, next(read) if known is None else known
     finally:

@@ -259,7 +259,7 @@ class TrainConfig(Config):
         "Whether to capture the step as one CUDA graph; auto does on a GPU if it can"
     )
     residual: Literal["fp32", "bf16"] = choice(
-        "Floating-point format of the residual stream in mixed precision", default="bf16"
+        "Floating-point format of the residual stream in mixed precision", default="fp32"
     )
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = choice(
         "How several processes share the model: a copy each (ddp); a shard of the weights, gradients and "

@@ -10,7 +10,7 @@ from vitrail.fast import choices as choices_module
 from vitrail.fast.accelerate import accelerate_by_default
 from vitrail.fast.choices import Choices, choices_path, forget
 from vitrail.fast.cuda_graph import MAX_SHAPES
-from vitrail.fast.routes import padded_size
+from vitrail.fast.routes import PLAIN, Builder, padded_size, plain_forward
 
 CPU = torch.device("cpu")
 
@@ -32,6 +32,26 @@ def test_the_fastest_is_remembered_and_forgotten():
     assert forget()
     assert not forget()
     assert Choices(CPU).fastest("product", list(seconds), {"plain": 1.0, "fused": 2.0}.__getitem__) == "plain"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
+def test_a_route_with_wrong_answers_is_not_used(monkeypatch, factor):
+    """Such as a kernel that this version of the compiler gets wrong."""
+    model = vt.create("mu/4", classes=3).eval()
+
+    def slightly_wrong(images):
+        pooled, logits = plain_forward(model, torch.float32)(images)
+        return pooled * factor, logits * factor
+
+    def routes(self, precision, kept):
+        return {PLAIN: lambda: plain_forward(model, torch.float32), "kernels": lambda: slightly_wrong}, []
+
+    monkeypatch.setattr(Builder, "routes", routes)
+    found = Builder(model, CPU, "throughput", Choices(CPU, measure=False), None).fastest("fp32").report
+    assert found.route == ("kernels" if factor == 1 else PLAIN)
+    if factor == 1.01:
+        sentence = "kernels gave other answers than the model (they differ by 0.01 of their size)"
+        assert found.why == [f"{sentence}, so the model itself computes."]
 
 
 def test_what_is_measured_on_a_busy_machine_is_not_remembered(monkeypatch):

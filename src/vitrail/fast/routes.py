@@ -38,6 +38,8 @@ GATE_BATCH = {"cpu": 8, "cuda": 64}
 PLAIN = "PyTorch"
 _BATCH = {"cpu": 8, "cuda": 256}  # of a measurement for throughput; 1 for latency
 _SECONDS, _LEAST, _MOST = 4.0, 4, 20  # of a measurement
+_TIMES_ROUNDING = 4.0  # how far answers may be from fp32, relative to the model's own in the same precision
+_MIN_DISTANCE = 1e-4  # which is allowed in any case
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -181,6 +183,8 @@ class Builder:
         if name == PLAIN and len(routes) > 1:
             why.append(f"Nothing else was faster at batch {batch}, so the model itself computes.")
         run = runs[name] if name in runs else routes[name]()
+        if name != PLAIN and precision not in LOSSY and (wrong := self._find_error(run, routes[PLAIN]())):
+            why, name, run = [f"{name} {wrong}, so the model itself computes."], PLAIN, routes[PLAIN]()
         used = precision if name != PLAIN or precision not in LOSSY else resolve("auto", self.device)
         report = Acceleration(
             precision=used,
@@ -191,6 +195,21 @@ class Builder:
             batch=batch,
         )
         return Accelerated(self.model, run, report)
+
+    @torch.inference_mode()
+    def _find_error(self, run: Forward, plain: Forward) -> str | None:
+        """What is wrong with the answers for random images, if they are farther from fp32 than rounding is.
+
+        A kernel that was tested elsewhere may be compiled wrongly for this GPU, or by this version.
+        """
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(2, *self.model.config.input_shape, generator=generator).to(self.device)
+        exact = plain_forward(self.model, torch.float32)(images)[0]
+        limit = max(_TIMES_ROUNDING * _distance(plain(images)[0], exact), _MIN_DISTANCE)
+        found = _distance(run(images)[0], exact)
+        if found <= limit:
+            return None
+        return f"gave other answers than the model (they differ by {found:.2g} of their size)"
 
     def routes(self, precision: str, kept: tuple[str, ...]) -> tuple[Routes, list[str]]:
         """The routes by name, and the reasons for them."""
@@ -255,6 +274,11 @@ class Builder:
         return routes, [
             f"Norms, GELU, sums and {precision} products in few kernels, launched as one CUDA graph."
         ]
+
+
+def _distance(some: Tensor, exact: Tensor) -> float:
+    """The distance of pooled vectors from the exact ones, relative to their size."""
+    return float((some.float() - exact).norm() / exact.norm())
 
 
 def resolve(precision: str, device: torch.device) -> str:

@@ -131,8 +131,8 @@ class ImageReader:
         with closing(self.workers.map(tasks, ahead)) as results:
             for first in results:
                 indices = waiting.popleft()
-                parts = [first, *islice(results, -(-len(indices) // self.workers.chunk) - 1)]
-                yield self._collect(indices, parts)
+                rest = islice(results, -(-len(indices) // self.workers.chunk) - 1)
+                yield self._collect(indices, chain([first], rest))
 
     def close(self) -> None:
         """Stop the workers, if they are its own."""
@@ -153,7 +153,7 @@ class ImageReader:
             for start in range(0, len(items), self.workers.chunk):
                 yield Task(read_or_reason, items[start : start + self.workers.chunk])
 
-    def _collect(self, indices: Tensor, parts: Sequence[Results]) -> Batch:
+    def _collect(self, indices: Tensor, parts: Iterable[Results]) -> Batch:
         """A batch of what was read. Unreadable files are recorded here: in the order of the requests, not
         in that of the workers."""
         H, W = self.preprocess.target

@@ -100,20 +100,27 @@ def training_bytes(config: ViTConfig, images: int) -> int:
 
 
 def activation_bytes(
-    config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES, *, checkpointed: int = 0
+    config: ViTConfig,
+    images: int,
+    itemsize: int = _FLOAT_BYTES,
+    *,
+    residual: int = _FLOAT_BYTES,
+    checkpointed: int = 0,
 ) -> int:
     """About what the blocks keep for the backward pass of a training step; no lower bound.
 
     Args:
+        itemsize, residual: bytes of a number in products, and in the residual stream.
         checkpointed: the blocks that keep only their input; one of them at a time is computed again.
     """
-    # The residual stream before both norms, in fp32; the inputs of the four products, q, k and v, and what
-    # the activation function takes.
-    residual = 2 * _FLOAT_BYTES * config.width
-    block = residual + itemsize * (2 * config.width + 4 * config.heads_width + 2 * config.F)
+    # The residual stream before both norms; the inputs of the four products, q, k and v, and what the
+    # activation function takes.
+    block = 2 * residual * config.width + itemsize * (
+        2 * config.width + 4 * config.heads_width + 2 * config.F
+    )
     few = min(checkpointed, config.depth)
     whole = config.depth - few + (few > 0)
-    return images * config.tokens * (whole * block + few * _FLOAT_BYTES * config.width)
+    return images * config.tokens * (whole * block + few * residual * config.width)
 
 
 def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:

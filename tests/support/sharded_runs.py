@@ -84,7 +84,8 @@ def four_processes(folder):
     for mode in ("ddp", "fsdp"):
         train(data, out=folder / f"{mode}-4", parallel=mode, **ALL_RANDOM)
     stop_and_resume(folder, "hsdp")
-    run_variant(folder, folder / "nan-hsdp", "nan", variants(folder)["nan"], 3, parallel="hsdp")
+    for name, settings in variants(folder).items():
+        run_variant(folder, folder / f"{name}-hsdp", name, settings, 3, parallel="hsdp")
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=folder / "begun", parallel="fsdp", **ALL_RANDOM)
     if torch.distributed.get_rank() == 0:
@@ -102,6 +103,15 @@ def two_processes(folder):
     for mode in ("fsdp", "ddp"):
         train(data, out=folder / f"to-two-{mode}", resume=True, parallel=mode, **ALL_RANDOM)
     train(data, out=folder / "alone-to-two", resume=True, parallel="fsdp", **ALL_RANDOM)
+    with Signals(7), pytest.raises(Interrupted):
+        train(data, out=folder / "two-to-four-to-one", parallel="fsdp", **ALL_RANDOM)
+
+
+def four_again(folder):
+    """A run that two processes have begun; it is stopped a second time."""
+    out = folder / "two-to-four-to-one"
+    with Signals(12), pytest.raises(Interrupted):
+        train(folder / "data.npz", out=out, resume=True, parallel="hsdp", **ALL_RANDOM)
 
 
 def restarted(folder):
@@ -129,7 +139,8 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     init_process_group()
-    work = {"four": four_processes, "two": two_processes, "restarted": restarted, "compiled": compiled}
-    work[sys.argv[1]](Path(sys.argv[2]))
+    works = {"four": four_processes, "two": two_processes, "four-again": four_again}
+    works |= {"restarted": restarted, "compiled": compiled}
+    works[sys.argv[1]](Path(sys.argv[2]))
     torch.distributed.barrier()
     destroy_process_group()

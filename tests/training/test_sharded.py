@@ -52,6 +52,7 @@ def runs(tmp_path_factory):
         train(folder / "data.npz", out=folder / "alone-to-two", **ALL_RANDOM)
     processes(4, "four", folder)
     processes(2, "two", folder)
+    processes(4, "four-again", folder)
     return folder
 
 
@@ -67,10 +68,11 @@ def test_every_way_of_sharing_has_the_loss_of_one_process(runs, run):
     assert rows(runs / "one")[-1]["step"] == 20
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("name", ["clipped", "muon", "lora", "head", "taught"])
-def test_shards_clip_fine_tune_and_distill_as_one_process(runs, name):
+def test_shards_clip_fine_tune_and_distill_as_one_process(runs, name, mode):
     """The distilled one computes a block again for the gradient (checkpoint_blocks)."""
-    assert losses(runs / f"{name}-fsdp") == pytest.approx(losses(runs / f"{name}-one"), rel=1e-6)
+    assert losses(runs / f"{name}-{mode}") == pytest.approx(losses(runs / f"{name}-one"), rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -85,10 +87,11 @@ def test_interrupted_shards_end_with_the_same_bits(runs, mode, count):
     assert not partial_files(runs)
 
 
-@pytest.mark.parametrize("to", ["to-one", "to-two-fsdp", "to-two-ddp", "alone-to-two"])
+@pytest.mark.parametrize("to", ["to-one", "to-two-fsdp", "to-two-ddp", "alone-to-two", "two-to-four-to-one"])
 def test_a_run_goes_on_with_another_number_of_processes_or_mode(runs, to):
-    """Stopped in its second epoch by four processes with shards, or by one without."""
-    if to == "to-one":
+    """Stopped in its second epoch by four processes with shards, or by one without; or by two in the second,
+    and by four in the third."""
+    if to.endswith("to-one"):
         train(runs / "data.npz", out=runs / to, resume=True, **ALL_RANDOM)
     assert losses(runs / to) == pytest.approx(losses(runs / "one"), rel=1e-6)
     assert [row["step"] for row in rows(runs / to)] == [5, 10, 15, 20]

@@ -134,7 +134,8 @@ def run_parts(
 
 def _print_result(request: PartRequest, result: PartResult) -> None:
     before = f", {result.found:,} of them from before" if result.found else ""
-    print(f"{result.images:,} images in {result.parts:,} parts{before}: {printable(request.folder)}")
+    count = f"{result.parts:,} part{'s' * (result.parts != 1)}{before}"
+    print(f"{result.images:,} images in {count}: {printable(request.folder)}")
     if result.failed:
         print_error(
             f"{result.failed:,} images have no result; the files part-....errors in "

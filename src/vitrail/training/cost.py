@@ -1,7 +1,8 @@
 """What a training step costs on many GPUs: time, memory and traffic, by arithmetic on the model's config.
 
-compute  the floating-point operations of a step, at the fraction of a plain matrix product that compiled
-         steps of B/16 and L/16 reached on one H200 (bench/results/gpu-B16.json, gpu-L16.json)
+compute  the floating-point operations of a step, at the fraction of a plain matrix product that steps of
+         B/16 and L/16 reached on one H200: as `vitrail train` takes them (bench/results/steps-*.json), and
+         for shards, which have no fused kernels, compiled only (gpu-B16.json, gpu-L16.json)
 traffic  the bytes that gradients and gathered weights take, over the slower of the links within a machine
          and between machines, and the latency of their messages. Weights are gathered during all of a step;
          gradients of copies are exchanged during its last backward pass. What is left over is waited for.
@@ -25,7 +26,9 @@ from vitrail.memory import activation_bytes, format_bytes, state_bytes
 Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 
 MARGIN = 0.85  # of a GPU's memory
-_EFFICIENCY = ((768, 0.486), (1024, 0.565))  # by width, of the matrix product: compiled, bf16, 256 images
+# By width, of the matrix product: in bf16, with 256 images.
+_EFFICIENCY = ((768, 0.533), (1024, 0.611))
+_COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
 _HALF, _FLOAT = 2, 4  # bytes
 
@@ -123,7 +126,8 @@ def step_cost(
             f"and accumulate={accumulate}. Change one of them."
         )
     images, count = batch // cluster.gpus, sum(config.parameter_counts.values())
-    working = activation_bytes(config, images // accumulate, _HALF, checkpointed=checkpointed)
+    part = images // accumulate
+    working = activation_bytes(config, part, _HALF, residual=_HALF, checkpointed=checkpointed)
     states = state_bytes(count, count, ema=ema, copies=cluster.gpus > 1)
 
     def fits(size: float) -> bool:
@@ -135,7 +139,8 @@ def step_cost(
     if shards > 1:
         states = state_bytes(count, count, ema=ema) // shards + gathered_bytes(config)
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
-    compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * _efficiency(config))
+    reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
+    compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)
     return StepCost(
         mode,
         compute,
@@ -182,9 +187,9 @@ def forward_flops(config: ViTConfig) -> float:
     return 2.0 * (config.depth * block + embedding + config.pooled_width * config.classes)
 
 
-def _efficiency(config: ViTConfig) -> float:
+def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int, float]]) -> float:
     """The fraction of a plain product: linear between the measured widths, constant above, less below."""
-    (low, least), (high, most) = _EFFICIENCY
+    (low, least), (high, most) = measured
     if config.width < low:
         return least * config.width / low
     return least + (most - least) * min(1.0, (config.width - low) / (high - low))

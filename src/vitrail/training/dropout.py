@@ -6,9 +6,10 @@ images: what a single process draws for them, bit by bit. The model does not kno
 class.
 
 DropPath and patch dropout draw a few numbers for an image, so that costs nothing. Dropout draws one for every
-activation. On a CPU that is a small part of a step, also for all processes; on a GPU it would take longer
-than the step, and a fused attention kernel draws only for the rows that it computes. There, a model with
-dropout keeps its own classes, and each process has a seed of its own.
+activation. On a CPU that is a small part of a step, also for a few processes. On GPUs, whose products are a
+thousand times as fast, the masks of eight processes would take about as long as the step, and a fused
+attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own classes,
+and each process has a seed of its own.
 """
 
 from __future__ import annotations

@@ -120,4 +120,6 @@ def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
     images = trainer.batch // trainer.ranks.count // s.accumulate
     itemsize, copies = trainer.compute.dtype.itemsize, trainer.parallel.mode == "ddp"
     states = state_bytes(count, trained, ema=bool(s.ema), copies=copies) / trainer.parallel.shards
-    return states + kept * activation_bytes(c, images, itemsize, checkpointed=s.checkpoint_blocks)
+    residual = trainer.compute.residual_bytes(s.residual)
+    working = activation_bytes(c, images, itemsize, residual=residual, checkpointed=s.checkpoint_blocks)
+    return states + kept * working

@@ -31,6 +31,10 @@ class ComputeDevice:
         """The dtype of sums over an epoch: float64, which MPS does not have."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
+    def residual_bytes(self, residual: str) -> int:
+        """Of a number in the residual stream; it is in bf16 only if products are, too."""
+        return 2 if residual == "bf16" and self.dtype == torch.bfloat16 else 4
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct."""

@@ -186,7 +186,11 @@ def _choose_mode(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     images = batch // ranks.count // settings.accumulate
     working = activation_bytes(
-        model.config, images, compute.dtype.itemsize, checkpointed=settings.checkpoint_blocks
+        model.config,
+        images,
+        compute.dtype.itemsize,
+        residual=compute.residual_bytes(settings.residual),
+        checkpointed=settings.checkpoint_blocks,
     )
     states = state_bytes(sum(parameters), trained, ema=bool(settings.ema), copies=True)
     memory = _device_memory(compute, ranks)

@@ -216,7 +216,7 @@ class Trainer:
         """Take all steps in this mode."""
         self.mode = mode
         self.model.checkpointed_blocks = self.settings.checkpoint_blocks
-        if self.compute.dtype == torch.bfloat16 and self.settings.residual == "bf16":
+        if self.compute.residual_bytes(self.settings.residual) == 2:
             use_bf16_residual(self.model)
         if mode.kernels:
             use_fused_kernels(self.model, compiled=mode.compile)

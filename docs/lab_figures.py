@@ -20,6 +20,7 @@ from docs.notes import IMAGES
 from vitrail.course.labs import (
     attention_distance,
     blocks,
+    gelu_relu,
     norms,
     pool,
     practice,
@@ -141,6 +142,9 @@ def _translation(numbers: Numbers) -> Figure:
 FIGURES: dict[str, Callable[[Numbers], Figure]] = {
     "attention-distance": _attention_distance,
     "blocks": _blocks,
+    "gelu-relu": lambda numbers: gelu_relu.draw(
+        _study(numbers["accuracy"], numbers["held out"]), numbers["error of the fitted function"]
+    ),
     "norms": _norms,
     "pool": lambda numbers: pool.draw(_study(numbers["arms"], numbers["held out"])),
     "practice": _practice,

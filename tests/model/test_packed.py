@@ -88,7 +88,6 @@ def test_attention_of_a_pack_can_be_recorded():
 @pytest.mark.parametrize(
     ("change", "images", "message"),
     [
-        (lambda m: m.train(), [torch.zeros(3, 32, 32)], r"call model.eval\(\) first"),
         (lambda m: setattr(m, "any_size", False), [torch.zeros(3, 32, 32)], "accept_any_size"),
         (lambda m: None, [], "at least one image"),
         (lambda m: None, [torch.zeros(1, 3, 32, 32)], r"not \(1, 3, 32, 32\); unbind the batch"),
@@ -100,6 +99,37 @@ def test_what_cannot_be_packed(change, images, message):
     change(model)
     with pytest.raises(vt.InputError, match=message):
         model.encode_packed(images)
+
+
+def test_patches_are_not_dropped_from_a_pack():
+    model = vt.ViT(vt.ViTConfig(**BASE, patch_dropout=0.5)).accept_any_size().train()
+    with pytest.raises(vt.InputError, match=r"patch_dropout=0, or call model.eval\(\) first"):
+        model.encode_packed(images_of())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_images_one_by_one(name):
+    model, images = build(name).train(), images_of()
+    logits = model(images)  # a list may hold different sizes
+    logits.square().sum().backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for image in images:
+        model(image[None]).square().sum().backward()
+    alone = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert packed.keys() == alone.keys()
+    for parameter, gradient in alone.items():
+        assert (packed[parameter] - gradient).abs().max() < 1e-4 * max(1, gradient.abs().max())
+
+
+def test_drop_path_skips_each_image_by_itself():
+    path, segments = vt.model.norm.DropPath(0.5).train(), Segments([3, 1, 4, 2] * 50)
+    torch.manual_seed(0)
+    out = path(torch.ones(1, 500, 2), segments)
+    images = out[0].split(segments.lengths)
+    assert all(len(image.unique()) == 1 for image in images)  # all tokens of an image, or none
+    assert set(out.unique().tolist()) == {0.0, 2.0}
+    assert 70 < sum(bool(image.any()) for image in images) < 130
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

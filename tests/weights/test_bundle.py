@@ -194,7 +194,8 @@ def test_family_vitrail(bundle, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(format=4), "has format 4, .*reads formats up to 3; install a newer vitrail"),
+        (dict(format=5), "has format 5, .*reads formats up to 4; install a newer vitrail"),
+        (dict(format=4, native=3), "description of the model"),
         (dict(format="1"), "no format version"),
         (dict(format=None), "no format version"),
         (dict(config=None), "no config"),

@@ -9,7 +9,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.parts import EngineOption, Part, PartSize, parse_parts, run_parts
+from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
@@ -42,6 +42,7 @@ def embed(
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 32,
+    native: options.Native = None,
     workers: options.WorkersOption = "auto",
     device: options.Device = None,
     size: options.Size = None,
@@ -63,6 +64,7 @@ def embed(
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
     if request is not None:
+        check_alone({"--native": native})
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
         kind = PartOptions("embed", form or "npy", 1, part_size or PART_SIZE)
@@ -81,7 +83,8 @@ def embed(
     from vitrail.predict.index import build_index
     from vitrail.predict.sources import expand_paths
 
-    predictor = Predictor(model, **how)
+    predictor = Predictor(model, native=native, **how)
+    options.check_trained_native(predictor, native)
     options.print_acceleration(predictor, quiet=quiet)
     with ProgressBars(enabled=not quiet) as bars:
         total = sum(1 for _ in expand_paths(images)) if bars.enabled else None

@@ -99,11 +99,11 @@ def export(
             **options.parse_speedup(precision, calibration, min_agreement, keep),
             **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
         )
+    for note in [] if quiet else result.notes:
+        print(f"note: {note}")
     if result.proof is not None:
         _show_proof(result.proof, result.path, result.config)
         return
-    for note in [] if quiet else result.notes:
-        print(f"note: {note}")
     size_mb = result.path.stat().st_size / 1e6
     print(f"Saved {printable(result.path)} ({size_mb:.1f} MB); open it in a browser.")
 

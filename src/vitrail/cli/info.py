@@ -64,10 +64,14 @@ def info(
 def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
     """Everything that is shown, by name."""
     from vitrail.errors import printable
+    from vitrail.images.native import native_preprocess
     from vitrail.weights.feature_statistics import PREFIX
 
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
+    if preprocess is not None and description.native is not None:
+        down, across = config.patch_pixels
+        preprocess = native_preprocess(preprocess, (down, across), config.patches)
     return {
         "file": printable(files.path),
         "family": f"{match.family.name}: {match.family.title}",

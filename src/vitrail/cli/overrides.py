@@ -41,6 +41,15 @@ WorkersOption = Annotated[
         "decodes in the main thread.",
     ),
 ]
+Native = Annotated[
+    bool | None,
+    typer.Option(
+        "--native/--no-native",
+        help="Keep the aspect ratio of each image, or resize all to one shape; native is for models that "
+        "were trained so.",
+        show_default="as the model was trained",
+    ),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress and no notes.")
 ]
@@ -215,6 +224,14 @@ def parse_speedup(
         "min_agreement": min_agreement,
         "keep": layers,
     }
+
+
+def check_trained_native(predictor: Any, native: bool | None) -> None:
+    """Refuse --native for a model that was trained on images of one shape."""
+    if native:
+        from vitrail.weights.native import check_native
+
+        check_native(predictor.bundle)
 
 
 def print_acceleration(predictor: Any, *, quiet: bool = False) -> None:

@@ -73,9 +73,13 @@ def predict(
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 32,
     native: Annotated[
-        bool,
-        typer.Option("--native", help="Keep the aspect ratio of each image, as SigLIP 2 NaFlex does."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--native/--no-native",
+            help="Keep the aspect ratio of each image, or resize all to one shape.",
+            show_default="as the model was trained",
+        ),
+    ] = None,
     workers: options.WorkersOption = "auto",
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Read paths from stdin, one per line; the same as -.")
@@ -130,7 +134,7 @@ def predict(
     if request is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
-        check_alone({"--embeddings": embeddings, "--explain": explain, "--native": native or None})
+        check_alone({"--embeddings": embeddings, "--explain": explain, "--native": native})
         kind = PartOptions("predict", form, top or 1, part_size or PART_SIZE)
         how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
         if precision is not None:

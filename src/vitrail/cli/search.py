@@ -59,7 +59,7 @@ def search(
     name = model or opened.model
     if not name:
         raise InputError(f"{printable(index)} does not say which model made it; give --model.")
-    predictor = Predictor(name, workers=0, **arguments)
+    predictor = Predictor(name, workers=0, native=opened.native, **arguments)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:

@@ -61,6 +61,7 @@ def serve(
     ] = None,
     deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
     decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
+    native: options.Native = None,
     precision: options.Precision = None,
     calibration: options.Calibration = None,
     min_agreement: options.MinAgreement = 0.99,
@@ -110,7 +111,8 @@ def serve(
         how |= options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
         predictors: dict[str, Predictor] = {}
         for name, path in files.items():
-            predictor = Predictor(path, **how)
+            predictor = Predictor(path, native=native, **how)
+            options.check_trained_native(predictor, native)
             predictors[name or model_name(predictor, path)] = predictor
             options.print_acceleration(predictor)
         if chosen is None:
@@ -183,7 +185,10 @@ def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: 
         bundle = predictor.bundle
         by_words = bundle is not None and bundle.labels is None and bundle.has_text
         classes = "classes by words" if by_words else f"{len(predictor.scale.labels):,} classes"
-        rows.append(f"{printable(name)}: {classes}, {height}x{width} pixels")
+        size = f"{height}x{width} pixels"
+        if predictor.preprocess.keeps_shape:
+            size = f"images in their own shape, about {size}"
+        rows.append(f"{printable(name)}: {classes}, {size}")
     listed = "\n".join(rows)
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"

@@ -66,6 +66,8 @@ class Reader:
         """How each of the files is loaded in an epoch; None: as for evaluation."""
         if self.augment is None or self.reader.source.paths is None:
             return None
+        if self.augment.crop is None and self.preprocess.keeps_shape:
+            return None
         if self.augment.crop is None:
             # Twice the size is enough for training, and a JPEG can be decoded at that size.
             H, W = self.preprocess.target

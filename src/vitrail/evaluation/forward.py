@@ -6,12 +6,12 @@ The batch size changes the outputs by rounding only: matrix products of another 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import CorruptFiles, Reader
+from vitrail.data.loader import Batch, CorruptFiles, Reader
 from vitrail.data.sources import Split
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
@@ -26,7 +26,7 @@ def run_model(
     split: Split,
     preprocess: Preprocess,
     *,
-    compute: Callable[[Tensor], Tensor] | None = None,
+    compute: Callable[[Any], Tensor] | None = None,
     batch: int = BATCH,
     rank: int = 0,
     ranks: int = 1,
@@ -40,7 +40,8 @@ def run_model(
     zeros in the other rows, so the sum over all processes is the complete result.
 
     Args:
-        compute: maps a batch of images to outputs; the model itself by default.
+        compute: maps a batch of images to outputs; the model itself by default. With a preprocessing that
+            keeps the shape of images, a batch is a list of them.
         workers: what decodes files: a number, "auto", or running workers.
         progress: called with the number of images done so far; it may raise to stop.
     """
@@ -57,7 +58,7 @@ def run_model(
     try:
         with eval_mode(model):
             for part in reader.batches(requests):
-                rows = forward(normalize_batch(part.images, preprocess, parameter)).float().cpu()
+                rows = forward(_as_input(part, preprocess, parameter)).float().cpu()
                 outputs = torch.zeros(len(split), *rows.shape[1:]) if outputs is None else outputs
                 outputs[part.indices], valid[part.indices] = rows, part.valid
                 done += len(part.indices)
@@ -65,6 +66,13 @@ def run_model(
     finally:
         reader.close()
     return (torch.zeros(len(split), 1) if outputs is None else outputs), valid
+
+
+def _as_input(batch: Batch, preprocess: Preprocess, like: Tensor) -> Tensor | list[Tensor]:
+    """A batch of images as the model takes it: one tensor, or a list of images of different shapes."""
+    if batch.shapes is None:
+        return normalize_batch(batch.images, preprocess, like)
+    return [normalize_batch(image[None], preprocess, like)[0] for image in batch.unpack()]
 
 
 def resize_split(split: Split, preprocess: Preprocess) -> Split:

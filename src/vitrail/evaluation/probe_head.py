@@ -17,6 +17,7 @@ from vitrail.evaluation.probes import fit_head, select_l2
 from vitrail.evaluation.selection import Progress
 from vitrail.model import ViT, surgery
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
@@ -55,10 +56,11 @@ def probe_head(
     if len(data.classes) < 2 or not len(data.train):
         raise InputError("A probe needs training images of at least two classes.")
     frozen = surgery.reclass(bundle.model, 0)
+    reading = reading_preprocess(bundle, frozen)
 
     def features(name: str, split: Split) -> tuple[Tensor, Tensor]:
         return _features(
-            frozen, split, bundle.preprocess, batch, workers, lambda done: progress(name, done, len(split))
+            frozen, split, reading, batch, workers, lambda done: progress(name, done, len(split))
         )
 
     x, y = features("train", data.train)
@@ -87,13 +89,12 @@ def probe_head(
 def _features(
     model: ViT,
     split: Split,
-    preprocess: Preprocess | None,
+    preprocess: Preprocess,
     batch: int,
     workers: Any,
     progress: Callable[[int], None],
 ) -> tuple[Tensor, Tensor]:
     """The pooled vectors (N, D) of the images that can be read, and their labels."""
-    assert preprocess is not None  # checked by the caller
     corrupt = CorruptFiles("skip")
     rows, valid = run_model(
         model, split, preprocess, batch=batch, workers=workers, corrupt=corrupt, progress=progress

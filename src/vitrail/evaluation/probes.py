@@ -106,7 +106,9 @@ def build_collector(
     """
     parts = feature_parts(model.config)
 
-    def collect(images: Tensor) -> Tensor:
+    def collect(images: Tensor | list[Tensor]) -> Tensor:
+        if isinstance(images, list):  # of different shapes
+            return torch.cat([collect(image[None]) for image in images])
         encoded = model.encode(images, layers=layers)
         columns = [model.logits(model.head(encoded.pooled))] if model.config.classes else []
         for layer in layers:

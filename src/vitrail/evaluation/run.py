@@ -52,6 +52,7 @@ from vitrail.summary import Summary
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
+from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
@@ -290,7 +291,6 @@ def _run_split(
         out of distribution if the file has statistics for them, and which images are valid (N,).
     """
     model, config, statistics = bundle.model, bundle.model.config, bundle.statistics
-    assert bundle.preprocess is not None
     columns = config.classes + len(layers) * len(feature_parts(config)) * config.width
     columns += statistics is not None
     if 4 * columns * len(images) > MAX_BYTES:
@@ -307,7 +307,7 @@ def _run_split(
     rows, valid = run_model(
         model,
         images,
-        bundle.preprocess,
+        reading_preprocess(bundle),
         compute=_collector(model, layers, statistics, accelerated),
         batch=batch,
         rank=rank,

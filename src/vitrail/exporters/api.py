@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vitrail.config import format_sides
 from vitrail.data.folders import expand_folders
 from vitrail.errors import InputError, option, printable, suggest
 from vitrail.fast.gate import MIN_AGREEMENT
@@ -35,7 +36,7 @@ class Exported(Summary):
     proof: Proof | None = None
     """How far its outputs are from the model's, which is in a .proof.json as well; None for a page."""
     notes: list[str] = field(default_factory=list)
-    """Remarks on a page, one sentence each."""
+    """Remarks, one sentence each."""
 
     def summary(self) -> dict[str, str]:
         """The file, and the largest difference."""
@@ -105,7 +106,19 @@ def export(
         one = write_onnx if form == "onnx" else write_torch
         write = partial(one, with_preprocess=with_preprocess)
     bundle = as_bundle(model, **options)
-    return Exported(path, bundle.model.config, write(bundle, path, dynamic=dimensions))
+    proof = write(bundle, path, dynamic=dimensions)
+    return Exported(path, bundle.model.config, proof, native_note(bundle))
+
+
+def native_note(bundle: Bundle) -> list[str]:
+    """What a file for one shape loses of a model for images in their own."""
+    if bundle.native is None:
+        return []
+    size = format_sides(bundle.model.config.pixels)
+    return [
+        f"The model was trained on images in their own shape; this file takes {size} only. "
+        "vitrail serve and vt.Predictor keep the shape with the vitrail file."
+    ]
 
 
 def _export_page(model: Any, path: Path, examples: Sequence[str | Path], options: dict[str, Any]) -> Exported:
@@ -115,7 +128,8 @@ def _export_page(model: Any, path: Path, examples: Sequence[str | Path], options
     images = expand_folders([Path(one) for one in examples])
     name = Path(model).stem if isinstance(model, (str, Path)) else path.stem
     bundle = as_bundle(model, **options)
-    return Exported(path, bundle.model.config, notes=write_classroom(bundle, path, name, images))
+    notes = [*native_note(bundle), *write_classroom(bundle, path, name, images)]
+    return Exported(path, bundle.model.config, notes=notes)
 
 
 # ---- checks -------------------------------------------------------------------------------------

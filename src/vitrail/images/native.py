@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vitrail.fields import integer, per_axis, side_lengths
 from vitrail.images.preprocess import Preprocess
@@ -48,6 +49,7 @@ class NativePreprocess(Preprocess):
 
     patch: int | tuple[int, int] = side_lengths("The patch side in pixels, or (height, width)", 16)
     patches: int = integer("The most patches of an image", default=256)
+    keeps_shape: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +66,9 @@ class NativePreprocess(Preprocess):
         h, w = self.resized_size(height, width)
         return resize_array(source, h, w, self.interpolation, self.backend).copy()
 
+    def crop_size(self, height: int, width: int) -> tuple[int, int]:
+        return self._after_resize(height, width)
+
     def _after_resize(self, height: int, width: int) -> tuple[int, int]:
         return native_size(height, width, cast("tuple[int, int]", self.patch), self.patches)
 
@@ -72,6 +77,11 @@ class NativePreprocess(Preprocess):
         crops = 1 if self.crops else 0
         resized = f"resized in its own shape to at most {self.patches:,} patches by {self.interpolation}"
         return [first, resized, *others[crops:]]
+
+
+def build_preprocess(values: Mapping[str, Any]) -> Preprocess:
+    """A preprocessing from its fields, of either kind."""
+    return NativePreprocess(**values) if "patches" in values else Preprocess(**values)
 
 
 def native_preprocess(spec: Preprocess, patch: tuple[int, int], patches: int) -> NativePreprocess:

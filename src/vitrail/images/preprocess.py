@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from vitrail.errors import ConfigError, InputError
 from vitrail.fields import (
@@ -82,6 +82,9 @@ class Preprocess(Config):
         "The standard deviation that is divided by", "a number of at least 1e-6", lambda s: s >= 1e-6
     )
 
+    keeps_shape: ClassVar[bool] = False
+    """Whether the size of the pixels depends on the image (native.py)."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("size", "resize_to"):
@@ -132,6 +135,10 @@ class Preprocess(Config):
     def before_crop(self) -> tuple[int, int]:
         """The size (H, W) before the center crop; for "shortest", the shorter side twice."""
         return cast(tuple[int, int], self.resize_to or self._default_resize_to)
+
+    def crop_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size (H, W) that a random crop of this size is resized to, for training."""
+        return self.target
 
     def describe(self) -> list[str]:
         """Each step in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,17 +54,26 @@ class Batch:
     indices: Tensor
     """(b,) int64, their positions in the source."""
     images: Tensor
-    """(b, C, H, W) uint8."""
+    """(b, C, H, W) uint8; with `shapes`, the pixels of all images, (bytes,)."""
     valid: Tensor
     """(b,) 1 where the image could be read, 0 where it could not; such an image is gray."""
+    shapes: Sequence[tuple[int, ...]] | None = None
+    """(H, W, C) of each image, if they differ in shape."""
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device, without waiting for it."""
         parts = (self.indices, self.images, self.valid)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        indices, images, valid = (part.to(device, non_blocking=True) for part in parts)
+        return Batch(indices, images, valid, self.shapes)
 
     def clone(self) -> Batch:
-        return Batch(self.indices.clone(), self.images.clone(), self.valid.clone())
+        return Batch(self.indices.clone(), self.images.clone(), self.valid.clone(), self.shapes)
+
+    def unpack(self) -> list[Tensor]:
+        """The images of different shapes, (C, H, W) each."""
+        assert self.shapes is not None
+        parts = self.images.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape).permute(2, 0, 1) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def copy_(self, other: Batch) -> None:
         """Copy another batch of the same shape into this one, without waiting for it."""
@@ -157,6 +167,8 @@ class ImageReader:
         """A batch of what was read. Unreadable files are recorded here: in the order of the requests, not
         in that of the workers."""
         H, W = self.preprocess.target
+        if self.preprocess.keeps_shape:
+            return self._collect_shapes(indices, parts)
         pin = self.device.type == "cuda"  # torch keeps pinned memory, and knows when the copy has been made
         images = torch.empty(len(indices), H, W, self.preprocess.channels, dtype=torch.uint8, pin_memory=pin)
         valid, at = torch.ones(len(indices)), 0
@@ -172,6 +184,23 @@ class ImageReader:
             at += len(part.values)
             self.workers.release(part)
         return Batch(indices, images.to(self.device, non_blocking=True).permute(0, 3, 1, 2), valid)
+
+    def _collect_shapes(self, indices: Tensor, parts: Sequence[Results]) -> Batch:
+        """The same for images that keep their shapes."""
+        gray = np.full((*self.preprocess.target, self.preprocess.channels), MID_GRAY, dtype=np.uint8)
+        results = [result for part in parts for result in part.unpack()]
+        valid = torch.ones(len(indices))
+        for number, result in enumerate(results):
+            if isinstance(result, str):
+                self._record(int(indices[number]), result)
+                valid[number] = 0.0
+        arrays = [gray if isinstance(result, str) else result for result in results]
+        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))  # a copy
+        for part in parts:
+            self.workers.release(part)
+        flat = flat.pin_memory() if self.device.type == "cuda" else flat
+        shapes = [array.shape for array in arrays]
+        return Batch(indices, flat.to(self.device, non_blocking=True), valid, shapes)
 
     def _record(self, index: int, reason: str) -> None:
         """Note a file that cannot be read, or raise, as the policy says."""

@@ -35,16 +35,20 @@ class Block(TappedModule):
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = z + self.attention_branch(self.norm1(z), mask, rotate)  # Eq. 2: z' = MSA(LN(z)) + z
-        z = z + self.mlp_branch(self.norm2(z))  # Eq. 3: z = MLP(LN(z')) + z'
+        z = z + self.mlp_branch(self.norm2(z), mask)  # Eq. 3: z = MLP(LN(z')) + z'
         return self.out(z)
 
     def attention_branch(self, z: Tensor, mask: Tensor | Segments | None, rotate: Rotate) -> Tensor:
         """MSA, then dropout, LayerScale and DropPath if the config has them."""
-        return self.path(self.scale1(self.drop(self.attention(z, mask=mask, rotate=rotate))))
+        return self._skip(self.scale1(self.drop(self.attention(z, mask=mask, rotate=rotate))), mask)
 
-    def mlp_branch(self, z: Tensor) -> Tensor:
+    def mlp_branch(self, z: Tensor, mask: Tensor | Segments | None = None) -> Tensor:
         """The MLP, then the same."""
-        return self.path(self.scale2(self.drop(self.mlp(z))))
+        return self._skip(self.scale2(self.drop(self.mlp(z))), mask)
+
+    def _skip(self, branch: Tensor, mask: Tensor | Segments | None) -> Tensor:
+        """DropPath, for each image of a pack by itself."""
+        return self.path(branch, mask if isinstance(mask, Segments) else None)
 
 
 class PostNormBlock(Block):
@@ -52,7 +56,7 @@ class PostNormBlock(Block):
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = self.norm1(z + self.attention_branch(z, mask, rotate))
-        return self.out(self.norm2(z + self.mlp_branch(z)))
+        return self.out(self.norm2(z + self.mlp_branch(z, mask)))
 
 
 class ResPostNormBlock(Block):
@@ -60,7 +64,7 @@ class ResPostNormBlock(Block):
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = z + self.norm1(self.attention_branch(z, mask, rotate))
-        return self.out(z + self.norm2(self.mlp_branch(z)))
+        return self.out(z + self.norm2(self.mlp_branch(z, mask)))
 
 
 class ParallelBlock(Block):
@@ -68,7 +72,7 @@ class ParallelBlock(Block):
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         return self.out(
-            z + self.attention_branch(self.norm1(z), mask, rotate) + self.mlp_branch(self.norm2(z))
+            z + self.attention_branch(self.norm1(z), mask, rotate) + self.mlp_branch(self.norm2(z), mask)
         )
 
 
@@ -77,7 +81,7 @@ class NoResidualBlock(Block):
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         z = self.attention_branch(self.norm1(z), mask, rotate)
-        return self.out(self.mlp_branch(self.norm2(z)))
+        return self.out(self.mlp_branch(self.norm2(z), mask))
 
 
 def build_block(config: ViTConfig, index: int) -> Block:

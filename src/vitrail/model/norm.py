@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.model.segments import Segments
 
 
 def build_norm(config: ViTConfig, width: int | None = None) -> nn.Module:
@@ -42,10 +43,13 @@ class DropPath(nn.Module):
         super().__init__()
         self.p = p
 
-    def forward(self, branch: Tensor) -> Tensor:
+    def forward(self, branch: Tensor, images: Segments | None = None) -> Tensor:
+        """The branch, (B, T, D); of several images in one sequence, (1, T, D), each is skipped by itself."""
         if not self.training or self.p == 0:
             return branch
-        mask = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.p  # one for each image
+        count = branch.shape[0] if images is None else len(images.lengths)
+        mask = torch.rand(count, 1, 1, device=branch.device) >= self.p  # one for each image
+        mask = mask if images is None else images.spread(mask)
         return branch * mask / (1 - self.p)
 
     def extra_repr(self) -> str:

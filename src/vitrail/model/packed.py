@@ -39,7 +39,7 @@ def encode_packed(model: ViT, images: Sequence[Tensor]) -> Tensor:
             z = torch.cat(
                 [model.position.before_block(part, grid).flatten(0, 1) for part, grid in _split(z, counts)]
             )[None]
-        z = run_block(block, z, segments, rotate, checkpointing=False)
+        z = run_block(block, z, segments, rotate, checkpointing=index < model.checkpointed_blocks)
     pooled = torch.cat([model.finish(part, grid).pooled for part, grid in _split(z, counts)])
     return pooled[torch.tensor(order, device=pooled.device).argsort()]
 
@@ -53,8 +53,11 @@ def _split(z: Tensor, counts: list[tuple[int, int, Grid]]) -> list[tuple[Tensor,
 
 def _check(model: ViT, images: Sequence[Tensor]) -> list[Grid]:
     """The patch grid of each image, of a model that takes any size."""
-    if model.training:
-        raise InputError("Images of different sizes are packed for inference only; call model.eval() first.")
+    if model.training and model.config.patch_dropout:
+        raise InputError(
+            "Patches cannot be dropped from images of different sizes; use patch_dropout=0, or call "
+            "model.eval() first."
+        )
     if not model.any_size:
         raise InputError("Call model.accept_any_size() first: it says how positions are resized.")
     if not len(images):

@@ -57,6 +57,11 @@ class Segments:
             heads = F.scaled_dot_product_attention(one, two, three, scale=scale, dropout_p=dropout)
         return heads.transpose(1, 2).values().transpose(0, 1)[None]
 
+    def spread(self, values: Tensor) -> Tensor:
+        """One value for each sequence, (n, 1, 1), as one for each of its tokens, (1, T, 1)."""
+        lengths = torch.tensor(self.lengths, device=values.device)
+        return values.repeat_interleave(lengths, output_size=sum(self.lengths)).view(1, -1, 1)
+
     def dense(self, device: torch.device) -> Tensor:
         """The same as a boolean mask (T, T), for attention computed step by step."""
         lengths = torch.tensor(self.lengths, device=device)

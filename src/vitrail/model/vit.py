@@ -119,9 +119,18 @@ class ViT(TappedModule):
 
         return load(name_or_path, **overrides).model
 
-    def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, K); without a head the pooled vector (B, D). `mask` is that of `encode`."""
-        return self.logits(self.head(self.encode(images, mask=mask).pooled))
+    def forward(self, images: Tensor | list[Tensor], mask: Tensor | None = None) -> Tensor:
+        """Logits (B, K); without a head the pooled vector (B, D). `mask` is that of `encode`.
+
+        A list of images (C, H, W) may hold different sizes, see `encode_packed`.
+        """
+        return self.logits(self.head(self.pool_images(images, mask)))
+
+    def pool_images(self, images: Tensor | list[Tensor], mask: Tensor | None = None) -> Tensor:
+        """The pooled vectors (B, D) of a batch, or of a list of images of different sizes."""
+        return (
+            encode_packed(self, images) if isinstance(images, list) else self.encode(images, mask=mask).pooled
+        )
 
     def encode(
         self, images: Tensor, layers: Sequence[int] | None = None, mask: Tensor | None = None
@@ -161,8 +170,8 @@ class ViT(TappedModule):
     def encode_packed(self, images: Sequence[Tensor]) -> Tensor:
         """The pooled vectors (B, D) of images (C, H, W) of different sizes, in one forward pass.
 
-        `self.head` maps them to logits. An image's vector does not depend on the others. The model must be
-        in evaluation mode, and `accept_any_size` must have been called.
+        `self.head` maps them to logits. An image's vector does not depend on the others.
+        `accept_any_size` must have been called.
         """
         return encode_packed(self, images)
 

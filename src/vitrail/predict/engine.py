@@ -17,7 +17,6 @@ from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.onnx_graph import open_session
 from vitrail.fast.routes import Accelerated
-from vitrail.images.native import native_preprocess
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
@@ -25,9 +24,9 @@ from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.telemetry import import_onnxruntime
 from vitrail.weights.bundle import Bundle, Card
-from vitrail.weights.describe import position_resize_options
 from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
+from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
@@ -64,13 +63,13 @@ def open_engine(
     options: dict[str, Any],
     speedup: Speedup | None = None,
     *,
-    native: bool = False,
+    native: bool | None = None,
 ) -> Engine:
     """Open a bundle, a model, an ONNX file, or anything that `vitrail.load` takes.
 
     Args:
         speedup: how a model that is no ONNX file shall be accelerated; by default in bf16 on a GPU.
-        native: whether images keep their shape.
+        native: whether images keep their shape; None as the model was trained.
     """
     if native and speedup is not None:
         raise InputError(
@@ -79,7 +78,13 @@ def open_engine(
         )
 
     def build(bundle: Bundle) -> Engine:
-        if native:
+        trained = native is None and bundle.native is not None
+        if trained and speedup is not None:
+            raise InputError(
+                "The model was trained on images in their own shape, and an accelerated model takes one "
+                "shape; remove precision, or set native to false."
+            )
+        if native or trained:
             return NativeEngine(bundle)
         engine = TorchEngine(bundle)
         engine.accelerated = accelerate_bundle(bundle, speedup)
@@ -151,9 +156,7 @@ class NativeEngine(TorchEngine):
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
-        self.model.accept_any_size(**position_resize_options(bundle.source))
-        down, across = self.config.patch_pixels
-        self.preprocess = native_preprocess(self.preprocess, (down, across), self.config.patches)
+        self.preprocess = reading_preprocess(bundle, native=True)
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         like = next(self.model.parameters())

@@ -57,6 +57,8 @@ class Index:
     """The folder that relative names start from."""
     golden: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The embeddings of the model's golden inputs: another model would have others."""
+    native: bool = False
+    """Whether images kept their shape."""
     errors: dict[str, str] = field(default_factory=dict)
     """Images that could not be read, with the reason. They have no row, and are not saved."""
 
@@ -88,7 +90,8 @@ class Index:
         """Write one .safetensors file, or a .npy file of the embeddings with a .json file beside it."""
         import torch
 
-        about = {"format": _FORMAT, "model": self.model, "folder": self.folder}
+        about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "folder": self.folder}
+        about |= {"native": True} if self.native else {}
         if Path(path).suffix == ".npy":
             self._save_npy(Path(path), about)
             return
@@ -128,9 +131,8 @@ def read_index(path: str | Path) -> Index:
         raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
     if not np.isfinite(embeddings).all():
         raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
-    return Index(
-        embeddings, names, str(about.get("model", "")), str(about.get("folder", "")), arrays["golden"]
-    )
+    model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
+    return Index(embeddings, names, model, folder, arrays["golden"], about.get("native") is True)
 
 
 # ---- building -------------------------------------------------------------------------------
@@ -182,7 +184,8 @@ def build_index(
             names.append(prediction.name)
         progress(done)
     embeddings = np.stack(rows) if rows else golden[:0]
-    return Index(embeddings, names, model, os.getcwd(), golden, errors)
+    native = predictor.preprocess.keeps_shape
+    return Index(embeddings, names, model, os.getcwd(), golden, native, errors)
 
 
 # ---- searching ------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Predictor:
         min_agreement, keep: as in `vitrail.accelerate`.
         native: whether images keep their aspect ratio: each is resized to as many whole patches as the
             model's own size has, and images of different shapes share a batch. The model then accepts any
-            size (`ViT.accept_any_size`).
+            size (`ViT.accept_any_size`). None is as the model was trained.
         options: passed to `vitrail.load`, such as device="cuda".
     """
 
@@ -78,7 +78,7 @@ class Predictor:
         calibration: Any = None,
         min_agreement: float = MIN_AGREEMENT,
         keep: Collection[str] | Literal["auto"] = (),
-        native: bool = False,
+        native: bool | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:

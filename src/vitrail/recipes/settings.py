@@ -218,6 +218,13 @@ class TrainConfig(Config):
         most=MAX_SEED,
         default=0,
     )
+    native: bool = boolean(
+        "Whether images of files keep their aspect ratio (NaViT): each is resized to at most as many whole "
+        "patches as an image of the model's size has, and those of different shapes share a step without "
+        "padding. The model file says so, and predict, evaluate, embed, search and serve follow it. Mixup "
+        "and cutmix are off",
+        default=False,
+    )
     augment: Augment = _nested(Augment, "Data augmentation")  # noqa: RUF009
     mixing: Mixing = _nested(Mixing, "Mixup and cutmix")  # noqa: RUF009
     mixing_off: float = probability("Fraction of the steps, at the end, without mixup and cutmix")
@@ -297,6 +304,23 @@ class TrainConfig(Config):
                 f"batch must be a multiple of accumulate; got batch={self.batch} and "
                 f"accumulate={self.accumulate}. Change one of them."
             )
+        self._check_native()
+
+    def _check_native(self) -> None:
+        """Images of different shapes cannot be mixed, shown to a teacher, or computed by one fixed graph."""
+        excluded = {
+            "mixing.mixup": self.mixing.mixup,
+            "mixing.cutmix": self.mixing.cutmix,
+            "distill": self.distill if self.distill != "none" else None,
+            "compile": self.compile is True,
+            "cuda_graph": self.cuda_graph is True,
+        }
+        for name, value in excluded.items():
+            if self.native and value:
+                raise ConfigError(
+                    f"native and {name}={short_repr(value)} exclude each other, because the images of a step "
+                    "differ in shape; remove one of the two."
+                )
 
 
 def unknown_setting(name: str) -> str:

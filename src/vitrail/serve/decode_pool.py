@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
+from vitrail.images.native import NativePreprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.serve.decode_process import DecoderProcess, ProcessEnded, Template
 from vitrail.serve.decode_queue import QUICK, DecodeJob, DecodeQueue
@@ -42,9 +43,9 @@ class DecodePool:
         log: Callable[[str], None],
     ) -> None:
         self.settings, self.metrics, self.log = settings, metrics, log
-        values = asdict(preprocess)
+        values, kind = asdict(preprocess), NativePreprocess if preprocess.keeps_shape else Preprocess
         self.setup = {
-            "preprocess": {field.name: values[field.name] for field in fields(Preprocess)},
+            "preprocess": {field.name: values[field.name] for field in fields(kind)},
             "full_size": full_size,
             "pixels": settings.pixels,
             "side": settings.side,

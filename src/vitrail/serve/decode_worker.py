@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from PIL import Image
 
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.native import build_preprocess
 from vitrail.serve.images import DecodeTask, decode_pixels
 from vitrail.serve.messages import HTTPError
 
@@ -47,7 +47,7 @@ def main() -> None:
     _die_with(setup["parent"])
     Image.init()  # load all plugins once, before memory is limited
     limits = [setup[name] for name in ("full_size", "pixels", "side", "memory")]
-    task = DecodeTask(Preprocess(**setup["preprocess"]), *limits)
+    task = DecodeTask(build_preprocess(setup["preprocess"]), *limits)
     dying: list[int] = []
     while True:
         message, descriptors, _, _ = socket.recv_fds(server, REPLACE.size, 1)

@@ -65,8 +65,12 @@ def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5)
     if bundle is None:
         raise InputError(NO_WEIGHTS)
     layer = check_index("layer", layer, config.depth)
+    preprocess = predictor.preprocess
+    if preprocess.keeps_shape and bundle.preprocess is not None:  # its grid is that of the model's own size
+        preprocess = bundle.preprocess
+        pixels = preprocess.pixels(pixels)
     (prediction,) = predictor.predict_batch([("image", pixels)])
-    weights, maps, logits = trace(bundle.model, predictor.preprocess, pixels, layer)
+    weights, maps, logits = trace(bundle.model, preprocess, pixels, layer)
     return {
         "prediction": prediction_json(prediction, None, top),
         "image": _as_image(pixels),

@@ -60,6 +60,7 @@ SCHEMAS = {
         scores=TEXT,
         multilabel=BOOLEAN,
         size=array_of(INTEGER),
+        native=BOOLEAN,
         patch=array_of(INTEGER),
         grid=array_of(INTEGER),
         channels=INTEGER,

@@ -53,6 +53,7 @@ def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: s
         "scores": predictor.scale.activation,
         "multilabel": predictor.scale.multilabel,
         "size": list(preprocess.target),
+        "native": preprocess.keeps_shape,
         "patch": list(config.patch_pixels),
         "grid": list(config.grid),
         "channels": config.channels,

@@ -9,7 +9,7 @@ DropPath and patch dropout draw a few numbers for an image, so that costs nothin
 activation. On a CPU that is a small part of a step, also for a few processes. On GPUs, whose products are a
 thousand times as fast, the masks of eight processes would take about as long as the step, and a fused
 attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own classes,
-and each process has a seed of its own.
+and each process has a seed of its own. So it is for images in their own shape, which have no rows in common.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def share_dropout(
 ) -> DropoutSeeds:
     """Let every module of a model that draws random numbers draw for all processes, if there are several."""
     dropout = bool(model.config.dropout or model.config.attention_dropout)
-    alike = device.type == "cpu" or not dropout
+    alike = (device.type == "cpu" or not dropout) and not settings.native
     seeds = DropoutSeeds(ranks, device, settings.seed, settings.accumulate, alike)
     for module in list(model.modules()) if alike and ranks.count > 1 else ():
         if isinstance(module, Attention) and module.dropout:
@@ -95,7 +95,7 @@ def _share(module: nn.Module, seeds: DropoutSeeds) -> nn.Module:
 class _SharedDropPath(DropPath):
     seeds: DropoutSeeds
 
-    def forward(self, branch: Tensor) -> Tensor:
+    def forward(self, branch: Tensor, images: Segments | None = None) -> Tensor:
         if not self.training:
             return branch
         drawn = super().forward(torch.ones(self.seeds.ranks.count * len(branch), 1, 1, device=branch.device))

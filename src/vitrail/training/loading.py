@@ -31,7 +31,7 @@ def measure_loading(trainer: Trainer) -> float | None:
         return None
     reader = Reader(
         t.data.train,
-        t.preprocess,
+        t.reading,
         augment=t.settings.augment,
         seed=t.settings.seed,
         workers=t.workers,
@@ -63,7 +63,7 @@ def read_unused(trainer: Trainer) -> None:
     if t.data.train.paths is None or not len(rest):
         return
     own = t.order(0)[rest][t.ranks.rank :: t.ranks.count]
-    reader = Reader(t.data.train, t.preprocess, workers=t.workers, corrupt=t.corrupt)
+    reader = Reader(t.data.train, t.reading, workers=t.workers, corrupt=t.corrupt)
     deque(reader.batches((0, part) for part in own.split(_REQUEST)), maxlen=0)
     t.corrupt.reasons = t.ranks.union(t.corrupt.reasons)
 

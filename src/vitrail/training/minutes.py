@@ -158,7 +158,7 @@ def _time_forward(trainer: Trainer) -> float:
     evaluate_epoch(
         t.averaged_model,
         some,
-        t.preprocess,
+        t.reading,
         t.compute,
         ranks=t.ranks,
         workers=t.workers,

@@ -36,7 +36,8 @@ def training_plan(
         "data": f"{data.name}: {len(data.classes)} classes",
         "images": f"{len(data.train):,} for training, {len(data.eval_split):,} held out",
         "parameters": f"{count:,}" + (f", {trained:,} of them trained" if trained != count else ""),
-        "tokens": f"{trainer.model.config.tokens} per image",
+        "tokens": f"{trainer.model.config.tokens} per image"
+        + (" at most; images keep their shape" if s.native else ""),
         "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
         "memory": f"about {_estimate_memory(trainer, trained, count) / 2**20:,.0f} MB for weights and "
         "activations",

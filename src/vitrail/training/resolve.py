@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from vitrail.config import STEM_STRIDES, ViTConfig
+from vitrail.data.mixing import Mixing
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, option
 from vitrail.fields import short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
+from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes import recipe as recipe_for
 from vitrail.recipes.auto import MAX_SIDE, RunContext
@@ -50,6 +52,9 @@ def resolve_recipe(
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
+    if fields.get("native") is True and "mixing" not in nested and base.mixing != Mixing():
+        base = replace(base, mixing=Mixing())
+        notes = (*notes, "Mixup and cutmix are off, because images of different shapes cannot be mixed.")
     inner = {part: replace(getattr(base, part), **values) for part, values in nested.items()}
     settings = replace(base, **fields, **inner)
     if recipe.lr_at_batch is not None and "lr" not in fields:
@@ -73,7 +78,24 @@ def resolve_recipe(
             f"{len(data.classes)} classes and {data.channels} channels; remove model.classes and "
             "model.channels from the settings."
         )
+    if settings.native:
+        _check_native(config, data)
     return Recipe(config, preprocess, settings, notes=notes), start
+
+
+def _check_native(config: ViTConfig, data: Dataset) -> None:
+    """Refuse what cannot be trained on images of different shapes, before there is a run directory."""
+    if data.train.paths is None:
+        raise ConfigError(
+            "native is for image files, and the images of an array have one shape already; remove native."
+        )
+    if config.patch_dropout:
+        raise ConfigError(
+            f"native and model.patch_dropout={config.patch_dropout:g} exclude each other; remove one of the "
+            "two."
+        )
+    with torch.device("meta"):
+        ViT(config).accept_any_size()
 
 
 def run_context(

@@ -18,6 +18,7 @@ from vitrail.evaluation.thresholds import DEFAULT, choose_thresholds
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
 from vitrail.weights.bundle import Bundle
+from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
@@ -77,18 +78,17 @@ class FinishedModel:
 
     def _run(self, bundle: Bundle, split: Split) -> Outputs:
         """Equal in all processes, whatever their number."""
-        assert bundle.preprocess is not None  # training is on images
         model = copy.deepcopy(bundle.model).to(self.device)
         width, classes = model.config.pooled_width, model.config.classes
 
-        def compute(images: torch.Tensor) -> torch.Tensor:
-            pooled = model.encode(images).pooled
+        def compute(images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            pooled = model.pool_images(images)
             return torch.cat([pooled, model.head(pooled)], dim=1).float()
 
         rows, valid = run_model(
             model,
             split,
-            bundle.preprocess,
+            reading_preprocess(bundle, model),
             compute=compute,
             rank=self.ranks.rank,
             ranks=self.ranks.count,

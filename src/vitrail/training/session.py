@@ -172,7 +172,7 @@ class TrainingSession:
         metrics = evaluate_epoch(
             model,
             t.data.eval_split,
-            t.preprocess,
+            t.reading,
             t.compute,
             ranks=t.ranks,
             workers=t.workers,
@@ -235,6 +235,7 @@ class TrainingSession:
         return Bundle(
             model=model,
             preprocess=t.preprocess,
+            native={} if t.settings.native else None,
             labels=list(t.data.classes),
             scores=initial_scores(t.data, t.settings),
             card=card,

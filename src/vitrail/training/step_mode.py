@@ -77,6 +77,8 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
         return StepMode(
             s.compile is True, False, "compiled" if s.compile is True else f"not compiled, on {where}"
         )
+    if s.native:
+        return StepMode(False, False, "not compiled, because the images of a step differ in shape")
     cost = _measure_pass(trainer)
     obstacle = capture_obstacle(trainer)
     if not obstacle and s.cuda_graph == "auto" and cost.memory > _MEMORY:

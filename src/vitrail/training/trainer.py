@@ -11,7 +11,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoc
 from vitrail.data.order import Order
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
-from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
@@ -31,12 +29,11 @@ from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
 from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
 from vitrail.training.dropout import share_dropout
-from vitrail.training.inputs import InputPipeline
+from vitrail.training.inputs import build_inputs
 from vitrail.training.lean import use_bf16_residual, use_fused_kernels
 from vitrail.training.lora import add_lora, plain_model
 from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import (
-    build_targets,
     class_weights,
     correct_predictions,
     distillation_loss,
@@ -56,6 +53,7 @@ from vitrail.training.precision import ComputeDevice
 from vitrail.training.sharding import choose_parallelism, gather
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
+from vitrail.weights.native import use_native
 
 
 class Interrupted(Exception):
@@ -102,6 +100,8 @@ class Trainer:
         s, device = self.settings, self.compute.device
         self.batch = global_batch_size(self.data, s, self.ranks)
         self.corrupt.policy = s.corrupt
+        self.reading = use_native(self.model, self.preprocess) if s.native else self.preprocess
+        """How images are read: in their own shape, or in that of the model."""
         if s.tune == "lora":
             add_lora(self.model, s)
         freeze(self.model, s)
@@ -118,16 +118,7 @@ class Trainer:
         classes = len(self.data.classes)
         self.weights = class_weights(self.data.train, classes, s).to(device)
         self.labels = torch.from_numpy(self.data.train.labels).to(device)
-        crop_in_decode = self.data.train.paths is not None
-        self.inputs: Callable[..., tuple[Tensor, Tensor, Tensor]] = InputPipeline(
-            augment=replace(s.augment, crop=None) if crop_in_decode else s.augment,
-            mixing=s.mixing,
-            labels=self.labels,
-            targets=partial(build_targets, classes=classes, smoothing=s.smoothing),
-            normalize=build_normalize(self.preprocess, device),
-            size=self.preprocess.target,
-            seed=s.seed,
-        )
+        self.inputs: Callable[..., Any] = build_inputs(self.data, s, self.reading, self.labels)
         self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
         self.steps = self.steps_per_epoch * s.epochs
         self.metrics = EpochMetrics(self.compute, self.ranks)
@@ -135,7 +126,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.compute.dtype == torch.float16)
         self.clock = Clock(self.batch, len(self.data.eval_split))
         files = [len(split) for split in (self.data.train, self.data.eval_split) if split.paths is not None]
-        self.workers = start_workers(s.workers, sum(files), self.preprocess, device)
+        self.workers = start_workers(s.workers, sum(files), self.reading, device)
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.values = StepValues(0.0, 0, 0.0)
         self.mode: StepMode | None = None
@@ -145,7 +136,8 @@ class Trainer:
     def averaged_model(self) -> ViT:
         """The model to evaluate: the EMA if there is one. Of shards a gathered copy: all must ask for it."""
         model = self.ema or self.model
-        return plain_model(model) if self.parallel.sharded else model
+        model = plain_model(model) if self.parallel.sharded else model
+        return model.accept_any_size() if self.settings.native else model
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -165,7 +157,7 @@ class Trainer:
         """
         reader = Reader(
             self.data.train,
-            self.preprocess,
+            self.reading,
             augment=self.settings.augment,
             seed=self.settings.seed,
             workers=self.workers,
@@ -302,9 +294,8 @@ class Trainer:
         s, device = self.settings, self.compute.device
         batch = batch.to(device)
         indices, valid = batch.indices, batch.valid
-        images, normalized, targets = self.inputs(
-            batch.images, indices, self.values.epoch, mixes=self._mixes()
-        )
+        given = batch.images if batch.shapes is None else batch.unpack()
+        images, normalized, targets = self.inputs(given, indices, self.values.epoch, mixes=self._mixes())
         with self.compute.autocast():
             output = self.compiled(normalized)
         if self.teacher is None:

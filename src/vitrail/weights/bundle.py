@@ -41,14 +41,17 @@ if TYPE_CHECKING:
     from vitrail.model import ViT
     from vitrail.weights.text import TextEncoder
 
-FORMAT = 3  # increased when an older vitrail could no longer read the file correctly
-_FORMAT_WITHOUT_TEXT = 2
+FORMAT = 4  # increased when an older vitrail could no longer read the file correctly
+_OLDER = (2, 3)  # which can say all but native: without a text tower, and with one
 _GOLDEN_COUNT = 4
 _OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
     *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
 )
-_PARTS = ("format", "config", "preprocess", "labels", "scores", "card", "source", "notes", "fingerprint")
+_PARTS = (
+    *("format", "config", "preprocess", "labels", "scores", "card", "source", "notes", "fingerprint"),
+    "native",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class Bundle(Summary):
     """What was assumed or changed when the model was loaded, a sentence each."""
     text_files: dict[str, bytes] = field(default_factory=dict)
     """The settings and the tokenizer of a text tower, by file name."""
+    native: Mapping[str, Any] | None = None
+    """Of a model for images in their own shape: how positions are resized (native.py)."""
 
     @property
     def has_text(self) -> bool:
@@ -190,7 +195,7 @@ class Bundle(Summary):
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""
         return {
-            "format": FORMAT if self.text_files else _FORMAT_WITHOUT_TEXT,
+            "format": _OLDER[bool(self.text_files)] if self.native is None else FORMAT,
             "config": asdict(self.model.config),
             "preprocess": None if self.preprocess is None else asdict(self.preprocess),
             "labels": self.labels,
@@ -198,6 +203,7 @@ class Bundle(Summary):
             "card": {**asdict(self.card), "versions": versions()},
             "source": None if self.source is None else asdict(self.source),
             "notes": self.notes,
+            **({} if self.native is None else {"native": dict(self.native)}),
             "fingerprint": None if self.fingerprint is None else self.fingerprint.describe(),
         }
 
@@ -372,6 +378,7 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
             "card": Card(**_current_names(header.get("card", {}))),
             "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
             "notes": [str(note) for note in header.get("notes", [])],
+            "native": None if header.get("native") is None else dict(header["native"]),
         }
         _check_preprocess(preprocess, config)
     except (TypeError, KeyError, ValueError, AttributeError) as error:

@@ -45,6 +45,8 @@ class FileDescription:
     source: Source | None = None
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized in this family."""
+    native: Mapping[str, Any] | None = None
+    """As in Bundle."""
 
     @property
     def family(self) -> Family:
@@ -134,6 +136,7 @@ def _describe_other(
         notes=notes,
         source=Source(family=family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
         resize=family.profile.resize,
+        native=family.profile.resize if family.profile.native else None,
     )
 
 

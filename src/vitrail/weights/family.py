@@ -74,6 +74,8 @@ class Profile:
     """The same for models of some widths, which differ from the others of the family."""
     resize: Mapping[str, Any] = field(default_factory=dict)
     """How positions are resized: keywords of `resample.resize_grid`."""
+    native: bool = False
+    """Whether its models were trained on images in their own shape."""
     preprocess: str = "imagenet"
     """Name of the published preprocessing in `vitrail.images.published`."""
     computed: Callable[[ViTConfig, str], dict[str, Tensor]] = lambda config, device: {}

@@ -142,6 +142,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         card=description.card,
         source=description.source,
         statistics=_read_statistics(files, description),
+        native=description.native,
         extras=extras,
         fingerprint=stored_fingerprint(files),
         notes=list(description.notes),

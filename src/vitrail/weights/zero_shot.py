@@ -53,6 +53,7 @@ def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
         labels=prompts.labels,
         scores=Scores(activation=text.activation),
         card=bundle.card,
+        native=bundle.native,
         notes=[*bundle.notes, describe_scores(bundle, prompts)],
     )
 

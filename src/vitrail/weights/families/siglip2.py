@@ -71,9 +71,10 @@ NAFLEX = replace(
     profile=replace(
         SIGLIP.profile,
         resize={"method": "bilinear", "antialias": True},
+        native=True,
         preprocess="siglip2-naflex",
         follows="transformers: tanh GELU, eps 1e-6; positions are resized bilinearly with antialiasing. "
-        "vitrail predict --native keeps the aspect ratio of each image, as the model was trained.",
+        "Images keep their aspect ratio, as the model was trained.",
     ),
     writer=replace(
         SIGLIP.writer,

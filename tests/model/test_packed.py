@@ -74,6 +74,36 @@ def test_every_way_to_attend_is_the_masked_one(way):
     assert (got - expected).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("scale", [8**-0.5, 0.3])
+def test_what_the_flash_kernel_is_given(scale, monkeypatch):
+    """The kernel needs a GPU; this one does the same, as its documentation says."""
+    import torch.nn.attention.varlen as varlen
+
+    def kernel(q, k, v, starts_q, starts_k, most_q, most_k):
+        assert starts_q.dtype == torch.int32
+        assert most_q == most_k == 5
+        lengths = starts_q.diff().tolist()
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        heads = [vt.model.attend(*(x.transpose(0, 1) for x in one), scale=8**-0.5) for one in parts]
+        return torch.cat([one.transpose(0, 1) for one in heads])
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    segments = Segments([3, 3, 5, 1, 4])
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    expected = vt.model.attend(q, k, v, scale=scale, mask=segments.dense(q.device))
+    assert (segments.attend_flash(q, k, v, scale=scale) - expected).abs().max() < 1e-5
+
+
+def test_positions_are_resized_once_for_each_grid_and_stay_trainable():
+    model, image = build(), torch.randn(3, 16, 40)
+    with torch.inference_mode():
+        expected = model.encode_packed([image])
+    vector = model.train().encode_packed([image, image])
+    assert (vector - expected).abs().max() < 1e-5
+    vector.sum().backward()
+    assert model.position.table.grad.abs().max() > 0
+
+
 def test_attention_of_a_pack_can_be_recorded():
     model, images = build(), images_of([(32, 32), (16, 40)])
     with torch.no_grad():
@@ -140,3 +170,19 @@ def test_on_a_gpu(name):
         packed = model.encode_packed(images)
         alone = torch.cat([model.encode(image[None]).pooled for image in images])
     assert (packed - alone).abs().max() < 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_flash_kernel_on_a_gpu(name):
+    """In bfloat16, forward and backward, against the images one by one."""
+    model, images = build(name).cuda().train(), [image.cuda() for image in images_of()]
+    with torch.autocast("cuda", torch.bfloat16):
+        packed, alone = model(images), torch.cat([model(image[None]) for image in images])
+    assert (packed - alone).abs().max() < 0.05 * max(1, alone.abs().max())
+    gradients = []
+    for logits in (packed, alone):
+        model.zero_grad()
+        logits.float().square().sum().backward(retain_graph=True)
+        gradients.append(model.blocks[0].attention.qkv.weight.grad.clone())
+    assert (gradients[0] - gradients[1]).abs().max() < 0.1 * gradients[1].abs().max()

@@ -185,19 +185,19 @@ class ImageReader:
             self.workers.release(part)
         return Batch(indices, images.to(self.device, non_blocking=True).permute(0, 3, 1, 2), valid)
 
-    def _collect_shapes(self, indices: Tensor, parts: Sequence[Results]) -> Batch:
+    def _collect_shapes(self, indices: Tensor, parts: Iterable[Results]) -> Batch:
         """The same for images that keep their shapes."""
         gray = np.full((*self.preprocess.target, self.preprocess.channels), MID_GRAY, dtype=np.uint8)
-        results = [result for part in parts for result in part.unpack()]
+        arrays: list[NDArray[np.uint8]] = []
         valid = torch.ones(len(indices))
-        for number, result in enumerate(results):
-            if isinstance(result, str):
-                self._record(int(indices[number]), result)
-                valid[number] = 0.0
-        arrays = [gray if isinstance(result, str) else result for result in results]
-        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))  # a copy
         for part in parts:
+            for result in part.unpack():
+                if isinstance(result, str):
+                    self._record(int(indices[len(arrays)]), result)
+                    valid[len(arrays)] = 0.0
+                arrays.append(gray if isinstance(result, str) else result.copy())
             self.workers.release(part)
+        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
         flat = flat.pin_memory() if self.device.type == "cuda" else flat
         shapes = [array.shape for array in arrays]
         return Batch(indices, flat.to(self.device, non_blocking=True), valid, shapes)

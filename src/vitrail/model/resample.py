@@ -17,6 +17,7 @@ are needed to get the same logits:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import InputError, suggest
+from vitrail.model.modes import has_values
 
 Method = Literal["bicubic", "bilinear"]
 
@@ -118,9 +120,26 @@ def resize_grid_by_matrix(
     they differ from each other and from torch's.
     """
     options = (method, antialias, corners, offset)
-    down, across = (_side_weights(axis, old, new, *options).to(rows) for axis in (0, 1))
+    if has_values(rows) and not torch.compiler.is_compiling():
+        down, across = (_ready_weights(axis, old, new, options, rows.device, rows.dtype) for axis in (0, 1))
+    else:  # while a graph is traced
+        down, across = (_side_weights(axis, old, new, *options).to(rows) for axis in (0, 1))
     grid = rows.T.unflatten(1, old)  # (D, h, w)
     return (down @ grid @ across.T).flatten(1).T
+
+
+@lru_cache(maxsize=4096)
+def _ready_weights(
+    axis: int,
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    options: tuple[Method, bool, bool, float],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`_side_weights` on a device: computed once, because many images of a pack have the same few grids."""
+    with torch.inference_mode(False):  # or no later step could train with it
+        return _side_weights(axis, old, new, *options).to(device, dtype)
 
 
 def _side_weights(

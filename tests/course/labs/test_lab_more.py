@@ -72,8 +72,13 @@ def test_verdict_on_heads():
         return heads.decide_verdict(numbers | {"accuracy": [0.9, 0.91], "accuracy without a head": without})
 
     apart, alike = [(0.8, 0.5), (0.81, 0.51)], [(0.2, 0.1), (0.21, 0.11)]
-    assert verdict(apart, alike, [0.7, 0.712]).word == "holds"
-    assert verdict(alike, apart, [0.95, 0.961]).word == "does not hold"
+    good = verdict(apart, alike, [0.7, 0.712])
+    assert good.word == "partly", "which relations they capture is not tested"
+    assert "Not true" not in good.condition
+    assert "threshold 0.5; 0.205 before training" in good.condition
+    bad = verdict(alike, apart, [0.95, 0.961])
+    assert bad.condition.count("Not true") == 1 and not bad.condition.startswith("True")
+    assert bad.word == "not clear here"
     assert verdict([(0.2, 0.9), (0.9, 0.1)], alike, [0.9, 0.7]).word == "not clear here"
 
 

@@ -77,7 +77,8 @@ def test_verdict_on_heads():
     assert "Not true" not in good.condition
     assert "threshold 0.5; 0.205 before training" in good.condition
     bad = verdict(alike, apart, [0.95, 0.961])
-    assert bad.condition.count("Not true") == 1 and not bad.condition.startswith("True")
+    assert bad.condition.count("Not true") == 1
+    assert not bad.condition.startswith("True")
     assert bad.word == "not clear here"
     assert verdict([(0.2, 0.9), (0.9, 0.1)], alike, [0.9, 0.7]).word == "not clear here"
 

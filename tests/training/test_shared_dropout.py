@@ -66,6 +66,14 @@ def test_recomputed_blocks_draw_the_same_again():
     torch.testing.assert_close(*gradients)
 
 
+def test_a_second_trainer_takes_over_the_modules():
+    """The rehearsal of a run and the run itself may have the same model."""
+    model = build(**ALL)
+    one = outputs(model, ProcessGroup(1, 2), 1)
+    share_dropout(model, TrainConfig(seed=5), ProcessGroup(0, 2), CPU)
+    assert torch.equal(outputs(model, ProcessGroup(1, 2), 1), one)
+
+
 def test_in_evaluation_nothing_is_dropped():
     model, plain = build(**ALL), build()
     share_dropout(model, TrainConfig(), ProcessGroup(1, 2), CPU)

@@ -80,14 +80,14 @@ def share_dropout(
             module.weights.__class__ = _SharedWeights
             module.weights.drop = _share(nn.Dropout(module.dropout), seeds)
             module.dropout = 0.0
-        elif getattr(module, "p", 0):
+        elif isinstance(module, DropPath | nn.Dropout | PatchDropout) and module.p:
             _share(module, seeds)
     return seeds
 
 
 def _share(module: nn.Module, seeds: DropoutSeeds) -> nn.Module:
     classes = {DropPath: _SharedDropPath, nn.Dropout: _SharedDropout, PatchDropout: _SharedPatchDropout}
-    module.__class__ = classes[type(module)]
+    module.__class__ = classes.get(type(module), type(module))
     module.seeds = seeds  # type: ignore[assignment]
     return module
 

@@ -85,16 +85,14 @@ def prepare_run_directory(
                 remove_partial(out)
                 remove_partial(out / "checkpoints")
             if saved is None:
-                _create_run(out, config, resume, callback)
+                _create_run(out, config)
             else:
                 _update_config(out, saved, config, callback)
     ranks.barrier()
     return saved is not None and (out / "last.safetensors").exists()
 
 
-def _create_run(out: Path, config: Mapping[str, Any], resume: bool, callback: Callback) -> None:
-    if resume:
-        callback.on_message("There is no run to resume; training starts at step 0.")
+def _create_run(out: Path, config: Mapping[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "environment.json", json.dumps(environment(), indent=2), overwrite=True)
     write_text(out / "config.json", json.dumps(config, indent=2), overwrite=True)

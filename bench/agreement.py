@@ -10,7 +10,8 @@ cifar10   B/16 trained from scratch for some minutes on CIFAR-10 enlarged to 224
 
 Calibration images are from the training set, evenly spaced. `all` quantizes every layer; `auto` is
 keep="auto" with the gate's default limit. On a CPU the speed is the processor's time of one thread, in turns
-with timm's model in eager fp32.
+with timm's model in eager fp32. A trained model is saved beside the results before anything is measured, and
+--model takes it the next time; results are saved after each row.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import statistics
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +53,33 @@ def main() -> None:
     parser.add_argument("--npz", type=Path, help="cifar10.npz")
     parser.add_argument("--epochs", type=int, help="of training; 20 for flowers, 12 for CIFAR-10")
     parser.add_argument("--model", type=Path, help="a file that was trained before; no training")
-    parser.add_argument("--save", type=Path, help="where the trained model goes")
     parser.add_argument("--calibration", type=int, default=512, help="images")
     parser.add_argument("--test", type=int, help="test images; all by default")
-    parser.add_argument("--out", type=Path, help="a folder for the results")
+    parser.add_argument("--merge", type=int, nargs="*", default=[], help="rows of token merging")
+    parser.add_argument("--out", type=Path, default=Path("bench/results"), help="a folder for the results")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as folder:
-        data = flowers(args.folder, Path(folder)) if args.data == "flowers" else cifar10(args.npz, device)
-        begin = time.perf_counter()
-        bundle = vt.load(args.model, device=device) if args.model else train(args, data, Path(folder), device)
-        seconds = None if args.model else round(time.perf_counter() - begin)
-        if args.save and not args.model:
-            bundle.save(args.save)
-        result = {"data": args.data, "epochs": args.epochs, "training_s": seconds}
-        result |= measure(bundle, data, args)
-    if args.out:
-        save({**result, "environment": environment()}, args.out / f"agreement-{args.data}-{device}.json")
+        with phase("reading the data"):
+            data = flowers(args.folder, Path(folder)) if args.data == "flowers" else cifar10(args, device)
+        if args.model:
+            bundle = vt.load(args.model, device=device)
+        else:
+            with phase("training"):
+                bundle = train(args, data, Path(folder), device)
+                args.out.mkdir(parents=True, exist_ok=True)
+                bundle.save(args.out / f"agreement-{args.data}.safetensors")
+            bundle.model.to(device)
+        measure(bundle, data, args, device)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 # ---- data and models ------------------------------------------------------------------------
@@ -87,12 +97,16 @@ def flowers(source: Path, folder: Path) -> Dataset:
     return open_dataset(folder / "flowers")
 
 
-def cifar10(npz: Path, device: str) -> Dataset:
-    """All images enlarged to 224 pixels; the test set is the validation set of training, too."""
-    data = open_dataset(npz)
+def cifar10(args: Any, device: str) -> Dataset:
+    """Images enlarged to 224 pixels: all, or those that are measured."""
+    data = open_dataset(args.npz)
     assert data.test is not None
-    train, test = (enlarge(split, device) for split in (data.train, data.test))
-    return Dataset("cifar10", data.classes, train, val=test, test=test)
+    train, test = data.train, data.test
+    if args.model:
+        train = train.take(every(len(train), args.calibration))
+    if args.test:
+        test = test.take(every(len(test), args.test))
+    return Dataset("cifar10", data.classes, enlarge(train, device), test=enlarge(test, device))
 
 
 def enlarge(split: Split, device: str, side: int = 224) -> Split:
@@ -106,6 +120,7 @@ def enlarge(split: Split, device: str, side: int = 224) -> Split:
 
 
 def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
+    """The test set only reports: the weights are those of the last step."""
     how: dict[str, Any] = {"report": False, "save_every": 1000, "fingerprint": False, "device": device}
     if args.data == "flowers":
         args.epochs = args.epochs or 20
@@ -128,44 +143,42 @@ def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
 # ---- agreement ------------------------------------------------------------------------------
 
 
-def measure(bundle: Bundle, data: Dataset, args: Any) -> dict[str, Any]:
+def measure(bundle: Bundle, data: Dataset, args: Any, device: str) -> None:
     model = bundle.model.eval()
-    on_gpu = next(model.parameters()).is_cuda
     assert data.test is not None
-    test = data.test if args.test is None else data.test.take(every(len(data.test), args.test))
-    calibration = data.train.take(every(len(data.train), args.calibration))
-    images = read(bundle, test)
-    calibrate = normalize_batch(read(bundle, calibration), bundle.preprocess, next(model.parameters()))
-    labels = torch.from_numpy(test.labels)
-    with eval_mode(model):
+    test = data.test.take(every(len(data.test), args.test or len(data.test)))
+    with phase("reading the images"):
+        images = read(bundle, test)
+        calibration = read(bundle, data.train.take(every(len(data.train), args.calibration)))
+    calibrate = normalize_batch(calibration, bundle.preprocess, next(model.parameters()))
+    with phase("fp32"), eval_mode(model):
         exact = logits(model, images, bundle)
-    result: dict[str, Any] = {"test_images": len(images), "calibration_images": len(calibrate), "rows": []}
-    for precision, keep in (
-        [("bf16", ()), ("fp8", ()), ("fp8", "auto")] if on_gpu else [("int8", ()), ("int8", "auto")]
-    ):
+    labels = torch.from_numpy(test.labels)
+    result: dict[str, Any] = {"data": args.data, "epochs": args.epochs, "rows": []}
+    result |= {"test_images": len(images), "calibration_images": len(calibrate)}
+    lossy = "fp8" if device == "cuda" else "int8"
+    plain: dict[str, Any] = {"precision": "auto", "min_agreement": 0.0}
+    cases: dict[str, dict[str, Any]] = {"auto": plain} if device == "cuda" else {}
+    cases |= {f"{lossy}, all": {"precision": lossy, "min_agreement": 0.0, "calibrate": calibrate}}
+    cases |= {f"{lossy}, auto": {"precision": lossy, "keep": "auto", "calibrate": calibrate}}
+    cases |= {f"merge {r}": plain | {"merge": r, "calibrate": calibrate[:64]} for r in args.merge}
+    for name, how in cases.items():
+        row: dict[str, Any] = {"row": name}
         begin = time.perf_counter()
-        row: dict[str, Any] = {"precision": precision, "keep": keep or "none"}
-        how: dict[str, Any] = {}
-        if precision != "bf16":
-            how = {"calibrate": calibrate, "keep": keep} | ({} if keep else {"min_agreement": 0.0})
         try:
-            fast = vt.accelerate(model, precision, remember=False, **how)
+            fast = vt.accelerate(model, remember=False, **how)
         except GateError as error:
-            row["error"] = str(error)
+            row |= {"error": str(error), "gate": error.gate.as_dict()}
         else:
-            row["accelerate_s"] = round(time.perf_counter() - begin, 1)
-            row |= {"route": fast.report.route, "kept": fast.report.kept}
-            if fast.report.gate is not None:
-                row["calibration"] = fast.report.gate.as_dict()
+            row |= {"accelerate_s": round(time.perf_counter() - begin, 1), "report": fast.report.as_dict()}
             found = compare(
-                logits(fast, images, bundle), exact, precision=precision, min_agreement=0, labels=labels
+                logits(fast, images, bundle), exact, precision=name, min_agreement=0, labels=labels
             )
-            row |= {name: getattr(found, name) for name in ("agreement", "kl", "top1", "top1_fp32")}
-            if not on_gpu:
-                row["speed_to_timm"] = speed(fast, model)
-        print({name: value for name, value in row.items() if name not in ("kept", "calibration")}, flush=True)
+            row |= {key: getattr(found, key) for key in ("agreement", "kl", "top1", "top1_fp32")}
+            row |= {"speed_to_timm": speed(fast, model)} if device == "cpu" else {}
+        print({key: value for key, value in row.items() if key not in ("report", "gate")}, flush=True)
         result["rows"].append(row)
-    return result
+        save({**result, "environment": environment()}, args.out / f"agreement-{args.data}-{device}.json")
 
 
 def every(count: int, wanted: int) -> np.ndarray[Any, Any]:

@@ -12,14 +12,15 @@ timm              ImageDataset and create_loader with a worker for each core, bf
 timm, compiled    the same with torch.compile
 
 Seconds are those of whole processes, start and compilation included, in turns. `start_s` is the same command
-with 32 images, and `running` the images per second without it.
+with 32 images, the second time, and `running` the images per second without it. `phases` says where the
+seconds of ours go. With --folder the images stay there for the next time; results are saved as they come.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import os
+import itertools
+import json
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from bench.loading import CLASSES, write_images
-from bench.measure import environment, interleave, save
+from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import usable_cores
@@ -46,52 +47,99 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="B/16")
     parser.add_argument("--images", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", nargs="*", default=ROWS, choices=ROWS)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rows", nargs="*", default=[ROWS[0], *ROWS[2:]], choices=ROWS)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--folder", type=Path, default=None, help="where the images go for a while")
+    parser.add_argument("--folder", type=Path, default=None, help="where the images are, or go")
+    parser.add_argument("--limit", type=int, default=120, help="seconds for a process")
     parser.add_argument("--out", type=Path, help="a folder for the results")
     parser.add_argument("--timm", nargs=4, help=argparse.SUPPRESS)  # row, folder, size and device
+    parser.add_argument("--phases", nargs=3, help=argparse.SUPPRESS)  # model, folder and device
     args = parser.parse_args()
     if args.timm:
         row, folder, size, device = args.timm
         predict_with_timm(Path(folder), size, device, compiled="compiled" in row)
-        return
-    if args.device == "cuda" and not torch.cuda.is_available():
+    elif args.phases:
+        print("PHASES " + json.dumps(phases(*args.phases)))
+    elif args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench/predict.py needs a CUDA device; there is none here.")
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        result = measure(args, Path(folder))
+    elif args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        measure(args, args.folder)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(args, Path(folder))
+
+
+def measure(args: Any, folder: Path) -> None:
+    for name, count in (("many", args.images), ("few", FEW)):
+        if not (folder / name).exists():
+            begin = time.perf_counter()
+            kilobytes = write_images(folder / name, count)
+            print(f"{count:,} files of {kilobytes:.0f} kB in {time.perf_counter() - begin:.0f} s", flush=True)
+    save_model(args.size, folder / "model.safetensors")
+    settings = {name: getattr(args, name) for name in ("size", "images", "rounds")}
+    result: dict[str, Any] = {**settings, "batch": BATCH, "rows": {}}
+
+    def take(name: str, which: str) -> None:
+        found = run_row(name, folder, which, args)
+        print(f"{name}, {which}: {found}", flush=True)
+        result["rows"].setdefault(name, {}).setdefault(which, []).append(found)
+        result["rows"][name] |= summarize(result["rows"][name], args.images)
+        if args.out:
+            save({**result, "environment": environment()}, args.out / "predict.json")
+
+    for name in args.rows:
+        take(name, "few")  # fills the caches of compilers
+        take(name, "few")
+    for _ in range(args.rounds):
+        for name in args.rows:
+            take(name, "many")
+    command = ["--phases", str(folder / "model.safetensors"), str(folder / "many"), args.device]
+    done = run_process([sys.executable, "-m", "bench.predict", *command], args.limit)
+    lines = [line[7:] for line in done.stdout.splitlines() if line.startswith("PHASES ")]
+    result["phases"] = json.loads(lines[-1]) if lines else done.stderr[-500:]
+    print("phases:", result["phases"], flush=True)
     if args.out:
         save({**result, "environment": environment()}, args.out / "predict.json")
 
 
-def measure(args: Any, folder: Path) -> dict[str, Any]:
-    kilobytes = write_images(folder / "many", args.images)
-    write_images(folder / "few", FEW)
-    save_model(args.size, folder / "model.safetensors")
-    first = {name: take(name, folder, "few", args) for name in args.rows}  # fills the caches of compilers
-    jobs = {
-        (name, which): functools.partial(take, name, folder, which, args)
-        for name in args.rows
-        for which in ("few", "many")
-    }
-    seconds = interleave(jobs, args.rounds)  # type: ignore[arg-type, type-var]
-    rows = []
-    for name in args.rows:
-        start, total = (statistics.median(seconds[name, which]) for which in ("few", "many"))  # type: ignore[index]
-        rows.append(
-            {
-                "row": name,
-                "seconds": [round(one, 2) for one in seconds[name, "many"]],  # type: ignore[index]
-                "images_per_s": round(args.images / total, 1),
-                "start_s": round(start, 2),
-                "first_start_s": round(first[name], 2),
-                "running": round((args.images - FEW) / max(1e-3, total - start), 1),
-            }
-        )
-        print(rows[-1], flush=True)
-    settings = {name: getattr(args, name) for name in ("size", "images", "rounds")}
-    return {**settings, "batch": BATCH, "kilobytes": round(kilobytes, 1), "rows": rows}
+def summarize(row: dict[str, Any], images: int) -> dict[str, Any]:
+    """Rates of a row, of those of its processes that came to an end."""
+    few, many = ([one for one in row.get(which, ()) if isinstance(one, float)] for which in ("few", "many"))
+    if not many or not few:
+        return {}
+    total, start = statistics.median(many), few[-1]
+    rate = (images - FEW) / max(1e-3, total - start)
+    return {"images_per_s": round(images / total, 1), "start_s": start, "running": round(rate, 1)}
+
+
+def run_process(command: list[str], limit: int) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"took longer than {limit} s")
+
+
+def run_row(name: str, folder: Path, which: str, args: Any) -> float | str:
+    """Seconds of a process, or why it failed."""
+    out = folder / "rows.csv"
+    out.unlink(missing_ok=True)
+    if name.startswith("vitrail"):
+        command = [sys.executable, "-m", "vitrail", "predict"]
+        command += [str(folder / "model.safetensors"), str(folder / which)]
+        command += ["--device", args.device, "--batch", str(BATCH), "--format", "csv", "--out", str(out)]
+        command += ["--precision", "fp32"] if "fp32" in name else []
+    else:
+        command = [sys.executable, "-m", "bench.predict", "--timm", name, str(folder / which)]
+        command += [args.size, args.device]
+    begin = time.perf_counter()
+    done = run_process(command, args.limit)
+    seconds = time.perf_counter() - begin
+    expected = args.images if which == "many" else FEW
+    if done.returncode or len(out.read_text().splitlines()) != 1 + expected:
+        return done.stderr[-500:] or "rows are missing"
+    return round(seconds, 2)
 
 
 def save_model(size: str, path: Path) -> None:
@@ -106,34 +154,39 @@ def save_model(size: str, path: Path) -> None:
     vt.Bundle(model=model, preprocess=how, labels=names).save(path)
 
 
-def take(name: str, folder: Path, which: str, args: Any) -> float:
-    """Seconds of a process."""
-    out = folder / "rows.csv"
-    if name.startswith("vitrail"):
-        command = [
-            sys.executable,
-            "-m",
-            "vitrail",
-            "predict",
-            str(folder / "model.safetensors"),
-            str(folder / which),
-        ]
-        command += ["--device", args.device, "--batch", str(BATCH), "--format", "csv", "--out", str(out)]
-        command += ["--precision", "fp32"] if "fp32" in name else []
-    else:
-        command = [sys.executable, "-m", "bench.predict", "--timm", name, str(folder / which)]
-        command += [args.size, args.device]
+def phases(model: str, folder: str, device: str) -> dict[str, float]:
+    """Seconds of the parts of our command: one process, the same calls."""
+    started = time.perf_counter()
+    from vitrail.predict import Predictor
+    from vitrail.predict.rows import format_rows
+    from vitrail.predict.sources import expand_paths, prefetch
+
+    found = {"imports": time.perf_counter() - started}
     begin = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"})
-    seconds = time.perf_counter() - begin
-    if done.returncode:
-        sys.exit(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
-    file = out if name.startswith("vitrail") else folder / which / "rows.csv"
-    expected = args.images if which == "many" else FEW
-    rows = file.read_text().splitlines()
-    assert len(rows) == 1 + expected, (name, len(rows))
-    file.unlink()
-    return seconds
+    predictor = Predictor(model, device=device, batch=BATCH)
+    found["loading and accelerating"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    sources = list(expand_paths([folder]))
+    found["listing"] = time.perf_counter() - begin
+    _, format_row = format_rows("csv", 1, predictor.config.classes, False)
+    totals = dict.fromkeys(("first batch of pixels", "other pixels", "computing", "rows"), 0.0)
+    how: dict[str, Any] = {"workers": "auto", "ahead": 3 * BATCH, "busy": predictor.on_cpu}
+    read = prefetch(iter(sources), predictor.preprocess, **how)
+    name = "first batch of pixels"
+    while True:
+        begin = time.perf_counter()
+        batch = list(itertools.islice(read, BATCH))
+        totals[name] += time.perf_counter() - begin
+        if not batch:
+            break
+        begin, name = time.perf_counter(), "other pixels"
+        predictions = list(predictor.predict_batch(batch))
+        totals["computing"] += time.perf_counter() - begin
+        begin = time.perf_counter()
+        for prediction in predictions:
+            format_row(prediction)
+        totals["rows"] += time.perf_counter() - begin
+    return {key: round(value, 2) for key, value in (found | totals).items()}
 
 
 def predict_with_timm(folder: Path, size: str, device: str, *, compiled: bool) -> None:
@@ -164,7 +217,7 @@ def predict_with_timm(folder: Path, size: str, device: str, *, compiled: bool) -
             classes.append(best.cpu())
             scores.append(score.cpu())
     names = dataset.filenames(basename=False)
-    with (folder / "rows.csv").open("w") as file:
+    with (folder.parent / "rows.csv").open("w") as file:
         file.write("image,label,score\n")
         for name, best, score in zip(names, torch.cat(classes), torch.cat(scores), strict=True):
             file.write(f"{name},class{int(best)},{float(score):.4f}\n")

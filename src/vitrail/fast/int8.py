@@ -14,14 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.fast.quantize import Int8Scales, Observed, block_layers, int8_range, quantize_rows
+from vitrail.fast.quantize import (
+    Int8Scales,
+    Observed,
+    block_layers,
+    int8_range,
+    round_to_nearest,
+    row_scales,
+)
 from vitrail.fast.smooth import can_smooth
 from vitrail.model import ViT
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-_STRENGTH = 0.7  # of smoothing: 1 moves all of a channel's range into the weights
+_STRENGTH, _STRENGTH_FC2 = 0.9, 0.8  # of smoothing: 1 moves all of a channel's range into the weights
 _TINY = 1e-5
 
 
@@ -34,28 +41,41 @@ def choose_scales(model: ViT, seen: Mapping[str, Observed]) -> dict[str, Int8Sca
     found = {}
     for name, layer in block_layers(model).items():
         one = seen[name]
-        factors = torch.ones_like(one.low)
+        factors, weight = torch.ones_like(one.low), layer.weight.detach()
         if can_smooth(model, name):
-            factors = _smoothing(layer.weight.detach(), one)
+            factors = _smoothing(weight, one, _STRENGTH_FC2 if name.endswith("fc2") else _STRENGTH)
         low, high = float((one.low / factors).min()), float((one.high / factors).max())
-        found[name] = Int8Scales(factors, *int8_range(low, high))
+        weight = weight * factors
+        integers, rows = round_to_nearest(weight), row_scales(weight)
+        found[name] = Int8Scales(factors, *int8_range(low, high), integers, rows, torch.zeros_like(rows))
     return found
 
 
-def _smoothing(weight: Tensor, seen: Observed) -> Tensor:
+def _smoothing(weight: Tensor, seen: Observed, strength: float) -> Tensor:
     """A factor for each input channel (K,), which moves some of its range into the weights.
 
     Channels with large inputs then lose less of the range of the others (Xiao et al. 2023, SmoothQuant).
     """
     columns = weight.abs().amax(0).clamp(min=_TINY)
-    return seen.largest.clamp(min=_TINY) ** _STRENGTH / columns ** (1 - _STRENGTH)
+    return seen.largest.clamp(min=_TINY) ** strength / columns ** (1 - strength)
+
+
+@torch.no_grad()
+def correct_biases(model: ViT, scales: Mapping[str, Int8Scales]) -> None:
+    """Add the shifts to the biases of a smoothed model, whose rows may be divided by the next factors."""
+    layers = block_layers(model)
+    for name, one in scales.items():
+        bias: Tensor | None = layers[name].bias
+        if bias is not None:
+            bias += one.shift * row_scales(layers[name].weight) / one.rows
 
 
 def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scales]) -> int:
     """Quantize the products of these layers of a traced model in place; how many were found.
 
     Args:
-        model: the traced model, smoothed; its weights tell which product is which layer.
+        model: the traced model, smoothed; its weights tell which product is which layer. Where the next
+            layer's factors have divided its rows, their scales are divided, too.
     """
     from onnx import helper, numpy_helper
 
@@ -70,9 +90,9 @@ def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scale
             name = wanted.get(numpy_helper.to_array(stored[node.input[1]]).tobytes())
         if name is not None:
             source, weight = node.input
-            integers, rows = quantize_rows(layers[name].weight.detach())
+            rows = row_scales(layers[name].weight.detach())
             tensors = {
-                f"{name}.weight_int8": integers.T.contiguous().numpy(),
+                f"{name}.weight_int8": scales[name].integers.T.contiguous().numpy(),
                 f"{name}.weight_scale": rows.numpy(),
                 f"{name}.weight_zero": np.zeros(len(rows), np.int8),
                 f"{name}.input_scale": np.array(scales[name].step, np.float32),

@@ -80,10 +80,14 @@ def int8_range(low: float, high: float) -> tuple[float, int]:
     return scale, min(255, max(0, round(-low / scale)))
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (N, K) as 8-bit integers, with a scale for each output channel (N,)."""
-    scales = weight.abs().amax(1).clamp(min=1e-12) / INT8_MAX
-    return (weight / scales[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scales
+def row_scales(weight: Tensor) -> Tensor:
+    """The scale of 8-bit integers for each output channel of weights (N, K): (N,)."""
+    return weight.abs().amax(1).clamp(min=1e-12) / INT8_MAX
+
+
+def round_to_nearest(weight: Tensor) -> Tensor:
+    """Weights (N, K) as 8-bit integers, in steps of `row_scales`."""
+    return (weight / row_scales(weight)[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 # ---- simulation -----------------------------------------------------------------------------
@@ -99,22 +103,28 @@ class Int8Scales:
     """The scale of the input."""
     zero: int
     """The integer that stands for 0 in the input."""
+    integers: Tensor
+    """(N, K): the weights, multiplied by the factors and rounded."""
+    rows: Tensor
+    """(N,): the scales of the integers."""
+    shift: Tensor
+    """(N,): added to the bias, for what rounding changes on average."""
 
     def round_input(self, x: Tensor) -> Tensor:
         """What the integers of an input stand for, divided by the factors."""
         values = (x / self.factors / self.step).round().add(self.zero)
         return values.clamp(0, 255).sub(self.zero) * self.step
 
-    def round_weight(self, weight: Tensor) -> Tensor:
+    def rounded_weight(self) -> Tensor:
         """What the integers of the weights stand for, multiplied by the factors."""
-        integers, scales = quantize_rows(weight * self.factors)
-        return integers.to(weight.dtype) * scales[:, None]
+        return self.integers.to(self.rows.dtype) * self.rows[:, None]
 
 
 def _int8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:
     assert scales is not None
-    rounded = scales.round_weight(layer.weight.detach())
-    return lambda x: F.linear(scales.round_input(x), rounded, _bias(layer))
+    rounded, bias = scales.rounded_weight(), _bias(layer)
+    bias = None if bias is None else bias + scales.shift
+    return lambda x: F.linear(scales.round_input(x), rounded, bias)
 
 
 def _fp8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:

@@ -133,8 +133,11 @@ class Builder:
     def scales(self) -> dict[str, Int8Scales]:
         """How each layer is quantized to int8."""
         from vitrail.fast.int8 import choose_scales
+        from vitrail.fast.rounding import round_weights
 
-        return choose_scales(self.model, self.seen)
+        assert self.calibrate is not None
+        scales = choose_scales(self.model, self.seen)
+        return round_weights(self.model, scales, self.calibrate, GATE_BATCH[self.device.type])
 
     def quantizable(self, precision: str) -> list[str]:
         """The layers that can be computed in this precision."""
@@ -240,11 +243,12 @@ class Builder:
 
     def quantized_graph(self, kept: tuple[str, ...], build: Callable[[ViT], Any]) -> Any:
         """The ONNX graph that `build` makes of the smoothed model, with int8 products."""
-        from vitrail.fast.int8 import quantize_graph
+        from vitrail.fast.int8 import correct_biases, quantize_graph
         from vitrail.fast.smooth import smooth
 
         chosen = {name: one for name, one in self.scales.items() if name not in kept}
         smoothed = smooth(self.model, {name: one.factors for name, one in chosen.items()})
+        correct_biases(smoothed, chosen)
         graph = build(smoothed)
         found = quantize_graph(graph, smoothed, chosen)
         if found != len(chosen):

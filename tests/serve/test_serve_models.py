@@ -112,6 +112,19 @@ def test_bad_labels(two, photos, labels, code):
     assert (status, said["error"]["code"]) == (400, code)
 
 
+def test_a_model_of_words_needs_labels(two, photos):
+    status, said = post(two, "/v1/models/digits/predict", photos[0][0])
+    assert (status, said["error"]["code"]) == (400, "no_labels")
+    assert "labels=cat,dog" in said["error"]["message"]
+    model = two.get("/v1/models/digits/model")[1]
+    assert (model["words"], model["labels"]) == (True, {"count": 0, "first": []})
+    assert two.get("/v1/model")[1]["words"] is False
+    status, said = post(two, "/v1/models/digits/explain", photos[0][0])
+    assert status == 200
+    assert said["prediction"]["label"] is None
+    assert "words" in said["lens"]["reason"]
+
+
 def test_labels_for_a_model_without_words(two):
     status, said = post(two, "/v1/predict", make_image(), labels="cat,dog")
     assert (status, said["error"]["code"]) == (400, "no_text_tower")

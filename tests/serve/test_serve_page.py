@@ -13,6 +13,7 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.browser import needs_chromium
+from tests.support.digit_clip import FILE, save_scenes
 from tests.support.models import add_noise
 from vitrail.inspect import positions, rollout
 from vitrail.inspect.sample import sample_images, sample_model
@@ -214,6 +215,23 @@ def test_examples_by_click(sample, digits_served):
         check_answer(sample, digits_served.predictor, digit(number))
         seen = pixels_of(sample, "vitrail.inside.image.own")
         assert np.array_equal(seen[..., :1], digit(number))  # what the model saw, level by level
+
+
+def test_classes_by_words(opened, tmp_path):
+    """A model with a text tower asks for the classes, and answers as `/v1/predict?labels=` does."""
+    page, _ = opened(vt.Predictor(FILE))
+    wait_until(page, "vitrail.inside !== null")
+    photo = next(save_scenes(tmp_path, 20).glob("seven/*.png"))
+    page.set_input_files("#pick", photo)
+    wait_until(page, "document.querySelector('#label').textContent === 'No classes yet'")
+    page.fill("#words", "two, seven")
+    page.click("#words-form button")
+    wait_until(page, "document.querySelector('#label').textContent === 'seven'")
+    assert page.locator("#bars li").count() == 2
+    page.fill("#words", "two")
+    page.click("#words-form button")
+    wait_until(page, "!document.querySelector('#trouble').hidden")
+    assert "2 to 100 different names" in page.inner_text("#trouble-words")
 
 
 def test_last_image_wins(sample, digits_served):

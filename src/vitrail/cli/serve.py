@@ -179,12 +179,12 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
+    from vitrail.serve.words import has_words
+
     rows = []
     for name, predictor in predictors.items():
         height, width = predictor.preprocess.target
-        bundle = predictor.bundle
-        by_words = bundle is not None and bundle.labels is None and bundle.has_text
-        classes = "classes by words" if by_words else f"{len(predictor.scale.labels):,} classes"
+        classes = "classes by words" if has_words(predictor) else f"{len(predictor.scale.labels):,} classes"
         size = f"{height}x{width} pixels"
         if predictor.preprocess.keeps_shape:
             size = f"images in their own shape, about {size}"

@@ -81,7 +81,8 @@ class App(Application):
         )
         self.figures: dict[str, bytes] = {}
         reason = insight.unavailable_reason(predictor)
-        self.description = as_json(model_json(predictor, name, settings, reason))
+        words = self.zero_shot.available
+        self.description = as_json(model_json(predictor, name, settings, reason, words=words))
         self.routes: dict[str, Route] = {}
         self.routes = {route.template: route for route in self.all_routes()}
         if shared is not None:
@@ -190,7 +191,7 @@ class App(Application):
         self.batcher.check_capacity()  # before the body is read, which may take long
         form = await read_form(request, self.settings.files)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
-        labels = self.zero_shot.parse(form.fields["labels"]) if "labels" in form.fields else None
+        labels = self.zero_shot.parse(form.fields.get("labels"))
         timer, words = RequestTimer(), None
         async with self._in_progress(len(form.files)) as deadline:
             if labels is not None:

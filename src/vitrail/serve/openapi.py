@@ -57,6 +57,7 @@ SCHEMAS = {
     "Model": object_of(
         name=TEXT,
         labels=object_of(count=INTEGER, first=array_of(TEXT)),
+        words=BOOLEAN,
         scores=TEXT,
         multilabel=BOOLEAN,
         size=array_of(INTEGER),

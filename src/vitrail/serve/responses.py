@@ -43,13 +43,20 @@ def embedding_json(
     return dict(name=name, embedding=[float(x) for x in vector(result)], error=None)
 
 
-def model_json(predictor: Predictor, name: str, settings: ServeConfig, reason: str | None) -> dict[str, Any]:
-    """The model, the limits of the server, and why explanations are unavailable, if they are."""
+def model_json(
+    predictor: Predictor, name: str, settings: ServeConfig, reason: str | None, *, words: bool = False
+) -> dict[str, Any]:
+    """The model, the limits of the server, and why explanations are unavailable, if they are.
+
+    Args:
+        words: whether classes are named by words in each request.
+    """
     config, preprocess, card = predictor.config, predictor.preprocess, predictor.card
-    labels = list(predictor.scale.labels)
+    labels = [] if words else list(predictor.scale.labels)
     return {
         "name": name,
         "labels": {"count": len(labels), "first": labels[:MAX_LABELS]},
+        "words": words,
         "scores": predictor.scale.activation,
         "multilabel": predictor.scale.multilabel,
         "size": list(preprocess.target),

@@ -31,6 +31,12 @@ _KEPT = 256  # lists of classes whose vectors are kept
 Labels = tuple[str, ...]
 
 
+def has_words(predictor: Predictor) -> bool:
+    """Whether a model has a text tower, and no classes of its own."""
+    bundle = predictor.bundle
+    return bundle is not None and bundle.labels is None and bundle.has_text
+
+
 @dataclass(frozen=True)
 class Words:
     """The vectors of some classes (K, E), and how their products become scores."""
@@ -50,11 +56,17 @@ class ZeroShot:
 
     @property
     def available(self) -> bool:
-        bundle = self.predictor.bundle
-        return bundle is not None and bundle.labels is None and bundle.has_text
+        return has_words(self.predictor)
 
-    def parse(self, text: str) -> Labels:
-        """The classes of a parameter such as "cat,dog"."""
+    def parse(self, text: str | None) -> Labels | None:
+        """The classes of a parameter such as "cat,dog"; None for the model's own."""
+        if text is None and self.available:
+            message = (
+                "This model has no classes of its own; name some with the request, such as labels=cat,dog."
+            )
+            raise HTTPError(400, "no_labels", message)
+        if text is None:
+            return None
         if not self.available:
             message = "This model has no text tower, so it takes no labels; leave them out."
             raise HTTPError(400, "no_text_tower", message)

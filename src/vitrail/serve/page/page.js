@@ -76,15 +76,25 @@ function submit(file, name) {
 }
 
 async function predict() {
-  const start = performance.now(), { inside } = state;
-  const result = inside ? await fetchLayer(inside.layer) : await send("v1/predict?top=5");
-  paintPrediction(inside ? result.prediction : result.predictions[0], performance.now() - start);
+  const start = performance.now(), { inside, model } = state;
+  const result = inside && await fetchLayer(inside.layer);
+  const prediction = inside && !model.words ? result.prediction : await fetchPrediction();
+  if (prediction) paintPrediction(prediction, performance.now() - start);
+  else clearPrediction("No classes yet", "Name two or more, and press Predict.");
   await inside?.show(result);
 }
 
-function clearPrediction() {
-  headline("No prediction", true);
-  showStatus("");
+/** The prediction alone; of a model whose classes are words, for those in the form, or null without any. */
+async function fetchPrediction() {
+  const words = $("words").value.trim();
+  if (state.model.words && !words) return null;
+  const labels = state.model.words ? `&labels=${encodeURIComponent(words)}` : "";
+  return (await send(`v1/predict?top=5${labels}`)).predictions[0];
+}
+
+function clearPrediction(title = "No prediction", status = "") {
+  headline(title, true);
+  showStatus(status);
   $("score").textContent = $("took").textContent = "";
   $("ood").hidden = true;
   $("bars").replaceChildren();
@@ -152,6 +162,7 @@ async function loadModel() {
   $("no-inside").textContent = model.explain.reason ?? "";
   for (const part of document.querySelectorAll("#depth-box, .figures")) part.hidden = !model.explain.available;
   state.model = model;
+  $("words-form").hidden = !model.words;
   const [positions, filters] = await Promise.all([fetchJSON("v1/positions"), fetchJSON("v1/filters"), showExamples(submit)]);
   fillFilters(filters);
   const paintPositions = fillPositions(positions, model, (patch) => {
@@ -165,6 +176,10 @@ async function loadModel() {
 
 drawGlass($("glass"));
 addEventListener("resize", () => drawGlass($("glass")));
+$("words-form").onsubmit = (event) => {
+  event.preventDefault();
+  if (state.file) attempt(predict);
+};
 listen(submit, (error) => showError(error));
 attempt(start);
 window.vitrail = state;  // for the browser console

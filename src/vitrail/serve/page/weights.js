@@ -13,15 +13,16 @@ export function fillCard(model) {
   const { labels, limits } = model, [H, W] = model.size;
   document.title = `${plain(model.name, 80)}: vitrail`;
   $("model-name").textContent = plain(model.name);
-  $("model-words").textContent = `predicts ${labels.count ? count(labels.count, "class") : "no classes"}. Input: ${H} × ${W} pixels in `
-    + `${by(model.grid)} patches; ${count(model.depth, "layer")} with ${count(model.heads, "head")} each.`;
+  $("model-words").textContent = `predicts ${model.words ? "classes that you name" : labels.count ? count(labels.count, "class") : "no classes"}. `
+    + (model.native ? `Images keep their shape, with at most ${model.grid[0] * model.grid[1]} patches; ` : `Input: ${H} × ${W} pixels in ${by(model.grid)} patches; `)
+    + `${count(model.depth, "layer")} with ${count(model.heads, "head")} each.`;
   $("limit-words").textContent = `At most ${(limits.bytes / 2 ** 20).toFixed(0)} MiB and ${Math.floor(limits.pixels / 1e6)} megapixels.`;
   const metrics = Object.entries(model.card.metrics).map(([name, value]) => `${plain(name, 60)}: ${Number(value.toPrecision(4))}`);
   const some = labels.first.slice(0, LISTED).map((label) => plain(label, 40)), more = labels.count - some.length;
   const facts = {
     "License": [plain(model.card.license)],
     "Metrics": metrics.length ? metrics : ["none in the file"],
-    "Classes": some.length ? [...some, ...(more > 0 ? [`and ${more.toLocaleString("en")} more`] : [])] : ["none"],
+    "Classes": some.length ? [...some, ...(more > 0 ? [`and ${more.toLocaleString("en")} more`] : [])] : [model.words ? "by words" : "none"],
     "Patches": [`${by(model.grid)} of ${by(model.patch)} pixels`],
     "Scores": [model.multilabel ? "sigmoid, any number of classes per image" : model.scores],
     "Size": [...(model.parameters ? [count(model.parameters, "parameter")] : []), count(model.depth, "layer"),

@@ -198,7 +198,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     text = reaches("", fmean(without), interval, _MAX_WITHOUT_SOURCE).evidence
     statements = [
         reaches(
-            f"encoder and decoder translate, with {most} sentences for training",
+            f"encoder and decoder translate, with {int(most):,} sentences for training",
             fmean(encoder),
             fraction_interval(encoder, sentences),
             _MIN_ACCURACY,
@@ -210,7 +210,8 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
 
 def _needs_encoder(count: str, scores: Mapping[str, list[float]], sentences: int) -> Statement:
     """The statement that an encoder is better than the source as a prefix of the decoder's sequence."""
-    text = f"an encoder is better than a decoder alone with the source as a prefix, with {count} sentences"
+    text = "an encoder is better than a decoder alone with the source as a prefix, "
+    text += f"with {int(count):,} sentences"
     difference = Difference.of(scores["encoder"], scores["prefix"], sentences)
     statement = gain(text, difference)
     if min(fmean(scores["encoder"]), fmean(scores["prefix"])) > _CEILING:

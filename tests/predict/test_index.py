@@ -1,6 +1,8 @@
 """`vitrail embed` and `vitrail search`: exact search by image and by words, on real digit scenes."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,6 +40,38 @@ def refused(*arguments):
     result = CliRunner().invoke(app, [str(one) for one in arguments])
     assert isinstance(result.exception, vt.VitrailError), result.output
     return str(result.exception)
+
+
+def faiss_of_numpy(queries, rows, top, metric):
+    """`faiss.knn`, as its documentation describes it."""
+    assert metric == "inner product"
+    scores = queries @ rows.T
+    found = np.argsort(-scores, axis=1)[:, :top]
+    return np.take_along_axis(scores, found, 1), found.astype(np.int64)
+
+
+@pytest.mark.parametrize("package", ["real", "described"])
+def test_many_rows_are_searched_by_faiss(package, monkeypatch):
+    rng = np.random.default_rng(0)
+    rows, queries = (unit(rng.normal(size=(count, 8))) for count in (300, 3))
+    expected = nearest(queries, rows, 5)
+    called = []
+    if package == "real":
+        faiss = pytest.importorskip("faiss")
+    else:
+        faiss = SimpleNamespace(knn=faiss_of_numpy, METRIC_INNER_PRODUCT="inner product")
+    knn = faiss.knn
+    monkeypatch.setattr(faiss, "knn", lambda *args, **how: called.append(args) or knn(*args, **how))
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    assert nearest(queries, rows, 5)[1].tolist() == expected[1].tolist()
+    assert not called  # few rows
+    monkeypatch.setattr("vitrail.predict.index._MANY", 300)
+    scores, found = nearest(queries, rows, 5)
+    assert len(called) == 1
+    assert found.tolist() == expected[1].tolist()
+    np.testing.assert_allclose(scores, expected[0], atol=1e-6)
+    monkeypatch.setitem(sys.modules, "faiss", None)  # not installed
+    assert nearest(queries, rows, 5)[1].tolist() == expected[1].tolist()
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

@@ -11,6 +11,7 @@ that no image is missed.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _KEY = "vitrail.index"
 _FORMAT = 1
+_MANY = 500_000  # rows, from which on faiss saves more time than importing it takes
 _BLOCK = 1 << 24  # products in memory at once
 _TOLERANCE = 1e-3  # of the embeddings of the golden inputs, between machines
 
@@ -200,8 +202,15 @@ def unit(vectors: NDArray[np.floating]) -> NDArray[np.float32]:
 def nearest(
     queries: NDArray[np.float32], rows: NDArray[np.float32], top: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Cosines and indices of the `top` nearest rows of each query, (Q, top) each, best first."""
+    """Cosines and indices of the `top` nearest rows of each query, (Q, top) each, best first.
+
+    Exact: in blocks by NumPy, or for many rows by faiss, where it is installed.
+    """
     top = min(top, len(rows))
+    faiss = _import_faiss() if len(rows) >= _MANY else None
+    if faiss is not None:
+        scores, found = faiss.knn(queries, rows, top, metric=faiss.METRIC_INNER_PRODUCT)
+        return scores, found.astype(np.int64)
     best_scores = np.full((len(queries), 0), -np.inf, np.float32)
     best_rows = np.zeros((len(queries), 0), np.int64)
     step = max(1, _BLOCK // max(1, len(queries)))
@@ -215,6 +224,14 @@ def nearest(
         best_scores = np.take_along_axis(best_scores, order, 1)
         best_rows = np.take_along_axis(best_rows, order, 1)
     return best_scores, best_rows
+
+
+def _import_faiss() -> Any:
+    """The package faiss, or None."""
+    try:
+        return importlib.import_module("faiss")
+    except ImportError:
+        return None
 
 
 def text_query(

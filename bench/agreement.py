@@ -8,7 +8,8 @@ flowers   DeiT-Ti (ImageNet) fine-tuned on Oxford Flowers-102 at 224 pixels (fil
 cifar10   B/16 trained from scratch for some minutes on CIFAR-10 enlarged to 224 pixels, 10,000 test images;
           mean pooling and a fixed position embedding
 
-Calibration images are from the training set, evenly spaced. `all` quantizes every layer; `auto` is
+Calibration images are from the validation set, evenly spaced (of CIFAR-10, training images that are held
+out): of images that it was trained on, a model is too sure. `all` quantizes every layer; `auto` is
 keep="auto" with the gate's default limit. On a CPU the speed is the processor's time of one thread, in turns
 with timm's model in eager fp32. A trained model is saved beside the results before anything is measured, and
 --model takes it the next time; results are saved after each row.
@@ -55,7 +56,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a file that was trained before; no training")
     parser.add_argument("--calibration", type=int, default=512, help="images")
     parser.add_argument("--test", type=int, help="test images; all by default")
-    parser.add_argument("--merge", type=int, nargs="*", default=[], help="rows of token merging")
+    parser.add_argument(
+        "--merge", type=int, nargs="*", default=[], help="token merging instead: r of each row"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench/results"), help="a folder for the results")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,12 +104,14 @@ def cifar10(args: Any, device: str) -> Dataset:
     """Images enlarged to 224 pixels: all, or those that are measured."""
     data = open_dataset(args.npz)
     assert data.test is not None
-    train, test = data.train, data.test
-    if args.model:
-        train = train.take(every(len(train), args.calibration))
-    if args.test:
-        test = test.take(every(len(test), args.test))
-    return Dataset("cifar10", data.classes, enlarge(train, device), test=enlarge(test, device))
+    chosen = every(len(data.train), args.calibration)
+    others = np.setdiff1d(np.arange(len(data.train)), chosen)
+    val, test = (
+        enlarge(split, device)
+        for split in (data.train.take(chosen), data.test.take(every(len(data.test), args.test)))
+    )
+    train = val if args.model else enlarge(data.train.take(others), device)
+    return Dataset("cifar10", data.classes, train, val=val, test=test)
 
 
 def enlarge(split: Split, device: str, side: int = 224) -> Split:
@@ -120,7 +125,6 @@ def enlarge(split: Split, device: str, side: int = 224) -> Split:
 
 
 def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
-    """The test set only reports: the weights are those of the last step."""
     how: dict[str, Any] = {"report": False, "save_every": 1000, "fingerprint": False, "device": device}
     if args.data == "flowers":
         args.epochs = args.epochs or 20
@@ -146,10 +150,11 @@ def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
 def measure(bundle: Bundle, data: Dataset, args: Any, device: str) -> None:
     model = bundle.model.eval()
     assert data.test is not None
-    test = data.test.take(every(len(data.test), args.test or len(data.test)))
+    assert data.val is not None
+    test = data.test.take(every(len(data.test), args.test))
     with phase("reading the images"):
         images = read(bundle, test)
-        calibration = read(bundle, data.train.take(every(len(data.train), args.calibration)))
+        calibration = read(bundle, data.val.take(every(len(data.val), args.calibration)))
     calibrate = normalize_batch(calibration, bundle.preprocess, next(model.parameters()))
     with phase("fp32"), eval_mode(model):
         exact = logits(model, images, bundle)
@@ -161,7 +166,8 @@ def measure(bundle: Bundle, data: Dataset, args: Any, device: str) -> None:
     cases: dict[str, dict[str, Any]] = {"auto": plain} if device == "cuda" else {}
     cases |= {f"{lossy}, all": {"precision": lossy, "min_agreement": 0.0, "calibrate": calibrate}}
     cases |= {f"{lossy}, auto": {"precision": lossy, "keep": "auto", "calibrate": calibrate}}
-    cases |= {f"merge {r}": plain | {"merge": r, "calibrate": calibrate[:64]} for r in args.merge}
+    if args.merge:
+        cases = {f"merge {r}": plain | {"merge": r, "calibrate": calibrate[:8]} for r in args.merge}
     for name, how in cases.items():
         row: dict[str, Any] = {"row": name}
         begin = time.perf_counter()
@@ -178,12 +184,13 @@ def measure(bundle: Bundle, data: Dataset, args: Any, device: str) -> None:
             row |= {"speed_to_timm": speed(fast, model)} if device == "cpu" else {}
         print({key: value for key, value in row.items() if key not in ("report", "gate")}, flush=True)
         result["rows"].append(row)
-        save({**result, "environment": environment()}, args.out / f"agreement-{args.data}-{device}.json")
+        name = "merge" if args.merge else "agreement"
+        save({**result, "environment": environment()}, args.out / f"{name}-{args.data}-{device}.json")
 
 
-def every(count: int, wanted: int) -> np.ndarray[Any, Any]:
-    """Evenly spaced indices."""
-    return np.linspace(0, count - 1, min(count, wanted)).astype(int)
+def every(count: int, wanted: int | None) -> np.ndarray[Any, Any]:
+    """Evenly spaced indices; all without a number."""
+    return np.linspace(0, count - 1, min(count, wanted or count)).astype(int)
 
 
 def read(bundle: Bundle, split: Split) -> Tensor:

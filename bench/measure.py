@@ -78,7 +78,7 @@ def environment() -> dict[str, Any]:
 
 def without_paths(arguments: list[str]) -> list[str]:
     """The arguments but for where data comes from and results go: these are nobody else's paths."""
-    for option in ("--out", "--folder"):
+    for option in ("--out", "--folder", "--model", "--npz"):
         if option in arguments:
             place = arguments.index(option)
             arguments = arguments[:place] + arguments[place + 2 :]

@@ -17,6 +17,7 @@ from vitrail.evaluation.ood import fit_statistics
 from vitrail.evaluation.thresholds import DEFAULT, choose_thresholds
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.precision import ComputeDevice
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
@@ -52,12 +53,13 @@ class FinishedModel:
     """What is measured on the images when a run has ended, and goes into the model's file.
 
     Args:
+        compute: in whose precision the model runs, as in the evaluation of an epoch.
         on_batch: called with the number of images done; it may raise to stop.
     """
 
     data: Dataset
     settings: TrainConfig
-    device: torch.device
+    compute: ComputeDevice
     ranks: ProcessGroup
     on_batch: Callable[[int], None] = lambda done: None
 
@@ -78,12 +80,13 @@ class FinishedModel:
 
     def _run(self, bundle: Bundle, split: Split) -> Outputs:
         """Equal in all processes, whatever their number."""
-        model = copy.deepcopy(bundle.model).to(self.device)
+        model = copy.deepcopy(bundle.model).to(self.compute.device)
         width, classes = model.config.pooled_width, model.config.classes
 
         def compute(images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-            pooled = model.pool_images(images)
-            return torch.cat([pooled, model.head(pooled)], dim=1).float()
+            with self.compute.autocast():
+                pooled = model.pool_images(images)
+                return torch.cat([pooled, model.head(pooled)], dim=1).float()
 
         rows, valid = run_model(
             model,
@@ -98,7 +101,7 @@ class FinishedModel:
         )
         if rows.shape[1] != width + classes:  # there was no batch for this process
             rows = torch.zeros(len(split), width + classes)
-        rows, valid = (self.ranks.sum(part.to(self.device)).cpu() for part in (rows, valid))
+        rows, valid = (self.ranks.sum(part.to(self.compute.device)).cpu() for part in (rows, valid))
         kept = valid.numpy() > 0
         features, logits = rows.numpy()[kept, :width], rows.numpy()[kept, width:]
         return Outputs(features, logits, split.labels[kept])

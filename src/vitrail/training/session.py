@@ -250,7 +250,7 @@ class TrainingSession:
             if t.ranks.is_main:
                 self.checkpoints.save_best(bundle)
         t.ranks.barrier()
-        finished = FinishedModel(t.data, t.settings, t.compute.device, t.ranks, self.check_stop)
+        finished = FinishedModel(t.data, t.settings, t.compute, t.ranks, self.check_stop)
         best, last = load(out / "best.safetensors"), self.bundle(t.model)
         same = _same_weights(best.model, last.model)
         best = finished.complete(best)

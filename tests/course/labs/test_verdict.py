@@ -15,6 +15,7 @@ from vitrail.course.labs.verdict import (
     equal_within,
     fact,
     format_interval,
+    format_points,
     gain,
     is_above,
     reaches,
@@ -142,3 +143,9 @@ def test_numbers_are_json():
             isinstance(value, float) and not math.isfinite(value) for value in result["numbers"].values()
         )
         assert callable(find_lab(result["name"]).decide_verdict)
+
+
+def test_rounding_does_not_hide_on_which_side_of_zero_a_bound_lies():
+    assert format_points(Difference(0.0087, (0.0004, 0.017), 7)) == "+0.87 [+0.04, +1.70] points"
+    assert format_points(Difference(0.2, (0.131, 0.269), 3)) == "+20.0 [+13.1, +26.9] points"
+    assert format_points(Difference(0.0, None, 1)) == "+0.0 points"

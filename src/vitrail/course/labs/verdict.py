@@ -122,10 +122,15 @@ def is_above(interval: Interval | None, threshold: float) -> bool | None:
 
 
 def format_points(difference: Difference) -> str:
-    """A difference of accuracies in percentage points: "+20.0 [+13.1, +26.9] points"."""
-    text = f"{100 * difference.mean:+.1f}"
-    if difference.interval is not None:
-        text += " [{:+.1f}, {:+.1f}]".format(*(100 * bound for bound in difference.interval))
+    """A difference of accuracies in percentage points: "+20.0 [+13.1, +26.9] points".
+
+    It has a second decimal if one would hide that a bound is not 0.
+    """
+    bounds = [100 * bound for bound in difference.interval or ()]
+    form = "+.2f" if any(0 < abs(bound) < 0.05 for bound in bounds) else "+.1f"
+    text = f"{100 * difference.mean:{form}}"
+    if bounds:
+        text += f" [{bounds[0]:{form}}, {bounds[1]:{form}}]"
     return f"{text} points"
 
 

@@ -1,7 +1,7 @@
 """Preprocessing options, and what convert and verify refuse: other file endings, NaN and infinity."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ FIELDS = {
 
 
 def test_every_field_can_be_set(path):
-    assert set(FIELDS) == set(vt.Preprocess.__dataclass_fields__)
+    assert set(FIELDS) == {field.name for field in fields(vt.Preprocess)}
     for name, (text, value) in FIELDS.items():
         run("convert", path, f"{name}.safetensors", *sets(f"preprocess.{name}={text}"))
         assert getattr(vt.load(f"{name}.safetensors").preprocess, name) == value

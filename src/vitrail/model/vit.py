@@ -127,10 +127,10 @@ class ViT(TappedModule):
         return self.logits(self.head(self.pool_images(images, mask)))
 
     def pool_images(self, images: Tensor | list[Tensor], mask: Tensor | None = None) -> Tensor:
-        """The pooled vectors (B, D) of a batch, or of a list of images of different sizes."""
-        return (
-            encode_packed(self, images) if isinstance(images, list) else self.encode(images, mask=mask).pooled
-        )
+        """The pooled vectors (B, D) of a batch; after `accept_any_size`, a list of any sizes."""
+        if self.any_size and isinstance(images, list):
+            return encode_packed(self, images)
+        return self.encode(images, mask=mask).pooled  # type: ignore[arg-type]  # refuses a list by name
 
     def encode(
         self, images: Tensor, layers: Sequence[int] | None = None, mask: Tensor | None = None

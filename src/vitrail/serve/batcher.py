@@ -152,11 +152,11 @@ class Batcher:
                 for job in jobs:
                     self._work([job])
             return
-        for job, result in zip(jobs, results, strict=True):
-            job.future.set_result(result)
-        if not jobs[0].is_call:
+        if not jobs[0].is_call:  # before the answers: who has one finds it counted
             self.metrics.forward.add(time.perf_counter() - start)
             self.metrics.batches.add(len(jobs))
+        for job, result in zip(jobs, results, strict=True):
+            job.future.set_result(result)
 
     def _predict(self, jobs: list[ModelJob]) -> list[Prediction]:
         predictor = jobs[0].predictor or self.predictor

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tests.support.hostile import archive, error_messages, hostile_files, info, npy, npz, state, tensor, text
 from tests.support.hostile import safetensors as safetensors_bytes
 from vitrail.errors import FileError, printable
+from vitrail.io.write import remove_partial
 from vitrail.weights.files import Entry, open_weights, write_npz, write_safetensors
 
 PLAIN = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
@@ -620,8 +622,9 @@ class TestWriting:
         seen, replace, sync = [], os.replace, os.fsync
 
         def watch(source, target):
-            seen.append((Path(source), Path(target)))
-            open_weights(source).close()
+            if Path(target).name == "w":  # not the temporary file of safetensors
+                seen.append((Path(source), Path(target)))
+                open_weights(source).close()
             replace(source, target)
 
         monkeypatch.setattr(os, "replace", watch)
@@ -737,3 +740,23 @@ def test_printable():
     assert (long[:100], long[-50:]) == ("a" * 100, "z" * 50)
     assert "..." in long
     assert len(printable("\x1b" * 150)) == 200
+
+
+def test_a_killed_write_leaves_nothing_that_is_not_removed(tmp_path, monkeypatch):
+    """safetensors writes a temporary file of its own beside its target, and then renames it."""
+    beside = []
+    save = safetensors.torch.save_file
+
+    def killed(tensors, path, metadata):
+        save(tensors, path, metadata)
+        (path.parent / ".tmpA4gJTw").write_bytes(b"half of it")
+        shutil.copytree(tmp_path, tmp_path.with_name("as it was"))
+        beside.append(path)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", killed)
+    write_safetensors(tmp_path / "a.safetensors", {"x": torch.ones(3)})
+    left = tmp_path.with_name("as it was")
+    assert len(list(left.rglob(".tmp*"))) == len(beside) == 1
+    remove_partial(left)
+    assert list(left.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

@@ -69,6 +69,17 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def folder_beside(path: Path) -> Iterator[Path]:
+    """A temporary folder next to a path, for libraries that write temporary files of their own."""
+    partial = path.with_name(f".{secrets.token_hex(8)}.part")
+    partial.mkdir()
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def write_text(path: str | Path, text: str, *, overwrite: bool = False) -> Path:
     """Write a UTF-8 file atomically."""
     with atomic_file(path, overwrite=overwrite) as partial:

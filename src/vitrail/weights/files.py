@@ -16,7 +16,7 @@ import numpy as np
 
 from vitrail.errors import FileError, VitrailError, printable
 from vitrail.io.read import open_regular
-from vitrail.io.write import atomic_file
+from vitrail.io.write import atomic_file, folder_beside
 from vitrail.weights import arrays
 from vitrail.weights.arrays import Entry, MalformedFile, Span
 from vitrail.weights.file_kind import is_zip, kind_of_zip
@@ -195,7 +195,9 @@ def write_safetensors(
             storage = tensor.untyped_storage().data_ptr()
             plain[name] = tensor.clone() if storage in seen else tensor
             seen.add(storage)
-        save_file(plain, partial, dict(metadata) if metadata else None)
+        with folder_beside(partial) as folder:  # killed, safetensors would leave its own temporary file
+            save_file(plain, folder / partial.name, dict(metadata) if metadata else None)
+            os.replace(folder / partial.name, partial)
 
 
 def write_npz(path: StrPath, arrays: Mapping[str, np.ndarray]) -> None:

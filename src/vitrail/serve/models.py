@@ -73,7 +73,8 @@ async def warm_up(app: App) -> None:
         for one in apps:
             preprocess = one.predictor.preprocess
             blank = np.zeros((*preprocess.target, preprocess.channels), np.uint8)
-            for count in sorted({1, min(8, one.settings.batch), one.settings.batch}):
+            few = 1 if one.predictor.acceleration is None else min(8, one.settings.batch)  # a CUDA graph each
+            for count in sorted({1, few, one.settings.batch}):
                 list(one.predictor.predict_batch([("", blank)] * count))
 
     model = app.batcher.call(predict_blank, float("inf"))

@@ -186,8 +186,10 @@ class Builder:
         if name == PLAIN and len(routes) > 1:
             why.append(f"Nothing else was faster at batch {batch}, so the model itself computes.")
         run = runs[name] if name in runs else routes[name]()
-        if name != PLAIN and precision not in LOSSY and (wrong := self._find_error(run, routes[PLAIN]())):
-            why, name, run = [f"{name} {wrong}, so the model itself computes."], PLAIN, routes[PLAIN]()
+        if name != PLAIN and precision not in LOSSY:
+            plain = runs[PLAIN] if PLAIN in runs else routes[PLAIN]()
+            if wrong := self._find_error(run, plain):
+                why, name, run = [f"{name} {wrong}, so the model itself computes."], PLAIN, plain
         used = precision if name != PLAIN or precision not in LOSSY else resolve("auto", self.device)
         report = Acceleration(
             precision=used,

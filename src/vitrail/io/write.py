@@ -56,22 +56,18 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder; it is renamed to `path`, which must be new or empty, when the block ends."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{secrets.token_hex(8)}.part")
-    partial.mkdir()
-    try:
+    with folder_beside(target) as partial:
         yield partial
         sync_folder(partial)
         if target.is_dir():
             target.rmdir()  # fails if it is not empty
         os.rename(partial, target)
         sync_folder(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def folder_beside(path: Path) -> Iterator[Path]:
-    """A temporary folder next to a path, for libraries that write temporary files of their own."""
+    """A temporary folder next to a path; deleted at the end, unless it has been renamed."""
     partial = path.with_name(f".{secrets.token_hex(8)}.part")
     partial.mkdir()
     try:

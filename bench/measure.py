@@ -16,9 +16,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def interleave(jobs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -104,3 +106,22 @@ def save(result: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {path}")
+
+
+def capture(step: Callable[[], T]) -> Callable[[], T]:
+    """A step as one CUDA graph: warm up on another stream, record, replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = step()
+
+    def replay(tensors: Callable[[], T] = step) -> T:  # the graph does not keep what the step reads
+        graph.replay()
+        return result
+
+    return replay

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vitrail as vt
+from bench.measure import capture
 from vitrail.inspect import distance, filters, positions
 from vitrail.model import ViT
 from vitrail.model.tokens import patchify
@@ -132,7 +133,7 @@ class Trainer:
             return loss.detach()
 
         self.model.train()
-        step_once = captured(take_step) if on_gpu else take_step
+        step_once = capture(take_step) if on_gpu else take_step  # steps before the capture have a rate of 0
         start, step, done, loss = time.monotonic(), 0, 0.0, rate
         while done < 1:
             if step % _SYNC == 0:  # the GPU is otherwise hundreds of steps behind the clock
@@ -145,25 +146,6 @@ class Trainer:
             loss = step_once()
             step += 1
         print(f"{name}: {step} steps, {time.monotonic() - start:.0f} s, loss {loss.item():.4f}", flush=True)
-
-
-def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A step as one CUDA graph. The steps before the capture have a learning rate of 0."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
 
 
 def accuracy(model: ViT, x: Tensor, y: np.ndarray) -> float:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.measure import clock, environment, interleave, rates, save
+from bench.measure import capture, clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch, Reader
@@ -182,24 +182,6 @@ def training_step(
         optimizer.step()
 
     return capture(step) if graph else step
-
-
-def capture(step: Step) -> Step:
-    """The usual few lines: warm up on another stream, record, replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-
-    def replay(tensors: Step = step) -> None:  # the graph does not keep what the step reads
-        graph.replay()
-
-    return replay
 
 
 # ---- recipes --------------------------------------------------------------------------------

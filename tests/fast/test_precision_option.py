@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.evaluation_models import train_digits_bundle
 from vitrail.cli import app
+from vitrail.cli.outputs import saving_gate_report
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.accelerated import read_calibration
+from vitrail.fast.gate import GateError, compare
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,17 @@ def test_an_int8_file_is_smaller_proven_and_predicts(file, bundle, photos, tmp_p
     same = [one.label == two.label for one, two in pairs]
     assert np.mean(same) == pytest.approx(proof["gate"]["agreement"])
     assert any(one.score != two.score for one, two in zip(found, expected, strict=True))
+
+
+def test_an_older_report_of_the_gate_stays_and_is_named(tmp_path):
+    older = tmp_path / "x.onnx.gate.json"
+    older.write_text("mine")
+    logits = torch.eye(2)
+    gate = compare(logits, -logits, precision="int8", min_agreement=1.0)
+    named = pytest.raises(vt.InputError, match=r"x.onnx.gate.json exists already.*remove it")
+    with named, saving_gate_report(tmp_path / "x.onnx"):
+        raise GateError(gate)
+    assert older.read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ def saving_gate_report(out: Path | None) -> Iterator[None]:
             raise
         file = out.with_name(out.name + ".gate.json")
         if os.path.lexists(file):
-            raise
+            older = f"{printable(file)} exists already, so it has no report of this; remove it to get one."
+            raise InputError(f"{error} {older}") from error
         write_text(file, json.dumps(gate.as_dict(), indent=1) + "\n")
         raise InputError(f"{error} The report is in {printable(file)}.") from error
 

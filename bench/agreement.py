@@ -5,8 +5,8 @@
     python -m bench.agreement cifar10 --npz cifar10.npz --out bench/results
 
 flowers   DeiT-Ti (ImageNet) fine-tuned on Oxford Flowers-102 at 224 pixels (files of 64), 819 test images
-cifar10   B/16 trained from scratch for some minutes on CIFAR-10 enlarged to 224 pixels, 10,000 test images;
-          mean pooling and a fixed position embedding
+cifar10   B/16 trained from scratch for some minutes on CIFAR-10, 10,000 test images; mean pooling and a fixed
+          position embedding. The images are enlarged to 112 pixels, and to 224 for the last three epochs
 
 Calibration images are from the validation set, evenly spaced (of CIFAR-10, training images that are held
 out): of images that it was trained on, a model is too sure. `all` quantizes every layer; `auto` is
@@ -44,6 +44,8 @@ from vitrail.images.reader import read_pixels
 from vitrail.model.modes import eval_mode
 from vitrail.weights.bundle import Bundle
 
+SIDE, FIRST_SIDE = 224, 112  # pixels
+LAST_EPOCHS = 3  # at the larger size
 SPLITS = {"train": "train", "valid": "val", "val": "val", "test": "test"}
 
 
@@ -52,7 +54,7 @@ def main() -> None:
     parser.add_argument("data", choices=("flowers", "cifar10"))
     parser.add_argument("--folder", type=Path, default=Path("../shared/data"), help="of flowers and DeiT-Ti")
     parser.add_argument("--npz", type=Path, help="cifar10.npz")
-    parser.add_argument("--epochs", type=int, help="of training; 20 for flowers, 12 for CIFAR-10")
+    parser.add_argument("--epochs", type=int, help="of training; 20 for flowers, 30 for CIFAR-10")
     parser.add_argument("--model", type=Path, help="a file that was trained before; no training")
     parser.add_argument("--calibration", type=int, default=512, help="images")
     parser.add_argument("--test", type=int, help="test images; all by default")
@@ -101,7 +103,7 @@ def flowers(source: Path, folder: Path) -> Dataset:
 
 
 def cifar10(args: Any, device: str) -> Dataset:
-    """Images enlarged to 224 pixels: all, or those that are measured."""
+    """CIFAR-10, with those images enlarged that are measured."""
     data = open_dataset(args.npz)
     assert data.test is not None
     chosen = every(len(data.train), args.calibration)
@@ -110,11 +112,10 @@ def cifar10(args: Any, device: str) -> Dataset:
         enlarge(split, device)
         for split in (data.train.take(chosen), data.test.take(every(len(data.test), args.test)))
     )
-    train = val if args.model else enlarge(data.train.take(others), device)
-    return Dataset("cifar10", data.classes, train, val=val, test=test)
+    return Dataset("cifar10", data.classes, data.train.take(others), val=val, test=test)
 
 
-def enlarge(split: Split, device: str, side: int = 224) -> Split:
+def enlarge(split: Split, device: str, side: int = SIDE) -> Split:
     assert split.images is not None
     parts = []
     for part in torch.from_numpy(split.images).split(1000):
@@ -130,18 +131,28 @@ def train(args: Any, data: Dataset, folder: Path, device: str) -> Bundle:
         args.epochs = args.epochs or 20
         weights = args.folder / "weights" / "deit_tiny_imagenet1k.safetensors"
         how |= {"from_": weights, "preprocess": "deit", "batch": 256, "lr": 4e-4}
-    else:
-        args.epochs = args.epochs or 12
-        how |= {
-            "recipe": "small",
-            "model": {"name": "B/16", "drop_path": 0.0},
-            "batch": 512,
-            "optimizer": "muon",
-            "lr": 1e-3,
-            "smoothing": 0.0,
-            "augment": {"rotate": 0.0, "zoom": 1.1, "translate": 0.1, "flip": 0.5},
-        }
-    return vt.train(data, out=folder / "run", epochs=args.epochs, **how).bundle
+        return vt.train(data, out=folder / "run", epochs=args.epochs, **how).bundle
+    args.epochs = args.epochs or 30
+    assert data.val is not None
+    how |= {
+        "recipe": "small",
+        "batch": 512,
+        "optimizer": "muon",
+        "evaluate_every": 10,
+        "augment": {"rotate": 10.0, "zoom": 1.1, "translate": 0.1, "flip": 0.5, "brightness": 0.2},
+    }
+    small = Dataset(
+        "cifar10",
+        data.classes,
+        enlarge(data.train, device, FIRST_SIDE),
+        val=enlarge(data.val, device, FIRST_SIDE),
+    )
+    size = {"name": f"B/16@{FIRST_SIDE}", "drop_path": 0.1}
+    first = {"epochs": args.epochs - LAST_EPOCHS, "lr": 1e-3, "mixing": {"mixup": 0.2, "probability": 0.5}}
+    vt.train(small, out=folder / "first", model=size, **how, **first)
+    large = Dataset("cifar10", data.classes, enlarge(data.train, device), val=data.val)
+    start, last = folder / "first" / "best.safetensors", {"epochs": LAST_EPOCHS, "lr": 2e-4, "tune": "full"}
+    return vt.train(large, out=folder / "last", from_=start, size=SIDE, **how, **last).bundle
 
 
 # ---- agreement ------------------------------------------------------------------------------

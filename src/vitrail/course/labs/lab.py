@@ -36,6 +36,7 @@ from torch import Tensor
 from vitrail.course.labs.verdict import TOO_SMALL, Verdict, format_verdict
 from vitrail.errors import InputError, printable, require_extra, suggest
 from vitrail.experiment.trial import one_thread
+from vitrail.images.workers import usable_cores
 from vitrail.io.write import write_text
 
 if TYPE_CHECKING:
@@ -216,8 +217,8 @@ def _set_device(device: str) -> None:
 
 
 def process_count(size: LabSize) -> int:
-    """How many runs of a lab are trained at the same time: one per core, up to 16."""
-    return 1 if size == "small" else max(2, min(16, os.cpu_count() or 2))
+    """How many runs of a lab are trained at the same time: one per core of this process, up to 16."""
+    return 1 if size == "small" else max(2, min(16, usable_cores()))
 
 
 def load_images(data: str | Path | None, count: int) -> Tensor:

@@ -29,7 +29,15 @@ from vitrail.errors import ConfigError, InputError
 from vitrail.images import workers as workers_module
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.worker_process import BLOCKS, WorkerError, share_results
-from vitrail.images.workers import CHUNK, Task, WorkerPlan, Workers, check_workers, choose_workers
+from vitrail.images.workers import (
+    CHUNK,
+    Task,
+    WorkerPlan,
+    Workers,
+    check_workers,
+    choose_workers,
+    in_background,
+)
 
 __all__ = ["one_thread"]
 
@@ -355,3 +363,69 @@ def in_group(pid, group):
         return os.getpgid(int(pid)) == group
     except OSError:
         return False
+
+
+@LINUX
+def test_a_batch_is_copied_by_one_thread(tmp_path):
+    """A copy by torch starts a thread for each core, which then spins where the workers decode."""
+    program = textwrap.dedent("""
+        import os, sys
+        import torch
+        from vitrail.data.loader import Reader
+        from vitrail.data.sources import open_dataset
+        from vitrail.images.preprocess import Preprocess
+        from vitrail.images.workers import WorkerPlan, Workers
+
+        torch.set_num_threads(4)
+        split = open_dataset(sys.argv[1]).train
+        running = Workers(WorkerPlan("processes", 1, ""), image_bytes=3 * 224 * 224)
+        reader = Reader(split, Preprocess(size=224), workers=running)
+        requests = [(0, torch.arange(len(split)))] * 2
+        before = None
+        for batch in reader.batches(requests):
+            now = len(os.listdir("/proc/self/task"))
+            before = now if before is None else before
+            assert batch.images.numel() > 10 * 32768, "torch would use threads for as much"
+            assert now == before, (now, before)
+        print("threads", now)
+        batch.images.clone().add_(1)
+        print("with torch", len(os.listdir("/proc/self/task")))
+    """)
+    folder = write_folder(tmp_path / "images")
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder], capture_output=True, text=True, check=True, timeout=120
+    )
+    own, with_torch = (int(line.split()[-1]) for line in done.stdout.splitlines())
+    assert with_torch >= own + 3, "this test would not notice torch's threads"
+
+
+def test_in_background_gives_items_in_order_and_closes_the_generator():
+    events = []
+
+    def numbers():
+        try:
+            for number in range(100):
+                events.append(number)
+                yield number
+        finally:
+            events.append("closed")
+
+    assert list(in_background(numbers(), 2)) == list(range(100))
+    assert events[-1] == "closed"
+    events.clear()
+    taken = in_background(numbers(), 2)
+    assert [next(taken), next(taken)] == [0, 1]
+    taken.close()
+    assert events[-1] == "closed"
+    assert len(events) <= 6, "it is only so far ahead"
+
+
+def test_in_background_raises_the_error_of_the_generator():
+    def failing():
+        yield 1
+        raise InputError("the disk is gone")
+
+    taken = in_background(failing(), 2)
+    assert next(taken) == 1
+    with pytest.raises(InputError, match="the disk is gone"):
+        next(taken)

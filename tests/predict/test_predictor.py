@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -132,6 +133,26 @@ def test_files_are_read_while_the_model_computes(bundle, photos, monkeypatch):
     names = ["first.png", "second.png", "third.png", "fourth.png", "fifth.png"]
     found = Predictor(bundle, batch=1, workers=2)(names)
     assert [(one.name, one.error) for one in found] == [(name, None) for name in names]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_beside_a_gpu_batches_are_made_by_a_thread_of_their_own(bundle, photos, monkeypatch, workers):
+    """The same predictions; and no thread stays if they are not all taken."""
+    plain = Predictor(bundle, batch=3, workers=workers)(photos)
+    monkeypatch.setattr(Predictor, "on_cpu", False)
+    predict = Predictor(bundle, batch=3, workers=workers)
+    found = predict([photos, "missing.png"])
+    assert [one.name for one in found[:-1]] == [one.name for one in plain]
+    assert all(np.array_equal(a.logits, b.logits) for a, b in zip(found, plain, strict=False))
+    assert "No such file" in found[-1].error
+    before = threading.active_count()
+    stream = predict.stream([photos] * 50)
+    next(stream)
+    stream.close()
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)  # a thread of the pool ends with the file that it reads
+    assert threading.active_count() <= before
 
 
 # ---- scores -------------------------------------------------------------------------------

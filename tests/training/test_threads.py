@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,15 @@ def test_without_a_rehearsal(trainer, timed):
     assert choose_threads(trainer, 5) == threads.Threads(5, "as chosen before")
     torch.set_num_threads(1)
     assert choose_threads(trainer, None).count == 1
+
+
+def test_one_thread_beside_a_gpu(trainer, timed):
+    """The threads of torch's copies would spin on the cores that decode."""
+    timed({})
+    trainer.compute = replace(trainer.compute, device=torch.device("cuda"))
+    assert choose_threads(trainer, None).count == 1
+    trainer.settings = replace(trainer.settings, threads=3)
+    assert choose_threads(trainer, None).count == 3
 
 
 def test_a_real_rehearsal(trainer, monkeypatch):

@@ -41,6 +41,7 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Option(
+            "--model",
             metavar="MODEL",
             help="Count the images that this model was trained on. DATA needs no training set then.",
         ),

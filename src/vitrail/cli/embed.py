@@ -83,6 +83,7 @@ def embed(
     from vitrail.predict.index import build_index
     from vitrail.predict.sources import expand_paths
 
+    options.expect_files(images, how["workers"])
     predictor = Predictor(model, native=native, **how)
     options.check_trained_native(predictor, native)
     options.print_acceleration(predictor, quiet=quiet)

@@ -33,7 +33,7 @@ def lab(
         typer.Option("--small", help="Run a smaller experiment, which takes seconds and gives no verdict."),
     ] = False,
     device: Annotated[
-        str, typer.Option(help="Where models are trained: auto, cpu or cuda.", metavar="DEVICE")
+        str, typer.Option("--device", help="Where models are trained: auto, cpu or cuda.", metavar="DEVICE")
     ] = "auto",
     save: Annotated[
         Path | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -253,6 +254,16 @@ def parse_value(text: str) -> Any:
             pass
     parts = text.split("x")
     return tuple(map(int, parts)) if len(parts) > 1 and all(p.isdecimal() for p in parts) else text
+
+
+def expect_files(inputs: list[str], workers: Any) -> None:
+    """Let worker processes get ready while the model is loaded, if these paths have work for them."""
+    from vitrail.images.workers import MIN_IMAGES
+    from vitrail.images.workers import expect_files as expect
+    from vitrail.predict.sources import expand_paths
+
+    if "-" not in inputs:
+        expect(workers, sum(1 for _ in islice(expand_paths(inputs), MIN_IMAGES)))
 
 
 def parse_workers(text: str) -> Any:

@@ -146,6 +146,7 @@ def predict(
         return
     overrides |= speedup
     how = {"batch": batch, "workers": options.parse_workers(workers), "native": native}
+    options.expect_files(inputs, how["workers"])
     with saving_gate_report(Path(out) if out else None):
         predictor = Predictor(opened or model, **how, **overrides)
     options.print_acceleration(predictor, quiet=quiet)

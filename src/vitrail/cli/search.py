@@ -31,7 +31,9 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print the images as JSON.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="The model of the index.", show_default="the path in the index"),
+        typer.Option(
+            "--model", metavar="MODEL", help="The model of the index.", show_default="the path in the index"
+        ),
     ] = None,
     device: options.Device = None,
     settings: options.Set = None,

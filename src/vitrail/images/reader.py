@@ -174,7 +174,9 @@ class ImageReader:
         valid, at = torch.ones(len(indices)), 0
         for part in parts:
             if (pixels := part.uniform()) is not None:
-                images[at : at + len(pixels)].copy_(pixels)
+                # By NumPy, in this thread: a copy by torch wakes a thread for each core, and between two
+                # copies they spin, on cores that the workers need.
+                images.numpy()[at : at + len(pixels)] = pixels.numpy()
             for number, result in enumerate(() if pixels is not None else part.unpack(), at):
                 if isinstance(result, str):
                     self._record(int(indices[number]), result)

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from types import ModuleType
 from typing import Any
@@ -126,9 +127,7 @@ class WorkerProcesses:
     def __init__(self, count: int, tasks: Iterable[Task | None], *, block: int = 0) -> None:
         self.blocks = _shared(BLOCKS * count * block).view(-1, block) if block else None
         self.free = list(range(BLOCKS * count)) if block else []
-        if start_method() == "forkserver":
-            # One process imports torch; the workers are its forks, and share that memory.
-            multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+        start_server()
         loader = DataLoader(
             _Tasks(self.blocks),
             batch_size=None,
@@ -210,6 +209,17 @@ class WorkerProcesses:
 def start_method() -> str:
     """forkserver, or spawn where it does not exist. A plain fork is unsafe once torch has threads or CUDA."""
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, without waiting until it has imported torch.
+
+    The workers share the memory of what it imports.
+    """
+    if start_method() == "forkserver":
+        multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
+        with _without_main(), _interrupts_blocked():
+            forkserver.ensure_running()
 
 
 def shared_memory_free() -> int | None:

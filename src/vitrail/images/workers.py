@@ -11,8 +11,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from queue import Full, Queue
+from threading import Event, Thread
+from typing import Any, Literal, TypeVar, cast
 
 from vitrail.errors import ConfigError
 from vitrail.fields import as_integer
@@ -24,6 +27,7 @@ from vitrail.images.worker_process import (
     WorkerProcesses,
     shared_memory_free,
     start_method,
+    start_server,
 )
 
 __all__ = ["Results", "Task", "WorkerPlan", "Workers", "choose_workers", "look_ahead", "submit"]
@@ -109,6 +113,12 @@ def choose_workers(
     return WorkerPlan("processes", count, f"{cores} cores" if auto else "")
 
 
+def expect_files(requested: int | Literal["auto"], images: int) -> None:
+    """Prepare for so many files to be decoded soon: worker processes import torch while a model is loaded."""
+    if choose_workers(requested, images).kind == "processes":
+        start_server()
+
+
 def _cannot_start() -> str:
     """Why this process should not start others; empty if it may."""
     import torch.distributed as dist
@@ -134,7 +144,7 @@ class _Stream:
 class Workers:
     """Runs tasks ahead of their use. Several streams share the workers, each with its results in order.
 
-    Processes are started with the first task and reused until `close`.
+    Processes are started with the first task and reused until `close`; what they import is loaded before.
 
     Args:
         image_bytes: the size of a result, if all have the same one and are given to `release`: processes then
@@ -147,6 +157,9 @@ class Workers:
         self._processes: WorkerProcesses | None = None
         self._streams: list[_Stream] = []  # the one that started last comes first
         self._owners: deque[_Stream | None] = deque()  # of all tasks under way, in order
+
+        if plan.kind == "processes":
+            start_server()
 
     @property
     def chunk(self) -> int:
@@ -257,3 +270,48 @@ def look_ahead(items: Iterable[T], count: int) -> Iterator[T]:
             yield waiting.popleft()
     while waiting:
         yield waiting.popleft()
+
+
+def in_background(items: Generator[T], ahead: int) -> Generator[T]:
+    """The items in order, taken by a thread of its own until so many wait for the caller.
+
+    The thread closes the generator, also if the caller stops early; an error in it is raised here.
+    """
+    ready: Queue[tuple[T | None, BaseException | None]] = Queue(ahead)
+    stopped = Event()
+
+    def take() -> None:
+        last: BaseException | None = None
+        try:
+            with closing(items):
+                for item in items:
+                    if not _put(ready, (item, None), stopped):
+                        return
+        except BaseException as error:  # raised in the caller's thread
+            last = error
+        _put(ready, (None, last or StopIteration()), stopped)
+
+    thread = Thread(target=take, daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield cast(T, item)
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _put(ready: Queue[T], item: T, stopped: Event) -> bool:
+    """Put an item into a queue as soon as there is room; False if nobody will take it."""
+    while not stopped.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+        except Full:
+            continue
+        return True
+    return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from vitrail.fast.routes import Acceleration
 from vitrail.fields import short_repr
 from vitrail.images.convert import check_pixel_range
 from vitrail.images.reader import read_pixels
-from vitrail.images.workers import check_workers
+from vitrail.images.workers import check_workers, in_background
 from vitrail.memory import check_fits, forward_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.predict.engine import open_engine
@@ -131,8 +131,11 @@ class Predictor:
         given = [images] if _is_single(images) else images
         ahead = min(PREFETCH * self.batch, self._prefetch_limit())
         how: dict[str, Any] = {"workers": self.workers, "ahead": ahead, "busy": self.on_cpu}
-        with closing(prefetch(expand_paths(given), self.preprocess, **how)) as read:
-            while batch := list(islice(read, self.batch)):
+        batches = _batches(prefetch(expand_paths(given), self.preprocess, **how), self.batch)
+        if not self.on_cpu:  # pixels are copied while the GPU computes
+            batches = in_background(batches, 1)
+        with closing(batches):
+            for batch in batches:
                 yield from self.predict_batch(batch)
 
     def _check_given(self, images: Any) -> None:
@@ -221,6 +224,14 @@ class Predictor:
             raise InputError(describe_error(error)) from error
         images = preprocess.normalize(pixels)[None].to(next(model.parameters()).dtype)
         return rollout.draw(rollout.compute(model, images, method=method), pixels[None])
+
+
+def _batches(
+    read: Generator[tuple[str, PixelsOrReason]], size: int
+) -> Generator[list[tuple[str, PixelsOrReason]]]:
+    with closing(read):
+        while batch := list(islice(read, size)):
+            yield batch
 
 
 def _is_single(images: Any) -> bool:

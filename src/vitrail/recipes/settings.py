@@ -252,7 +252,7 @@ class TrainConfig(Config):
     )
     threads: int | Literal["auto"] = _threads(
         "CPU threads that compute; auto is torch's own number, or fewer where a short rehearsal finds that "
-        "clearly faster. The number changes the last bits of a result"
+        "clearly faster, and one beside a GPU. The number changes the last bits of a result"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = choice(
         "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere; fp16, with loss "
@@ -266,7 +266,7 @@ class TrainConfig(Config):
         "Whether to capture the step as one CUDA graph; auto does on a GPU if it can"
     )
     residual: Literal["fp32", "bf16"] = choice(
-        "Floating-point format of the residual stream in mixed precision", default="fp32"
+        "Floating-point format of the residual stream in mixed precision", default="bf16"
     )
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = choice(
         "How several processes share the model: a copy each (ddp); a shard of the weights, gradients and "

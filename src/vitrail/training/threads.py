@@ -52,7 +52,9 @@ def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
         return Threads(asked, "as requested")
     if reused is not None:
         return Threads(reused, "as chosen before")
-    if trainer.compute.device.type != "cpu" or trainer.ranks.count > 1 or default == 1:
+    if trainer.compute.device.type != "cpu":
+        return Threads(1, "the model is computed elsewhere, and the cores are for decoding")
+    if trainer.ranks.count > 1 or default == 1:
         return Threads(default, "torch's own number")
     seconds = estimate_seconds(trainer)
     if seconds < _SHORT_RUN:

@@ -138,7 +138,7 @@ def estimate(size: str, images: int, recomputed: int, shards: int) -> float:
     config = preset(size)
     count = sum(config.parameter_counts.values())
     states = state_bytes(count, count, ema=False) / shards + (gathered_bytes(config) if shards > 1 else 0)
-    return states + activation_bytes(config, images, 2, checkpointed=recomputed)
+    return states + activation_bytes(config, images, 2, checkpointed=recomputed, shards=shards)
 
 
 if __name__ == "__main__":

@@ -106,12 +106,16 @@ def activation_bytes(
     *,
     residual: int = _FLOAT_BYTES,
     checkpointed: int = 0,
+    shards: int = 1,
 ) -> int:
     """About what the blocks keep for the backward pass of a training step; no lower bound.
 
     Args:
         itemsize, residual: bytes of a number in products, and in the residual stream.
-        checkpointed: the blocks that keep only their input; one of them at a time is computed again.
+        checkpointed: the blocks that keep only their input; one of them at a time is computed again. Their
+            inputs are released while gradients come into being, so that about half of these is never there
+            at the same time.
+        shards: in how many parts the gradients are cut.
     """
     # The residual stream before both norms; the inputs of the four products, q, k and v, and what the
     # activation function takes.
@@ -120,7 +124,10 @@ def activation_bytes(
     )
     few = min(checkpointed, config.depth)
     whole = config.depth - few + (few > 0)
-    return images * config.tokens * (whole * block + few * residual * config.width)
+    rows, counts = images * config.tokens, config.parameter_counts
+    gradients = _FLOAT_BYTES * (counts["attention"] + counts["the MLPs"]) * few // config.depth // shards
+    inputs = rows * few * residual * config.width - gradients // 2
+    return rows * whole * block + max(0, inputs)
 
 
 def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:

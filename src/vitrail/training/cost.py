@@ -138,6 +138,9 @@ def step_cost(
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
     if shards > 1:
         states = state_bytes(count, count, ema=ema) // shards + gathered_bytes(config)
+        working = activation_bytes(
+            config, part, _HALF, residual=_HALF, checkpointed=checkpointed, shards=shards
+        )
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
     reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
     compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)

@@ -122,5 +122,6 @@ def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
     itemsize, copies = trainer.compute.dtype.itemsize, trainer.parallel.mode == "ddp"
     states = state_bytes(count, trained, ema=bool(s.ema), copies=copies) / trainer.parallel.shards
     residual = trainer.compute.residual_bytes(s.residual)
-    working = activation_bytes(c, images, itemsize, residual=residual, checkpointed=s.checkpoint_blocks)
+    how = {"residual": residual, "checkpointed": s.checkpoint_blocks, "shards": trainer.parallel.shards}
+    working = activation_bytes(c, images, itemsize, **how)
     return states + kept * working

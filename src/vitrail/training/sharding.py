@@ -191,6 +191,7 @@ def _choose_mode(
         compute.dtype.itemsize,
         residual=compute.residual_bytes(settings.residual),
         checkpointed=settings.checkpoint_blocks,
+        shards=ranks.count,
     )
     states = state_bytes(sum(parameters), trained, ema=bool(settings.ema), copies=True)
     memory = _device_memory(compute, ranks)

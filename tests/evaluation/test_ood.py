@@ -80,6 +80,16 @@ def bundle():
     return vt.Bundle(model=model, labels=["cat", "dog", "eel"], statistics=statistics)
 
 
+@pytest.mark.parametrize("spread", [1e-3, 1e-6, 1e-9, 0.0])
+def test_features_that_hardly_differ_have_no_statistics_or_finite_ones(spread):
+    """A model that has learned nothing must not end its run with an error."""
+    rng = np.random.default_rng(0)
+    features = 1.0 + spread * rng.normal(size=(300, 16))
+    labels = rng.integers(0, 3, 300)
+    statistics = fit_statistics(features, labels, features[:50], MUCH)
+    assert (statistics is None) == (spread < 1e-4)
+
+
 def test_an_evaluation_counts_images_out_of_distribution(bundle, tmp_path):
     """The same images as `predict` flags, whatever the batch size, and with probes."""
     rng = np.random.default_rng(2)

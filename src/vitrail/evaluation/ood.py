@@ -44,7 +44,7 @@ def fit_statistics(
     """Class means and a shared covariance of training features (N, D), with a threshold by validation (M, D).
 
     For multi-label data, labels (N, K), the features have one mean. None if the statistics would take more
-    than `max_bytes`, or if there are too few images.
+    than `max_bytes`, if there are too few images, or if their features hardly differ.
     """
     x = unit_length(features)
     center = x.mean(axis=0)
@@ -57,13 +57,14 @@ def fit_statistics(
         return None
     covariance = (1 - SHRINKAGE) * covariance + SHRINKAGE * spread * np.eye(len(covariance))
     values, vectors = np.linalg.eigh(covariance)
-    whitening = vectors / np.sqrt(values)
+    whitening = vectors / np.sqrt(values * len(values))  # so that a distance is about 1
     whitened = means @ whitening
-    scale = 1 / np.sqrt(len(values))  # so that a distance is about 1
+    if max(np.abs(whitening).max(), np.abs(whitened).max()) > np.finfo(np.float16).max:
+        return None  # the features of all images are nearly the same
     statistics = FeatureStatistics(
         center.astype(np.float32),
-        (scale * whitening).astype(np.float16),
-        (scale * whitened).astype(np.float16),
+        whitening.astype(np.float16),
+        whitened.astype(np.float16),
         np.ones(1, np.float32),
     )
     return None if statistics.bytes > max_bytes else _with_threshold(statistics, validation)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import InputError, printable, require_extra
+from vitrail.fast.onnx_attention import fuse_attention
 from vitrail.model import ViT
 from vitrail.telemetry import import_onnxruntime
 
@@ -35,14 +36,16 @@ class _Outputs(nn.Module):
 
 
 def build_onnx(model: ViT) -> ModelProto:
-    """images (B, C, H, W) to `pooled` and `logits` in fp32, with a dynamic batch."""
+    """images (B, C, H, W) to `pooled` and `logits` in fp32, with a dynamic batch; for ONNX Runtime."""
     import_onnxruntime()  # before onnxscript and torch.onnx, which can load it too
     with require_extra("export"):
         import onnxscript  # noqa: F401  # torch imports it later, with a less helpful error
     example = torch.zeros(2, *model.config.input_shape)
     with quiet(), explain_errors(), torch.no_grad():
         program = torch.export.export(_Outputs(model), (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
-    return to_onnx(program, inputs=["images"], outputs=["pooled", "logits"])
+    graph = to_onnx(program, inputs=["images"], outputs=["pooled", "logits"])
+    fuse_attention(graph, model)
+    return graph
 
 
 def to_onnx(program: ExportedProgram, *, inputs: Sequence[str], outputs: Sequence[str]) -> ModelProto:

@@ -1,0 +1,113 @@
+"""Attention of a traced model as one operator of ONNX Runtime, instead of some twenty standard ones.
+
+Only for graphs that ONNX Runtime runs here: other runtimes do not know the operator, so exported files keep
+the standard ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vitrail.model import ViT
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_DOMAIN = "com.microsoft"
+_SPLIT_HEADS = [2, 0, 3, 1, 4]  # (B, T, 3, k, d) to (3, B, k, T, d)
+_JOIN_HEADS = [0, 2, 1, 3]  # (B, k, T, d) to (B, T, k, d)
+_MOVES = ("Mul", "Slice", "Squeeze", "Reshape", "Transpose")  # between qkv and the scores; Mul is the scale
+
+
+def fuse_attention(graph: ModelProto, model: ViT) -> int:
+    """Replace attention in place wherever q, k and v go unchanged into it; how often.
+
+    With norms of q and k, rotary embedding or a position bias the standard operators stay.
+    """
+    from onnx import helper
+
+    first = model.blocks[0].attention
+    found = 0
+    for softmax in [node for node in graph.graph.node if node.op_type == "Softmax"]:
+        ends = _find_ends(graph.graph.node, softmax)
+        if ends is None:
+            continue
+        projected, heads = ends
+        q, k, v = (f"{heads}.{part}" for part in "qkv")
+        fused = [
+            helper.make_node("Split", [projected], [q, k, v], axis=2, num_outputs=3),
+            helper.make_node(
+                "MultiHeadAttention",
+                [q, k, v],
+                [heads],
+                domain=_DOMAIN,
+                num_heads=first.head_count,
+                scale=first.scale,
+            ),
+        ]
+        kept = [node for node in graph.graph.node if heads not in node.output]
+        after = next(n for n, node in enumerate(kept) if projected in node.output) + 1
+        _set_nodes(graph, [*kept[:after], *fused, *kept[after:]])
+        found += 1
+    if found:
+        _set_nodes(graph, _needed(graph))
+        graph.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    return found
+
+
+def _find_ends(nodes: Iterable[Any], softmax: Any) -> tuple[str, str] | None:
+    """The names of q, k and v in one tensor (B, T, 3 k d), and of the heads (B, T, k d); None if another
+    kind of attention is around this softmax."""
+    nodes = list(nodes)
+    maker = {name: node for node in nodes for name in node.output}
+    scores = maker.get(softmax.input[0])
+    values = _user(nodes, softmax.output[0], "MatMul")
+    if scores is None or scores.op_type != "MatMul" or values is None:
+        return None
+    joined = _user(nodes, values.output[0], "Transpose")
+    flat = (
+        None if joined is None or _order(joined) != _JOIN_HEADS else _user(nodes, joined.output[0], "Reshape")
+    )
+    sources = {_projection(maker, name) for name in (*scores.input, values.input[1])}
+    if flat is None or len(sources) > 1:
+        return None
+    (projected,) = sources
+    return None if projected is None else (projected, flat.output[0])
+
+
+def _projection(maker: dict[str, Any], name: str) -> str | None:
+    """Where q, k or v comes from, if nothing but moves and the scale are in between."""
+    while (node := maker.get(name)) is not None and node.op_type in _MOVES:
+        name = node.input[0]
+        if node.op_type == "Transpose" and _order(node) == _SPLIT_HEADS:
+            reshape = maker.get(name)
+            return reshape.input[0] if reshape is not None and reshape.op_type == "Reshape" else None
+    return None
+
+
+def _user(nodes: list[Any], name: str, kind: str) -> Any:
+    """The only node that takes this tensor, if it is of this kind."""
+    users = [node for node in nodes if name in node.input]
+    return users[0] if len(users) == 1 and users[0].op_type == kind else None
+
+
+def _order(transpose: Any) -> list[int]:
+    return list(next(one.ints for one in transpose.attribute if one.name == "perm"))
+
+
+def _needed(graph: ModelProto) -> list[Any]:
+    """The nodes that the outputs depend on."""
+    wanted = {output.name for output in graph.graph.output}
+    kept = []
+    for node in reversed(graph.graph.node):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            kept.append(node)
+    return kept[::-1]
+
+
+def _set_nodes(graph: ModelProto, nodes: Iterable[Any]) -> None:
+    nodes = list(nodes)
+    del graph.graph.node[:]
+    graph.graph.node.extend(nodes)

@@ -7,9 +7,10 @@ the standard ones.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.model import ViT
+from vitrail.model.attention import Attention
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -27,7 +28,7 @@ def fuse_attention(graph: ModelProto, model: ViT) -> int:
     """
     from onnx import helper
 
-    first = model.blocks[0].attention
+    first = cast(Attention, model.blocks[0].attention)
     found = 0
     for softmax in [node for node in graph.graph.node if node.op_type == "Softmax"]:
         ends = _find_ends(graph.graph.node, softmax)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import InputError, printable, require_extra
-from vitrail.fast.onnx_attention import fuse_attention
+from vitrail.fast.onnx_fuse import fuse_attention
 from vitrail.model import ViT
 from vitrail.telemetry import import_onnxruntime
 

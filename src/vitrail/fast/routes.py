@@ -239,9 +239,12 @@ class Builder:
         return OnnxForward(build_onnx(self.model))
 
     def _int8(self, kept: tuple[str, ...]) -> Forward:
+        from vitrail.fast.onnx_fuse import fuse_products
         from vitrail.fast.onnx_graph import OnnxForward, build_onnx
 
-        return OnnxForward(self.quantized_graph(kept, build_onnx))
+        graph = self.quantized_graph(kept, build_onnx)
+        fuse_products(graph)
+        return OnnxForward(graph)
 
     def quantized_graph(self, kept: tuple[str, ...], build: Callable[[ViT], Any]) -> Any:
         """The ONNX graph that `build` makes of the smoothed model, with int8 products."""

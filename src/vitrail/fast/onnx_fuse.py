@@ -1,7 +1,7 @@
-"""Attention of a traced model as one operator of ONNX Runtime, instead of some twenty standard ones.
+"""Operators of ONNX Runtime's own in place of several standard ones: attention, and int8 products with bias.
 
-Only for graphs that ONNX Runtime runs here: other runtimes do not know the operator, so exported files keep
-the standard ones.
+Only for graphs that ONNX Runtime runs here: other runtimes do not know these operators, so exported files
+keep the standard ones.
 """
 
 from __future__ import annotations
@@ -51,10 +51,43 @@ def fuse_attention(graph: ModelProto, model: ViT) -> int:
         after = next(n for n, node in enumerate(kept) if projected in node.output) + 1
         _set_nodes(graph, [*kept[:after], *fused, *kept[after:]])
         found += 1
-    if found:
-        _set_nodes(graph, _needed(graph))
-        graph.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    _finish(graph)
     return found
+
+
+def fuse_products(graph: ModelProto) -> int:
+    """Replace each product of dequantized int8 tensors, and the sum with its bias; how many there were.
+
+    ONNX Runtime would do so itself, but leave the sum.
+    """
+    from onnx import helper
+
+    nodes, stored = list(graph.graph.node), {tensor.name for tensor in graph.graph.initializer}
+    maker = {name: node for node in nodes for name in node.output}
+    fused: dict[str, Any] = {}  # by the name of the result
+    for node in nodes:
+        factors = [maker.get(name) for name in node.input] if node.op_type == "MatMul" else []
+        if [getattr(one, "op_type", None) for one in factors] != ["DequantizeLinear"] * 2:
+            continue
+        (x, x_scale, x_zero), (w, w_scale, w_zero) = (one.input for one in factors if one is not None)
+        inputs, result = [x, w, x_scale, w_scale, x_zero, w_zero], node.output[0]
+        sum_ = _user(nodes, result, "Add")
+        bias = [] if sum_ is None else [name for name in sum_.input if name in stored]
+        if sum_ is not None and bias:
+            inputs, result = [*inputs, *bias], sum_.output[0]
+        fused[result] = helper.make_node("MatMulIntegerToFloat", inputs, [result], domain=_DOMAIN)
+    _set_nodes(graph, [fused.get(node.output[0], node) for node in nodes])
+    _finish(graph)
+    return len(fused)
+
+
+def _finish(graph: ModelProto) -> None:
+    """Remove the nodes that no output depends on, and declare the operators."""
+    from onnx import helper
+
+    _set_nodes(graph, _needed(graph))
+    if all(one.domain != _DOMAIN for one in graph.opset_import):
+        graph.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
 
 
 def _find_ends(nodes: Iterable[Any], softmax: Any) -> tuple[str, str] | None:

@@ -1,10 +1,13 @@
-"""Attention as one operator of ONNX Runtime: where it can be, and with the same answers."""
+"""Operators of ONNX Runtime's own: where they can be, and with the same answers."""
 
 import pytest
 import torch
 
 import vitrail as vt
+from vitrail.fast.choices import Choices
+from vitrail.fast.onnx_fuse import fuse_products
 from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+from vitrail.fast.routes import Builder
 
 SIZES = {"width": 48, "depth": 2, "heads": 4, "patch": 8, "size": 32, "classes": 5}
 
@@ -37,3 +40,23 @@ def test_attention_is_one_operator_with_the_same_answers(options, fused):
         pooled, logits = model.encode(images).pooled, model(images)
     for found, exact in zip(OnnxForward(graph)(images), (pooled, logits), strict=True):
         assert (found - exact).abs().max() < 2e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("options", [{}, {"linear_bias": False, "qkv_bias": "none"}], ids=str)
+def test_products_of_int8_take_their_bias_and_give_the_same_answers(options):
+    torch.manual_seed(0)
+    model = vt.ViT(vt.ViTConfig(**SIZES, **options)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    images = torch.randn(8, *model.config.input_shape)
+    cpu = torch.device("cpu")
+    builder = Builder(model, cpu, "throughput", Choices(cpu, remember=False), images)
+    graph = builder.quantized_graph((), build_onnx)
+    standard = OnnxForward(graph)
+    assert fuse_products(graph) == 8
+    kinds = [node.op_type for node in graph.graph.node]
+    assert kinds.count("MatMulIntegerToFloat") == 8
+    assert "DequantizeLinear" not in kinds
+    assert kinds.count("Add") == 6  # residuals, positions and the patch embedding; no bias
+    for found, exact in zip(OnnxForward(graph)(images), standard(images), strict=True):
+        assert (found - exact).abs().max() < 1e-5 * exact.abs().max()

@@ -13,8 +13,9 @@ from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
 from vitrail.fast.gate import GateError, compare
 from vitrail.fast.int8 import choose_scales
+from vitrail.fast.products import Product
 from vitrail.fast.quantize import block_layers, observe
-from vitrail.fast.routes import Accelerated, Acceleration
+from vitrail.fast.routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.smooth import smooth
 
 
@@ -203,3 +204,30 @@ def test_comparing_equal_logits():
     gate = compare(exact, exact, precision="int8", min_agreement=1.0, labels=exact.argmax(1))
     assert (gate.agreement, gate.kl, gate.top1, gate.top1_fp32) == (1.0, 0.0, 1.0, 1.0)
     assert gate.passed
+
+
+def test_a_route_that_is_not_quantized_is_not_called_so(trained, monkeypatch):
+    """If the quantized route fails, another one computes, and the report must not say int8."""
+    model, images, _ = trained
+    other = plain_forward(model, torch.float32)
+
+    def fail():
+        raise RuntimeError("no such kernel")
+
+    def routes(self, precision, kept):
+        return {PLAIN: lambda: other, "another way": lambda: other, "quantized, int8": fail}, []
+
+    monkeypatch.setattr(Builder, "routes", routes)
+    fast = vt.accelerate(model, "int8", calibrate=images, remember=False)
+    assert fast.report.precision == "fp32"
+    assert any("quantized, int8 does not work here" in why for why in fast.report.why)
+
+
+def test_narrow_layers_have_tiles_for_many_rows(monkeypatch):
+    """192 columns, as in Ti/16, are no multiple of the large tiles' 128."""
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for columns in (192, 384, 768):
+        weight = torch.zeros(columns, 768).to(torch.float8_e4m3fn)
+        for rows in (197, 50432):
+            assert Product(weight=weight, add=True).ways(rows, kernels=True), (columns, rows)

@@ -71,9 +71,13 @@ class Product:
             return {}  # no tensor memory accelerator
         from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES
 
-        tiles = LARGE_TILES if rows >= _FEW_ROWS else SMALL_TILES
         N, K = self.weight.shape
-        fits = [one for one in tiles if N % one.columns == 0 and K * self.weight.element_size() % 16 == 0]
+        if K * self.weight.element_size() % 16:
+            return {}
+        large, small = (
+            [one for one in tiles if N % one.columns == 0] for tiles in (LARGE_TILES, SMALL_TILES)
+        )
+        fits = (large or small) if rows >= _FEW_ROWS else small  # a width of 192 has no large tiles
         return {one.name: partial(self._triton, tiles=one) for one in fits}
 
     def _plain(self, x: Tensor, out: Tensor) -> Tensor:

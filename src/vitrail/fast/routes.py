@@ -190,7 +190,8 @@ class Builder:
             plain = runs[PLAIN] if PLAIN in runs else routes[PLAIN]()
             if wrong := self._find_error(run, plain):
                 why, name, run = [f"{name} {wrong}, so the model itself computes."], PLAIN, plain
-        used = precision if name != PLAIN or precision not in LOSSY else resolve("auto", self.device)
+        # Beside the quantized route there are others, which are not lossy.
+        used = precision if precision in name or precision not in LOSSY else resolve("auto", self.device)
         report = Acceleration(
             precision=used,
             route=name,

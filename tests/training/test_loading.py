@@ -59,7 +59,7 @@ def test_a_slow_loader_is_measured_and_named(folder, monkeypatch, workers, at_on
     assert 5 * at_once < rate < 50 * at_once  # 50 at most; fewer on a busy machine
     assert "slower than the model" in plan["loading"]
     assert "vitrail pack" in plan["loading"]
-    assert "the reading of some images" in plan["time"]
+    assert "by the rehearsal" in plan["time"]
     seconds = trainer.steps * trainer.batch / (50 * at_once)
     minutes = int(plan["time"].split()[1])
     assert minutes >= seconds / 60 - 1

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_right
-from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
-from signal import SIGTERM
 
-import numpy as np
 import torch
 
-from vitrail.data.loader import CorruptFiles
 from vitrail.errors import ConfigError
 from vitrail.fields import is_real, short_repr
 from vitrail.memory import is_out_of_memory
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.clock import format_seconds
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metrics import Diverged
-from vitrail.training.scores import MAX_IMAGES
+from vitrail.training.rehearsal import Pace, rehearse
 from vitrail.training.threads import Threads, choose_threads, use_threads
-from vitrail.training.trainer import Interrupted, Trainer
+from vitrail.training.trainer import Trainer
 
 _REHEARSAL, _MOST_SECONDS = 0.03, 10.0  # of the budget, and at most
-_LEAST_STEPS = 3  # of the rehearsal; the first one warms up
-_BATCHES = 4  # that are evaluated in the rehearsal, at most
 _RESERVE = 0.1  # of the time, for what a short rehearsal does not show
 
 
@@ -46,24 +37,6 @@ class TimeBudget:
     @property
     def seconds_left(self) -> float:
         return 60 * self.minutes - (time.monotonic() - self.start)
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What a rehearsal has measured, in seconds."""
-
-    first_step: float
-    """With all that happens once, such as compiling."""
-    step: float
-    evaluation: float
-    """Of all held-out images."""
-    closing: float
-    """For what follows the last epoch: files and the report."""
-
-    def total(self, epochs: int, steps_per_epoch: int, evaluate_every: int) -> float:
-        """The time of a run of so many epochs."""
-        training = self.first_step + epochs * steps_per_epoch * self.step
-        return training + math.ceil(epochs / evaluate_every) * self.evaluation + self.closing
 
 
 @dataclass(frozen=True)
@@ -127,41 +100,3 @@ def choose_epochs(
         f"{fits} of {most} epochs are trained, as many as fit in {given}: an epoch with its evaluation takes "
         f"about {format_seconds(epoch)} here."
     )
-
-
-def rehearse(trainer: Trainer, seconds: float) -> Pace:
-    """Take real steps for about so long, with loading and augmentation, and evaluate some images."""
-    marks = [time.perf_counter()]
-
-    def stop() -> int | None:
-        if trainer.compute.device.type == "cuda":
-            torch.cuda.synchronize(trainer.compute.device)
-        marks.append(time.perf_counter())
-        return SIGTERM if len(marks) > _LEAST_STEPS and marks[-1] - marks[0] > seconds else None
-
-    with suppress(Interrupted, Diverged):
-        trainer.run(stop=stop)
-    first = marks[1] - marks[0]
-    step = (marks[-1] - marks[1]) / (len(marks) - 2) if len(marks) > 2 else first
-    forward, data = _time_forward(trainer), trainer.data
-    sampled = min(MAX_IMAGES, len(data.train)) + len(data.eval_split) if data.val else 0
-    closing = 2 * sampled + len(data.eval_split)  # images of the best and the last weights, and of the report
-    return Pace(first, step, forward * len(data.eval_split), forward * closing)
-
-
-def _time_forward(trainer: Trainer) -> float:
-    """The time of a held-out image, by some of them."""
-    split, t = trainer.data.eval_split, trainer
-    count = min(len(split), _BATCHES * t.batch)
-    some = split.take(np.arange(count))
-    start = time.perf_counter()
-    evaluate_epoch(
-        t.averaged_model,
-        some,
-        t.reading,
-        t.compute,
-        ranks=t.ranks,
-        workers=t.workers,
-        corrupt=CorruptFiles(t.settings.corrupt),
-    )
-    return (time.perf_counter() - start) / count

@@ -10,6 +10,7 @@ import torch
 from vitrail.errors import option
 from vitrail.memory import activation_bytes, state_bytes
 from vitrail.training.loading import measure_loading, step_seconds
+from vitrail.training.rehearsal import rehearse_run
 from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
 
@@ -68,16 +69,17 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     evaluating = step_seconds(computing / 3, loading, t)  # a forward pass takes about a third of a step
     seconds = steps * step_seconds(computing, loading, t) + (t.mode.ready if t.mode else 0.0)
     seconds += t.evaluations_left * evaluating * len(t.data.eval_split) / t.batch
-    if rate is None:
-        return seconds, "extrapolated from one step", ""
+    basis = "extrapolated from one step" + (" and the reading of some images" if rate else "")
+    if (rehearsed := rehearse_run(t, seconds, loading)) is not None:
+        seconds, basis = rehearsed, "with evaluation, by the rehearsal"
     bottleneck = ""
-    if loading > computing:
+    if rate and loading > computing:
         bottleneck = (
             f"slower than the model: {rate:,.0f} images/s are read, and the model takes "
             f"{images / computing:,.0f}; decode them once with vitrail pack or {option('cache', True)}, or "
             "use more workers"
         )
-    return seconds, "extrapolated from one step and the reading of some images", bottleneck
+    return seconds, basis, bottleneck
 
 
 def estimate_seconds(trainer: Trainer) -> float:

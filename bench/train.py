@@ -153,6 +153,7 @@ class RowProcess:
             "--folder",
             str(folder),
         ]
+        self.name = name
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def read(self) -> Any:
@@ -169,7 +170,9 @@ class RowProcess:
 
     def take_turn(self, steps: int) -> float:
         time.sleep(FILL)
-        return self.ask("train", steps)
+        seconds = self.ask("train", steps)
+        print(f"{self.name}: {BATCH * steps / seconds:,.0f} images/s", flush=True)
+        return seconds
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -199,6 +202,7 @@ def serve(name: str, size: str, folder: Path) -> None:
 
 def our_row(name: str, config: ViTConfig, folder: Path) -> Answer:
     """The trainer of `vitrail train`, and its evaluation."""
+    torch.set_num_threads(1)  # as `threads=auto` does beside a GPU
     data = read_data(folder / ("images.pack" if "packed" in name else "files"))
     trainer = build_trainer(data, config)
     reader = Reader(

@@ -149,6 +149,26 @@ def test_a_numpy_file_with_names(tmp_path, photos):
     rows, about = np.load(tmp_path / "i.npy"), json.loads((tmp_path / "i.json").read_text())
     assert len(about["names"]) == len(rows)
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
+    query = sorted((photos / "one").glob("*.png"))[1]
+    hits = json.loads(command("search", tmp_path / "i.npy", query, "--json").stdout)
+    assert hits[0]["file"] == str(query)
+
+
+def test_a_numpy_file_that_is_no_index(tmp_path):
+    np.save(tmp_path / "a.npy", np.ones((2, 3), np.float32))
+    assert "a.json does not exist" in refused("search", tmp_path / "a.npy", "a two")
+    assert "b.npy does not exist" in refused("search", tmp_path / "b.npy", "a two")
+    about = {"format": 1, "golden": [[1.0]], "names": ["one"]}
+    (tmp_path / "a.json").write_text(json.dumps(about))
+    assert "names and embeddings do not fit" in refused("search", tmp_path / "a.npy", "a two")
+    for text in ("{}", "[]", "nonsense"):
+        (tmp_path / "a.json").write_text(text)
+        assert "a.npy is not an index of images" in refused("search", tmp_path / "a.npy", "a two")
+    header = b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 9), }"
+    (tmp_path / "a.npy").write_bytes(header.ljust(127) + b"\n")
+    assert "a.npy is not an index of images" in refused("search", tmp_path / "a.npy", "a two")
+    np.save(tmp_path / "a.npy", np.array([{}]), allow_pickle=True)
+    assert "a.npy is not an index of images" in refused("search", tmp_path / "a.npy", "a two")
 
 
 def test_other_models(tmp_path, index, photos):

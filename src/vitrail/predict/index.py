@@ -115,7 +115,23 @@ class Index:
 
 
 def read_index(path: str | Path) -> Index:
-    """Read an index that `Index.save` wrote as a .safetensors file."""
+    """Read an index that `Index.save` wrote: a .safetensors file, or a .npy file with its .json."""
+    read = _read_npy if Path(path).suffix == ".npy" else _read_safetensors
+    about, names, embeddings, golden = read(path)
+    embeddings = embeddings.astype(np.float32)
+    valid = isinstance(about, dict) and isinstance(names, list) and embeddings.ndim == 2
+    if not valid or len(names) != len(embeddings) or not all(isinstance(name, str) for name in names):
+        raise FileError(f"{printable(path)} is damaged: its names and embeddings do not fit. Make it again.")
+    if about.get("format") != _FORMAT:
+        raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
+    if not np.isfinite(embeddings).all():
+        raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
+    model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
+    return Index(embeddings, names, model, folder, golden.astype(np.float32), about.get("native") is True)
+
+
+def _read_safetensors(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+    """The description, the names, the embeddings, and those of the golden inputs; not checked yet."""
     with open_weights(path) as file:
         if _KEY not in file.metadata:
             raise FileError(
@@ -125,16 +141,26 @@ def read_index(path: str | Path) -> Index:
         about = parse_json(file.metadata[_KEY], f"the description in {path}")
         arrays = {name: file.tensor(name).numpy() for name in ("embeddings", "golden", "names")}
     names = parse_json(arrays["names"].tobytes(), f"the names in {path}")
-    embeddings = arrays["embeddings"].astype(np.float32)
-    valid = isinstance(about, dict) and isinstance(names, list) and embeddings.ndim == 2
-    if not valid or len(names) != len(embeddings) or not all(isinstance(name, str) for name in names):
-        raise FileError(f"{printable(path)} is damaged: its names and embeddings do not fit. Make it again.")
-    if about.get("format") != _FORMAT:
-        raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
-    if not np.isfinite(embeddings).all():
-        raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
-    model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
-    return Index(embeddings, names, model, folder, arrays["golden"], about.get("native") is True)
+    return about, names, arrays["embeddings"], arrays["golden"]
+
+
+def _read_npy(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+    """The same from two files."""
+    beside = Path(path).with_suffix(".json")
+    try:
+        embeddings = np.load(path, mmap_mode="r")  # a map is never larger than the file; no pickles
+        about = parse_json(beside.read_bytes(), str(beside))
+        golden = np.array(about["golden"], np.float32)
+    except FileNotFoundError as error:
+        raise FileError(
+            f"{printable(error.filename)} does not exist; an index is a .npy file with its .json beside it."
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise FileError(
+            f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
+            "index.npy."
+        ) from error
+    return about, about.get("names"), np.atleast_1d(embeddings), golden
 
 
 # ---- building -------------------------------------------------------------------------------

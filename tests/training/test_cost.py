@@ -8,7 +8,8 @@ import pytest
 from bench.memory import estimate
 from vitrail.errors import ConfigError
 from vitrail.presets import preset
-from vitrail.training.cost import Cluster, fitting_mode, forward_flops, step_cost
+from vitrail.training.cost import Cluster, forward_flops, step_cost
+from vitrail.training.fitting import fitting_mode
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -90,10 +91,10 @@ def test_recomputed_blocks_take_less_memory_and_more_time():
 
 
 def test_the_mode_by_what_fits():
-    fits = {100: "ddp", 60: "hsdp", 30: "fsdp", 10: "fsdp"}
+    needed, fits = {1: 100, 2: 60, 16: 25}, {100: "ddp", 60: "hsdp", 30: "fsdp", 10: "fsdp"}
     for memory, mode in fits.items():
-        assert fitting_mode(80, 20, 16, 2, lambda size, most=memory: size <= most) == mode
-    assert fitting_mode(80, 20, 1, 1, lambda size: False) == "one"
+        assert fitting_mode(needed.__getitem__, 16, 2, lambda size, most=memory: size <= most) == mode
+    assert fitting_mode(needed.__getitem__, 1, 1, lambda size: False) == "one"
 
 
 def test_uneven_machines_and_batches_are_refused():

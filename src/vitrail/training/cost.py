@@ -15,17 +15,13 @@ batches, where GPUs wait for launches, are not modeled. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.memory import activation_bytes, format_bytes, state_bytes
+from vitrail.memory import format_bytes
+from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
 
-Mode = Literal["one", "ddp", "fsdp", "hsdp"]
-
-MARGIN = 0.85  # of a GPU's memory
 # By width, of the matrix product: in bf16, with 256 images.
 _EFFICIENCY = ((768, 0.533), (1024, 0.611))
 _COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
@@ -126,21 +122,22 @@ def step_cost(
             f"and accumulate={accumulate}. Change one of them."
         )
     images, count = batch // cluster.gpus, sum(config.parameter_counts.values())
-    part = images // accumulate
-    working = activation_bytes(config, part, _HALF, residual=_HALF, checkpointed=checkpointed)
-    states = state_bytes(count, count, ema=ema, copies=cluster.gpus > 1)
+    memory = StepMemory(
+        config=config,
+        parameters=count,
+        trained=count,
+        images=images // accumulate,
+        processes=cluster.gpus,
+        checkpointed=checkpointed,
+        ema=ema,
+    )
 
     def fits(size: float) -> bool:
         return size <= MARGIN * cluster.memory
 
-    mode = fitting_mode(states, working, cluster.gpus, cluster.per_node, fits)
+    mode = fitting_mode(memory.total, cluster.gpus, cluster.per_node, fits)
     seconds, sent = _traffic(config, cluster, mode, accumulate)
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
-    if shards > 1:
-        states = state_bytes(count, count, ema=ema) // shards + gathered_bytes(config)
-        working = activation_bytes(
-            config, part, _HALF, residual=_HALF, checkpointed=checkpointed, shards=shards
-        )
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
     reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
     compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)
@@ -149,37 +146,13 @@ def step_cost(
         compute,
         seconds,
         loading=images / (cluster.cores * _DECODE_RATE),
-        states=states,
-        activations=working,
+        states=memory.states(shards),
+        activations=memory.activations(shards),
         sent=sent,
         checkpoint=_FLOAT * count * (4 if ema else 3),
         window=compute if shards > 1 else compute * (passes - 1) / passes / accumulate,
-        fits=fits(states + working),
+        fits=fits(memory.total(shards)),
     )
-
-
-def fitting_mode(
-    states: float, working: float, count: int, per_node: int, fits: Callable[[float], bool]
-) -> Mode:
-    """ddp while everything fits; then shards within a machine, if that suffices; else shards over all.
-
-    Args:
-        states, working: bytes of weights, gradients and optimizer; of activations.
-        per_node: the processes of a machine.
-        fits: whether so many bytes fit, on every GPU.
-    """
-    if count == 1:
-        return "one"
-    if fits(states + working):
-        return "ddp"
-    uniform = 1 < per_node < count and count % per_node == 0
-    return "hsdp" if uniform and fits(states / per_node + working) else "fsdp"
-
-
-def gathered_bytes(config: ViTConfig) -> int:
-    """What a sharded model has in memory beside its shards: two gathered blocks, and the gradient of one."""
-    block = (4 * config.heads_width + 2 * config.F) * config.width
-    return (2 * _HALF + _FLOAT) * block
 
 
 def forward_flops(config: ViTConfig) -> float:

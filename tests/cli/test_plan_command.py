@@ -49,7 +49,14 @@ def test_shards_are_advised_if_a_copy_does_not_fit(memory, mode, line):
     found = json.loads(run(*words, f"--memory={memory}", "--json").output)
     assert (found["mode"], found["fits"]) == (mode, True)
     assert found["memory"] == found["states"] + found["activations"] < float(memory) * 2**30
-    assert found["sent"] > 0
+    assert found["sent"] == found["all_gather"] + found["reduce_scatter"] + found["all_reduce"] > 0
+    assert (found["all_reduce"] > 0) == (mode == "hsdp")
+    assert found["read"] == 64 * 110_000
+    text = " ".join(done.output.split())
+    size = {"hsdp": "3.5 GB", "fsdp": "3.8 GB"}[mode]
+    assert f"{size} of weights (all-gather), {size} of gradients (reduce-scatter)" in text
+    assert ("506 MB of gradients between copies (all-reduce)" in text) == (mode == "hsdp")
+    assert "7.0 MB of image files for each GPU in a step" in text
 
 
 @pytest.mark.parametrize(

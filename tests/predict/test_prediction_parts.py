@@ -21,6 +21,7 @@ from vitrail.predict import Predictor
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.index import read_index
 from vitrail.predict.parts import PartOptions, Parts, write_parts
+from vitrail.predict.ray_engine import _actors
 
 
 def save_model(path, seed):
@@ -191,12 +192,28 @@ def test_shards_are_predicted_as_their_files(model, photos, tmp_path):
     assert rows_of(tmp_path / "c") == one
 
 
+@pytest.mark.parametrize(
+    ("cluster", "actors"),
+    [
+        ({"CPU": 2.0}, ({"num_cpus": 1}, 1)),  # two actors would wait for each other for ever
+        ({"CPU": 1.0}, ({"num_cpus": 1}, 1)),
+        ({"CPU": 16.0}, ({"num_cpus": 1}, 15)),
+        ({"CPU": 2.0, "GPU": 4.0}, ({"num_gpus": 1}, 4)),
+    ],
+)
+def test_one_core_is_left_for_ray(cluster, actors):
+    assert _actors(cluster) == actors
+
+
 @pytest.mark.slow  # half a minute: Ray starts its processes twice
 def test_ray_writes_the_same_parts(model, photos, tmp_path):
-    """Half of the parts, then the rest: an actor on two cores, because Ray needs one itself."""
-    predict(model, photos, tmp_path / "local")
-    code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray", "--part", "1/2")
-    code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray")
+    """Half of the parts, then the rest: an actor on two cores, because Ray needs one itself. A batch is a part,
+    because scores are rounded by the size of their batch, and an actor's batches do not cross parts."""
+    ray = [tmp_path / "ray", "--batch", 5, "--engine", "ray"]
+    predict(model, photos, tmp_path / "local", "--batch", 5)
+    code, text = predict(model, photos, *ray, "--part", "1/2")
+    assert (code, "3 parts" in text) == (0, True), text  # the broken image is in the other half
+    code, text = predict(model, photos, *ray)
     assert (code, "3 of them from before" in text) == (1, True), text
     assert rows_of(tmp_path / "ray") == rows_of(tmp_path / "local")
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

@@ -227,7 +227,12 @@ def test_killed_twenty_times_every_image_is_there_once(model, tmp_path, form):
     words = ["-m", "tests.support.killed_predictions", model, photos, tmp_path, form, "20"]
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=root, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, words)],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["killed"] == 20

@@ -26,11 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
-from vitrail.memory import activation_bytes, state_bytes
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.cost import gathered_bytes
+from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.sharding import Parallelism
@@ -137,8 +136,10 @@ def estimate(size: str, images: int, recomputed: int, shards: int) -> float:
     """The formula: states, what is gathered, and activations."""
     config = preset(size)
     count = sum(config.parameter_counts.values())
-    states = state_bytes(count, count, ema=False) / shards + (gathered_bytes(config) if shards > 1 else 0)
-    return states + activation_bytes(config, images, 2, checkpointed=recomputed, shards=shards)
+    step = StepMemory(
+        config=config, parameters=count, trained=count, images=images, residual=4, checkpointed=recomputed
+    )
+    return step.total(shards)
 
 
 if __name__ == "__main__":

@@ -55,14 +55,15 @@ def resident() -> float:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Seconds and megabytes to open the data, and to order an epoch."""
+    """Seconds and megabytes to open the data, and to order an epoch; and how busy the machine was before."""
     import torch
 
     from vitrail.data.lazy import take_items
     from vitrail.data.loader import batch_indices, epoch_order, steps_in_epoch
     from vitrail.data.sources import open_dataset
 
-    before, start, cpu = resident(), time.perf_counter(), time.process_time()
+    load, before = os.getloadavg()[0], resident()
+    start, cpu = time.perf_counter(), time.process_time()
     data = open_dataset(folder)
     opened, opened_cpu = time.perf_counter() - start, time.process_time() - cpu
     after, start = resident(), time.perf_counter()
@@ -76,6 +77,7 @@ def measure(folder: Path) -> dict[str, float]:
     each = (time.perf_counter() - start) / 100
     return {
         "images": len(data.train) + len(data.eval_split),
+        "load": load,
         "open_s": opened,
         "open_cpu_s": opened_cpu,
         "next_epoch_s": first_batch,

@@ -34,6 +34,32 @@ def test_json_and_a_model_that_does_not_fit():
 
 
 @pytest.mark.parametrize(
+    ("memory", "mode", "line"),
+    [
+        ("12", "hsdp", "hsdp: the model fits in shards on the GPUs of a node (parallel=hsdp)"),
+        ("5", "fsdp", "fsdp: the model needs shards over all GPUs (parallel=fsdp)"),
+    ],
+)
+def test_shards_are_advised_if_a_copy_does_not_fit(memory, mode, line):
+    """g/14 on 16 GPUs of two nodes; each mode is advised with its own memory."""
+    words = ["--model=g/14", "--gpus=16", "--nodes=2", "--batch=1024", "--checkpoint-blocks=40"]
+    done = run(*words, f"--memory={memory}")
+    assert line in " ".join(done.output.split())
+    assert "it does not fit" not in done.output
+    found = json.loads(run(*words, f"--memory={memory}", "--json").output)
+    assert (found["mode"], found["fits"]) == (mode, True)
+    assert found["memory"] == found["states"] + found["activations"] < float(memory) * 2**30
+    assert found["sent"] == found["all_gather"] + found["reduce_scatter"] + found["all_reduce"] > 0
+    assert (found["all_reduce"] > 0) == (mode == "hsdp")
+    assert found["read"] == 64 * 110_000
+    text = " ".join(done.output.split())
+    size = {"hsdp": "3.5 GB", "fsdp": "3.8 GB"}[mode]
+    assert f"{size} of weights (all-gather), {size} of gradients (reduce-scatter)" in text
+    assert ("506 MB of gradients between copies (all-reduce)" in text) == (mode == "hsdp")
+    assert "7.0 MB of image files for each GPU in a step" in text
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpus=7", "--nodes=2"], "7 GPUs on 2 nodes"),

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from docs import scale as page
 
@@ -55,7 +56,6 @@ def test_the_slurm_job_is_queued_again_only_if_it_was_stopped(tmp_path, last, co
 
 
 def test_the_kubernetes_file_starts_what_the_page_describes():
-    yaml = pytest.importorskip("yaml")
     service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     arguments = pod["containers"][0]["args"]

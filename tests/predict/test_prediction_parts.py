@@ -3,11 +3,8 @@
 import csv
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +15,13 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.models import add_noise
 from tests.support.shard_files import shard_folder
-from tests.support.tiny_runs import write_folder
+from tests.support.tiny_runs import file_hashes, write_folder
 from vitrail.cli import app
 from vitrail.predict import Predictor
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.index import read_index
 from vitrail.predict.parts import PartOptions, Parts, write_parts
+from vitrail.predict.ray_engine import _actors
 
 
 def save_model(path, seed):
@@ -194,51 +192,50 @@ def test_shards_are_predicted_as_their_files(model, photos, tmp_path):
     assert rows_of(tmp_path / "c") == one
 
 
+@pytest.mark.parametrize(
+    ("cluster", "actors"),
+    [
+        ({"CPU": 2.0}, ({"num_cpus": 1}, 1)),  # two actors would wait for each other for ever
+        ({"CPU": 1.0}, ({"num_cpus": 1}, 1)),
+        ({"CPU": 16.0}, ({"num_cpus": 1}, 15)),
+        ({"CPU": 2.0, "GPU": 4.0}, ({"num_gpus": 1}, 4)),
+    ],
+)
+def test_one_core_is_left_for_ray(cluster, actors):
+    assert _actors(cluster) == actors
+
+
 @pytest.mark.slow  # half a minute: Ray starts its processes twice
 def test_ray_writes_the_same_parts(model, photos, tmp_path):
-    """Half of the parts, then the rest: an actor on two cores, because Ray needs one itself."""
-    predict(model, photos, tmp_path / "local")
-    code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray", "--part", "1/2")
-    code, text = predict(model, photos, tmp_path / "ray", "--engine", "ray")
+    """Half of the parts, then the rest: an actor on two cores, because Ray needs one itself. A batch is a part,
+    because scores are rounded by the size of their batch, and an actor's batches do not cross parts."""
+    ray = [tmp_path / "ray", "--batch", 5, "--engine", "ray"]
+    predict(model, photos, tmp_path / "local", "--batch", 5)
+    code, text = predict(model, photos, *ray, "--part", "1/2")
+    assert (code, "3 parts" in text) == (0, True), text  # the broken image is in the other half
+    code, text = predict(model, photos, *ray)
     assert (code, "3 of them from before" in text) == (1, True), text
     assert rows_of(tmp_path / "ray") == rows_of(tmp_path / "local")
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_every_image_is_there_once(model, tmp_path):
+@pytest.mark.parametrize("form", ["csv", "npy"])
+def test_killed_twenty_times_every_image_is_there_once(model, tmp_path, form):
+    """With -9, while parts are written; of npy a part has two files."""
     photos = write_folder(tmp_path / "photos", each=40)
-    out = tmp_path / "parts"
-
-    def command(folder):
-        words = [
-            "predict",
-            model,
-            photos,
-            "--out",
-            f"{folder}/",
-            "--part-size",
-            4,
-            "--batch",
-            2,
-            "--workers",
-            0,
-        ]
-        return [sys.executable, "-m", "vitrail", *map(str, words), "--quiet"]
-
-    start = time.monotonic()
-    subprocess.run(command(tmp_path / "all"), check=True, stdout=subprocess.DEVNULL)
-    whole, rng = time.monotonic() - start, random.Random(0)
-    for _ in range(20):
-        child = subprocess.Popen(command(out), stdout=subprocess.DEVNULL)
-        time.sleep(whole * rng.uniform(0.3, 1.1))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        names = [row["file"] for row in rows_of(out)]
-        assert len(names) == len(set(names))  # also between kills
-        if len(names) == 120:  # done: begin again, in the middle
-            for part in rng.sample(sorted(out.glob("*.csv")), 25):
-                part.unlink()
-    subprocess.run(command(out), check=True, stdout=subprocess.DEVNULL)
-    assert rows_of(out) == rows_of(tmp_path / "all")
-    assert not [name for name in os.listdir(out) if name.startswith(".")]
+    words = ["-m", "tests.support.killed_predictions", model, photos, tmp_path, form, "20"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["killed"] == 20
+    out, whole = tmp_path / "parts", tmp_path / "all"
+    assert file_hashes(out) == file_hashes(whole)  # nothing else is left, either
+    assert len(list(out.glob(f"*.{form}"))) == 30

@@ -1,5 +1,6 @@
 """Runs of several processes that share a model in every way. As a script, it is what torchrun starts."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,11 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from tests.support.tiny_runs import SETTINGS, Signals, train
+from vitrail.training.sharding import gather
 from vitrail.training.trainer import Interrupted, Trainer
 
 MODES = ("ddp", "fsdp", "hsdp")
+RESUMED = ("muon", "lora", "head", "taught")  # variants that are also stopped and resumed in shards
 STEPS = dict(epochs=4)  # of 5 steps: 20
 MU = dict(
     width=32, depth=2, heads=2, mlp_width=128, patch=4, size=8
@@ -63,6 +68,74 @@ class OneBadLoss:
         Trainer._loss = self.loss
 
 
+class StepRecorder:
+    """Writes the loss and the gradient norm of every step, those of all processes together, to a file."""
+
+    def __init__(self, file):
+        self.file, self.steps, self.parts = file, {}, []
+
+    def __enter__(self):
+        self.loss, self.take_step, self.clip = (
+            Trainer._loss,
+            Trainer.take_step,
+            nn.utils.clip_grads_with_norm_,
+        )
+
+        def loss(trainer, batch):
+            value = self.loss(trainer, batch)
+            self.parts.append(value.detach().double())
+            return value
+
+        def clip(parameters, most, norm, **how):
+            self.norm = norm.item()
+            self.clip(parameters, most, norm, **how)
+
+        def take_step(trainer, batches):
+            self.parts.clear()  # of the step by which the time of a run is estimated
+            self.take_step(trainer, batches)
+            mean = trainer.ranks.sum(torch.stack(self.parts).mean()).item() / trainer.ranks.count
+            self.steps[trainer.step] = {"loss": mean, "norm": self.norm}
+            if trainer.ranks.is_main:
+                self.file.write_text(json.dumps(self.steps))
+
+        Trainer._loss, Trainer.take_step, nn.utils.clip_grads_with_norm_ = loss, take_step, clip
+
+    def __exit__(self, *_):
+        Trainer._loss, Trainer.take_step, nn.utils.clip_grads_with_norm_ = (
+            self.loss,
+            self.take_step,
+            self.clip,
+        )
+
+
+class StartRecorder:
+    """Writes the weights with which a run starts to a file: frozen/..., and trained/..."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        self.post_init = Trainer.__post_init__
+
+        def post_init(trainer):
+            self.post_init(trainer)
+            kinds = {name: "trained" if p.requires_grad else "frozen" for p, name in trainer.names.items()}
+            weights = {f"{kinds[name]}/{name}": gather(p.detach()) for p, name in trainer.names.items()}
+            if trainer.ranks.is_main:
+                save_file(weights, self.file)
+
+        Trainer.__post_init__ = post_init
+
+    def __exit__(self, *_):
+        Trainer.__post_init__ = self.post_init
+
+
+def recorded(folder, name, **settings):
+    """A whole run, with a file of its steps beside it."""
+    with StepRecorder(folder / f"{name}.steps.json"):
+        train(folder / "data.npz", out=folder / name, **settings)
+
+
 def run_variant(folder, out, name, settings, rank, **more):
     if name == "nan":
         with OneBadLoss(rank):
@@ -73,7 +146,7 @@ def run_variant(folder, out, name, settings, rank, **more):
 def stop_and_resume(folder, mode):
     """A whole run, and one that is stopped in its second epoch and resumed."""
     data, out, count = folder / "data.npz", folder / f"stopped-{mode}", torch.distributed.get_world_size()
-    train(data, out=folder / f"{mode}-{count}", parallel=mode, **ALL_RANDOM)
+    recorded(folder, f"{mode}-{count}", parallel=mode, **ALL_RANDOM)
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=out, parallel=mode, **ALL_RANDOM)
     train(data, out=out, resume=True, parallel=mode, **ALL_RANDOM)
@@ -83,12 +156,14 @@ def four_processes(folder):
     """The runs of four processes that tests/training/test_sharded.py checks."""
     data = folder / "data.npz"
     for mode in ("ddp", "fsdp"):
-        train(data, out=folder / f"{mode}-4", parallel=mode, **ALL_RANDOM)
+        recorded(folder, f"{mode}-4", parallel=mode, **ALL_RANDOM)
     stop_and_resume(folder, "hsdp")
     for name, settings in variants(folder).items():
         run_variant(folder, folder / f"{name}-hsdp", name, settings, 3, parallel="hsdp")
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=folder / "begun", parallel="fsdp", **ALL_RANDOM)
+    with Signals(7), pytest.raises(Interrupted):
+        train(data, out=folder / "four-ddp-to-two-fsdp", parallel="ddp", **ALL_RANDOM)
     if torch.distributed.get_rank() == 0:
         for name in ("to-one", "to-two-fsdp", "to-two-ddp"):
             shutil.copytree(folder / "begun", folder / name)
@@ -99,11 +174,18 @@ def two_processes(folder):
     data = folder / "data.npz"
     stop_and_resume(folder, "fsdp")
     for name, settings in variants(folder).items():
-        run_variant(folder, folder / f"{name}-fsdp", name, settings, 1, parallel="fsdp")
+        with StartRecorder(folder / f"{name}-start.safetensors"):
+            run_variant(folder, folder / f"{name}-fsdp", name, settings, 1, parallel="fsdp")
+    for name in RESUMED:
+        how = {**variants(folder)[name], "out": folder / f"{name}-stopped", "parallel": "fsdp"}
+        with Signals(7), pytest.raises(Interrupted):
+            train(data, **how)
+        train(data, resume=True, **how)
     run_variant(folder, folder / "nan-ddp", "nan", variants(folder)["nan"], 1, parallel="ddp")
     for mode in ("fsdp", "ddp"):
         train(data, out=folder / f"to-two-{mode}", resume=True, parallel=mode, **ALL_RANDOM)
-    train(data, out=folder / "alone-to-two", resume=True, parallel="fsdp", **ALL_RANDOM)
+    for name in ("alone-to-two", "four-ddp-to-two-fsdp"):
+        train(data, out=folder / name, resume=True, parallel="fsdp", **ALL_RANDOM)
     with Signals(7), pytest.raises(Interrupted):
         train(data, out=folder / "two-to-four-to-one", parallel="fsdp", **ALL_RANDOM)
 

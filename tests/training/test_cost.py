@@ -8,7 +8,8 @@ import pytest
 from bench.memory import estimate
 from vitrail.errors import ConfigError
 from vitrail.presets import preset
-from vitrail.training.cost import Cluster, fitting_mode, forward_flops, step_cost
+from vitrail.training.cost import Cluster, forward_flops, step_cost
+from vitrail.training.fitting import fitting_mode
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -80,6 +81,20 @@ def test_what_is_sent():
     assert [cost.mode for cost in shards] == ["fsdp", "fsdp"]
     assert shards[0].sent == pytest.approx(8 * count * 7 / 8)
     assert shards[1].sent == 2 * shards[0].sent
+    assert (copies.all_gather, copies.reduce_scatter, copies.all_reduce) == (0, 0, copies.sent)
+    assert shards[0].all_gather == shards[0].reduce_scatter == pytest.approx(4 * count * 7 / 8)
+    assert shards[0].all_reduce == 0
+
+
+def test_what_replicas_of_shards_send():
+    """Weights and gradients within a machine; between the two, an eighth of the gradients, twice half of it."""
+    count = sum(preset("g/14").parameter_counts.values())
+    cluster = Cluster(gpus=16, nodes=2, memory=12 * 2**30)
+    cost = step_cost(preset("g/14"), cluster, 1024, checkpointed=40)
+    assert cost.mode == "hsdp"
+    assert cost.all_gather == cost.reduce_scatter == pytest.approx(4 * count * 7 / 8)
+    assert cost.all_reduce == pytest.approx(4 * count / 8)
+    assert cost.read == 64 * 110_000  # image files of a GPU
 
 
 def test_recomputed_blocks_take_less_memory_and_more_time():
@@ -90,10 +105,10 @@ def test_recomputed_blocks_take_less_memory_and_more_time():
 
 
 def test_the_mode_by_what_fits():
-    fits = {100: "ddp", 60: "hsdp", 30: "fsdp", 10: "fsdp"}
+    needed, fits = {1: 100, 2: 60, 16: 25}, {100: "ddp", 60: "hsdp", 30: "fsdp", 10: "fsdp"}
     for memory, mode in fits.items():
-        assert fitting_mode(80, 20, 16, 2, lambda size, most=memory: size <= most) == mode
-    assert fitting_mode(80, 20, 1, 1, lambda size: False) == "one"
+        assert fitting_mode(needed.__getitem__, 16, 2, lambda size, most=memory: size <= most) == mode
+    assert fitting_mode(needed.__getitem__, 1, 1, lambda size: False) == "one"
 
 
 def test_uneven_machines_and_batches_are_refused():

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import vitrail as vt
-from tests.support.sharded_runs import ALL_RANDOM, MODES, TO_COMPILE, OneBadLoss, run_variant, variants
+from tests.support.sharded_runs import (
+    ALL_RANDOM,
+    MODES,
+    RESUMED,
+    TO_COMPILE,
+    OneBadLoss,
+    recorded,
+    run_variant,
+    variants,
+)
 from tests.support.tiny_runs import Signals, fingerprints, partial_files, rows, train, write_arrays
 from vitrail.report.run import row_score
 from vitrail.training import checkpoint
@@ -45,7 +55,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     write_arrays(folder / "data.npz")
     train(folder / "data.npz", out=folder / "teacher", **{**ALL_RANDOM, "epochs": 1})
-    train(folder / "data.npz", out=folder / "one", **ALL_RANDOM)
+    recorded(folder, "one", **ALL_RANDOM)
     for name, settings in variants(folder).items():
         run_variant(folder, folder / f"{name}-one", name, settings, 0)
     with Signals(7), pytest.raises(Interrupted):
@@ -56,11 +66,66 @@ def runs(tmp_path_factory):
     return folder
 
 
-def losses(out):
-    return [row["loss"] for row in rows(out)]
+def losses(out, column="loss"):
+    return [row[column] for row in rows(out)]
 
 
-@pytest.mark.parametrize("run", [*(f"{mode}-4" for mode in MODES), "fsdp-2"])
+def best_weights(out):
+    """The weights of best.safetensors: an EMA. Those of the biases of k are apart: their gradient is zero but for
+    rounding, which AdamW makes as large as any other, and they change no output."""
+    weights = vt.load(out / "best.safetensors").model.state_dict()
+    biases = [name for name in weights if name.endswith("qkv.bias")]
+    of_k = {name: weights[name].view(3, -1)[1].clone() for name in biases}
+    for name in biases:
+        weights[name].view(3, -1)[1] = 0
+    return weights, of_k
+
+
+def largest_difference(some, others):
+    assert some.keys() == others.keys()
+    return max((weight - others[name]).abs().max().item() for name, weight in some.items())
+
+
+WHOLE_RUNS = [*(f"{mode}-4" for mode in MODES), "fsdp-2"]
+
+
+@pytest.mark.parametrize("run", WHOLE_RUNS)
+def test_the_mode_is_the_one_asked_for(runs, run):
+    mode, count = run.split("-")
+    resolved = json.loads((runs / run / "config.json").read_text())["resolved"]
+    assert (resolved["parallel"], resolved["processes"]) == (mode, int(count))
+    shared = {"ddp": f"{count} copies of the model", "fsdp": f"{count} shards", "hsdp": "2 x 2 shards"}[mode]
+    assert f"parallel: {mode}, as requested; {shared}\n" in (runs / run / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("run", WHOLE_RUNS)
+def test_every_step_has_the_loss_and_the_gradient_norm_of_one_process(runs, run):
+    one, found = (json.loads((runs / f"{name}.steps.json").read_text()) for name in ("one", run))
+    assert [*found] == [*one] == [str(step) for step in range(1, 21)]
+    for step, values in one.items():
+        assert found[step]["loss"] == pytest.approx(values["loss"], rel=1e-6)
+        assert found[step]["norm"] == pytest.approx(values["norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("run", WHOLE_RUNS)
+def test_the_ema_and_its_loss_are_those_of_one_process(runs, run):
+    """The EMA takes no part in training: only what is evaluated shows it."""
+    assert losses(runs / run, "val_loss") == pytest.approx(losses(runs / "one", "val_loss"), rel=1e-6)
+    (found, of_k), (one, one_of_k) = best_weights(runs / run), best_weights(runs / "one")
+    assert largest_difference(found, one) < 2e-6
+    assert largest_difference(of_k, one_of_k) < 1e-3  # rounding that AdamW enlarges
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
+def test_the_ema_of_sgd_is_that_of_one_process(runs, mode):
+    """Which does not divide by the size of a gradient, so that all weights can be compared."""
+    found, one = (
+        vt.load(runs / f"clipped-{of}" / "best.safetensors").model.state_dict() for of in (mode, "one")
+    )
+    assert largest_difference(found, one) < 1e-7
+
+
+@pytest.mark.parametrize("run", WHOLE_RUNS)
 def test_every_way_of_sharing_has_the_loss_of_one_process(runs, run):
     """Over 20 steps with all that is random: augmentation, mixing and four kinds of dropout; with
     accumulation and EMA."""
@@ -87,9 +152,29 @@ def test_interrupted_shards_end_with_the_same_bits(runs, mode, count):
     assert not partial_files(runs)
 
 
-@pytest.mark.parametrize("to", ["to-one", "to-two-fsdp", "to-two-ddp", "alone-to-two", "two-to-four-to-one"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_interrupted_fine_tuning_distillation_and_muon_end_with_the_same_bits(runs, name):
+    """In shards of two processes; the distilled one computes a block again for the gradient."""
+    assert fingerprints(runs / f"{name}-stopped") == fingerprints(runs / f"{name}-fsdp")
+    assert "Resuming at step 7 of 10." in (runs / f"{name}-stopped" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["lora", "head"])
+def test_frozen_weights_in_shards_keep_their_bits(runs, name):
+    start = load_file(runs / f"{name}-start.safetensors")
+    found = {"model": {key.partition("/")[2]: torch.zeros_like(weight) for key, weight in start.items()}}
+    read_shards(checkpoint.list_checkpoints(runs / f"{name}-fsdp" / "checkpoints")[0], found)
+    same = {key: torch.equal(found["model"][key.partition("/")[2]], weight) for key, weight in start.items()}
+    assert same == {key: key.startswith("frozen/") for key in start}
+    assert 0 < sum(same.values()) < len(same)
+
+
+@pytest.mark.parametrize(
+    "to",
+    ["to-one", "to-two-fsdp", "to-two-ddp", "alone-to-two", "four-ddp-to-two-fsdp", "two-to-four-to-one"],
+)
 def test_a_run_goes_on_with_another_number_of_processes_or_mode(runs, to):
-    """Stopped in its second epoch by four processes with shards, or by one without; or by two in the second,
+    """Stopped in its second epoch by four processes with shards or with copies, or by one; or by two in the second,
     and by four in the third."""
     if to.endswith("to-one"):
         train(runs / "data.npz", out=runs / to, resume=True, **ALL_RANDOM)

@@ -37,6 +37,25 @@ def batches_of(trainer):
     return reader.batches(trainer.micro_batch_indices())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_processes_of_any_count_take_the_same_images(data, accumulate):
+    """From the middle of an epoch: together they take the global batch of each step, every image once."""
+    trainer = build_trainer(data, accumulate=accumulate)
+    trainer.step = 3
+
+    def taken(rank, count):
+        """(steps, images of a process)"""
+        trainer.ranks = ProcessGroup(rank, count)
+        found = list(trainer.micro_batch_indices())
+        assert [epoch for epoch, _ in found] == [0] * 2 * accumulate + [1] * 5 * accumulate
+        return torch.stack([part for _, part in found]).reshape(7, -1)
+
+    whole = taken(0, 1)
+    for count in (2, 4):
+        assert torch.equal(torch.cat([taken(rank, count) for rank in range(count)], 1), whole)
+    assert whole[2:].flatten().sort()[0].tolist() == list(range(80))
+
+
 def test_a_step_is_the_same_with_tensors_for_its_numbers(data):
     """A captured step reads the learning rate, the epoch and the weight of the EMA from tensors."""
     settings = dict(optimizer="sgd", momentum=0.9, augment=dict(rotate=20, flip=0.5), mixing=dict(mixup=0.5))

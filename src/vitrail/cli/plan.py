@@ -12,7 +12,7 @@ from vitrail.errors import ConfigError
 
 _ASSUMED = (
     "compute is measured on one H200 for B/16 and L/16, and extrapolated for other widths; links, latency, "
-    "cores and the overlap of compute and traffic are not measured (docs/scale.md)"
+    "cores, 110 kB for an image file and the overlap of compute and traffic are not measured (docs/scale.md)"
 )
 _FEW_IMAGES = 32  # for each GPU, below which launches take longer than computing
 
@@ -70,7 +70,8 @@ def plan(
     steps = epochs * (images // total)
     seconds = steps * cost.seconds
     if as_json:
-        figures = {"seconds": cost.seconds, "memory": cost.memory, "bottleneck": cost.bottleneck}
+        names = ("seconds", "memory", "sent", "bottleneck")
+        figures = {name: getattr(cost, name) for name in names}
         print(json.dumps({**asdict(cost), **figures, "steps": steps, "run_seconds": seconds}, indent=2))
         return
     rows = describe_cost(model, config, cluster, total, cost)

@@ -6,7 +6,7 @@ compute  the floating-point operations of a step, at the fraction of a plain mat
 traffic  the bytes that gradients and gathered weights take, over the slower of the links within a machine
          and between machines, and the latency of their messages. Weights are gathered during all of a step;
          gradients of copies are exchanged during its last backward pass. What is left over is waited for.
-loading  decoding JPEG files on the machine's cores, while the GPUs compute
+loading  reading JPEG files, and decoding them on the machine's cores, while the GPUs compute
 
 Nothing about several GPUs is measured: bandwidths, latency and the overlap are assumptions, and small
 batches, where GPUs wait for launches, are not modeled. No torch here.
@@ -15,21 +15,18 @@ batches, where GPUs wait for launches, are not modeled. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
-from vitrail.memory import activation_bytes, format_bytes, state_bytes
+from vitrail.memory import format_bytes
+from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
 
-Mode = Literal["one", "ddp", "fsdp", "hsdp"]
-
-MARGIN = 0.85  # of a GPU's memory
 # By width, of the matrix product: in bf16, with 256 images.
 _EFFICIENCY = ((768, 0.533), (1024, 0.611))
 _COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
+_FILE_BYTES = 110_000  # of an image file; assumed: about the mean of ImageNet's
 _HALF, _FLOAT = 2, 4  # bytes
 
 
@@ -76,14 +73,23 @@ class StepCost:
     states: float
     """Bytes of weights, gradients, optimizer and EMA, and of what is gathered."""
     activations: float
-    sent: float
-    """Bytes that a GPU sends."""
+    all_gather: float
+    """Bytes that a GPU sends: shards of weights; the next two: shards of gradients, gradients of copies."""
+    reduce_scatter: float
+    all_reduce: float
+    read: float
+    """Bytes of image files that are read for a GPU."""
     checkpoint: float
     """Bytes of all files of a checkpoint."""
     window: float
     """Seconds of computing in which traffic is hidden."""
     fits: bool
     """Whether states and activations fit in a GPU's memory."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a GPU sends."""
+        return self.all_gather + self.reduce_scatter + self.all_reduce
 
     @property
     def waiting(self) -> float:
@@ -126,60 +132,40 @@ def step_cost(
             f"and accumulate={accumulate}. Change one of them."
         )
     images, count = batch // cluster.gpus, sum(config.parameter_counts.values())
-    part = images // accumulate
-    working = activation_bytes(config, part, _HALF, residual=_HALF, checkpointed=checkpointed)
-    states = state_bytes(count, count, ema=ema, copies=cluster.gpus > 1)
+    memory = StepMemory(
+        config=config,
+        parameters=count,
+        trained=count,
+        images=images // accumulate,
+        processes=cluster.gpus,
+        checkpointed=checkpointed,
+        ema=ema,
+    )
 
     def fits(size: float) -> bool:
         return size <= MARGIN * cluster.memory
 
-    mode = fitting_mode(states, working, cluster.gpus, cluster.per_node, fits)
-    seconds, sent = _traffic(config, cluster, mode, accumulate)
+    mode = fitting_mode(memory.total, cluster.gpus, cluster.per_node, fits)
+    traffic = _traffic(config, cluster, mode, accumulate)
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
-    if shards > 1:
-        states = state_bytes(count, count, ema=ema) // shards + gathered_bytes(config)
-        working = activation_bytes(
-            config, part, _HALF, residual=_HALF, checkpointed=checkpointed, shards=shards
-        )
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
     reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
     compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)
     return StepCost(
         mode,
         compute,
-        seconds,
+        traffic.seconds,
         loading=images / (cluster.cores * _DECODE_RATE),
-        states=states,
-        activations=working,
-        sent=sent,
+        states=memory.states(shards),
+        activations=memory.activations(shards),
+        all_gather=traffic.all_gather,
+        reduce_scatter=traffic.reduce_scatter,
+        all_reduce=traffic.all_reduce,
+        read=images * _FILE_BYTES,
         checkpoint=_FLOAT * count * (4 if ema else 3),
         window=compute if shards > 1 else compute * (passes - 1) / passes / accumulate,
-        fits=fits(states + working),
+        fits=fits(memory.total(shards)),
     )
-
-
-def fitting_mode(
-    states: float, working: float, count: int, per_node: int, fits: Callable[[float], bool]
-) -> Mode:
-    """ddp while everything fits; then shards within a machine, if that suffices; else shards over all.
-
-    Args:
-        states, working: bytes of weights, gradients and optimizer; of activations.
-        per_node: the processes of a machine.
-        fits: whether so many bytes fit, on every GPU.
-    """
-    if count == 1:
-        return "one"
-    if fits(states + working):
-        return "ddp"
-    uniform = 1 < per_node < count and count % per_node == 0
-    return "hsdp" if uniform and fits(states / per_node + working) else "fsdp"
-
-
-def gathered_bytes(config: ViTConfig) -> int:
-    """What a sharded model has in memory beside its shards: two gathered blocks, and the gradient of one."""
-    block = (4 * config.heads_width + 2 * config.F) * config.width
-    return (2 * _HALF + _FLOAT) * block
 
 
 def forward_flops(config: ViTConfig) -> float:
@@ -198,32 +184,49 @@ def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int,
     return least + (most - least) * min(1.0, (config.width - low) / (high - low))
 
 
-def _traffic(config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int) -> tuple[float, float]:
-    """Seconds and bytes sent by a GPU in a step. Rings: each GPU passes on what it gets."""
+@dataclass(frozen=True)
+class _Traffic:
+    """The time of a step's messages, and the bytes that a GPU sends."""
+
+    seconds: float = 0.0
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+
+
+def _traffic(config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int) -> _Traffic:
+    """Rings: each GPU passes on what it gets. Weights are gathered in both passes."""
     count = sum(config.parameter_counts.values())
-    gradients, weights = _FLOAT * count, _HALF * count
     n, g, m = cluster.gpus, cluster.per_node, cluster.nodes
+    gathered, reduced, averaged = (
+        2 * _HALF * count * accumulate,
+        _FLOAT * count * accumulate,
+        2 * _FLOAT * count,
+    )
     # Within a machine a GPU sends nearly everything; between machines, the GPUs share what a machine sends.
     within, between = (g - 1) / g, (m - 1) / m
     hops, collectives = cluster.latency, config.depth + 1
+
+    def seconds(bytes_within: float, bytes_between: float) -> float:
+        return max(bytes_within / cluster.link, bytes_between / cluster.network) + hops
+
     match mode:
         case "one":
-            return 0.0, 0.0
+            return _Traffic()
         case "ddp":
-            sent = 2 * gradients * (n - 1) / n
-            bytes_within, bytes_between = 2 * gradients * within, 2 * gradients * between / g
             hops *= 2 * math.log2(n) * collectives / 4  # trees, and buckets of several blocks
+            time = seconds(averaged * within, averaged * between / g)
+            return _Traffic(time, all_reduce=averaged * (n - 1) / n)
         case "fsdp":
-            each = (2 * weights + gradients) * accumulate
-            sent = each * (n - 1) / n
-            bytes_within, bytes_between = each * within, each * between / g
             hops *= 3 * (n - 1) * collectives * accumulate
+            each, sent = gathered + reduced, (n - 1) / n
+            return _Traffic(seconds(each * within, each * between / g), gathered * sent, reduced * sent)
         case "hsdp":
-            each = (2 * weights + gradients) * accumulate
-            bytes_within, bytes_between = each * within, 2 * gradients / g * between
-            sent = bytes_within + bytes_between
             hops *= (3 * (g - 1) * accumulate + 2 * math.log2(max(2, m))) * collectives
-    return max(bytes_within / cluster.link, bytes_between / cluster.network) + hops, sent
+            copies = averaged / g * between
+            return _Traffic(
+                seconds((gathered + reduced) * within, copies), gathered * within, reduced * within, copies
+            )
 
 
 def describe_cost(
@@ -251,7 +254,18 @@ def describe_cost(
         f"time traffic {cost.traffic * 1000:,.0f} and loading {cost.loading * 1000:,.0f}",
         "bottleneck": cost.bottleneck,
         "speed": f"{rate:,.0f} images/s, {rate / cluster.gpus:,.0f} for each GPU",
-        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step",
+        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step: {_kinds_of_traffic(cost)}",
+        "loading": f"{format_bytes(cost.read)} of image files for each GPU in a step, "
+        f"{format_bytes(cost.read * cluster.gpus / cost.seconds)}/s for all",
         "checkpoint": format_bytes(cost.checkpoint),
     }
     return plan if cost.sent else {row: text for row, text in plan.items() if row != "traffic"}
+
+
+def _kinds_of_traffic(cost: StepCost) -> str:
+    kinds = {
+        "weights (all-gather)": cost.all_gather,
+        "gradients (reduce-scatter)": cost.reduce_scatter,
+        "gradients between copies (all-reduce)": cost.all_reduce,
+    }
+    return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds.items() if size)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vitrail.errors import option
-from vitrail.memory import activation_bytes, state_bytes
 from vitrail.training.loading import measure_loading, step_seconds
 from vitrail.training.rehearsal import rehearse_run
+from vitrail.training.sharding import step_memory
 from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
 
@@ -40,8 +40,7 @@ def training_plan(
         "tokens": f"{trainer.model.config.tokens} per image"
         + (" at most; images keep their shape" if s.native else ""),
         "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
-        "memory": f"about {_estimate_memory(trainer, trained, count) / 2**20:,.0f} MB for weights and "
-        "activations",
+        "memory": f"about {_estimate_memory(trainer) / 2**20:,.0f} MB for weights and activations",
         "time": f"about {_format_time(seconds)}, {basis}",
     }
     if trainer.parallel.reason:
@@ -113,17 +112,12 @@ def _format_time(seconds: float) -> str:
     return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
 
 
-def _estimate_memory(trainer: Trainer, trained: int, count: int) -> float:
+def _estimate_memory(trainer: Trainer) -> float:
     """Bytes of weights, gradients, the optimizer's two moments, and the activations kept for backward.
 
     Activations of frozen blocks are not kept: there is one block's at a time.
     """
-    c, s = trainer.model.config, trainer.settings
-    kept = 1.0 if any(p.requires_grad for p in trainer.model.blocks.parameters()) else 1 / c.depth
-    images = trainer.batch // trainer.ranks.count // s.accumulate
-    itemsize, copies = trainer.compute.dtype.itemsize, trainer.parallel.mode == "ddp"
-    states = state_bytes(count, trained, ema=bool(s.ema), copies=copies) / trainer.parallel.shards
-    residual = trainer.compute.residual_bytes(s.residual)
-    how = {"residual": residual, "checkpointed": s.checkpoint_blocks, "shards": trainer.parallel.shards}
-    working = activation_bytes(c, images, itemsize, **how)
-    return states + kept * working
+    model, t = trainer.model, trainer
+    kept = 1.0 if any(p.requires_grad for p in model.blocks.parameters()) else 1 / model.config.depth
+    needed, shards = step_memory(model, t.settings, t.compute, t.ranks, t.batch), t.parallel.shards
+    return needed.states(shards) + kept * needed.activations(shards)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vitrail.errors import ConfigError
-from vitrail.memory import activation_bytes, format_bytes, memory_limit, state_bytes
+from vitrail.memory import format_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.cost import MARGIN, Mode, fitting_mode
+from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 
@@ -182,31 +182,36 @@ def _shards_of_replica(ranks: ProcessGroup) -> int:
 def _choose_mode(
     model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
 ) -> tuple[Literal["ddp", "fsdp", "hsdp"], str]:
-    parameters = [p.numel() for p in model.parameters()]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    images = batch // ranks.count // settings.accumulate
-    working = activation_bytes(
-        model.config,
-        images,
-        compute.dtype.itemsize,
-        residual=compute.residual_bytes(settings.residual),
-        checkpointed=settings.checkpoint_blocks,
-        shards=ranks.count,
-    )
-    states = state_bytes(sum(parameters), trained, ema=bool(settings.ema), copies=True)
-    memory = _device_memory(compute, ranks)
+    needed, available = step_memory(model, settings, compute, ranks, batch), _device_memory(compute, ranks)
 
     def fits(size: float) -> bool:  # all processes must choose alike: the smallest device decides
-        return memory is None or not ranks.any(size > memory, compute.device)
+        return available is None or not ranks.any(size > available, compute.device)
 
-    mode = fitting_mode(states, working, ranks.count, ranks.local_count, fits)
+    mode = fitting_mode(needed.total, ranks.count, ranks.local_count, fits)
     assert mode != "one"
-    reason = f"{mode}: weights, gradients and optimizer take {format_bytes(states)}"
+    reason = f"{mode}: weights, gradients and optimizer take {format_bytes(needed.states(1))}"
     if mode == "ddp":
-        return mode, reason + ("" if memory is None else f" of {format_bytes(memory)}")
-    assert memory is not None
-    within = "; sharded within a machine they fit" if mode == "hsdp" else ""
-    return mode, f"{reason}, activations {format_bytes(working)}, more than {format_bytes(memory)}{within}"
+        return mode, reason + ("" if available is None else f" of {format_bytes(available)}")
+    assert available is not None
+    working, within = needed.activations(1), "; sharded within a machine they fit" if mode == "hsdp" else ""
+    return mode, f"{reason}, activations {format_bytes(working)}, more than {format_bytes(available)}{within}"
+
+
+def step_memory(
+    model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
+) -> StepMemory:
+    """What a step takes on each device, by the number of shards."""
+    return StepMemory(
+        config=model.config,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        images=batch // ranks.count // settings.accumulate,
+        processes=ranks.count,
+        itemsize=compute.dtype.itemsize,
+        residual=compute.residual_bytes(settings.residual),
+        checkpointed=settings.checkpoint_blocks,
+        ema=bool(settings.ema),
+    )
 
 
 def _device_memory(compute: ComputeDevice, ranks: ProcessGroup) -> float | None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "encoder-decoder"
-TITLE = "an encoder and a decoder translate"
+TITLE = "encoder and decoder translate"
 NOTE = '003 "But what even are transformers?", the variants'
 CLAIM = (
     "Translation models have both parts: an encoder reads the source, and a decoder that attends to it "

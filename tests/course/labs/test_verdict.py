@@ -60,6 +60,7 @@ def test_texts_are_grouped():
         "partly: True: A (A); D, if it rains (0). Not true: B (B). Not clear: C (C)"
     )
     assert decide([UNCLEAR]) == Verdict("not clear here", "C (C)")
+    assert str(decide([UNCLEAR, FALSE])) == "not clear here: Not true: B (B). Not clear: C (C)"
     assert str(fact("D", False, "0", "it rains")) == "D (0)", "a condition does not save what is not true"
 
 

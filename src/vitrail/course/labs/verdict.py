@@ -60,7 +60,8 @@ def decide(statements: Sequence[Statement]) -> Verdict:
     """The verdict on a claim that makes these statements.
 
     It holds if all are true without a condition, and does not hold if none is. It holds partly if some are
-    true, or only under a condition. If none is true and one of them is not clear, neither is the claim.
+    true, or only under a condition. If none is true and one of them is not clear, neither is the claim; those
+    that are clearly not true are then named first.
     """
     groups = {
         "true": [str(statement) for statement in statements if statement.true],

@@ -8,6 +8,7 @@ import torch
 
 from docs import errata_page
 from vitrail.course.errata.erratum import ERRATA, NOTES
+from vitrail.course.errata.note_001_transformers import HEAD_MASK_DIFFERENCE
 from vitrail.course.errata.page import format_value, page
 
 SMALL = 1e-9
@@ -222,3 +223,4 @@ def test_the_article_with_the_installed_transformers():
         assert layer(hidden).shape == hidden.shape
         masked = model(images, head_mask=torch.zeros(2, 2)).logits
         assert torch.equal(masked, model(images).logits)
+        assert (masked - model(images).logits).abs().max() == HEAD_MASK_DIFFERENCE

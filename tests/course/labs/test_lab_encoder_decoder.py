@@ -84,6 +84,10 @@ def test_variants_at_the_ceiling_are_not_told_apart():
     verdict = decide_verdict({"accuracy by training sentences": {"1000": arms}, "held out": 500})
     assert verdict.word == "partly"
     assert "(100.0 [99.2, 100.0] %, threshold 80 %)" in verdict.condition
+    assert (
+        "Not true: a decoder alone, with the source as a prefix, does not translate (100.0 ["
+        in verdict.condition
+    )
     assert "with 1,000 sentences (+0.0 [-0.6, +0.6] points: both are above 99%)" in verdict.condition
     assert "(0.0 [0.0, 0.8] %, threshold 5 %)" in verdict.condition
 

@@ -75,7 +75,7 @@ def test_verdict_on_heads():
     good = verdict(apart, alike, [0.7, 0.712])
     assert good.word == "partly", "which relations they capture is not tested"
     assert "Not true" not in good.condition
-    assert "threshold 0.5; 0.205 before training" in good.condition
+    assert "for 0.805 of them, 0.205 before training: +0.600 [" in good.condition
     bad = verdict(alike, apart, [0.95, 0.961])
     assert bad.condition.count("Not true") == 1
     assert not bad.condition.startswith("True")

@@ -43,7 +43,7 @@ def test_verdict_for_every_outcome():
     assert verdict(same, lucky).condition == verdict(same, same).condition, "the first seed chose the rate"
     assert verdict(same, worse).word == "holds"
     assert verdict(same, same).word == "partly"
-    assert "Not clear: mean pooling needs a learning rate of its own" in verdict(same, same).condition
+    assert "Not clear: mean pooling gains from a learning rate of its own" in verdict(same, same).condition
     assert verdict(noisy, noisy).word == "not clear here", "an interval that contains equality"
     lower = verdict(worse, [0.82, 0.831, 0.84])
     assert lower.word == "does not hold"

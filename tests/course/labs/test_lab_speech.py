@@ -90,18 +90,22 @@ def test_kinds_of_tokens_have_equal_number_and_size():
 
 
 def test_verdict_for_every_outcome():
-    def verdict(**tokens):
+    def verdict(others=None, **tokens):
+        tokens = (dict.fromkeys(speech.TOKEN_KINDS, others) if others else {}) | tokens
         arms = {name: {"mean": np.mean(scores), "scores": scores} for name, scores in tokens.items()}
         return speech.decide_verdict({"tokens": arms, "held out": 3_000})
 
     good, poor, near = [0.95, 0.96, 0.97], [0.4, 0.42, 0.41], [0.497, 0.48, 0.513]
-    assert verdict(patches=good, rows=good).word == "holds"
-    rows = verdict(patches=good, rows=poor)
+    assert verdict(good, patches=good, rows=good).word == "holds"
+    untested = verdict(patches=good, rows=good)
+    assert untested.word == "partly", "the claim is about all kinds"
+    assert "pixels can be tokens (not tested in this run)" in untested.condition.partition("Not clear: ")[2]
+    rows = verdict(good, patches=good, rows=poor)
     assert rows.word == "partly"
     assert "Not true: rows can be tokens (41.0 [" in rows.condition
     assert "threshold 50 %" in rows.condition
     assert verdict(patches=near).word == "not clear here", "an interval that contains the threshold"
-    assert verdict(patches=poor, rows=poor).word == "does not hold"
+    assert verdict(poor, patches=poor, rows=poor).word == "does not hold"
 
 
 def test_only_clear_differences_are_reported():

@@ -34,7 +34,7 @@ VERDICTS = ("holds", "partly", "does not hold", "not clear here")
 EXPECTED = {  # the verdict of each lab without training, and a telling part of its condition
     "patching": ("holds", "threshold 1e-12.*flattened in another order"),
     "walk": ("partly", "adds the embeddings.*threshold 1e-09"),
-    "scale": ("holds", "without a divisor softmax saturates.*nor does it with 1/sqrt.D."),
+    "scale": ("holds", "without a divisor softmax saturates.*with 1/sqrt.D."),
     "permutation": ("holds", "threshold 1e-10"),
     "activation": ("partly", "Not true: GELU is the cumulative"),
     "association": ("partly", "orthogonal.*at most one patch.*sink token.*threshold 0.01"),

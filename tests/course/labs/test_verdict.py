@@ -6,7 +6,7 @@ import math
 import pytest
 
 from vitrail.course.labs import collect
-from vitrail.course.labs.lab import find_lab, load_results, run_lab, verdict_fields
+from vitrail.course.labs.lab import find_lab, format_number, load_results, run_lab, verdict_fields
 from vitrail.course.labs.verdict import (
     TOO_SMALL,
     Statement,
@@ -14,6 +14,7 @@ from vitrail.course.labs.verdict import (
     decide,
     equal_within,
     fact,
+    format_fraction,
     format_interval,
     format_points,
     gain,
@@ -59,6 +60,7 @@ def test_texts_are_grouped():
         "partly: True: A (A); D, if it rains (0). Not true: B (B). Not clear: C (C)"
     )
     assert decide([UNCLEAR]) == Verdict("not clear here", "C (C)")
+    assert str(decide([UNCLEAR, FALSE])) == "not clear here: Not true: B (B). Not clear: C (C)"
     assert str(fact("D", False, "0", "it rains")) == "D (0)", "a condition does not save what is not true"
 
 
@@ -149,3 +151,12 @@ def test_rounding_does_not_hide_on_which_side_of_zero_a_bound_lies():
     assert format_points(Difference(0.0087, (0.0004, 0.017), 7)) == "+0.87 [+0.04, +1.70] points"
     assert format_points(Difference(0.2, (0.131, 0.269), 3)) == "+20.0 [+13.1, +26.9] points"
     assert format_points(Difference(0.0, None, 1)) == "+0.0 points"
+
+
+def test_rounding_does_not_hide_that_an_interval_has_a_width():
+    assert format_fraction(1.0, (0.99981, 1.0)) == "100.00 [99.98, 100.00] %"
+    assert format_fraction(0.897, (0.83, 0.939)) == "89.7 [83.0, 93.9] %"
+    assert format_fraction(0.5, None) == "50.0 %"
+    saved = next(result for result in load_results() if result["name"] == "double-if")
+    assert format_number(saved).startswith("1 [0.9998, 1] accuracy")
+    assert "(100.00 [99.98, 100.00] %, threshold 99 %" in saved["condition"]

@@ -8,7 +8,7 @@ zero, as in the slide's intuition, and attention starts uniform; in the others t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -120,9 +120,12 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     content = numbers["Q K^T after over before"]
     remains = is_above(confidence_interval(content), _MAX_CONTENT)
     steps = numbers["steps"]
+    setting = f"by Adam in {steps[CONTENT]} steps with Q and K trained, too"
+    by_adam = _on_neighbors(numbers, CONTENT, f"patches come to attend to their neighbors, {setting}")
+    only_p = f"{fmean(numbers['on neighbors'][POSITIONS]):.1%} in {steps[POSITIONS]} steps with only p and V"
     return decide(
         [
-            _on_neighbors(numbers, CONTENT, "patches come to attend to their neighbors, by Adam"),
+            replace(by_adam, evidence=f"{by_adam.evidence}; {only_p}"),
             Statement(
                 "attention no longer depends on the content of the patches",
                 None if remains is None else not remains,

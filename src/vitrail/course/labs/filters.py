@@ -73,18 +73,25 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     return decide(
         [
             Statement(
-                f"the first {count} components resemble basis functions: neighboring pixels correlate",
+                f"in this model, the first {count} components resemble basis functions: neighboring pixels "
+                "correlate",
                 is_outside(smooth, random),
                 f"{smooth:.2f}, random filters {_format_range(random, '.2f')}",
             ),
             Statement(
-                "their representation is low-dimensional: few components explain 90 % of the variance",
+                "their representation has fewer dimensions than that of random filters: so many components "
+                "explain 90 % of the variance",
                 None if few is None else not few,
-                f"{needed} of {min(numbers['pixels'], numbers['filters'] - 1)}, random filters "
+                f"{needed} of {_all_components(numbers)}, random filters "
                 f"{_format_range(random_needed, '.0f')}",
             ),
         ]
     )
+
+
+def _all_components(numbers: Mapping[str, Any]) -> int:
+    """How many principal components the filters have: after centering, one fewer than filters."""
+    return min(numbers["pixels"], numbers["filters"] - 1)
 
 
 def is_outside(value: float, random: Sequence[float]) -> bool | None:
@@ -126,13 +133,14 @@ def _random_filters(model: ViT, seed: int) -> filters.Filters:
 
 def summarize(numbers: Mapping[str, Any], model: ViT) -> str:
     height, width = model.config.patch_pixels
+    random_smooth, random_needed = numbers["random smoothness"], numbers["random needed"]
     return (
         f"{numbers['model']}: {numbers['filters']} filters of {height} x {width} pixels and "
         f"{model.config.channels} channel{'s' * (model.config.channels > 1)}. In the first "
-        f"{numbers['components']} of their {numbers['pixels']} principal components, neighboring pixels "
-        f"correlate by {numbers['smoothness']:.2f}, in those of {len(numbers['random smoothness'])} sets of "
-        f"random filters by {fmean(numbers['random smoothness']):.2f}. To explain 90 % of the variance takes "
-        f"{numbers['needed']} components, for random filters {fmean(numbers['random needed']):.0f}."
+        f"{numbers['components']} of their {_all_components(numbers)} principal components, neighboring "
+        f"pixels correlate by {numbers['smoothness']:.2f}, in those of {len(random_smooth)} sets of random "
+        f"filters by {fmean(random_smooth):.2f}. To explain 90 % of the variance takes {numbers['needed']} "
+        f"components, for random filters {fmean(random_needed):.0f}. This is one model."
     )
 
 

@@ -42,7 +42,6 @@ CLAIM = (
 ACCEPTS = "MNIST as IDX files, or a .npz"
 
 _LR = 3e-3
-_DISAGREE = 0.5  # fraction of the tokens for which two heads attend most to different tokens
 _MEASURED_IMAGES = 200
 
 
@@ -91,24 +90,26 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Two heads must attend most to different tokens, training must set them apart, and they must matter."""
+    """Training must set two heads apart, in their strongest token and in all weights; they must matter."""
 
     def values(kind: str, name: str) -> list[float]:
         return [one[name] for one in numbers[kind]]
 
-    disagree = values("trained", "disagree")
-    change = [
-        a - b for a, b in zip(values("trained", "distance"), values("untrained", "distance"), strict=True)
-    ]
+    def changes(name: str) -> list[float]:
+        return [a - b for a, b in zip(values("trained", name), values("untrained", name), strict=True)]
+
+    disagree, change = changes("disagree"), changes("distance")
     lost = [a - b for a, b in zip(numbers["accuracy"], numbers["accuracy without a head"], strict=True)]
-    bounds = [share_interval(disagree), confidence_interval(change), confidence_interval(lost)]
+    bounds = [confidence_interval(disagree), confidence_interval(change), confidence_interval(lost)]
     return decide(
         [
             Statement(
-                "a token attends most to different tokens in two heads of a layer",
-                is_above(bounds[0], _DISAGREE),
-                f"for {format_interval(fmean(disagree), bounds[0], '.3f')} of them, threshold {_DISAGREE:g}; "
-                f"{fmean(values('untrained', 'disagree')):.3f} before training",
+                "a token attends most to different tokens in two heads of a layer, more often than before "
+                "training",
+                is_above(bounds[0], 0),
+                f"for {fmean(values('trained', 'disagree')):.3f} of them, "
+                f"{fmean(values('untrained', 'disagree')):.3f} before training: "
+                f"{format_interval(fmean(disagree), bounds[0], '+.3f')}",
             ),
             Statement(
                 "heads differ more after training than before",

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from vitrail.course.labs.verdict import TOO_SMALL, Verdict, format_verdict
+from vitrail.course.labs.verdict import TOO_SMALL, Verdict, distinct_form, format_interval, format_verdict
 from vitrail.errors import InputError, printable, require_extra, suggest
 from vitrail.experiment.trial import one_thread
 from vitrail.images.workers import usable_cores
@@ -253,10 +253,8 @@ def table_row(result: Mapping[str, Any]) -> tuple[str, ...]:
 
 def format_number(result: Mapping[str, Any]) -> str:
     """The number with its confidence interval, unit and n."""
-    number = f"{result['number']:.3g}"
-    if result["interval"] is not None:
-        low, high = result["interval"]
-        number += f" [{low:.3g}, {high:.3g}]"
+    form = distinct_form(result["number"], result["interval"], (".3g", ".4g", ".5g"))
+    number = format_interval(result["number"], result["interval"], form)
     return f"{number} {result['unit']} (n = {result['n']:,})"
 
 

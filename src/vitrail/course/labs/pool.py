@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,15 +87,18 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Both must be equally accurate at their own learning rates, and not at that of the class token."""
+    """Both must be equally accurate at their own learning rates, and mean pooling must gain from its own."""
     arms, images = numbers["arms"], numbers["held out"]
     at_class_lr = numbers["mean pooling at the class token's lr"]
     own = Difference.of(arms[MEAN]["scores"], arms[CLASS]["scores"], images)
     gained = gain_of_own_lr(arms[MEAN]["scores"], at_class_lr, images)
+    at_same_lr = Difference.of(at_class_lr[1:], arms[CLASS]["scores"][1:], images)
+    gains = gain("mean pooling gains from a learning rate of its own", gained)
+    evidence = f"{gains.evidence}; at the class token's, mean pooling minus class token: "
     return decide(
         [
             equal_within("mean pooling is as accurate as the class token", own, _MARGIN),
-            gain("mean pooling needs a learning rate of its own", gained),
+            replace(gains, evidence=evidence + format_points(at_same_lr)),
         ]
     )
 

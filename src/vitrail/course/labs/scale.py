@@ -98,7 +98,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"{remaining:.0%} of the entropy remain {widths}, threshold {_MAX_REMAINING:.0%}",
             ),
             fact(
-                "nor does it with 1/sqrt(D) and a fixed number of heads",
+                "with 1/sqrt(D) and a fixed number of heads the entropy does not depend on d, either",
                 change["width"] < _MAX_CHANGE,
                 f"it changes by {change['width']:.4f}, {steady}",
             ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,11 +141,17 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     ]
     statements = [
         _equivariance(numbers["change when shifted"]),
+        _locality(numbers["pixels influenced by one pixel"]),
         gain(
             f"a CNN is better than a ViT with {min(map(float, by_fraction)):.0%} of the images",
             Difference.of(*few, images),
         ),
-        gain("the gain shrinks with all images", _shrinkage(few, all_images, images)),
+        _shrinks_with_all(few, all_images, images),
+        _equal_or_unclear(
+            "a ViT learns the structure: with all images it is as accurate as a CNN",
+            Difference.of(*all_images, images),
+            "more images were",
+        ),
     ]
     if len(learned) < 2:
         return decide([*statements, Statement("hybrids are better with less training", None, "not learned")])
@@ -163,17 +170,21 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"the hybrid's gain over the ViT shrinks from {least} to {most} steps",
                 _shrinkage(hybrid[least], hybrid[most], images),
             ),
-            _vanished(Difference.of(*hybrid[most], images), most),
+            _equal_or_unclear(
+                f"the hybrid's gain over the ViT has vanished after {most} steps",
+                Difference.of(*hybrid[most], images),
+                "longer training was",
+            ),
         ]
     )
 
 
-def _vanished(gained: Difference, steps: str) -> Statement:
-    """The statement that the hybrid's gain has vanished; still a gain is not clear: it may vanish later."""
-    found = equal_within(f"the hybrid's gain over the ViT has vanished after {steps} steps", gained, _MARGIN)
+def _equal_or_unclear(text: str, gained: Difference, untried: str) -> Statement:
+    """The statement that a gain has vanished; still a gain is not clear: with more it may vanish."""
+    found = equal_within(text, gained, _MARGIN)
     if found.true or is_above(gained.interval, 0) is False:
         return found
-    return replace(found, true=None, evidence=f"{found.evidence}; longer training was not tried")
+    return replace(found, true=None, evidence=f"{found.evidence}; {untried} not tried")
 
 
 def _equivariance(feature_change: Mapping[str, Mapping[str, float]]) -> Statement:
@@ -188,6 +199,27 @@ def _equivariance(feature_change: Mapping[str, Mapping[str, float]]) -> Statemen
         f"{_MAX_UNCHANGED:g}; {with_pooling['1 pixel']:.2g} with pooling, {vit['1 pixel']:.2g} in a ViT"
     )
     return fact("CNNs are equivariant to translation", equivariant, evidence, condition)
+
+
+def _locality(influenced: Mapping[str, int]) -> Statement:
+    """The statement that CNNs are local: one pixel influences fewer pixels of the features than in a ViT."""
+    cnn, vit = influenced["CNN without pooling"], influenced["ViT"]
+    pooled = influenced["CNN"]
+    evidence = (
+        f"one pixel influences {cnn} pixels in a row without pooling, threshold: the {vit} of a ViT; "
+        f"{pooled} with pooling"
+    )
+    return fact("CNNs are local", cnn < vit, evidence, "" if pooled < vit else "the CNN has no pooling")
+
+
+def _shrinks_with_all(
+    few: tuple[list[float], list[float]], all_images: tuple[list[float], list[float]], images: int
+) -> Statement:
+    """The statement that the CNN's gain over the ViT shrinks with all images."""
+    found = gain("the gain shrinks with all images", _shrinkage(few, all_images, images))
+    cnn, vit = fmean(all_images[0]), fmean(all_images[1])
+    ceiling = f"the CNN, at {cnn:.1%}, could not gain more than {1 - vit:.1%} over the ViT"
+    return replace(found, evidence=f"{found.evidence}; with all images {ceiling}")
 
 
 def _paired(arms: Mapping[str, Any], first: str, second: str) -> tuple[list[float], list[float]]:

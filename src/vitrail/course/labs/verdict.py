@@ -8,6 +8,7 @@ verdict prints measurement, interval and threshold; without one, the threshold i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -59,7 +60,8 @@ def decide(statements: Sequence[Statement]) -> Verdict:
     """The verdict on a claim that makes these statements.
 
     It holds if all are true without a condition, and does not hold if none is. It holds partly if some are
-    true, or only under a condition. If none is true and one of them is not clear, neither is the claim.
+    true, or only under a condition. If none is true and one of them is not clear, neither is the claim; those
+    that are clearly not true are then named first.
     """
     groups = {
         "true": [str(statement) for statement in statements if statement.true],
@@ -135,11 +137,20 @@ def format_points(difference: Difference) -> str:
 
 
 def format_fraction(mean: float, interval: Interval | None) -> str:
-    """A fraction in percent: "89.7 [83.0, 93.9] %"."""
-    text = f"{100 * mean:.1f}"
-    if interval is not None:
-        text += " [{:.1f}, {:.1f}]".format(*(100 * bound for bound in interval))
-    return f"{text} %"
+    """A fraction in percent: "89.7 [83.0, 93.9] %", with more decimals if a bound rounds to the mean."""
+    bounds = interval and (100 * interval[0], 100 * interval[1])
+    form = distinct_form(100 * mean, bounds, (".1f", ".2f", ".3f"))
+    return f"{format_interval(100 * mean, bounds, form)} %"
+
+
+def distinct_form(mean: float, interval: Interval | None, forms: Sequence[str]) -> str:
+    """The first format by which no bound looks like the mean, unless it equals it; the last if none does."""
+
+    def is_hidden(bound: float, form: str) -> bool:
+        return f"{bound:{form}}" == f"{mean:{form}}" and not math.isclose(bound, mean, rel_tol=1e-9)
+
+    suitable = (form for form in forms if not any(is_hidden(bound, form) for bound in interval or ()))
+    return next(suitable, forms[-1])
 
 
 def format_interval(mean: float, interval: Interval | None, form: str = ".2g") -> str:

@@ -238,8 +238,9 @@ class FusedForward:
         if self.device.type == "cuda":
             with sdpa_kernel(self._fastest_backends(run, q, bias), set_priority=True):
                 heads = run()
-        else:
-            heads = run()
+        else:  # in fp32: attention in bf16 ends the process on some CPUs
+            dtype, q, k, v = q.dtype, q.float(), k.float(), v.float()
+            heads = run().to(dtype)
         heads = attention.norm(heads.transpose(1, 2).flatten(2))
         return heads.reshape(-1, heads.shape[-1])
 

@@ -184,22 +184,6 @@ def test_perception_encoder_as_first_published(name, at, tmp_path):
     agree(model, bundle)
 
 
-def test_the_text_tower_beside_a_perception_encoder(tmp_path):
-    state = published_pe(perception_encoder())
-    text = {"token_embedding.weight": (11, 12), "positional_embedding": (7, 12), "text_projection": (12, 6)}
-    text |= {"ln_final.weight": (12,), "ln_final.bias": (12,), "logit_scale": ()}
-    at = "transformer.resblocks.0."
-    text |= {f"{at}attn.in_proj_weight": (36, 12), f"{at}attn.in_proj_bias": (36,)}
-    text |= {f"{at}attn.out_proj.weight": (12, 12), f"{at}attn.out_proj.bias": (12,)}
-    text |= {f"{at}mlp.c_fc.weight": (48, 12), f"{at}mlp.c_fc.bias": (48,)}
-    text |= {f"{at}mlp.c_proj.weight": (12, 48), f"{at}mlp.c_proj.bias": (12,)}
-    text |= {f"{at}{norm}.{kind}": (12,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")}
-    state |= {name: torch.randn(shape) for name, shape in text.items()}
-    bundle = vt.load(save(state, tmp_path), heads=2)
-    assert set(bundle.extras) == set(text)
-    assert bundle.text.tower.config.activation == "gelu"
-
-
 # ---- AIMv2 ----------------------------------------------------------------------------------
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, patch_size=8)

@@ -87,7 +87,7 @@ TIMM_CORE = Family(
     "timm",
     "timm's Perception Encoder core",
     detect=Detection(anchors=(*_TIMM, "{w}{p}attn_pool.latent"), prefixes=_PREFIXES),
-    keys=KeyMap(rows=TIMM_ROWS),
+    keys=KeyMap(rows=TIMM_ROWS, extras=("{w}text.*", "{w}logit_scale")),  # OpenCLIP's text tower
     profile=PROFILE,
 )
 TIMM_TRUNK = Family(

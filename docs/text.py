@@ -30,6 +30,7 @@ def samples(seed: int, folder: Path) -> Iterator[tuple[str, str, str, Tensor, Te
         ("clip", "transformers' CLIP", 600),
         ("siglip", "transformers' SigLIP", 32_000),
         ("siglip", "transformers' SigLIP 2, fixed size", 256_000),
+        ("siglip2", "transformers' SigLIP 2 NaFlex", 256_000),
     ):
         more = {
             "vocab_size": size,
@@ -37,18 +38,24 @@ def samples(seed: int, folder: Path) -> Iterator[tuple[str, str, str, Tensor, Te
             "bos_token_id": 1,
             "eos_token_id": size - 1,
         }
-        config, model = (hf.CLIPConfig, hf.CLIPModel) if kind == "clip" else (hf.SiglipConfig, hf.SiglipModel)
-        theirs = noisy(model(config(text_config={**TEXT, **more}, vision_config=VISION)))
+        config, model = {
+            "clip": (hf.CLIPConfig, hf.CLIPModel),
+            "siglip": (hf.SiglipConfig, hf.SiglipModel),
+            "siglip2": (hf.Siglip2Config, hf.Siglip2Model),
+        }[kind]
+        vision = VISION if kind != "siglip2" else {**TEXT, "patch_size": 8, "num_patches": 16}
+        theirs = noisy(model(config(text_config={**TEXT, **more}, vision_config=vision)))
         theirs.save_pretrained(folder)
         tokens = torch.randint(2, size, (TEXTS, LENGTH))
         tokens[:, -1] = size - 1
         vectors = theirs.get_text_features(tokens)
         yield (
-            *(f"hf-{kind}-text", title, versions["transformers"], tokens),
+            *("hf-clip-text" if kind == "clip" else "hf-siglip-text", title, versions["transformers"], tokens),
             *(getattr(vectors, "pooler_output", vectors), {}),
         )
     titles = {
         "quick-gelu": "OpenAI's CLIP and OpenCLIP",
+        "gelu": "Meta's Perception Encoder core",
         "siglip": "OpenCLIP's SigLIP",
         "custom": "Apple's MobileCLIP-B",
     }

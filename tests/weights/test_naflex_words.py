@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.bits import same_file
-from tests.support.hf_models import save_pretrained
+from tests.support.hf_models import from_pretrained, save_pretrained
 from tests.support.models import add_noise
 from tests.support.text_models import gemma_like
 from vitrail.cli import app
@@ -77,6 +77,21 @@ def test_both_towers_are_written_back(naflex, tmp_path):
         assert same_file(folder / "model.safetensors", back)
     again = vt.load(tmp_path / "ours.safetensors")
     assert torch.equal(again.text(TEXTS), vt.load(folder).text(TEXTS))
+
+
+def test_the_written_folder_is_transformers(naflex, tmp_path):
+    """Both towers, the tokenizer and a processor that keeps the shape of images."""
+    model, folder = naflex
+    vt.convert(folder, tmp_path / "out", to="hf")
+    theirs = from_pretrained(hf.Siglip2Model, tmp_path / "out")
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 90, 3), np.uint8))
+    inputs = processor()(photo, return_tensors="pt")
+    written = hf.Siglip2ImageProcessorPil.from_pretrained(tmp_path / "out")(photo, return_tensors="pt")
+    assert all(torch.equal(inputs[name], written[name]) for name in inputs)
+    with torch.no_grad():
+        one, other = (m(input_ids=token_ids(TEXTS), **inputs).logits_per_image for m in (model, theirs))
+    assert torch.equal(one, other)
+    assert torch.equal(vt.load(tmp_path / "out").text(TEXTS), vt.load(folder).text(TEXTS))
 
 
 def test_a_baked_head_on_images_in_their_own_shape(naflex, tmp_path):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import vitrail as vt
 from tests.support.bits import same_file
-from tests.support.hf_models import save_pretrained
+from tests.support.hf_models import from_pretrained, save_pretrained
 from tests.support.text_models import (
     apple_names,
     gemma_like,
@@ -78,6 +78,10 @@ def test_transformers_clip(tmp_path, changes):
     assert torch.equal(again.text(TEXTS), bundle.text(TEXTS))
     vt.convert(tmp_path / "ours.safetensors", tmp_path / "back.safetensors", to="hf")
     same_file(tmp_path / "model.safetensors", tmp_path / "back.safetensors")
+    written = check_folder(tmp_path, hf.CLIPModel)
+    with torch.no_grad():
+        again = written(**inputs, pixel_values=images)
+    assert torch.equal(again.logits_per_image, out.logits_per_image)
 
 
 @pytest.mark.parametrize("kind", ["siglip", "siglip2"])
@@ -100,6 +104,26 @@ def test_transformers_siglip(tmp_path, kind):
     check_scores(bundle, images, words, out.logits_per_image, "sigmoid")
     bundle.save(tmp_path / "ours.safetensors")
     assert torch.equal(vt.load(tmp_path / "ours.safetensors").text(words), bundle.text(words))
+
+    # Written back: the tensors bit-equal, and a folder that transformers reads with both towers.
+    for source in (tmp_path, tmp_path / "ours.safetensors"):
+        vt.convert(source, tmp_path / "back.safetensors", to="hf-siglip")
+        assert same_file(tmp_path / "model.safetensors", tmp_path / "back.safetensors")
+        (tmp_path / "back.safetensors").unlink()
+    again = check_folder(tmp_path, hf.SiglipModel)
+    with torch.no_grad():
+        logits = again(input_ids=inputs["input_ids"], pixel_values=images).logits_per_image
+    assert torch.equal(logits, out.logits_per_image)
+
+
+def check_folder(folder, model):
+    """Write a folder of the same family, and load its two towers by transformers' own loader."""
+    vt.convert(folder, folder / "written", to="hf")
+    assert same_file(folder / "model.safetensors", folder / "written" / "model.safetensors")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        if (folder / name).exists():
+            assert (folder / "written" / name).read_bytes() == (folder / name).read_bytes()
+    return from_pretrained(model, folder / "written")
 
 
 @pytest.mark.parametrize("kind", ["gelu", "quick-gelu", "custom", "siglip"])
@@ -157,6 +181,13 @@ def test_mobileclip_text_tower(tmp_path):
     with torch.no_grad():
         close(encoder.tower(tokens), theirs.encode_text(tokens))
         close(encoder(TEXTS), theirs.encode_text(tokens, normalize=True))
+
+
+def test_a_folder_without_settings_of_the_text_tower_says_so(tmp_path):
+    save_pretrained(hf.SiglipModel(hf.SiglipConfig(text_config=TEXT, vision_config=VISION)), tmp_path)
+    report = vt.convert(tmp_path / "model.safetensors", tmp_path / "out", to="hf", heads=2)
+    assert any("config.json describes the image tower alone" in note for note in report.notes)
+    assert same_file(tmp_path / "model.safetensors", tmp_path / "out" / "model.safetensors")
 
 
 def test_a_padded_neighbour_changes_nothing():

@@ -14,13 +14,15 @@ from vitrail.errors import ConfigError, FileError, VitrailError, printable
 from vitrail.fields import short_repr
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published import from_hf
-from vitrail.io.write import atomic_folder, write_text
+from vitrail.io.read import parse_json
+from vitrail.io.write import atomic_folder, write_bytes, write_text
 from vitrail.weights.bundle import Bundle, Source, cast_exactly, in_source_dtype
 from vitrail.weights.family import Family
 from vitrail.weights.files import Entry, write_npz, write_safetensors
 from vitrail.weights.keys import read_table, with_rows
 from vitrail.weights.match import FamilyMatch, RowMatch, join_names, match_family
 from vitrail.weights.state import plan_rows, restack, sizes_of, write_state
+from vitrail.weights.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,16 +145,41 @@ def write_family(out: Path, family: Family, tensors: dict[str, Tensor], bundle: 
     else:
         settings = family.writer.settings(bundle.model.config, bundle.preprocess, bundle.labels)
         bundle.notes += _preprocess_notes(bundle.preprocess, settings)
+        tokenizer: Mapping[str, bytes] = {}
+        if bundle.source and bundle.source.family == family.name and bundle.has_text:
+            settings, tokenizer = _add_text(bundle, settings)
         try:
             out.absolute().parent.stat()  # a missing parent folder is an error, not created
             with atomic_folder(out) as partial:
                 write_safetensors(partial / "model.safetensors", tensors, {"format": "pt"})
                 for name, content in settings.items():
                     write_text(partial / name, json.dumps(content, indent=2) + "\n")
+                for name, data in tokenizer.items():
+                    write_bytes(partial / name, data)
         except OSError as error:
             raise FileError(
                 f"{printable(out)} cannot be written: {error.strerror or error}. Check the folder it is in."
             ) from error
+
+
+def _add_text(bundle: Bundle, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """The settings of both towers, as transformers has them in one config.json, and the tokenizer's files.
+
+    The text tower's settings are those that were beside the weights; without them, a note says so.
+    """
+    files = bundle.text_files
+    tokenizer = {name: files[name] for name in TOKENIZER_FILES if name in files}
+    both = parse_json(files["config.json"], "config.json", allow_nan=True) if "config.json" in files else None
+    if not isinstance(both, dict) or not isinstance(both.get("text_config"), dict):
+        bundle.notes.append(
+            "The text tower is written, too, but config.json describes the image tower alone: the settings "
+            "of the text tower were not beside the weights."
+        )
+        return dict(settings), tokenizer
+    not_sizes = ("architectures", "id2label", "label2id")
+    vision = {name: value for name, value in settings["config.json"].items() if name not in not_sizes}
+    both["vision_config"] = {**(both.get("vision_config") or {}), **vision}
+    return {**settings, "config.json": both}, tokenizer
 
 
 def _preprocess_notes(preprocess: Preprocess, settings: Mapping[str, Any]) -> list[str]:

@@ -188,7 +188,7 @@ CLIP = Family(
 SIGLIP = Family(
     "hf-siglip",
     "hf",
-    "the vision tower of transformers' SigLIP",
+    "the vision tower of transformers' SigLIP, and SigLIP 2 of a fixed size",
     detect=Detection(
         anchors=(
             E + "patch_embedding.weight",

@@ -22,6 +22,8 @@ from vitrail.weights.rows import row
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vitrail.images.preprocess import Preprocess
+
 
 def _config_json(config: ViTConfig) -> dict[str, Any]:
     """config.json of the vision tower alone."""
@@ -33,6 +35,17 @@ def _config_json(config: ViTConfig) -> dict[str, Any]:
         "intermediate_size": config.F,
         "num_patches": config.patches,
     }
+
+
+def _settings(config: ViTConfig, preprocess: Preprocess, labels: list[str] | None) -> dict[str, Any]:
+    """The JSON files, with a processor that keeps the shape of images."""
+    files = folder_settings(config, preprocess, labels, config_json=_config_json)
+    files["preprocessor_config.json"] |= {
+        "image_processor_type": "Siglip2ImageProcessor",
+        "patch_size": config.patch_pixels[0],
+        "max_num_patches": config.patches,
+    }
+    return files
 
 
 def flat_patches(images: Tensor, patch: int) -> Tensor:
@@ -78,7 +91,7 @@ NAFLEX = replace(
     ),
     writer=replace(
         SIGLIP.writer,
-        settings=partial(folder_settings, config_json=_config_json),
+        settings=_settings,
         read_settings=partial(hf_clip.read_tower_settings, kind="siglip2"),
         peer=_peer,
     ),

@@ -20,7 +20,7 @@ from vitrail.weights.folder import ModelFiles
 from vitrail.weights.infer import infer_config
 from vitrail.weights.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
 from vitrail.weights.layout import Sizes
-from vitrail.weights.look_alikes import find_look_alike
+from vitrail.weights.look_alikes import LookAlike, find_by_name, find_look_alike
 from vitrail.weights.match import FamilyMatch, join_names, match_family
 from vitrail.weights.preprocessing import find_preprocess, override_preprocess
 from vitrail.weights.scores import Scores
@@ -187,16 +187,24 @@ def _recognize(
     patch = per_axis("patch", overrides.get("patch", 1), ("height", "width"))
     sizes = Sizes(channels=overrides.get("channels", 3), patch=patch)
     entries = table.without_ignored(files.entries)
-    if family is None and not table.rows and (other := find_look_alike(entries)):
-        raise FileError(
-            f"{printable(files.path)} looks like {other.name}, which is not read: {other.reason}. If it is "
-            "another model, give its family or a key table."
-        )
+    guessed = family is None and not table.rows
+    if guessed and (other := find_look_alike(entries)):
+        raise _look_alike(files, other)
     for one in _candidates(files, family, table):
         wrapper = files.wrapper if family is None else one.detect.wrapper
         if match := match_family(one, entries, sizes, wrapper, files.metadata):
+            settings = files.settings.get("config.json", {})
+            if guessed and (other := find_by_name(files.path, settings, one.name)):
+                raise _look_alike(files, other)
             return match
     raise _no_family(files, family, table)
+
+
+def _look_alike(files: ModelFiles, other: LookAlike) -> FileError:
+    return FileError(
+        f"{printable(files.path)} looks like {other.name}, which is not read: {other.reason}. "
+        f"{other.advice}. If it is another model, give its family or a key table."
+    )
 
 
 def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[Family]:

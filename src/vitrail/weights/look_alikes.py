@@ -5,9 +5,11 @@ Some of them share every name with a family that is read, and would give wrong l
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class LookAlike(NamedTuple):
@@ -18,18 +20,31 @@ class LookAlike(NamedTuple):
     """Each must match a name in the file."""
     reason: str
     """What it is instead."""
+    advice: str = "Use timm for it"
+    """What to do with such a file."""
 
 
 _WINDOWS = "it has windows and stages of different widths"
 
 LOOK_ALIKES = (
-    LookAlike("EUPE", ("*projectors.*", "*patch_embed.proj.weight"), "it is an encoder with projectors"),
+    LookAlike(
+        "EUPE",
+        ("*projectors.*", "*patch_embed.proj.weight"),
+        "it is an encoder with projectors, distilled from several models",
+    ),
     LookAlike("Sapiens2", ("*attn.wq.weight", "*ffn.w12.weight"), "its heads are grouped"),
     LookAlike(
         "Sapiens2", ("*reg_token", "*blocks.0.attn.q_proj.weight", "*gamma_1"), "its heads are grouped"
     ),
     LookAlike("Hiera", ("*blocks.0.attn.qkv.weight", "*blocks.?.proj.weight"), _WINDOWS),
+    LookAlike("Hiera", ("*blocks.0.attn.qkv.weight", "*pos_embed_win*"), _WINDOWS),
     LookAlike("Hiera", ("*hiera.embeddings.*",), _WINDOWS),
+    LookAlike(
+        "timm's NaFlexVit",
+        ("*embeds.proj.weight", "*blocks.0.attn.qkv.weight"),
+        "its patches are flat and its positions are resized for each image",
+        "Use timm for it; SigLIP 2 NaFlex is read from transformers' files",
+    ),
     LookAlike("TinyViT", ("*patch_embed.conv1.*", "*.blocks.0.conv1.*"), "its first stages are convolutions"),
     LookAlike("TinyViT", ("*patch_embed.seq.0.*", "*.blocks.0.conv1.*"), "its first stages are convolutions"),
     LookAlike("Swin", ("*layers.0.blocks.0.attn*.relative_position_bias_table*",), _WINDOWS),
@@ -41,6 +56,7 @@ LOOK_ALIKES = (
         "AIMv2 lit",
         ("*.ffn.gate_proj.weight", "*head.k_proj.weight"),
         "its pool has a query without a projection; the AIMv2 models without a pool are read",
+        "Use transformers for it",
     ),
     LookAlike("XCiT", ("*blocks.0.attn.temperature",), "it attends over channels, not tokens"),
 )
@@ -52,3 +68,36 @@ def find_look_alike(names: Collection[str]) -> LookAlike | None:
         if all(any(fnmatchcase(name, pattern) for name in names) for pattern in one.patterns):
             return one
     return None
+
+
+# A model whose tensors are exactly those of a family that is read: only a name beside them tells.
+_EUPE = LookAlike(
+    "EUPE",
+    ("eupe",),  # a word of its name
+    "its tensors have the names of DINOv3, but it was distilled from several models, and we have not compared "
+    "it with its own code",
+    "To read its encoder as a DINOv3 all the same, give the family {family}",
+)
+_LIKE_EUPE = ("dinov3", "timm-dinov3", "hf-dinov3")
+
+
+def find_by_name(path: Path, settings: Mapping[str, Any], family: str) -> LookAlike | None:
+    """The look-alike that a file of this family says to be, by its own name or in its config.json."""
+    words = {word for name in _names(path, settings) for word in re.split(r"[^a-z]+", name.lower())}
+    if family in _LIKE_EUPE and not words.isdisjoint(_EUPE.patterns):
+        return _EUPE._replace(advice=_EUPE.advice.format(family=family))
+    return None
+
+
+def _names(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+    """What a model is called: its path, and the names in transformers' or timm's config.json."""
+    yield path.name
+    if path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
+        yield path.absolute().parent.name
+    timm = settings.get("pretrained_cfg")
+    for part in (settings, timm if isinstance(timm, Mapping) else {}):
+        for key in ("architecture", "architectures", "model_type", "tag", "hf_hub_id", "_name_or_path"):
+            value = part.get(key)
+            yield from (
+                one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
+            )

@@ -1,5 +1,7 @@
 """DINOv3 in the spelling of its authors, of transformers and of timm: same outputs, bit-equal round trips."""
 
+import json
+
 import pytest
 import safetensors.torch
 import timm
@@ -93,7 +95,7 @@ MLPS = {
 
 
 def published_state(model, gated):
-    """The tensors of transformers' model under the authors' names, with a key bias that is masked."""
+    """The tensors of transformers' model under the authors' names; a key bias it does not have is masked."""
     old = {name.replace("model.layer.", "layer."): tensor for name, tensor in model.state_dict().items()}
     state = {
         "cls_token": old["embeddings.cls_token"],
@@ -112,9 +114,12 @@ def published_state(model, gated):
                 state[f"{ours}{name}.{part}"] = old[f"{theirs}{old_name}.{part}"]
         q, k, v = (old[f"{theirs}attention.{x}_proj.weight"] for x in "qkv")
         state[f"{ours}attn.qkv.weight"] = torch.cat([q, k, v])
-        q, v = (old[f"{theirs}attention.{x}_proj.bias"] for x in "qv")
-        state[f"{ours}attn.qkv.bias"] = torch.cat([q, torch.randn(32), v])  # the middle must not matter
-        state[f"{ours}attn.qkv.bias_mask"] = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(32)
+        if model.config.query_bias:
+            q, v = (old[f"{theirs}attention.{x}_proj.bias"] for x in "qv")
+            k = old.get(f"{theirs}attention.k_proj.bias", torch.randn(32))  # masked, it must not matter
+            state[f"{ours}attn.qkv.bias"] = torch.cat([q, k, v])
+        if model.config.query_bias and not model.config.key_bias:
+            state[f"{ours}attn.qkv.bias_mask"] = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(32)
         for n in (1, 2):
             state[f"{ours}ls{n}.gamma"] = old[f"{theirs}layer_scale{n}.lambda1"]
     return {name: tensor.clone() for name, tensor in state.items()}
@@ -133,6 +138,78 @@ def test_as_first_published(gated, tmp_path):
     back = safetensors.torch.load_file(tmp_path / "back.safetensors")
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def published_file(tmp_path, name="plain", **changes):
+    """The file of a model under the authors' names, with some tensors changed; and the model."""
+    model = transformers_model(name)
+    state = published_state(model, gated=model.config.use_gated_mlp) | changes
+    safetensors.torch.save_file(state, tmp_path / "in.safetensors")
+    return tmp_path / "in.safetensors", model
+
+
+def same_both_ways(file, tmp_path):
+    """Written back bit-equal, directly and from a file of our own; returns the bundle."""
+    bundle = vt.load(file, size=32)
+    bundle.save(tmp_path / "ours.safetensors")
+    for source, options in ((file, {"size": 32}), (tmp_path / "ours.safetensors", {})):
+        back = tmp_path / f"{source.stem}-back.safetensors"
+        vt.convert(source, back, to="dinov3", **options)
+        assert same_file(file, back)
+    return bundle
+
+
+@pytest.mark.parametrize(
+    ("name", "qkv_bias"), [("7B, without biases", "none"), ("key bias", "all"), ("gated", "no-k")]
+)
+def test_biases_as_first_published(name, qkv_bias, tmp_path):
+    """SwiGLU without biases of q, k and v; keys with a bias, where no mask is in the file; and masked."""
+    file, model = published_file(tmp_path, name)
+    bundle = same_both_ways(file, tmp_path)
+    assert bundle.model.config.qkv_bias == qkv_bias
+    assert bundle.model.config.heads == 2  # by the number of rotary periods
+    agree(class_token(model), bundle)
+
+
+def test_nan_in_the_mask_is_not_used(tmp_path):
+    """A buffer that was never initialized. transformers' and timm's loaders drop it."""
+    mask = {f"blocks.{i}.attn.qkv.bias_mask": torch.full((96,), torch.nan) for i in range(2)}
+    file, model = published_file(tmp_path, **mask)
+    bundle = same_both_ways(file, tmp_path)
+    assert sum("bias_mask holds NaN" in note for note in bundle.notes) == 2
+    agree(class_token(model), bundle)
+
+
+def test_the_norm_of_local_crops_is_carried_along(tmp_path):
+    """local_cls_norm of the 7B and SAT-493M models is for training alone: the last norm is used."""
+    norm = {"local_cls_norm.weight": torch.randn(32), "local_cls_norm.bias": torch.randn(32)}
+    file, model = published_file(tmp_path, "7B, without biases", **norm)
+    bundle = same_both_ways(file, tmp_path)
+    assert set(norm) < set(bundle.extras)
+    agree(class_token(model), bundle)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cls_norm.weight": torch.ones(32), "cls_norm.bias": torch.zeros(32)},
+            "norm of its own for the class",
+        ),
+        ({"blocks.1.attn.qkv.bias_mask": torch.ones(96)}, "blocks.1.attn.qkv.bias_mask must mask the bias"),
+        ({"rope_embed.periods": 50 ** (torch.arange(4) / 4)}, "another rotary base is not supported"),
+    ],
+)
+def test_other_models_of_the_authors_are_refused(changes, message, tmp_path):
+    file, _ = published_file(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        vt.load(file, size=32)
+
+
+def test_periods_in_bf16_are_read(tmp_path):
+    periods = (100 ** (torch.arange(4) / 4)).bfloat16()
+    file, model = published_file(tmp_path, **{"rope_embed.periods": periods})
+    agree(class_token(model), vt.load(file, size=32))
 
 
 # ---- timm -----------------------------------------------------------------------------------
@@ -161,3 +238,14 @@ def test_timm_with_the_class_token(tmp_path):
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(model.state_dict(), file)
     agree(model, vt.load(file, heads=2, size=64, pool="class"))
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_the_pool_in_timms_settings(pool, tmp_path):
+    """LingBot-Vision has the tensors of DINOv3, and config.json says that its class token is pooled."""
+    model = timm.create_model("vit_small_patch16_lingbot", **TINY, global_pool=pool, num_classes=0)
+    model = add_noise(model).eval()
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    settings = {"architecture": "vit_small_patch16_lingbot", "num_features": 32, "global_pool": pool}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    agree(model, vt.load(tmp_path, heads=2, size=64))

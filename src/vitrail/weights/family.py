@@ -1,7 +1,7 @@
 """A family: one library's weight files, how to recognize, read, complete and write them.
 
 A new family is one file in families/ and one entry in families/__init__.py. Four small parts describe it:
-`Detection` (7 fields), `KeyMap` (6), `Profile` (8) and `Writer` (6); most families set about half of them.
+`Detection` (7 fields), `KeyMap` (6), `Profile` (10) and `Writer` (6); most families set about half of them.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Profile:
     """Name of the published preprocessing in `vitrail.images.published`."""
     computed: Callable[[ViTConfig, str], dict[str, Tensor]] = lambda config, device: {}
     """Tensors that the library computes, for a file that does not hold them."""
+    check_extras: Callable[[Mapping[str, Tensor]], list[str]] = lambda extras: []
+    """Notes on the values of tensors beside the model; an error if they ask for another model."""
     follows: str = ""
     """Whose implementation the profile follows, where libraries disagree on the same weights."""
 

@@ -130,6 +130,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     _check_tensors(files, {**shapes, **match.shapes}, model)
     state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
     extras = {name: files.tensor(original) for name, original in match.extras.items()}
+    notes = [*description.notes, *match.family.profile.check_extras(extras)]
     others = {name: files.entries[original] for name, original in match.extras.items()}
     state = {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
@@ -145,7 +146,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         native=description.native,
         extras=extras,
         fingerprint=stored_fingerprint(files),
-        notes=list(description.notes),
+        notes=notes,
         text_files=add_clip_file(others, files.text_files) if has_text(others) else {},
     )
 

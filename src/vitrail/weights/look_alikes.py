@@ -74,8 +74,8 @@ def find_look_alike(names: Collection[str]) -> LookAlike | None:
 _EUPE = LookAlike(
     "EUPE",
     ("eupe",),  # a word of its name
-    "its tensors have the names of DINOv3, but it was distilled from several models, and we have not compared "
-    "it with its own code",
+    "its tensors have the names of DINOv3, but it was distilled from several models, and we have not "
+    "compared it with its own code",
     "To read its encoder as a DINOv3 all the same, give the family {family}",
 )
 _LIKE_EUPE = ("dinov3", "timm-dinov3", "hf-dinov3")

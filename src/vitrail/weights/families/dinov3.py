@@ -171,6 +171,53 @@ _SHARED = (
     *layer("{w}{p}head", "head"),
 )
 
+
+def _choose_original(match: FamilyMatch) -> Mapping[str, Any]:
+    """Keys have a bias, unless the file masks it; the number of rotary periods shows the head width."""
+    if match.has("{w}{p}cls_norm.weight"):
+        raise ConfigError(
+            "The file is a DINOv3 with a norm of its own for the class token (cls_norm), which is not read: "
+            "here one norm follows all tokens. No published DINOv3 has it; use its own code."
+        )
+    fields = dict(_choose(match))
+    if "qkv_bias" in fields and not match.has(B + "attn.qkv.bias_mask"):
+        fields["qkv_bias"] = "all"
+    periods = match.entries["{w}{p}rope_embed.periods".format(**match.placeholders)].shape
+    width = match.shapes["tokens.proj.weight"][0]
+    if len(periods) == 1 and periods[0] and width % (4 * periods[0]) == 0:
+        fields["heads"] = width // (4 * periods[0])
+    return fields
+
+
+def _check_extras(extras: Mapping[str, Tensor]) -> list[str]:
+    """The rotary periods and the masks of the biases must be what the model computes without them."""
+    import torch
+
+    notes = []
+    for name, tensor in extras.items():
+        tensor = tensor.float().flatten()
+        if name.endswith("rope_embed.periods"):
+            periods = _THETA ** (torch.arange(len(tensor)) / len(tensor))
+            if not torch.allclose(tensor, periods, rtol=1e-2):  # may be stored in bf16
+                raise ConfigError(
+                    f"{name} is not that of the published models, whose periods grow from 1 to almost "
+                    f"{_THETA:g}; another rotary base is not supported."
+                )
+        if name.endswith("bias_mask") and tensor.isnan().any():
+            notes.append(
+                f"{name} holds NaN, as before it is initialized. It is not used: keys have no bias, as in "
+                "transformers and timm; the original code would give NaN."
+            )
+        elif name.endswith("bias_mask"):
+            expected = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(len(tensor) // 3)
+            if not torch.equal(tensor, expected):
+                raise ConfigError(
+                    f"{name} must mask the bias of the keys alone (1, 0 and 1 for q, k and v), but has other "
+                    "values; use the file as it was published."
+                )
+    return notes
+
+
 ORIGINAL = Family(
     "dinov3",
     "dinov3",
@@ -194,8 +241,21 @@ ORIGINAL = Family(
             *("{w}{p}blocks.*.attn.qkv.bias_mask", "{w}*dino_head*", "{w}*ibot_head*"),
         ),
     ),
-    profile=replace(HF.profile, follows="the original code: eps 1e-5, the class token after the last norm."),
+    profile=replace(
+        HF.profile,
+        choose=_choose_original,
+        check_extras=_check_extras,
+        follows="the original code: eps 1e-5, the class token after the last norm.",
+    ),
 )
+
+
+def _read_timm(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The pool in timm's config.json: LingBot-Vision has DINOv3's tensors and pools the class token."""
+    pools = {"token": "class", "avg": "mean"}
+    pool = settings.get("global_pool")
+    return {"pool": pools[pool]} if isinstance(pool, str) and pool in pools else {}
+
 
 TIMM = Family(
     "timm-dinov3",
@@ -221,6 +281,7 @@ TIMM = Family(
         follows="timm: eps 1e-5, the mean of the patches after the last norm (the original takes the class "
         "token: pool=class).",
     ),
+    writer=Writer(read_settings=_read_timm),
 )
 
 FAMILIES = (HF, ORIGINAL, TIMM)

@@ -37,9 +37,7 @@ def names_of(model):
 def test_refused_by_name(model, tmp_path):
     tensors = {name: torch.zeros(1) for name in names_of(model)}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        FileError, match=f"looks like {MODELS[model]}, which is not read: it.* Use timm"
-    ):
+    with pytest.raises(FileError, match=f"looks like {MODELS[model]}, which is not read: it.* Use timm"):
         vt.load(tmp_path / "model.safetensors")
 
 

@@ -142,12 +142,17 @@ class JsonTokenizer:
     def open(cls, files: Mapping[str, bytes], style: str) -> JsonTokenizer:
         with require_extra("text"):
             from tokenizers import Tokenizer as Backend
+            from tokenizers import normalizers
         try:
             backend = Backend.from_str(_text(files["tokenizer.json"], "tokenizer.json"))
         except Exception as error:  # the package raises plain Exceptions
             raise FileError(
                 f"tokenizer.json cannot be read: {str(error)[:200]}; download it again."
             ) from error
+        if style == "lower":
+            # As a step of the tokenizer: "<EOS>" in a text must not become the special token.
+            steps = [normalizers.Lowercase(), backend.normalizer]
+            backend.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         settings = _json(files, "tokenizer_config.json")
         name = settings.get("pad_token")
         name = name.get("content") if isinstance(name, dict) else name
@@ -166,7 +171,7 @@ class JsonTokenizer:
 def _clean(text: str, style: str) -> str:
     """A text as the model's own code cleans it before the tokenizer."""
     if style == "lower":
-        return "".join(character.lower() for character in text)
+        return text  # the tokenizer lowers it
     if style == "openclip":
         text = repair_text(text).replace("_", " ")
     without = text.lower().translate(str.maketrans("", "", string.punctuation))

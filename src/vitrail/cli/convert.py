@@ -90,7 +90,7 @@ def convert(
     for name, value in lines.items():
         print(f"{name:<25} {printable(value)}")
     for note in [] if quiet else report.notes:
-        print(f"note: {printable(note)}")
+        print(f"note: {printable(note, 500)}")
     if not report.holds:
         typer.echo("vitrail: the other library's logits are NaN or infinity; do not use OUT.", err=True)
         raise typer.Exit(1)

@@ -40,11 +40,11 @@ def info(
     """
     from vitrail.weights.describe import describe
     from vitrail.weights.folder import open_model
-    from vitrail.weights.hub import fetch_model
+    from vitrail.weights.hub import fetch_model, is_hub_name
 
     path, card_fields = fetch_model(file, offline=offline)
     arguments = options.load_arguments(family, keys, given, size)
-    with open_model(path, arguments.pop("checkpoint_key", None)) as files:
+    with open_model(path, arguments.pop("checkpoint_key", None), alone=is_hub_name(file)) as files:
         description = describe(files, **arguments)
         changes = {name: arguments[name] for name in SHAPES if name in arguments}
         replace(description.config, **changes)  # raises for an impossible shape
@@ -81,6 +81,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "labels": [printable(label) for label in labels] if labels else None,
         "scores": description.scores.summary() if config.classes else None,
         "preprocessing": preprocess.describe() if preprocess else None,
+        "preprocessing from": description.preprocess_from or None,
         "license": printable(card.license),
         "source": printable(card.source) or None,
         "metrics": {printable(name): value for name, value in card.metrics.items()} or None,
@@ -96,7 +97,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "text tower": _text_tower(files, match),
         "extra tensors": [printable(name) for name in match.extras.values()] or None,
         "follows": match.family.profile.follows or None,
-        "notes": [printable(note) for note in description.notes] or None,
+        "notes": [printable(note, 500) for note in description.notes] or None,
         "config": _non_default(config),
     }
 

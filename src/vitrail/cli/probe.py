@@ -73,4 +73,4 @@ def probe(
     for name, value in lines.items():
         print(f"{name:<16} {value}")
     for note in [] if quiet else dataset.notes:
-        print(f"note: {printable(note)}")
+        print(f"note: {printable(note, 500)}")

@@ -38,6 +38,8 @@ class FileDescription:
     match: FamilyMatch
     config: ViTConfig
     preprocess: Preprocess | None
+    preprocess_from: str = ""
+    """Where the preprocessing comes from, in words."""
     labels: list[str] | None
     card: Card
     notes: list[str]
@@ -73,9 +75,13 @@ def describe(
         description = own(files, match, overrides)
     else:
         description = _describe_other(files, match, table, keys, overrides)
+    if not preprocess:
+        return description
     config, notes = description.config, description.notes
     return replace(
-        description, preprocess=override_preprocess(description.preprocess, preprocess, config, notes)
+        description,
+        preprocess=override_preprocess(description.preprocess, preprocess, config, notes),
+        preprocess_from="as given",
     )
 
 
@@ -89,7 +95,8 @@ def _describe_own(files: ModelFiles, match: FamilyMatch, overrides: Mapping[str,
                 f"{name} is {short_repr(value)} as given; the file has {short_repr(stored)}."
             )
     parts["config"] = replace(parts["config"], **fields)
-    return FileDescription(match=match, resize=position_resize_options(parts["source"]), **parts)
+    resize = position_resize_options(parts["source"])
+    return FileDescription(match=match, resize=resize, preprocess_from="the file itself", **parts)
 
 
 def _describe_state_dict(
@@ -105,6 +112,7 @@ def _describe_state_dict(
         match=match,
         config=config,
         preprocess=default_preprocess(config),
+        preprocess_from="the default: the file has none",
         labels=None,
         card=Card(source=printable(files.path.name)),
         notes=notes,
@@ -127,10 +135,12 @@ def _describe_other(
         )
     check_sizes(printable(files.path), settings, config, overrides)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in files.entries.items()}
+    preprocess, origin = find_preprocess(files, family.profile.preprocess, config, notes)
     return FileDescription(
         match=match,
         config=config,
-        preprocess=find_preprocess(files.settings, family.profile.preprocess, config, notes, files.path.name),
+        preprocess=preprocess,
+        preprocess_from=origin,
         labels=read_labels(settings, config, notes),
         card=Card(source=printable(files.path.name)),
         notes=notes,

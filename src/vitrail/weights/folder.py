@@ -28,8 +28,10 @@ _MAX_JSON = 10_000_000  # bytes
 class ModelFiles:
     """The weight files of one model as if they were one, and its settings by file name."""
 
-    def __init__(self, path: Path, files: list[WeightFile], settings: dict[str, dict[str, Any]]) -> None:
-        self.path, self.files, self.settings = path, files, settings
+    def __init__(
+        self, path: Path, files: list[WeightFile], settings: dict[str, dict[str, Any]], alone: bool = True
+    ) -> None:
+        self.path, self.files, self.settings, self.alone = path, files, settings, alone
         self._file_of = {name: file for file in files for name in file.entries}
         self.metadata = files[0].metadata if len(files) == 1 else {}
         self.wrapper = files[0].wrapper
@@ -51,6 +53,22 @@ class ModelFiles:
             return {name.removeprefix(TEXT_PREFIX): self.tensor(name).numpy().tobytes() for name in names}
         paths = {name: self.path / name for name in TEXT_FILES if (self.path / name).is_file()}
         return {name: read_limited(path, MAX_BYTES, "a tokenizer") for name, path in paths.items()}
+
+    def settings_beside(self, notes: list[str]) -> dict[str, dict[str, Any]]:
+        """The settings in the folder of a single file with a usual name, which tell its preprocessing.
+
+        One that cannot be read is skipped, with a note: the file alone was asked for.
+        """
+        if self.alone or self.path.name not in WEIGHTS:
+            return {}
+        found = {}
+        for path in (self.path.parent / name for name in SETTINGS):
+            try:
+                if path.exists():
+                    found[path.name] = _read_object(path)
+            except FileError as error:
+                notes.append(f"{path.name} beside the file was not used: {error}")
+        return found
 
     def tensor(self, name: str) -> Tensor:
         return self._file_of[name].tensor(name)
@@ -77,17 +95,20 @@ def _checkpoint_key_note(file: WeightFile) -> str:
     )
 
 
-def open_model(path: str | os.PathLike[str], checkpoint_key: str | None = None) -> ModelFiles:
+def open_model(
+    path: str | os.PathLike[str], checkpoint_key: str | None = None, *, alone: bool = False
+) -> ModelFiles:
     """Open the model at a path and read its headers. Of a run directory, these are the best weights.
 
     Args:
         checkpoint_key: the key of a torch.save file that holds the weights, if not the usual one.
+        alone: whether a single file says nothing about its neighbours, as in a cache of the hub.
     """
     path = Path(path)
     if (path / BEST).is_file() and (path / "metrics.jsonl").is_file():
         path = path / BEST  # a run directory; its config.json is not the model's
     if not path.is_dir():
-        return ModelFiles(path, [open_weights(path, checkpoint_key)], {})
+        return ModelFiles(path, [open_weights(path, checkpoint_key)], {}, alone)
     settings = {name: _read_object(path / name) for name in SETTINGS if (path / name).exists()}
     files: list[WeightFile] = []
     try:

@@ -65,12 +65,20 @@ def _parse_name(text: str) -> _Name:
     return match
 
 
+def is_hub_name(path: str | Path) -> bool:
+    """Whether this is the name of a model on the hub, and not a path."""
+    return _as_text(path).startswith("hf:")
+
+
+def _as_text(path: str | Path) -> str:
+    return path.as_posix() if isinstance(path, PurePath) else str(path)
+
+
 def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path, dict[str, Any]]:
     """The local path of a model, and card fields from the hub; other paths are returned as they are."""
-    text = path.as_posix() if isinstance(path, PurePath) else str(path)
-    if not text.startswith("hf:"):
+    if not is_hub_name(path):
         return path, license_of(Path(path) / _CARD)
-    name = _parse_name(text)
+    name = _parse_name(_as_text(path))
     disable_telemetry()
     with require_extra("hub"):
         from huggingface_hub import constants

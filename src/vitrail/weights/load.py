@@ -16,7 +16,7 @@ from vitrail.weights.describe import FileDescription, describe
 from vitrail.weights.families.vitrail import VITRAIL
 from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.folder import ModelFiles, open_model
-from vitrail.weights.hub import fetch_model
+from vitrail.weights.hub import fetch_model, is_hub_name
 from vitrail.weights.keys import Keys
 from vitrail.weights.match import join_names
 from vitrail.weights.preprocessing import check_fields, override_preprocess
@@ -72,8 +72,9 @@ def load(
     requested: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
     if preprocess is not None:
         check_fields(preprocess)
+    alone = is_hub_name(path)
     path, card_fields = fetch_model(path, offline=offline)
-    with open_model(path, checkpoint_key) as files:
+    with open_model(path, checkpoint_key, alone=alone) as files:
         description = describe(files, family=family, keys=keys, **requested, **overrides)
         description = replace(description, card=replace(description.card, **card_fields))
         target = _check_device(device)

@@ -5,11 +5,12 @@ Some of them share every name with a family that is read, and would give wrong l
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from vitrail.weights.settings import model_names, split_words
 
 
 class LookAlike(NamedTuple):
@@ -83,21 +84,7 @@ _LIKE_EUPE = ("dinov3", "timm-dinov3", "hf-dinov3")
 
 def find_by_name(path: Path, settings: Mapping[str, Any], family: str) -> LookAlike | None:
     """The look-alike that a file of this family says to be, by its own name or in its config.json."""
-    words = {word for name in _names(path, settings) for word in re.split(r"[^a-z]+", name.lower())}
+    words = {word for _, name in model_names(path, settings) for word in split_words(name)}
     if family in _LIKE_EUPE and not words.isdisjoint(_EUPE.patterns):
         return _EUPE._replace(advice=_EUPE.advice.format(family=family))
     return None
-
-
-def _names(path: Path, settings: Mapping[str, Any]) -> Iterator[str]:
-    """What a model is called: its path, and the names in transformers' or timm's config.json."""
-    yield path.name
-    if path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
-        yield path.absolute().parent.name
-    timm = settings.get("pretrained_cfg")
-    for part in (settings, timm if isinstance(timm, Mapping) else {}):
-        for key in ("architecture", "architectures", "model_type", "tag", "hf_hub_id", "_name_or_path"):
-            value = part.get(key)
-            yield from (
-                one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
-            )

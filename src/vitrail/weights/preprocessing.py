@@ -3,56 +3,76 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import ConfigError, VitrailError, setting, suggest
+from vitrail.errors import ConfigError, VitrailError, printable, setting, suggest
 from vitrail.fields import short_repr
 from vitrail.images.fit import default_preprocess, fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published import PUBLISHED, complete_hf, from_hf, from_timm, published_preprocess
+from vitrail.weights.folder import ModelFiles
+from vitrail.weights.settings import model_names, split_words
 
 # Published for weights whose tensors look the same as those of the first.
 _SAME_TENSORS = {"augreg": ("deit",), "google": ("deit",)}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Preprocess))
+_TIMM_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
 def find_preprocess(
-    settings: Mapping[str, Any], family: str, config: ViTConfig, notes: list[str], name: str = ""
-) -> Preprocess | None:
-    """From the settings beside the weights, or the published preprocessing of the family.
+    files: ModelFiles, family: str, config: ViTConfig, notes: list[str]
+) -> tuple[Preprocess | None, str]:
+    """From the settings beside the weights, or the published preprocessing of the family; and which it is.
 
     Args:
         family: the name of the published preprocessing that most files of the family have.
-        name: of the file or folder; a word in it can tell which of several published ones it is.
     """
     if config.input != "image":
-        return None
+        return None, ""
+    settings = files.settings or files.settings_beside(notes)
     others = [other for other in _SAME_TENSORS.get(family, ()) if config.channels == 3]
-    told = [other for other in (family, *others) if other in re.split(r"[^a-z]+", name.lower())]
-    family = told[0] if told else family
+    said_by = ""
+    if others:
+        family, said_by = _known_from(files, settings, family, others)
     published = _published(family, config)
     try:
-        if (preprocess := _from_settings(settings, published, notes)) is not None:
+        preprocess, origin = _from_settings(settings, published, notes)
+        if preprocess is not None:
+            if not files.settings:
+                origin += " beside the file"
+                notes.append(f"The preprocessing is that of {origin}.")
             if preprocess.target != config.pixels:
                 old, new = format_sides(preprocess.target), format_sides(config.pixels)
                 notes.append(f"The preprocessing beside the weights is for {old} pixels; scaled to {new}.")
-            return fit_preprocess(preprocess, config)
+            return fit_preprocess(preprocess, config), origin
         reason = "The file has no preprocessing"
     except VitrailError as error:
         reason = f"The preprocessing in the folder was not used ({error})"
-    used = f"the one published for {family} is used: {_describe_values(published)}"
+    origin, used = f"published for {family}", f"the one published for {family} is used"
+    used += f": {_describe_values(published)}"
     if config.channels != 3:
-        used = "pixels are mapped to -1 ... 1"
-    elif told and others:
-        used += f" (the name of the file says {family})"
+        origin = used = "pixels are mapped to -1 ... 1"
+    elif said_by:
+        origin, used = f"{origin}, known from {said_by}", f"{used} (known from {said_by})"
     notes.append(f"{reason}; {used}.")
-    if others and not told:
-        notes.append(_guess_note(others[0], config))
-    return published
+    if others and not said_by:
+        origin += ", a guess (see the notes)"
+        notes.append(_guess_note(published, others[0], config))
+    return published, origin
+
+
+def _known_from(
+    files: ModelFiles, settings: Mapping[str, Any], family: str, others: list[str]
+) -> tuple[str, str]:
+    """Which of several published preprocessings a name shows, and which name; the first if none does."""
+    for where, name in model_names(files.path, settings.get("config.json", {})):
+        for one in (family, *others):
+            if one in split_words(name):
+                return one, f"{where}: {printable(name)[:80]}"
+    return family, ""
 
 
 def _describe_values(preprocess: Preprocess) -> str:
@@ -64,12 +84,16 @@ def _describe_values(preprocess: Preprocess) -> str:
     return f"mean {shown[0]}, std {shown[1]}"
 
 
-def _guess_note(other: str, config: ViTConfig) -> str:
-    """That the tensors do not tell which preprocessing it is, and how to choose the other one."""
-    values = _describe_values(_published(other, config))
+def _guess_note(used: Preprocess, other: str, config: ViTConfig) -> str:
+    """That the tensors do not tell which preprocessing it is, how they differ, and how to choose."""
+    published = _published(other, config)
+    values = _describe_values(published)
+    if (published.resize, published.interpolation) != (used.resize, used.interpolation):
+        values += f" ({published.describe()[1]})"
     return (
         f"That is a guess: files of {other} look the same and have {values}; if this is one, "
-        f"give {setting('preprocess', other)}."
+        f"give {setting('preprocess', other)}. The wrong one costs accuracy: DeiT-Ti has 796 of 1,000 "
+        "ImageNet images right with its own, 766 with AugReg's."
     )
 
 
@@ -80,9 +104,11 @@ def _published(family: str, config: ViTConfig) -> Preprocess:
     return default_preprocess(config)
 
 
-def _from_settings(settings: Mapping[str, Any], published: Preprocess, notes: list[str]) -> Preprocess | None:
+def _from_settings(
+    settings: Mapping[str, Any], published: Preprocess, notes: list[str]
+) -> tuple[Preprocess | None, str]:
     """From preprocessor_config.json, completed by the published one, from timm's pretrained_cfg, or from
-    OpenCLIP's preprocess_cfg."""
+    OpenCLIP's preprocess_cfg; and which of them."""
     if "preprocessor_config.json" in settings:
         completed, added = complete_hf(settings["preprocessor_config.json"], published)
         preprocess = from_hf(completed)
@@ -92,12 +118,13 @@ def _from_settings(settings: Mapping[str, Any], published: Preprocess, notes: li
                 f"preprocessor_config.json has no {', '.join(added)}; the model's own size and the usual "
                 f"values of its family are used: {values}."
             )
-        return preprocess
-    if isinstance(timm := settings.get("config.json", {}).get("pretrained_cfg"), dict):
-        return from_timm(timm)
+        return preprocess, "preprocessor_config.json"
+    timm = settings.get("config.json", {}).get("pretrained_cfg")
+    if isinstance(timm, dict) and any(timm.get(key) for key in _TIMM_KEYS):
+        return from_timm(timm), "config.json (pretrained_cfg)"
     if isinstance(spec := settings.get("open_clip_config.json", {}).get("preprocess_cfg"), dict):
-        return _from_open_clip(spec, published)
-    return None
+        return _from_open_clip(spec, published), "open_clip_config.json (preprocess_cfg)"
+    return None, ""
 
 
 def _from_open_clip(spec: Mapping[str, Any], published: Preprocess) -> Preprocess:

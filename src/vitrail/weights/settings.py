@@ -1,8 +1,10 @@
-"""A config.json beside the weights: sizes that must agree with the tensors, and labels."""
+"""A config.json beside the weights: sizes that must agree with the tensors, labels, names of the model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from vitrail.config import ViTConfig
@@ -100,3 +102,25 @@ def read_labels(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]
         )
         return None
     return [names[number] for number in classes]
+
+
+_NAMES = ("architecture", "architectures", "model_type", "tag", "hf_hub_id", "_name_or_path")
+
+
+def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a model is called, and where: the names in transformers' or timm's config.json, then its path."""
+    timm = settings.get("pretrained_cfg")
+    for part in (settings, timm if isinstance(timm, Mapping) else {}):
+        for key in _NAMES:
+            value = part.get(key)
+            for name in value if isinstance(value, list) else [value]:
+                if isinstance(name, str):
+                    yield f"config.json, {key}", name
+    yield "the name of the file", path.name
+    if path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
+        yield "the name of the folder", path.absolute().parent.name
+
+
+def split_words(name: str) -> list[str]:
+    """The words of a name, in lower case: "deit_tiny_patch16_224" has deit, tiny and patch."""
+    return re.findall("[a-z]+", name.lower())

@@ -49,8 +49,9 @@ def samples(seed: int, folder: Path) -> Iterator[tuple[str, str, str, Tensor, Te
         tokens = torch.randint(2, size, (TEXTS, LENGTH))
         tokens[:, -1] = size - 1
         vectors = theirs.get_text_features(tokens)
+        family = "hf-clip-text" if kind == "clip" else "hf-siglip-text"
         yield (
-            *("hf-clip-text" if kind == "clip" else "hf-siglip-text", title, versions["transformers"], tokens),
+            *(family, title, versions["transformers"], tokens),
             *(getattr(vectors, "pooler_output", vectors), {}),
         )
     titles = {

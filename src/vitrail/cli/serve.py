@@ -179,6 +179,7 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
+    from vitrail.serve.models import fit_memory
     from vitrail.serve.words import has_words
 
     rows = []
@@ -188,7 +189,9 @@ def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: 
         size = f"{height}x{width} pixels"
         if predictor.preprocess.keeps_shape:
             size = f"images in their own shape, about {size}"
-        rows.append(f"{printable(name)}: {classes}, {size}")
+        batch = fit_memory(predictor, config, name).batch
+        limit = f", at most {batch} images in a batch (--memory)" if batch < config.batch else ""
+        rows.append(f"{printable(name)}: {classes}, {size}{limit}")
     listed = "\n".join(rows)
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"

@@ -104,9 +104,19 @@ def test_embeddings_of_predict_and_of_embed(photos, tmp_path):
 
 def test_embeddings_of_a_model_with_words(photos, tmp_path):
     """A CLIP: predict writes pooled vectors; the projection of the model makes those of embed of them."""
-    run("predict", FILE, photos, "--embeddings", "p.npy", cwd=tmp_path)
+    rows = run("predict", FILE, photos, "--embeddings", "p.npy", "--format", "jsonl", cwd=tmp_path)
+    row = json.loads(rows.splitlines()[0])
+    assert row == {"file": str(sorted(photos.rglob("*.png"))[0]), "error": None}  # it has no classes
     run("embed", FILE, photos, "-o", "e.npy", cwd=tmp_path)
     plain, scaled = np.load(tmp_path / "p.npy"), np.load(tmp_path / "e.npy")
     with torch.no_grad():
         projected = vt.load(FILE).model.head(torch.from_numpy(plain)).numpy()
     np.testing.assert_allclose(unit(projected), scaled, atol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [["--embeddings", "e.npy", "--top", 3], ["--out", "parts/"], []])
+def test_numbers_of_an_embedding_are_no_classes(photos, tmp_path, arguments):
+    done = run_command("predict", FILE, photos, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no classes of its own; name some with --labels cat,dog" in " ".join(done.stderr.split())
+    assert not list(tmp_path.iterdir())

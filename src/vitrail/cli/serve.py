@@ -180,12 +180,11 @@ def _read_token(path: Path | None) -> str | None:
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
     from vitrail.serve.models import fit_memory
-    from vitrail.serve.words import has_words
 
     rows = []
     for name, predictor in predictors.items():
         height, width = predictor.preprocess.target
-        classes = "classes by words" if has_words(predictor) else f"{len(predictor.scale.labels):,} classes"
+        classes = "classes by words" if predictor.needs_words else f"{len(predictor.scale.labels):,} classes"
         size = f"{height}x{width} pixels"
         if predictor.preprocess.keeps_shape:
             size = f"images in their own shape, about {size}"

@@ -10,6 +10,8 @@ import pytest
 import uvicorn
 
 import vitrail as vt
+from tests.support.browser import needs_chromium
+from tests.support.digit_clip import FILE
 from tests.support.serving import Running, form, make_image, serving, toy, until
 from vitrail.serve import asgi
 from vitrail.serve.settings import ServeConfig
@@ -111,6 +113,78 @@ def test_mounted_in_fastapi(bundle, tmp_path):
         assert running.get("/vision/v1/nothing")[0] == 404
 
 
+@pytest.fixture(scope="module")
+def both(bundle):
+    """The plain server and FastAPI with the app mounted in it, each with a classifier and a tiny CLIP."""
+    models = {"pets": bundle, "digits": vt.load(FILE)}
+    api = fastapi.FastAPI()
+    api.mount("/vision", asgi({name: vt.Predictor(one) for name, one in models.items()}))
+    predictors = {name: vt.Predictor(one) for name, one in models.items()}
+    with serving(predictors) as ours, under_uvicorn(api) as mounted:
+        yield ours, mounted
+
+
+IMAGES = [make_image(seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("path", "files", "fields"),
+    [
+        ("/v1/predict", IMAGES, {"top": 5}),
+        ("/v1/models/digits/predict", IMAGES, {"labels": "zero,one,seven", "top": 3}),
+        ("/v1/models/digits/predict", IMAGES, {"labels": "a large two,a small two"}),
+        ("/v1/models/digits/predict", IMAGES, {}),
+        ("/v1/models/digits/predict", IMAGES, {"labels": "zero"}),
+        ("/v1/predict", IMAGES, {"labels": "cat,dog"}),
+        ("/v1/embed", [*IMAGES, b"no image"], {}),
+        ("/v1/models/digits/embed", IMAGES, {}),
+        ("/v1/explain", IMAGES[:1], {"layer": 0, "top": 2}),
+        ("/v1/models/digits/explain", IMAGES[:1], {}),
+        ("/v1/explain", IMAGES, {}),
+        ("/v1/models/none/explain", IMAGES, {}),
+    ],
+)
+def test_values_of_the_mounted_app_are_those_of_the_plain_server(both, path, files, fields):
+    body, kind = form(*files, **fields)
+    ours, mounted = (
+        server.get(prefix + path, body=body, headers={"Content-Type": kind})
+        for server, prefix in zip(both, ("", "/vision"), strict=True)
+    )
+    assert (ours[0], without_seconds(ours[1])) == (mounted[0], near(mounted[1]))
+    if ours[0] == 200:
+        assert len(set(numbers(ours[1]))) >= 6  # there is something to compare
+
+
+def numbers(said):
+    """All numbers of an answer."""
+    if isinstance(said, dict | list):
+        return [one for part in (said.values() if isinstance(said, dict) else said) for one in numbers(part)]
+    return [said] if isinstance(said, float) else []
+
+
+def test_labels_of_a_request_are_its_own(both, tmp_path):
+    """One request after the other with other words: each has the scores of its words, by value."""
+    (tmp_path / "one.png").write_bytes(IMAGES[0])
+    for labels in (["zero", "one"], ["one", "zero", "nine"], ["zero", "one"]):
+        predictor = vt.Predictor(vt.load(FILE).zero_shot(labels), workers=0)
+        body, kind = form(IMAGES[0], labels=",".join(labels))
+        path = "/vision/v1/models/digits/predict"
+        status, said = both[1].get(path, body=body, headers={"Content-Type": kind})
+        assert status == 200
+        top = {one["label"]: one["score"] for one in said["predictions"][0]["top"]}
+        assert top == pytest.approx(dict(predictor(tmp_path / "one.png").top(3)), abs=1e-5)
+
+
+def test_addresses_start_where_the_app_is_mounted(both):
+    ours, mounted = both
+    assert [one["url"] for one in ours.get("/v1/models")[1]] == ["/v1/models/pets", "/v1/models/digits"]
+    (url, _) = [one["url"] for one in mounted.get("/vision/v1/models")[1]]
+    assert url == "/vision/v1/models/pets"
+    assert mounted.get(f"{url}/model") == ours.get("/v1/model")
+    plain, document = ours.get("/openapi.json")[1], mounted.get("/vision/openapi.json")[1]
+    assert document == {**plain, "servers": [{"url": "/vision"}]}
+
+
 def test_websockets_are_closed(bundle):
     sent = []
 
@@ -119,3 +193,19 @@ def test_websockets_are_closed(bundle):
 
     asyncio.run(asgi(vt.Predictor(bundle))({"type": "websocket"}, None, send))
     assert sent == [{"type": "websocket.close", "code": 1000}]
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/vision", "/vision/"])
+def test_the_page_where_the_app_is_mounted(browser, both, path, tmp_path):
+    (tmp_path / "one.png").write_bytes(IMAGES[0])
+    page = browser.new_page()
+    try:
+        page.goto(f"http://127.0.0.1:{both[1].port}{path}")
+        page.wait_for_selector("#model-name:text-is('pets')", timeout=30_000)
+        page.set_input_files("#pick", tmp_path / "one.png")
+        expected = both[0].predict(IMAGES[0])[1]["predictions"][0]["label"]
+        page.wait_for_selector(f"#label:text-is({expected!r})", timeout=30_000)
+    finally:
+        page.close()

@@ -258,9 +258,9 @@ def child(path, *, slow=False, before="", **settings):
 
 
 @contextmanager
-def serve_command(model):
+def serve_command(*arguments):
     """Run `vitrail serve` as a user does, and yield its address."""
-    command = [sys.executable, "-m", "vitrail", "serve", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "vitrail", "serve", *map(str, arguments), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         for line in process.stdout:

@@ -43,19 +43,27 @@ def doctor(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="Count the images that this model was trained on. DATA needs no training set then.",
+            help="Count the images that this model was trained on, and compare all images by its features. "
+            "DATA needs no training set then.",
         ),
     ] = None,
+    features: Annotated[
+        bool,
+        typer.Option(
+            "--features/--no-features",
+            help="With --model: run it to find near-duplicates, outliers and label errors; or only count.",
+        ),
+    ] = True,
     html_file: Annotated[
         Path | None,
         typer.Option(
             "--html",
-            help="With --model: look for near-duplicates, outliers and label errors by the model's features, "
-            "and save a page with the images to this new HTML file.",
+            help="With --model: save a page with the images that its features tell about to this new HTML "
+            "file.",
         ),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Images per forward pass, with --html.")
+        int, typer.Option(min=1, max=1_000_000, help="Images per forward pass of --model.")
     ] = 64,
     device: options.Device = None,
     offline: options.Offline = False,
@@ -70,11 +78,13 @@ def doctor(
     training images or with almost the same name, and whatever training would refuse. Small classes,
     duplicates within a split and other files are only reported. It is 2 if the data cannot be opened.
 
-    With --model and --html, images that only look the same, images that are unlike all others and labels that
-    are probably wrong are reported too. These are guesses: look at the page before you change anything.
+    With --model, images that only look the same, images that are unlike all others and labels that are
+    probably wrong are reported too. These are guesses: look at the images, on the page of --html, before you
+    change anything.
     """
-    if html_file is not None and model is None:
-        raise InputError("--html shows what a model's features tell about the data; give --model as well.")
+    if html_file is not None and (model is None or not features):
+        how = "give --model as well" if model is None else "leave out --no-features"
+        raise InputError(f"--html shows what a model's features tell about the data; {how}.")
     check_new_files({"--html": html_file})
     from vitrail.data.doctor import check_images, count_trained, open_for_check
     from vitrail.data.sources import open_labeled
@@ -91,9 +101,9 @@ def doctor(
         report = check_images(dataset, count, bars)
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
-        if html_file is not None and model is not None:
+        if features and model is not None:
             arguments = options.load_arguments(device=device, offline=offline or None)
-            _write_findings(html_file, model, dataset, report, arguments, count, batch, bars)
+            _compare(html_file, model, dataset, report, arguments, count, batch, bars)
     report.problems = problems
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -103,12 +113,14 @@ def doctor(
         _show_report(report, notes=not quiet)
         if html_file is not None:
             print(f"Page: {printable(html_file)}")
+        elif report.near_leaks is not None and not quiet:
+            print("Add --html PAGE to see the images.")
     if report.has_faults:
         raise typer.Exit(1)
 
 
-def _write_findings(
-    page: Path,
+def _compare(
+    page: Path | None,
     model: str,
     data: Dataset,
     report: DatasetReport,
@@ -117,21 +129,23 @@ def _write_findings(
     batch: int,
     bars: ProgressBars,
 ) -> None:
-    """Compare the images by a model's features: findings into the report, and a page with images."""
+    """Compare the images by a model's features: findings into the report, and a page if one is wanted."""
     from vitrail.evaluation.curation import add_findings, curate, embed_dataset
     from vitrail.report.curation import curation_page
     from vitrail.report.page import check_extras, write_page
     from vitrail.weights.load import load
 
-    check_extras()
-    bundle = load(model, **arguments)
+    if page is not None:
+        check_extras()
+    bundle = load(model, **{"channels": data.channels, **arguments})
     total = sum(map(len, data.splits.values()))
     images = embed_dataset(
         bundle, data, workers=workers, batch=batch, progress=lambda done: bars("features", done, total)
     )
     found = curate(images)
     add_findings(report, found, images, data)
-    write_page(page, curation_page(found, images, data, command=shlex.join(["vitrail", *sys.argv[1:]])))
+    if page is not None:
+        write_page(page, curation_page(found, images, data, command=shlex.join(["vitrail", *sys.argv[1:]])))
 
 
 def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
@@ -172,8 +186,9 @@ def _show_report(report: DatasetReport, *, notes: bool) -> None:
     _print_wrapped(f"color modes: {modes}")
     for note in report.notes if notes else []:
         _print_wrapped(printable(note, 400))
-    faults, remarks = list(_faults(report)), list(_remarks(report))
-    for title, sections in (("MUST BE REPAIRED", faults), ("WORTH KNOWING", remarks)):
+    faults, remarks, guesses = list(_faults(report)), list(_remarks(report)), list(_guesses(report))
+    titles = ("MUST BE REPAIRED", "WORTH KNOWING", "GUESSES BY THE MODEL'S FEATURES")
+    for title, sections in zip(titles, (faults, remarks, guesses), strict=True):
         if sections:
             print(f"\n{title}")
         for section in sections:
@@ -211,13 +226,6 @@ def _remarks(report: DatasetReport) -> Iterator[_Section]:
     from vitrail.data.folders import HARMLESS
 
     yield from _list_groups("the same image twice", report.duplicates)
-    yield from _list_groups("probably the same image in two splits", report.near_leaks or [])
-    yield from _list_groups("probably the same image twice", report.near_duplicates or [])
-    if errors := report.label_errors:
-        lines = [f"{one['image']}: {one['label']}, or {one['suggested']}?" for one in errors]
-        yield _list_names("labels that may be wrong", lines)
-    if report.outliers:
-        yield _list_names("unlike all other images", report.outliers)
     for split, names in report.empty_classes.items():
         if split != "train":
             yield _list_names(f"classes without an image in {split}", names)
@@ -231,6 +239,21 @@ def _remarks(report: DatasetReport) -> Iterator[_Section]:
             yield _list_names(f"not read: {title}", report.skipped[kind])
 
 
+def _guesses(report: DatasetReport) -> Iterator[_Section]:
+    """What the features of a model tell; nothing if they were not computed."""
+    if report.near_leaks is None:
+        return
+    yield from _list_groups("probably the same image in two splits", report.near_leaks)
+    yield from _list_groups("probably the same image twice", report.near_duplicates or [])
+    if errors := report.label_errors:
+        lines = [f"{_short(one['image'])}: {one['label']}, or {one['suggested']}?" for one in errors]
+        yield _list_names("labels that may be wrong", lines)
+    if report.outliers:
+        yield _list_names("unlike all other images", [_short(name) for name in report.outliers])
+    if not (report.near_leaks or report.near_duplicates or report.label_errors or report.outliers):
+        yield _Section("near-duplicates, labels that may be wrong, outliers", 0, ["  none found"])
+
+
 # ---- lines of at most 80 columns ------------------------------------------------------------
 
 
@@ -240,6 +263,12 @@ def _print_wrapped(text: str) -> None:
 
 def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _short(name: str) -> str:
+    """The name of an image without its split, if the name starts with that anyway: train: train/ant/1.png."""
+    split, _, path = name.partition(": ")
+    return path if path.startswith(f"{split}/") else name
 
 
 def _list_names(title: str, names: Sequence[str], indent: str = "  ") -> _Section:
@@ -259,7 +288,7 @@ def _list_groups(title: str, groups: list[list[str]]) -> Iterator[_Section]:
         for names in groups[:_MAX_LINES]:
             more = f" and {len(names) - 2:,} more" if len(names) > 2 else ""
             room = (_WIDTH - len("   = ") - len(more)) // 2
-            lines.append("  " + " = ".join(printable(name, room) for name in names[:2]) + more)
+            lines.append("  " + " = ".join(printable(_short(name), room) for name in names[:2]) + more)
         if len(groups) > _MAX_LINES:
             lines.append(f"  and {len(groups) - _MAX_LINES:,} more (--json has all)")
         yield _Section(title, len(groups), lines)

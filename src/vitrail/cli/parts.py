@@ -17,6 +17,7 @@ from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
+    from vitrail.predict import Predictor
     from vitrail.predict.parts import PartOptions, PartResult
 
 ENGINES = ("local", "ray")
@@ -90,6 +91,15 @@ def _parse_part(part: str | None) -> tuple[int, int]:
     return number, of
 
 
+def check_classes(predictor: Predictor) -> None:
+    """The outputs of a CLIP's image tower are no classes; words make some."""
+    if predictor.needs_words:
+        raise InputError(
+            "This model has a text tower and no classes of its own; name some with --labels cat,dog, or save "
+            "the embeddings of the images with vitrail embed."
+        )
+
+
 def run_parts(
     request: PartRequest,
     model: Any,
@@ -115,8 +125,10 @@ def run_parts(
     with ProgressBars(enabled=not quiet) as bars:
         images = ImageList(inputs, lambda done, total: bars("reading shards", done, total))
         predictor = Predictor(model, **how)
-        if options.content == "predict" and not predictor.config.classes:
-            raise InputError("This model has no head and gives only embeddings; use vitrail embed.")
+        if options.content == "predict":
+            check_classes(predictor)
+            if not predictor.config.classes:
+                raise InputError("This model has no head and gives only embeddings; use vitrail embed.")
         parts = Parts(request.folder, images, predictor, options)
 
         def progress(done: int, total: int) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
-from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
+from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, check_classes, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.progress import ProgressBars
@@ -151,11 +151,13 @@ def predict(
         predictor = Predictor(opened or model, **how, **overrides)
     options.print_acceleration(predictor, quiet=quiet)
     config = predictor.config
-    _check_words(predictor, embeddings)
-    if not config.classes:
+    if embeddings is None or top is not None:
+        check_classes(predictor)
+    classes = 0 if predictor.needs_words else config.classes
+    if not classes:
         _check_headless(top, embeddings)
     has_statistics = predictor.engine.statistics is not None
-    header, format_row = format_rows(form, top or 1, config.classes, has_statistics)
+    header, format_row = format_rows(form, top or 1, classes, has_statistics)
     if explain is not None:
         predictor.require_bundle()  # fails before the folder is created
         explain.mkdir(exist_ok=True)
@@ -192,16 +194,6 @@ def _check_outputs(out: Path | None, embeddings: Path | None, explain: Path | No
         with require_extra("inspect"):
             import matplotlib  # noqa: F401  # fails here rather than at the first image
         check_empty_folder("--explain", explain)
-
-
-def _check_words(predictor: Predictor, embeddings: Path | None) -> None:
-    """The outputs of a CLIP's image tower are no classes; words make some."""
-    bundle = predictor.bundle
-    if embeddings is None and bundle is not None and bundle.labels is None and bundle.has_text:
-        raise InputError(
-            "This model has a text tower and no classes of its own; name some with --labels cat,dog, or save "
-            "the embeddings of the images with vitrail embed."
-        )
 
 
 def _check_headless(top: int | None, embeddings: Path | None) -> None:

@@ -179,16 +179,18 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
-    from vitrail.serve.words import has_words
+    from vitrail.serve.models import fit_memory
 
     rows = []
     for name, predictor in predictors.items():
         height, width = predictor.preprocess.target
-        classes = "classes by words" if has_words(predictor) else f"{len(predictor.scale.labels):,} classes"
+        classes = "classes by words" if predictor.needs_words else f"{len(predictor.scale.labels):,} classes"
         size = f"{height}x{width} pixels"
         if predictor.preprocess.keeps_shape:
             size = f"images in their own shape, about {size}"
-        rows.append(f"{printable(name)}: {classes}, {size}")
+        batch = fit_memory(predictor, config, name).batch
+        limit = f", at most {batch} images in a batch (--memory)" if batch < config.batch else ""
+        rows.append(f"{printable(name)}: {classes}, {size}{limit}")
     listed = "\n".join(rows)
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"

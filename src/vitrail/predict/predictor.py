@@ -203,6 +203,11 @@ class Predictor:
         one = math.prod(self.preprocess.target) * self.preprocess.channels
         return max(1, (memory_limit() or 2**62) // 4 // one)
 
+    @property
+    def needs_words(self) -> bool:
+        """Whether the model has a text tower, and no classes of its own: its outputs are an embedding."""
+        return self.bundle is not None and self.bundle.labels is None and self.bundle.has_text
+
     def require_bundle(self) -> Bundle:
         """The model with its weights, which explanations need."""
         if self.bundle is None:

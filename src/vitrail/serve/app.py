@@ -294,7 +294,7 @@ class App(Application):
 
     async def list_models(self, request: Request) -> Response:
         rows = [
-            {"name": name, "url": f"/v1/models/{name}", "default": app is self}
+            {"name": name, "url": f"{request.mount}/v1/models/{name}", "default": app is self}
             for name, app in self.models.items()
         ]
         return as_json(rows)
@@ -352,7 +352,7 @@ class App(Application):
         return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return as_json(build_openapi(self.settings, several=bool(self.models)))
+        return as_json(build_openapi(self.settings, several=bool(self.models), mount=request.mount))
 
     async def file(self, request: Request) -> Response:
         kind, data = self.page[request.path]

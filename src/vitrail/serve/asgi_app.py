@@ -167,10 +167,11 @@ def _request(scope: Message, body: _Body) -> Request:
     check_headers([name for name, _ in rows], headers)
     length = headers.get("content-length", "0")
     body.length = int(length) if length.isascii() and length.isdigit() else 0
-    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    mount = scope.get("root_path", "")
+    path = scope["path"].removeprefix(mount) or "/"
     client = Client(client_network(scope.get("client")))
     query = scope.get("query_string", b"").decode("latin-1")
-    return Request(scope["method"], path, query, headers, body.read, client)
+    return Request(scope["method"], path, query, headers, body.read, client, mount)
 
 
 async def _send(response: Response, send: Send, *, with_body: bool) -> None:

@@ -1,7 +1,7 @@
 """The queue in front of the model, and the loop of the thread that runs it.
 
-All waiting images form the next batch, at most `batch` of them; no image waits for a batch to fill up. Jobs
-whose client has left or whose deadline has passed are dropped.
+All waiting images of a model form the next batch, at most `batch` of them; no image waits for a batch to fill
+up. Jobs whose client has left or whose deadline has passed are dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vitrail.serve.messages import busy
@@ -117,15 +118,20 @@ class Batcher:
                     job.future.set_exception(RuntimeError(type(error).__name__))
 
     def _take(self) -> list[ModelJob]:
-        """Wait for the next batch: one call, or images of one model; empty when closed."""
+        """Wait for the next batch: one call, or images of one model; empty when closed.
+
+        The job that waits longest is in it. Images of its model may overtake those of other models, which
+        would otherwise cut batches short, but no call.
+        """
         with self.arrived:
             self.arrived.wait_for(lambda: self.jobs or self.closed)
             if self.closed:
                 return []
-            batch = [self.jobs.popleft()]
-            most = batch[0].batch or self.batch
-            while self.jobs and len(batch) < most and _go_together(batch[0], self.jobs[0]):
-                batch.append(self.jobs.popleft())
+            first = self.jobs[0]
+            waiting = [first] if first.is_call else list(takewhile(lambda job: not job.is_call, self.jobs))
+            batch = [job for job in waiting if job.predictor is first.predictor][: first.batch or self.batch]
+            taken = set(map(id, batch))
+            self.jobs = deque(job for job in self.jobs if id(job) not in taken)
         return batch
 
     def _start(self, job: ModelJob) -> bool:
@@ -161,7 +167,3 @@ class Batcher:
     def _predict(self, jobs: list[ModelJob]) -> list[Prediction]:
         predictor = jobs[0].predictor or self.predictor
         return list(predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]
-
-
-def _go_together(one: ModelJob, other: ModelJob) -> bool:
-    return not (one.is_call or other.is_call) and one.predictor is other.predictor

@@ -32,7 +32,6 @@ from vitrail.model import edit, record
 from vitrail.model.modes import eval_mode
 from vitrail.predict.prediction import Prediction
 from vitrail.serve.responses import prediction_json
-from vitrail.serve.words import has_words
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +71,7 @@ def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5)
         preprocess = bundle.preprocess
         pixels = preprocess.pixels(pixels)
     (prediction,) = predictor.predict_batch([("image", pixels)])
-    if has_words(predictor):
+    if predictor.needs_words:
         prediction = Prediction(prediction.name, embedding=prediction.embedding, error=prediction.error)
     weights, maps, logits = trace(bundle.model, preprocess, pixels, layer)
     return {
@@ -168,7 +167,7 @@ def _as_attention(weights: NDArray[np.float32]) -> dict[str, Any]:
 
 def _as_lens(predictor: Predictor, logits: NDArray[np.float32]) -> list[dict[str, Any]] | dict[str, str]:
     """The prediction after each layer, scored as the final one, so that the last row equals it."""
-    if has_words(predictor):
+    if predictor.needs_words:
         return {"reason": "The classes of this model are words, so there is no prediction after each layer."}
     if not predictor.scale.labels:
         return {"reason": "This model has no head, so there is no prediction after each layer."}

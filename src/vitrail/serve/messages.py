@@ -31,6 +31,8 @@ class Request:
     headers: dict[str, str]
     read: Callable[[], Awaitable[bytes]]
     client: Client
+    mount: str = ""
+    """The path below which the app is mounted in another one; `path` is without it."""
     route: str = field(default="unknown", init=False)
     """The template of its route, for log and metrics, which must not contain text from clients."""
     images: int = field(default=0, init=False)

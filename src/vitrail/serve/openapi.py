@@ -169,11 +169,12 @@ def _of_a_model(methods: Schema) -> Schema:
     return {method: {**one, "parameters": parameters, "responses": missing | one["responses"]}}
 
 
-def build_openapi(settings: ServeConfig, *, several: bool = False) -> Schema:
+def build_openapi(settings: ServeConfig, *, several: bool = False, mount: str = "") -> Schema:
     """The complete document.
 
     Args:
         several: whether the server has several models, each with routes of its own.
+        mount: the path below which the app is mounted in another one.
     """
     number = {"name": "number", "in": "path", "required": True, "schema": INTEGER}
     readiness = object_of(ready=BOOLEAN)
@@ -236,6 +237,8 @@ def build_openapi(settings: ServeConfig, *, several: bool = False) -> Schema:
         "paths": paths,
         "components": {"schemas": SCHEMAS},
     }
+    if mount:
+        document["servers"] = [{"url": mount}]
     if settings.token is not None:
         document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path, methods in paths.items():

@@ -31,12 +31,6 @@ _KEPT = 256  # lists of classes whose vectors are kept
 Labels = tuple[str, ...]
 
 
-def has_words(predictor: Predictor) -> bool:
-    """Whether a model has a text tower, and no classes of its own."""
-    bundle = predictor.bundle
-    return bundle is not None and bundle.labels is None and bundle.has_text
-
-
 @dataclass(frozen=True)
 class Words:
     """The vectors of some classes (K, E), and how their products become scores."""
@@ -56,7 +50,7 @@ class ZeroShot:
 
     @property
     def available(self) -> bool:
-        return has_words(self.predictor)
+        return self.predictor.needs_words
 
     def parse(self, text: str | None) -> Labels | None:
         """The classes of a parameter such as "cat,dog"; None for the model's own."""

@@ -1,4 +1,5 @@
-"""Write the recipes of docs/recipes.md from their docstrings, and the table of bench/results/recipes.json:
+"""Write the recipes of docs/recipes.md from their docstrings, and the tables of bench/results/recipes.json and
+transfer.jsonl:
 
 python -m docs.recipes
 """
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import transfer
 from bench.recipes import RESULTS, table
 from vitrail.recipes import recipes
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"
 TABLE, TABLE_END = "<!-- results -->", "<!-- end of results -->"
+TRANSFER, TRANSFER_END = "<!-- transfer -->", "<!-- end of transfer -->"
+RATES, RATES_END = "<!-- rates -->", "<!-- end of rates -->"
 GROUPS = ("Measured by us", "As published, not run by us", "Not measured yet")
 
 
@@ -46,10 +50,13 @@ def written(functions: dict[str, Callable[..., Any]]) -> str:
 
 
 def page() -> str:
-    """The page with its recipes and its table updated."""
+    """The page with its recipes and its tables updated."""
     rows = json.loads(RESULTS.read_text())["rows"]
     text = _between(PAGE.read_text(), BEGIN, END, written(recipes()))
-    return _between(text, TABLE, TABLE_END, table(rows))
+    text = _between(text, TABLE, TABLE_END, table(rows))
+    tuned = transfer.read_rows(transfer.RESULTS)
+    text = _between(text, TRANSFER, TRANSFER_END, transfer.table(tuned))
+    return _between(text, RATES, RATES_END, transfer.table_of_rates(tuned))
 
 
 def _between(text: str, begin: str, end: str, new: str) -> str:

@@ -1,8 +1,10 @@
 """Recipe settings for a start from a weight file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vitrail as vt
@@ -29,8 +31,20 @@ def resolve(from_: Path | None, **changes: object) -> Recipe:
 def test_from_scratch_and_from_a_file(weights: Path) -> None:
     fresh, tuned = resolve(None), resolve(weights)
     assert (fresh.train.tune, fresh.train.lr, fresh.train.epochs) == ("full", 1e-3, 42)
-    assert (tuned.train.tune, tuned.train.lr, tuned.train.epochs) == ("llrd", 1e-4, 10)
-    assert tuned.notes == (*fresh.notes, f"{NOTE}tune=llrd, lr=0.0001, epochs=10.")
+    assert (tuned.train.tune, tuned.train.lr, tuned.train.epochs) == ("llrd", 1e-3, 10)
+    assert tuned.notes == (*fresh.notes, f"{NOTE}tune=llrd, epochs=10.")
+
+
+def test_fewer_images_than_a_batch(weights: Path) -> None:
+    data = open_dataset("digits")
+    for count, tune in ((63, "lora"), (64, "llrd")):
+        some = replace(data, train=data.train.take(np.arange(count)))
+        assert resolve_recipe("small", some, weights, {})[0].train.tune == tune
+
+
+def test_all_weights_alike_have_a_lower_learning_rate(weights: Path) -> None:
+    found = resolve(weights, tune="full")
+    assert (found.train.tune, found.train.lr, found.train.epochs) == ("full", 3e-4, 10)
 
 
 def test_changes_by_the_user_take_precedence(weights: Path) -> None:
@@ -42,7 +56,6 @@ def test_changes_by_the_user_take_precedence(weights: Path) -> None:
 
 @pytest.mark.parametrize("tune", ["head", "bias", "lora"])
 def test_where_few_weights_are_trained_the_learning_rate_stays(weights: Path, tune: str) -> None:
-    """The lower learning rate is for pre-trained weights; those of a new head are not."""
     found = resolve(weights, tune=tune)
     assert (found.train.tune, found.train.lr, found.train.epochs) == (tune, 1e-3, 10)
     assert found.notes[-1] == f"{NOTE}epochs=10."

@@ -157,10 +157,12 @@ def split_changes(changes: Mapping[str, Any]) -> Changes:
 def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:
     """The recipe's settings for a start from a weight file, and a note of those that `changes` do not set.
 
-    Its learning rate is for training all weights; where only few are trained, the one from scratch is kept.
+    Its learning rate is for training all weights alike. Where the lower blocks have less (llrd), or only few
+    weights are trained, the one from scratch is kept.
     """
-    few = changes.get("tune", "full") not in ("full", "llrd")
-    settings = {name: value for name, value in recipe.train_from_file.items() if not (few and name == "lr")}
+    own = recipe.train_from_file
+    alike = changes.get("tune", own.get("tune", "full")) == "full"
+    settings = {name: value for name, value in own.items() if alike or name != "lr"}
     text = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in changes)
     notes = (*recipe.notes, f"The recipe's settings for a weight file: {text}.") if text else recipe.notes
     return replace(recipe.train, **settings), notes

@@ -1,5 +1,5 @@
-"""Write the recipes of docs/recipes.md from their docstrings, and the tables of bench/results/recipes.json and
-transfer.jsonl:
+"""Write the recipes of docs/recipes.md from their docstrings, and the tables of bench/results/recipes.json
+and transfer.jsonl:
 
 python -m docs.recipes
 """

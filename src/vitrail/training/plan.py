@@ -105,10 +105,13 @@ def estimate_seconds(trainer: Trainer) -> float:
 
 
 def _format_time(seconds: float) -> str:
-    """40 seconds, 8 minutes, 3.5 hours."""
+    """40 seconds, 2 min 20 s, 18 minutes, 3.5 hours: no rounding by more than 5 %."""
     if seconds < 90:
         count = max(1, round(seconds))
         return f"{count} second{'s' * (count > 1)}"
+    if seconds < 10 * 60:
+        minutes, rest = divmod(10 * round(seconds / 10), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} minutes"
     return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
 
 

@@ -23,6 +23,7 @@ import vitrail as vt
 from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.fast.choices import Choices
+from vitrail.fast.onnx_graph import OnnxForward
 from vitrail.fast.routes import Builder
 from vitrail.presets import preset
 
@@ -64,10 +65,10 @@ def main() -> None:
     result: dict[str, Any] = {"size": args.size, "batch": args.batch, "rounds": args.rounds, "rows": rows}
     result |= {"clock": "processor time of one thread" if args.cpu_time else "wall time"}
     result |= {"fastest_peer": fastest, "environment": environment()}
-    print(f"{args.size}, batch {args.batch}: {'row':22} {'images/s':>9} {'/ timm':>7} {'/ fastest peer':>15}")
+    print(f"{args.size}, batch {args.batch}: {'row':30} {'images/s':>9} {'/ timm':>7} {'/ fastest peer':>15}")
     for row in rows:
         numbers = f"{row['images_per_s']:9.2f} {row['to_timm']:7.2f} {row['to_fastest_peer']:15.2f}"
-        print(f"{'':17}{row['row']:22} {numbers}")
+        print(f"{'':17}{row['row']:30} {numbers}")
     save(result, args.out or Path(f"bench/results/inference-cpu-{args.size.replace('/', '')}.json"))
 
 
@@ -79,8 +80,9 @@ def candidates(config: Any, peers: list[str]) -> dict[str, Callable[[torch.Tenso
     calibration = torch.randn(8, config.channels, *config.pixels)
     builder = Builder(model, device, "throughput", Choices(device, remember=False), calibration)
     found["ours, PyTorch"] = model
-    found["ours, ONNX Runtime fp32"] = builder._onnx()
-    found["ours, ONNX Runtime int8"] = builder._int8(())
+    for precision, graph in (("fp32", builder.onnx_graph()), ("int8", builder.int8_graph())):
+        found[f"ours, ONNX Runtime {precision}"] = OnnxForward(graph)
+        found[f"ours, {precision}, an image a thread"] = OnnxForward(graph, one_by_one=True)
     return found
 
 

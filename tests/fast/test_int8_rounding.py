@@ -7,6 +7,7 @@ import torch
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.fast.choices import Choices
+from vitrail.fast.onnx_graph import OnnxForward
 from vitrail.fast.quantize import round_to_nearest, row_scales, simulate
 from vitrail.fast.rounding import _DAMPING, round_columns
 from vitrail.fast.routes import Builder
@@ -64,5 +65,5 @@ def test_the_graph_computes_what_is_simulated(fields):
     with torch.no_grad(), simulate(model, "int8", builder.seen, list(builder.scales), builder.scales):
         expected = model(images)
     with torch.no_grad():
-        exact, found = model(images), builder._int8(())(images)[1]
+        exact, found = model(images), OnnxForward(builder.int8_graph())(images)[1]
     assert (found - expected).norm() < 0.1 * (exact - expected).norm()

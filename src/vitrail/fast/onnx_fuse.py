@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
 
@@ -77,15 +79,44 @@ def fuse_products(graph: ModelProto) -> int:
             inputs, result = [*inputs, *bias], sum_.output[0]
         fused[result] = helper.make_node("MatMulIntegerToFloat", inputs, [result], domain=_DOMAIN)
     _set_nodes(graph, [fused.get(node.output[0], node) for node in nodes])
+    _split_products(graph)
     _finish(graph)
     return len(fused)
 
 
+def _split_products(graph: ModelProto) -> None:
+    """Compute q, k and v by a product each where they are split after one: without a copy of them."""
+    from onnx import helper, numpy_helper
+
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
+    maker = {name: node for node in graph.graph.node for name in node.output}
+    nodes: list[Any] = []
+    for node in graph.graph.node:
+        product = maker.get(node.input[0]) if node.op_type == "Split" else None
+        if product is None or product.op_type != "MatMulIntegerToFloat":
+            nodes.append(node)
+            continue
+        x, weight, x_scale, scale, x_zero, zero, *bias = product.input
+        for number, result in enumerate(node.output):
+            names = {key: f"{key}.{number}" for key in (weight, scale, zero, *bias)}
+            for key, name in names.items():
+                part = np.split(stored[key], len(node.output), axis=-1)[number]
+                graph.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(part), name))
+            inputs = [x, names[weight], x_scale, names[scale], x_zero, names[zero]]
+            inputs += [names[key] for key in bias]
+            nodes.append(helper.make_node("MatMulIntegerToFloat", inputs, [result], domain=_DOMAIN))
+    _set_nodes(graph, nodes)
+
+
 def _finish(graph: ModelProto) -> None:
-    """Remove the nodes that no output depends on, and declare the operators."""
+    """Remove the nodes and tensors that no output depends on, and declare the operators."""
     from onnx import helper
 
     _set_nodes(graph, _needed(graph))
+    used = {name for node in graph.graph.node for name in node.input}
+    keep = [tensor for tensor in graph.graph.initializer if tensor.name in used]
+    del graph.graph.initializer[:]
+    graph.graph.initializer.extend(keep)
     if all(one.domain != _DOMAIN for one in graph.opset_import):
         graph.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -18,6 +20,7 @@ from vitrail.model import ViT
 from vitrail.telemetry import import_onnxruntime
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from onnx import ModelProto
 
 OPSET = 20  # the first with GELU and LayerNorm as operators
@@ -65,25 +68,38 @@ def to_onnx(program: ExportedProgram, *, inputs: Sequence[str], outputs: Sequenc
     return model
 
 
-def open_session(data: bytes) -> Any:
-    """A session of ONNX Runtime with as many threads as torch uses, and without logging."""
+def open_session(data: bytes, threads: int | None = None) -> Any:
+    """A session of ONNX Runtime with as many threads as torch uses, or as given, and without logging."""
     onnxruntime = import_onnxruntime()
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
     options.log_severity_level = 4  # fatal only; problems arrive as exceptions
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 class OnnxForward:
-    """Pooled vectors and logits of images, computed by ONNX Runtime on the CPU."""
+    """Pooled vectors and logits of images, computed by ONNX Runtime on the CPU.
 
-    def __init__(self, graph: ModelProto) -> None:
-        self.session = open_session(graph.SerializeToString())
+    Args:
+        one_by_one: each thread has an image of its own, whose activations stay in its cache, instead of all
+            threads sharing each product of a batch.
+    """
+
+    def __init__(self, graph: ModelProto, *, one_by_one: bool = False) -> None:
+        self.pool = ThreadPoolExecutor(torch.get_num_threads()) if one_by_one else None
+        self.session = open_session(graph.SerializeToString(), 1 if one_by_one else None)
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         batch = images.detach().to("cpu", torch.float32).contiguous().numpy()
-        pooled, logits = self.session.run(["pooled", "logits"], {"images": batch})
+        if self.pool is None or len(batch) < 2:
+            pooled, logits = self._run(batch)
+        else:
+            found = self.pool.map(self._run, np.split(batch, len(batch)))
+            pooled, logits = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return torch.from_numpy(pooled), torch.from_numpy(logits)
+
+    def _run(self, batch: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        return list(self.session.run(["pooled", "logits"], {"images": batch}))
 
 
 def _strip_source_locations(graph: Any) -> None:

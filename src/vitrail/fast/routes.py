@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -123,13 +123,13 @@ class Builder:
         self.model, self.device, self.goal, self.choices = model, device, goal, choices
         self.calibrate = calibrate
 
-    @cached_property
+    @functools.cached_property
     def seen(self) -> dict[str, Observed]:
         """The inputs of all layers on the calibration images."""
         assert self.calibrate is not None
         return observe(self.model, self.calibrate, GATE_BATCH[self.device.type])
 
-    @cached_property
+    @functools.cached_property
     def scales(self) -> dict[str, Int8Scales]:
         """How each layer is quantized to int8."""
         from vitrail.fast.int8 import choose_scales
@@ -228,24 +228,33 @@ class Builder:
             return routes, [
                 "ONNX Runtime is not installed (pip install 'vitrail[export]'), so PyTorch computes."
             ]
+        why = "On a CPU, ONNX Runtime fuses operators that PyTorch computes one by one."
+        build = functools.cache(self.onnx_graph)
         if precision == "int8":
-            routes["ONNX Runtime, int8"] = lambda: self._int8(kept)
-            return routes, ["int8 products with static scales from the calibration images; the rest in fp32."]
-        routes["ONNX Runtime, fp32"] = self._onnx
-        return routes, ["On a CPU, ONNX Runtime fuses operators that PyTorch computes one by one."]
+            why = "int8 products with static scales from the calibration images; the rest in fp32."
+            build = functools.cache(functools.partial(self.int8_graph, kept))
+        from vitrail.fast.onnx_graph import OnnxForward
 
-    def _onnx(self) -> Forward:
-        from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+        if self.goal == "throughput":
+            name = f"ONNX Runtime, {precision}, an image for each thread"
+            routes[name] = lambda: OnnxForward(build(), one_by_one=True)
+        routes[f"ONNX Runtime, {precision}"] = lambda: OnnxForward(build())
+        return routes, [why]
 
-        return OnnxForward(build_onnx(self.model))
+    def onnx_graph(self) -> Any:
+        """The model for ONNX Runtime, in fp32."""
+        from vitrail.fast.onnx_graph import build_onnx
 
-    def _int8(self, kept: tuple[str, ...]) -> Forward:
+        return build_onnx(self.model)
+
+    def int8_graph(self, kept: tuple[str, ...] = ()) -> Any:
+        """The model for ONNX Runtime, with int8 products except in some layers."""
         from vitrail.fast.onnx_fuse import fuse_products
-        from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+        from vitrail.fast.onnx_graph import build_onnx
 
         graph = self.quantized_graph(kept, build_onnx)
         fuse_products(graph)
-        return OnnxForward(graph)
+        return graph
 
     def quantized_graph(self, kept: tuple[str, ...], build: Callable[[ViT], Any]) -> Any:
         """The ONNX graph that `build` makes of the smoothed model, with int8 products."""

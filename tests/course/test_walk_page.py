@@ -13,7 +13,7 @@ from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail.course.walk import page, token_name, walk
 from vitrail.course.walk.encoder import Recording
 from vitrail.course.walk.format import finite_or_none, format_number, summarize
-from vitrail.course.walk.mathml import as_mathml
+from vitrail.course.walk.mathml import as_mathml, text_with_mathml
 from vitrail.course.walk.overview import paper_equations, top_classes
 
 FIELDS = dict(depth=3)
@@ -155,6 +155,21 @@ def plain(equation):
 )
 def test_equations_become_mathml(equation, text):
     assert plain(equation) == text
+
+
+def test_names_in_text_become_mathml_and_the_rest_stays_text():
+    text = text_with_mathml("z_ℓ of <b> & z'_0, not block_0: E_pos.")
+    root = ET.fromstring(f"<p>{text}</p>")
+    found = [one.attrib["alttext"] for one in root if one.tag.endswith("math")]
+    assert found == ["z_ℓ", "z'_0", "E_pos"]
+    assert "".join(root.itertext()).startswith("zℓ of <b> & z0′, not ")
+
+
+def test_the_introduction_has_subscripts():
+    intro = re.search(r"<header>.*?</header>", build()[2], re.S)[0]
+    assert re.findall(r'alttext="([^"]*)"', intro) == ["z_ℓ", "z_0", "z_1"]
+    assert "<msub><mi>z</mi><mi>ℓ</mi></msub>" in intro
+    assert "z_" not in re.sub(r"<[^>]*>", "", intro)
 
 
 @pytest.mark.parametrize("block", ["pre-norm", "post-norm", "res-post-norm", "parallel", "no-residual"])

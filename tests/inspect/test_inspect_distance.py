@@ -229,7 +229,13 @@ def test_caption_agrees_with_the_paper():
         in text
     )
     assert "correlation with depth 0.99" in text
-    assert "from 10% to 95% of the uniform distance: 1 of 2 heads are local (below 50%) and 1 global" in text
+    assert (
+        "In layer 0, head distances range from 10% to 95% of the uniform distance: 1 of 2 heads are" in text
+    )
+    assert "local and 1 global (local: below 50%, global: above 90%)" in text
+    assert (
+        "In layer 2, head distances range from 90% to 100% of the uniform distance: 0 of 2 heads are" in text
+    )
     assert "also finds both kinds" in text
     assert "entropy is 50% of its maximum, and prefix tokens receive 25.0%" in text
 
@@ -240,11 +246,25 @@ def test_caption_disagrees_with_the_paper():
         "does not grow with depth here: from 9.2 pixels in layer 0 to 3.5 in layer 2, correlation with depth -0.99"
         in text
     )
-    assert "0 of 2 heads are local (below 50%) and 1 global" in text
-    assert "not the case here" in text
+    assert "0 of 2 heads are local and 1 global (local" in text
+    assert "finds both kinds in the lowest layers, here some are global and none is local." in text
     assert "too few layers" in distance.caption(make_result([[9.0], [4.0]]))
     assert "8.0 pixels in the only layer" in distance.caption(make_result([[8.0]]))
     assert "the same in every layer" in distance.caption(make_result([[8.0]] * 3))
+
+
+def test_caption_is_about_the_lowest_and_the_highest_third_of_the_layers():
+    """As in DeiT-Ti, whose layer 0 has neither kind and whose next layers have local heads."""
+    means = [[6.0, 7.0], [2.0, 5.5], [6.0, 8.0], [8.0, 8.5], [9.5, 8.9], [9.6, 9.7]]
+    text = distance.caption(make_result(means))
+    assert "In layers 0 to 1, head distances range from 20% to 70% of the uniform distance: 1 of 4" in text
+    assert "here some are local and none is global." in text
+    assert "In layers 4 to 5, head distances range from 89% to 97%" in text
+    assert "0 of 4 heads are local and 3 global." in text
+    assert "here there is neither." not in text
+    assert "here there is neither." in distance.caption(make_result([[6.0, 7.0], [9.0, 9.0]]))
+    assert "layer 0" in (only := distance.caption(make_result([[8.0]])))
+    assert only.count("head distances range") == 1
 
 
 def test_table():

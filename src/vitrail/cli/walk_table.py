@@ -26,7 +26,7 @@ def show_walk(stages: list[Stage], summary: dict[str, Any], config: ViTConfig, c
     console.print(Text(f"\n{summary['image']} through {summary['model']}, stage by stage", style="bold"))
     console.print(Text(summary["weights"]))
     chosen = f"block {summary['block']}, head {summary['head']}, {summary['token_name']}"
-    console.print(Text(f"In detail: {chosen}.\n{NUMBERING}\n"))
+    console.print(Text(f"In detail: {chosen}.\n{NUMBERING.replace('ℓ', 'l')}\n"))
     console.print(_stage_table(stages, summary["block"], config))
     console.print()
     _show_attention(stages, summary, config, console)

@@ -193,22 +193,22 @@ def _layer_means(measure: Measure) -> NDArray[np.float64]:
 
 
 def caption(distances: Distances) -> str:
-    """How to read the figure, whether distance grows with depth, and the heads of the first layer."""
+    """How to read the figure, whether distance grows with depth, and the lowest and highest layers."""
     means, relative = _layer_means(distances.distance), distances.distance.mean / distances.uniform
-    first = relative[0][np.isfinite(relative[0])]
     sentences = [
         f"Each dot is one head, averaged over its patches and {distances.images} "
         f"image{'s' * (distances.images > 1)}. Distances are between patch centers, with the weights on "
         f"patches normalized to sum to 1; uniform attention would give {distances.uniform:.1f} pixels.",
         _describe_depth(means),
     ]
-    if len(first):
+    few = lowest_layers(len(relative))
+    if len(low := _valid(relative[:few])):
         sentences.append(
-            f"In layer 0, head distances range from {100 * first.min():.0f}% to {100 * first.max():.0f}% of "
-            f"the uniform distance: {(first < LOCAL).sum()} of {len(first)} heads are local (below "
-            f"{100 * LOCAL:.0f}%) and {(first > GLOBAL).sum()} global (above {100 * GLOBAL:.0f}%); "
-            f"{_compare_with_paper(first)}."
+            f"In {_name_layers(0, few)}, {_describe_heads(low)} (local: below {LOCAL:.0%}, global: above "
+            f"{GLOBAL:.0%}); {_compare_with_paper(low)}."
         )
+    if len(relative) > few and len(high := _valid(relative[-few:])):
+        sentences.append(f"In {_name_layers(len(relative) - few, few)}, {_describe_heads(high)}.")
     entropy = f"attention entropy is {100 * distances.entropy.mean.mean() / distances.max_entropy:.0f}%"
     prefix = f", and prefix tokens receive {100 * distances.prefix.mean.mean():.1f}% of the attention"
     sentences.append(
@@ -233,11 +233,36 @@ def _describe_depth(means: NDArray[np.float64]) -> str:
     return f"The mean distance {trend}: {ends}, correlation with depth {r:.2f}."
 
 
-def _compare_with_paper(first: NDArray[np.float64]) -> str:
-    """One clause that compares the lowest layer with the findings of the ViT paper."""
-    if (first < LOCAL).any() and (first > GLOBAL).any():
+def lowest_layers(depth: int) -> int:
+    """How many layers count as the lowest ones: a third of them."""
+    return max(1, depth // 3)
+
+
+def _valid(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[np.isfinite(values)]
+
+
+def _name_layers(first: int, count: int) -> str:
+    return f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+
+
+def _describe_heads(heads: NDArray[np.float64]) -> str:
+    """The range of the heads' distances, as fractions of the uniform distance, and their kinds."""
+    return (
+        f"head distances range from {heads.min():.0%} to {heads.max():.0%} of the uniform distance: "
+        f"{(heads < LOCAL).sum()} of {len(heads)} heads are local and {(heads > GLOBAL).sum()} global"
+    )
+
+
+def _compare_with_paper(lowest: NDArray[np.float64]) -> str:
+    """One clause that compares the lowest layers with the findings of the ViT paper."""
+    has_local, has_global = (lowest < LOCAL).any(), (lowest > GLOBAL).any()
+    if has_local and has_global:
         return "the ViT paper also finds both kinds in the lowest layers"
-    return "the ViT paper finds both kinds in the lowest layers, which is not the case here"
+    here = "there is neither"
+    if has_local or has_global:
+        here = "some are local and none is global" if has_local else "some are global and none is local"
+    return f"the ViT paper finds both kinds in the lowest layers, here {here}"
 
 
 def table(distances: Distances) -> tuple[list[str], list[list[object]]]:

@@ -70,7 +70,8 @@ def test_verdict_for_every_outcome():
     assert verdict([(slope, *local) for slope in up]).word == "holds"
     far = verdict([(slope, 0.8, 0.95, n / 100) for n, slope in enumerate(up)])
     assert far.word == "partly"
-    assert "Not true: in its first layer some heads attend locally (the nearest head: 81.0 [" in far.condition
+    assert "Not true: in its lowest layers, the first 1 of 3, some heads attend locally (the" in far.condition
+    assert "(the nearest head: 81.0 [" in far.condition
     assert "local below 50%" in far.condition
     assert (
         "Not true: in this small ViT, attention distance grows"
@@ -83,3 +84,13 @@ def test_verdict_for_every_outcome():
     assert "Not clear: in this small ViT, attention distance grows" in same.condition, (
         "it grew as much before training"
     )
+
+
+def test_the_lowest_third_of_the_layers_counts():
+    """A local head in layer 1 of 6 is one of the lowest layers, a local head in layer 2 is not."""
+    for layer, word in ((1, "True"), (2, "Not true")):
+        heads = np.full((3, 6, 2), 0.8) + np.arange(3)[:, None, None] / 1000
+        heads[:, layer, 0] = 0.2
+        numbers = {"fraction of the uniform distance, by seed, layer and head": heads.tolist()}
+        condition = lab.decide_verdict({**numbers, "before training": heads.tolist()}).condition
+        assert f"{word}: in its lowest layers, the first 2 of 6, some heads attend locally" in condition

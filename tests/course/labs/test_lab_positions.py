@@ -1,14 +1,17 @@
 """Lab `positions`, and the custom runs that a study cannot do."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from vitrail.course.labs import neighbors
 from vitrail.course.labs import positions as lab
 from vitrail.course.labs.custom_run import CustomRun, train_run
 from vitrail.course.labs.datasets import load_dataset
+from vitrail.data.sources import Dataset, Split
 from vitrail.experiment.study import resolve_arm, study
 from vitrail.experiment.trial import map_in_processes, one_thread
 
@@ -47,18 +50,31 @@ def test_small_run_gives_number_figure_and_verdict(small_run):
     scores = {name: arm["scores"] for name, arm in result.numbers["arms"].items()}
     assert result.number == pytest.approx(100 * np.mean(np.subtract(scores["learned"], scores["none"])))
     assert list(result.numbers["correlation of similarity and distance"]) == [1, 5]
+    assert result.numbers["patches"] == {neighbors.ALL: 16, neighbors.NOT_BLANK: 16}, (
+        "digits fill 8 x 8 pixels"
+    )
+    by_epoch = result.numbers["adjacent minus other pairs"][neighbors.NOT_BLANK]
+    assert {epoch: len(per_seed) for epoch, per_seed in by_epoch.items()} == {1: 2, 5: 2}
+    assert "among patches that are not blank (16)" in result.sentence
     assert "300 training images" in result.sentence
     assert len(result.figure.subfigs) == 2
 
 
-def numbers(none=0.7, learned=0.97, late=(-0.6, -0.62, -0.61), early=(0.0, 0.01, -0.01)):
+def numbers(none=0.7, learned=0.97, late=(0.3, 0.32, 0.31), early=(0.0, 0.01, -0.01)):
     arms = {lab.NONE: none, lab.LEARNED: learned}
+    excess = {"1": list(early), "50": list(late)}
     return {
         "arms": {name: {"scores": [mean, mean + 0.004, mean - 0.003]} for name, mean in arms.items()},
-        "correlation of similarity and distance": {"1": list(early), "50": list(late)},
+        "correlation of similarity and distance": {"1": [0.1, 0.12, 0.11], "50": [0.1, 0.13, 0.12]},
+        "adjacent minus other pairs": {neighbors.ALL: {"1": [], "50": []}, neighbors.NOT_BLANK: excess},
         "held out": 10_000,
         "images": 60_000,
     }
+
+
+SIMILAR = (
+    "after 50 epochs, embeddings of close patches are similar (similarity of adjacent minus other pairs, "
+)
 
 
 def test_verdict_for_every_outcome():
@@ -67,19 +83,114 @@ def test_verdict_for_every_outcome():
     assert smaller.word == "partly"
     assert "Not clear: the gain from none to learned ones is 27 points (+10.0 [" in smaller.condition
     assert "the slide does not say which it compares" in smaller.condition
-    assert "close patches are similar" in lab.decide_verdict(numbers(late=(0.1, 0.11, 0.12))).condition
+    unlike = lab.decide_verdict(numbers(late=(-0.1, -0.11, -0.12)))
+    assert f"Not true: {SIMILAR}without blank patches: -0.11 [-0.13, -0.09]; r of" in unlike.condition
     unclear = lab.decide_verdict(numbers(late=(-0.9, 0.2, 0.1)))
-    assert "Not clear: after 50 epochs, embeddings of close patches are similar" in unclear.condition
+    assert f"Not clear: {SIMILAR}" in unclear.condition
+    assert "blank ones too: +0.12 [+0.08, +0.15])" in unclear.condition, "r is stated and decides nothing"
+    shrinks = lab.decide_verdict(numbers(early=(0.5, 0.51, 0.52))).condition
+    assert "Not true: they are more similar than after 1 epoch" in shrinks
     other = numbers()
     other["images"] = 10_000
-    other["correlation of similarity and distance"] = {"1": [0.1, 0.11, 0.12], "10": [0.2, 0.21, 0.23]}
+    for by_epoch in (
+        other["correlation of similarity and distance"],
+        *other["adjacent minus other pairs"].values(),
+    ):
+        by_epoch["10"] = by_epoch.pop("50")
     fewer = lab.decide_verdict(other)
     assert fewer.word == "partly"
     assert "but with 10,000 images instead of 60,000" in fewer.condition, "not the setting of the slide"
     assert "but with 10 epochs instead of 50" in fewer.condition
     assert "Not true" not in fewer.condition
-    worse = numbers(none=0.97, learned=0.7, late=(0.1, 0.11, 0.12))
+    worse = numbers(none=0.97, learned=0.7, late=(-0.1, -0.11, -0.12))
     assert lab.decide_verdict(worse).word == "does not hold"
+
+
+def test_what_a_result_does_not_measure_is_not_clear():
+    """Results without the comparison of neighbors, and images with too few patches for it."""
+    old, empty = numbers(), numbers(late=(), early=())
+    del old["adjacent minus other pairs"]
+    for result in (old, empty):
+        condition = lab.decide_verdict(result).condition
+        assert f"Not clear: {SIMILAR}without blank patches: not measured in this result" in condition
+        assert "they are more similar than after 1 epoch (similarity of adjacent" in condition
+
+
+# ---- neighbors ------------------------------------------------------------------------------
+
+GRID = (6, 6)
+EVERYWHERE = np.ones(GRID, dtype=bool)
+INNER = np.zeros(GRID, dtype=bool)
+INNER[1:-1, 1:-1] = True
+
+
+def similarity_of(embeddings):
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    return unit @ unit.T
+
+
+def random_embeddings(seed=0):
+    return np.random.default_rng(seed).normal(size=(36, 64))
+
+
+def test_adjacent_patches_are_counted_side_by_side_and_one_above_the_other():
+    row, column = (axis.ravel() for axis in np.indices(GRID))
+    steps = abs(row[:, None] - row) + abs(column[:, None] - column)
+    assert neighbors.neighbor_excess((steps == 1).astype(float), EVERYWHERE) == 1
+    assert neighbors.neighbor_excess((steps == 2).astype(float), EVERYWHERE) < 0, "diagonal pairs are others"
+    wrapped = np.zeros((36, 36))
+    wrapped[5, 6] = wrapped[6, 5] = 1  # the end of a row and the start of the next
+    assert neighbors.neighbor_excess(wrapped, EVERYWHERE) < 0
+
+
+def test_neighbors_alike():
+    row, column = (axis.ravel() for axis in np.indices(GRID))
+    distance = np.hypot(row[:, None] - row, column[:, None] - column)
+    for mask in (EVERYWHERE, INNER):
+        assert neighbors.neighbor_excess(np.exp(-distance), mask) > 0.2
+
+
+def test_a_border_that_is_alike_hides_neighbors_only_where_it_is_counted():
+    row, column = (axis.ravel() for axis in np.indices(GRID))
+    distance = np.hypot(row[:, None] - row, column[:, None] - column)
+    border = ~INNER.ravel()
+    similarity = np.where(
+        border[:, None] & border, 1.0, np.where(border[:, None] | border, 0.0, np.exp(-distance))
+    )
+    pairs = ~np.eye(36, dtype=bool)
+    r = np.corrcoef(similarity[pairs], distance[pairs])[0, 1]
+    assert r > 0, "the correlation says that distant patches are alike"
+    inner = neighbors.neighbor_excess(similarity, INNER)
+    assert inner == pytest.approx(neighbors.neighbor_excess(np.exp(-distance), INNER)), (
+        "no pair of the border"
+    )
+    only_border = np.where(border[:, None] & border, 1.0, 0.0)
+    assert neighbors.neighbor_excess(only_border, INNER) == 0
+
+
+def test_random_embeddings_have_no_excess():
+    values = [neighbors.neighbor_excess(similarity_of(random_embeddings(seed)), INNER) for seed in range(20)]
+    assert abs(np.mean(values)) < 0.01
+    assert min(values) < 0 < max(values)
+
+
+def test_too_few_patches_have_no_excess():
+    one, pair = np.zeros(GRID, dtype=bool), np.zeros(GRID, dtype=bool)
+    one[2, 2] = pair[2, 2:4] = True
+    for mask in (one, pair, np.zeros(GRID, dtype=bool)):
+        assert neighbors.neighbor_excess(np.eye(36), mask) is None
+
+
+def test_blank_patches_have_one_pixel_value_in_more_than_nine_of_ten_images():
+    images = np.full((20, 6, 9, 1), 7, np.uint8)  # a grid of 2 x 3 patches of 3 pixels
+    images[:2, 1, 1] = 0  # in a tenth of the images
+    images[:1, 1, 4] = 0  # in fewer
+    images[:, :3, 6:] = np.arange(20)[:, None, None, None]  # differs between images, but has no content
+    images[:, 5, 8] = 0
+    data = Dataset("made up", ["a"], Split(np.zeros(20, np.int64), [""] * 20, images=images))
+    assert neighbors.used_patches(data, (2, 3)).tolist() == [[True, False, False], [False, False, True]]
+    files = Dataset("files", ["a"], Split(np.zeros(1, np.int64), [""], paths=[Path("a.png")]))
+    assert neighbors.used_patches(files, (2, 3)).all()
 
 
 # ---- runs -----------------------------------------------------------------------------------

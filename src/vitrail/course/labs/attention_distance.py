@@ -21,7 +21,7 @@ from vitrail.experiment.study import resolve_arm
 from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect import distance
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
-from vitrail.inspect.distance import GLOBAL, LOCAL
+from vitrail.inspect.distance import GLOBAL, LOCAL, lowest_layers
 from vitrail.inspect.images import from_files, from_pixels
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
@@ -93,14 +93,15 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Training must make distance grow with depth, and the first layer must have local and global heads."""
+    """Training must make distance grow with depth, and the lowest layers must have local and global heads."""
     trained, untrained = (
         [np.array(one) for one in numbers[key]]
         for key in ("fraction of the uniform distance, by seed, layer and head", "before training")
     )
     gained = slope_gains(trained, untrained)
     bounds = confidence_interval(gained)
-    nearest, farthest = ([float(pick(one[0])) for one in trained] for pick in (np.min, np.max))
+    few = lowest_layers(len(trained[0]))
+    nearest, farthest = ([float(pick(one[:few])) for one in trained] for pick in (np.min, np.max))
     local = is_above(confidence_interval(nearest), LOCAL)
     return decide(
         [
@@ -111,12 +112,12 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 "than before training",
             ),
             Statement(
-                "in its first layer some heads attend locally",
+                f"in its lowest layers, the first {few} of {len(trained[0])}, some heads attend locally",
                 None if local is None else not local,
                 f"the nearest head: {_format_distance(nearest)}, local below {LOCAL:.0%}",
             ),
             Statement(
-                "in its first layer some heads attend globally",
+                "in its lowest layers some heads attend globally",
                 is_above(confidence_interval(farthest), GLOBAL),
                 f"the farthest head: {_format_distance(farthest)}, global above {GLOBAL:.0%}; mean over all "
                 f"heads and layers {np.mean(trained):.0%}, before training {np.mean(untrained):.0%}",
@@ -167,7 +168,8 @@ def summarize(
     untrained: Sequence[HeadDistances],
 ) -> str:
     layer_means = np.mean([distances.mean(axis=1) for distances in trained], axis=0)
-    low, high = (np.mean([pick(one[0]) for one in trained]) for pick in (np.min, np.max))
+    few = lowest_layers(len(layer_means))
+    low, high = (np.mean([pick(one[:few]) for one in trained]) for pick in (np.min, np.max))
     after, before = (
         100 * fmean(slope_per_layer(one) for one in distances) for distances in (trained, untrained)
     )
@@ -175,9 +177,9 @@ def summarize(
         f"A ViT with {len(layer_means)} layers, trained on {describe_dataset(data)} ({epochs} epochs, "
         f"{len(trained)} seeds, accuracy {accuracy:.1%}), has a mean attention distance of "
         f"{layer_means[0]:.0%} of that of uniform attention in its first layer and {layer_means[-1]:.0%} in "
-        f"its last: {after:+.2f} % per layer, and {before:+.2f} % before training. Heads of the first layer "
-        f"range from {low:.0%} to {high:.0%}. Before training the mean is {np.mean(untrained):.0%}. The "
-        "paper's models are far larger and were trained on far more images."
+        f"its last: {after:+.2f} % per layer, and {before:+.2f} % before training. Heads of the lowest {few} "
+        f"layers range from {low:.0%} to {high:.0%}. Before training the mean is {np.mean(untrained):.0%}. "
+        "The paper's models are far larger and were trained on far more images."
     )
 
 

@@ -1,6 +1,7 @@
 """The plain-text equations of a walk as MathML, which browsers typeset without a script or a font.
 
     as_mathml("A = softmax(q k^T / sqrt(d))")
+    text_with_mathml("Block 0 turns z_0 into z_1.")
 
 The grammar is that of the equations (`vitrail.course.walk`): sums of terms, terms of products and fractions,
 products of factors; names with a prime, an index after `_` and an exponent after `^`.
@@ -14,6 +15,7 @@ from html import escape
 _TOKEN = re.compile(
     r"\s*(\.\.\.|\d+(?:\.\d+)?(?:e-\d+)?|[A-Za-z]+'*(?:_(?:\w+|{[^}]*}))?|[-+*/^=()\[\]{};,])"
 )
+_NAME_IN_TEXT = re.compile(r"\b([A-Za-z]'*_\w+)")  # one letter with an index, such as z_0 or E_pos
 _GREEK = {"mu": "μ", "var": "σ²", "lambda": "λ", "eps": "ε"}
 _SIGNS = {"-": "−", "*": "⊙", "in": "∈", "...": "…", "x": "×"}
 
@@ -24,6 +26,12 @@ def as_mathml(equation: str) -> str:
         f'<math xmlns="http://www.w3.org/1998/Math/MathML" displaystyle="true" alttext="{escape(equation)}">'
         f"<mrow>{_Typesetter(equation).typeset()}</mrow></math>"
     )
+
+
+def text_with_mathml(text: str) -> str:
+    """Prose as HTML, in which names such as z_0 are MathML."""
+    parts = _NAME_IN_TEXT.split(text)  # every second one is a name
+    return "".join(as_mathml(part) if n % 2 else escape(part) for n, part in enumerate(parts))
 
 
 class _Typesetter:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vitrail.course.walk.stage import Stage
 
 NUMBERING = (
-    "Blocks, heads, tokens, rows and columns count from 0, as in the code. z_l is the output of l blocks: "
+    "Blocks, heads, tokens, rows and columns count from 0, as in the code. z_ℓ is the output of ℓ blocks: "
     "block 0 turns z_0 into z_1."
 )
 

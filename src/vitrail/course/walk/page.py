@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail import __version__
 from vitrail.course.walk.format import format_number, summarize
-from vitrail.course.walk.mathml import as_mathml
+from vitrail.course.walk.mathml import as_mathml, text_with_mathml
 from vitrail.course.walk.overview import NUMBERING, paper_equations
 from vitrail.course.walk.stage import token_name
 from vitrail.course.walk.tensor_images import pixels_image, png, stage_image
@@ -66,7 +66,7 @@ def walk_page(
     return _template().render(
         facts=facts,
         answer=answer,
-        numbering=NUMBERING,
+        numbering=_markup(text_with_mathml(NUMBERING)),
         equations=[(number, _markup(as_mathml(text))) for number, text in equations.items()],
         titles=_TITLES,
         groups=_groups(recording, shown, block, head, token, every),
@@ -131,7 +131,7 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "name": stage.name,
         "math": _markup(as_mathml(stage.equation)),
-        "meaning": stage.meaning,
+        "meaning": _markup(text_with_mathml(stage.meaning)),
         "shape": " × ".join(map(str, stage.shape)),
         "block": None,
         "head": None,

@@ -129,7 +129,10 @@ def _towers(numbers: Numbers) -> Figure:
 def _translation(numbers: Numbers) -> Figure:
     def results(saved: Mapping[str, Mapping[str, Numbers]]) -> dict[float, dict[str, SweepResult]]:
         return {
-            float(key): {name: SweepResult(arm["lr"], arm["scores"], {}) for name, arm in arms.items()}
+            float(key): {
+                name: SweepResult(arm["lr"], arm["scores"], {}, arm.get("sweep", {}))
+                for name, arm in arms.items()
+            }
             for key, arms in saved.items()
         }
 

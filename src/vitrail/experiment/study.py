@@ -276,6 +276,11 @@ def mean_score_at(trials: Sequence[Trial], lr: float) -> float:
     return math.fsum(scores) / len(scores)
 
 
+def scores_by_lr(trials: Sequence[Trial]) -> dict[float, float]:
+    """The mean score at each learning rate of a sweep."""
+    return {lr: mean_score_at(trials, lr) for lr in sorted({trial.lr for trial in trials})}
+
+
 def count_parameters(recipe: Recipe) -> int:
     """The number of parameters of the recipe's model."""
     with torch.device("meta"):

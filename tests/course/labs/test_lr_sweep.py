@@ -59,6 +59,7 @@ def test_every_arm_gets_its_best_learning_rate():
         lambda name, lr, seed: classifier_run(lr, seed), ["a"], [1e-6, 0.05], seeds=2, pool=ProcessPool(1)
     )["a"]
     assert result.lr == 0.05
+    assert result.sweep == {lr: train_classifier(classifier_run(lr))[0] for lr in (1e-6, 0.05)}
     assert result.scores == [train_classifier(classifier_run(0.05, seed))[0] for seed in range(2)]
     assert result.mean == pytest.approx(sum(result.scores) / 2)
 

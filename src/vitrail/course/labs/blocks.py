@@ -17,7 +17,7 @@ from vitrail.course.labs.datasets import arm_recipe, describe_dataset, load_data
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.verdict import Verdict, decide, format_points, gain
 from vitrail.data.sources import Dataset
-from vitrail.experiment.study import Difference, Study, study
+from vitrail.experiment.study import Difference, Study, scores_by_lr, study
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT
 
@@ -82,6 +82,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                     "interval": arm.interval,
                     "lr": arm.lr,
                     "scores": arm.scores,
+                    "sweep": scores_by_lr(arm.sweep),
                     "parameters": arm.parameters,
                 }
                 for name, arm in result.arms.items()

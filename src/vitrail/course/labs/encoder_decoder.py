@@ -170,6 +170,9 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         numbers={
             "accuracy by training sentences": scores,
             "lrs": {count: {name: one.lr for name, one in arms.items()} for count, arms in trained.items()},
+            "sweep": {
+                count: {name: one.sweep for name, one in arms.items()} for count, arms in trained.items()
+            },
             "held out": settings.held_out,
             "alignment": {"block": aligned.block, "head": aligned.head, "fraction": aligned.fraction},
             "parameters": {
@@ -233,6 +236,8 @@ class _TrainedVariant:
     """Fractions of complete sentences, for each seed."""
     state: Mapping[str, Tensor]
     """The weights of the first seed."""
+    sweep: Mapping[float, float]
+    """The score of the first seed at each learning rate."""
 
 
 _Task = tuple[str, SentenceCorpus, TranslationSettings, float, int]
@@ -252,7 +257,10 @@ def _train_variants(
     runs = sweep | train([(v, lrs[v], seed) for v in VARIANTS for seed in range(1, settings.seeds)])
     return {
         v: _TrainedVariant(
-            lrs[v], [runs[v, lrs[v], seed][0] for seed in range(settings.seeds)], sweep[v, lrs[v], 0][1]
+            lrs[v],
+            [runs[v, lrs[v], seed][0] for seed in range(settings.seeds)],
+            sweep[v, lrs[v], 0][1],
+            {lr: sweep[v, lr, 0][0] for lr in settings.lrs},
         )
         for v in VARIANTS
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from vitrail.course.labs.verdict import (
     is_above,
 )
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, draw_arm, edge_note, study
+from vitrail.experiment.study import Difference, draw_arm, edge_note, scores_by_lr, study
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitrail.experiment.study import Study
+
+    _Sweeps = dict[str, dict[float, float]]  # by activation, the geometric mean of the error at each rate
 
 NAME = "gelu-relu"
 TITLE = "GELU trains better than ReLU"
@@ -77,7 +79,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             batch=64,
             **plain_settings(images, epochs, **model),
         )
-    fits, fit_lrs, tried = _fit_functions(size)
+    fits, fit_sweeps = _fit_functions(size)
     difference = result.compare(GELU, RELU)
     return LabResult(
         number=100 * difference.mean,
@@ -88,11 +90,18 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
         numbers={
             "accuracy": {
-                name: {"mean": arm.mean, "interval": arm.interval, "lr": arm.lr, "scores": arm.scores}
+                name: {
+                    "mean": arm.mean,
+                    "interval": arm.interval,
+                    "lr": arm.lr,
+                    "scores": arm.scores,
+                    "sweep": scores_by_lr(arm.sweep),
+                }
                 for name, arm in result.arms.items()
             },
             "error of the fitted function": fits,
-            "lrs of the fits": fit_lrs,
+            "lrs of the fits": {target: best_fit_lrs(by_name) for target, by_name in fit_sweeps.items()},
+            "sweep of the fits": fit_sweeps,
             "images": len(images.train),
             "held out": len(images.eval_split),
         },
@@ -100,9 +109,9 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             *result.notes,
             *(
                 note
-                for target, by_name in fit_lrs.items()
-                for name, lr in by_name.items()
-                if (note := edge_note(f"the MLP with {name} for {target}", lr, tried))
+                for target, by_name in fit_sweeps.items()
+                for name, lr in best_fit_lrs(by_name).items()
+                if (note := edge_note(f"the MLP with {name} for {target}", lr, [*by_name[name]]))
             ),
         ],
     )
@@ -134,14 +143,12 @@ def log_ratios(errors: Mapping[str, list[float]]) -> list[float]:
 # ---- fitting a function ---------------------------------------------------------------------
 
 
-def _fit_functions(
-    size: LabSize,
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]], list[float]]:
-    """For each target and activation, the error of every seed at the best learning rate, and that rate."""
+def _fit_functions(size: LabSize) -> tuple[dict[str, dict[str, list[float]]], dict[str, _Sweeps]]:
+    """For each target and activation, the error of every seed at the best learning rate, and the sweep."""
     full = size == "full"
     lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1], 6, _STEPS) if full else ([1e-2], 2, 20)
     fits: dict[str, dict[str, list[float]]] = {}
-    best_lrs: dict[str, dict[str, float]] = {}
+    sweeps: dict[str, _Sweeps] = {}
     with ProcessPool(process_count(size)) as pool:
         for target in TARGETS:
             tasks = [(target, name, lr, seed, steps) for name in ARMS for lr in lrs for seed in range(seeds)]
@@ -150,11 +157,14 @@ def _fit_functions(
             def errors(name: str, lr: float) -> list[float]:
                 return [error_of[target, name, lr, seed, steps] for seed in range(seeds)]  # noqa: B023
 
-            best_lrs[target] = {
-                name: min(lrs, key=lambda lr: fmean(map(math.log, errors(name, lr)))) for name in ARMS
-            }
-            fits[target] = {name: errors(name, best_lrs[target][name]) for name in ARMS}
-    return fits, best_lrs, lrs
+            sweeps[target] = {name: {lr: geometric_mean(errors(name, lr)) for lr in lrs} for name in ARMS}
+            fits[target] = {name: errors(name, lr) for name, lr in best_fit_lrs(sweeps[target]).items()}
+    return fits, sweeps
+
+
+def best_fit_lrs(sweeps: _Sweeps) -> dict[str, float]:
+    """The learning rate with the lowest error, by activation."""
+    return {name: min(errors, key=lambda lr: errors[lr]) for name, errors in sweeps.items()}
 
 
 def fit_function(task: tuple[str, str, float, int, int]) -> float:

@@ -44,6 +44,8 @@ class SweepResult:
     """Accuracy on the held-out images, for each seed."""
     state: Mapping[str, Tensor]
     """The weights of the first seed."""
+    sweep: Mapping[float, float]
+    """The accuracy of the first seed at each learning rate."""
 
     @property
     def mean(self) -> float:
@@ -97,5 +99,5 @@ def sweep_learning_rates(
     for name in names:
         score, state = first[name, best[name]]
         scores = [score, *(other_scores[name, seed] for seed in range(1, seeds))]
-        results[name] = SweepResult(best[name], scores, state)
+        results[name] = SweepResult(best[name], scores, state, {lr: first[name, lr][0] for lr in sorted(lrs)})
     return results

@@ -14,7 +14,15 @@ from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields,
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.verdict import Verdict, decide, equal_within, format_points, gain
 from vitrail.data.sources import Dataset
-from vitrail.experiment.study import Difference, Study, draw_arm, mean_score_at, resolve_arm, study
+from vitrail.experiment.study import (
+    Difference,
+    Study,
+    draw_arm,
+    mean_score_at,
+    resolve_arm,
+    scores_by_lr,
+    study,
+)
 from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -73,7 +81,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
                     "interval": arm.interval,
                     "scores": arm.scores,
                     "lr": arm.lr,
-                    "sweep": {f"{lr:g}": mean_score_at(arm.sweep, lr) for lr in result.lrs},
+                    "sweep": scores_by_lr(arm.sweep),
                 }
                 for arm in result.arms.values()
             },

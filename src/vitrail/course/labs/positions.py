@@ -28,7 +28,16 @@ from vitrail.course.labs.verdict import (
 )
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Arm, Difference, Study, best_lr, draw_arm, resolve_arm, study
+from vitrail.experiment.study import (
+    Arm,
+    Difference,
+    Study,
+    best_lr,
+    draw_arm,
+    resolve_arm,
+    scores_by_lr,
+    study,
+)
 from vitrail.experiment.trial import Trial, map_in_processes
 from vitrail.inspect import positions
 from vitrail.inspect.canvas import LINES, add_colorbar, new_figure, styled
@@ -105,7 +114,13 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         interval=learned_gain.interval and (100 * learned_gain.interval[0], 100 * learned_gain.interval[1]),
         numbers={
             "arms": {
-                arm.name: {"mean": arm.mean, "interval": arm.interval, "scores": arm.scores, "lr": arm.lr}
+                arm.name: {
+                    "mean": arm.mean,
+                    "interval": arm.interval,
+                    "scores": arm.scores,
+                    "lr": arm.lr,
+                    "sweep": scores_by_lr(arm.sweep),
+                }
                 for arm in result.arms.values()
             },
             _CORRELATION: correlations,

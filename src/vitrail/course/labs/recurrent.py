@@ -74,7 +74,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         device: {name: measure_steps(build, lengths, repeats, device) for name, build in models.items()}
         for device in devices
     }
-    losses, lrs, tried = _compare_losses(size, data)
+    losses, lrs, sweep = _compare_losses(size, data)
     device = devices[-1]
     ratios = time_ratios(seconds[device], str(lengths[-1]))
     numbers = {
@@ -84,6 +84,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         "parameters": {n: sum(p.numel() for p in build().parameters()) for n, build in models.items()},
         "nats per character": losses,
         "lrs": lrs,
+        "sweep": sweep,
     }
     return LabResult(
         number=math.exp(fmean(map(math.log, ratios))),
@@ -93,7 +94,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         figure=draw(numbers),
         interval=_exp(confidence_interval([math.log(ratio) for ratio in ratios])),
         numbers=numbers,
-        warnings=[note for name, lr in lrs.items() if (note := edge_note(f"the {name}", lr, tried))],
+        warnings=[note for name, lr in lrs.items() if (note := edge_note(f"the {name}", lr, [*sweep[name]]))],
     )
 
 
@@ -207,8 +208,8 @@ class _LossTask:
 
 def _compare_losses(
     size: LabSize, data: str | Path | None
-) -> tuple[dict[str, list[float]], dict[str, float], list[float]]:
-    """Nats per held-out character of both models, each at its own best learning rate."""
+) -> tuple[dict[str, list[float]], dict[str, float], dict[str, dict[float, float]]]:
+    """Nats per held-out character of both models at their best learning rates, these rates, and the sweep."""
     text = read_text(data)
     lrs, seeds = ([1e-3, 3e-3, 1e-2, 3e-2], 3) if size == "full" else ([3e-3], 2)
 
@@ -219,10 +220,11 @@ def _compare_losses(
         return dict(zip(keys, map_in_processes(_train_model, tasks, process_count(size)), strict=True))
 
     names = (TRANSFORMER, LSTM)
-    sweep = losses([(name, lr, 0) for name in names for lr in lrs])
-    best = {name: min((sweep[name, lr, 0], lr) for lr in lrs)[1] for name in names}
-    runs = sweep | losses([(name, best[name], seed) for name in names for seed in range(1, seeds)])
-    return {name: [runs[name, best[name], seed] for seed in range(seeds)] for name in names}, best, lrs
+    first = losses([(name, lr, 0) for name in names for lr in lrs])
+    sweep = {name: {lr: first[name, lr, 0] for lr in lrs} for name in names}
+    best = {name: min((sweep[name][lr], lr) for lr in lrs)[1] for name in names}
+    runs = first | losses([(name, best[name], seed) for name in names for seed in range(1, seeds)])
+    return {name: [runs[name, best[name], seed] for seed in range(seeds)] for name in names}, best, sweep
 
 
 def _train_model(task: _LossTask) -> float:

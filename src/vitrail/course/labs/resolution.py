@@ -17,7 +17,7 @@ from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.verdict import Verdict, decide, gain
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import fraction_interval
-from vitrail.experiment.study import Difference, best_lr, edge_note, resolve_arm
+from vitrail.experiment.study import Difference, best_lr, edge_note, resolve_arm, scores_by_lr
 from vitrail.experiment.trial import Trial, map_in_processes
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, styled
 from vitrail.model import ViT, surgery
@@ -69,7 +69,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     ]
     starts = {arm: [resize_positions(arm, model, seed) for seed, model in enumerate(models)] for arm in ARMS}
     second = changes | {"model": {**fields, "size": _double(fields["size"])}, "epochs": tuning_epochs}
-    before, after, best_lrs = _fine_tune(starts, high, second, lrs, processes)
+    before, after, best_lrs, sweep = _fine_tune(starts, high, second, lrs, processes)
     base_scores = [result.score for result in pretrained]
     gained = Difference.of(before[INTERPOLATED], before[RANDOM], len(images.eval_split))
     return LabResult(
@@ -84,6 +84,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             "before fine-tuning": before,
             "after fine-tuning": after,
             "lrs": best_lrs,
+            "sweep": sweep,
             "images": len(images.train),
             "held out": len(images.eval_split),
             "epochs": (epochs, tuning_epochs),
@@ -142,8 +143,8 @@ def _fine_tune(
     changes: dict[str, Any],
     lrs: Sequence[float],
     processes: int,
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
-    """Accuracy of each arm before and after, and its learning rate, the best one on the first seed."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, dict[float, float]]]:
+    """Accuracy of each arm before and after; its learning rate, the best on the first seed; and the sweep."""
 
     def custom_run(arm: str, lr: float, seed: int) -> CustomRun:
         return CustomRun(resolve_arm(RECIPE, data, {}, changes, lr, seed), initial_weights=starts[arm][seed])
@@ -160,12 +161,13 @@ def _fine_tune(
         arm: map_in_processes(measure, [custom_run(arm, lrs[0], seed) for seed in seeds], 1) for arm in ARMS
     }
     sweep = trials([(arm, lr, 0) for arm in ARMS for lr in lrs])
-    best = {arm: best_lr([trial for trial in sweep if trial.arm == arm]) for arm in ARMS}
+    by_arm = {arm: [trial for trial in sweep if trial.arm == arm] for arm in ARMS}
+    best = {arm: best_lr(own) for arm, own in by_arm.items()}
     others = trials([(arm, best[arm], seed) for arm in ARMS for seed in seeds[1:]])
     tuned = [trial for trial in (*sweep, *others) if trial.lr == best[trial.arm]]
     tuned.sort(key=lambda trial: trial.seed)
     after = {arm: [trial.score for trial in tuned if trial.arm == arm] for arm in ARMS}
-    return before, after, best
+    return before, after, best, {arm: scores_by_lr(own) for arm, own in by_arm.items()}
 
 
 def summarize(

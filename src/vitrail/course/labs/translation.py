@@ -247,7 +247,8 @@ def _edge_notes(results: Mapping[str, Mapping[str, SweepResult]], lrs: Sequence[
 
 def _arm_numbers(arms: Mapping[str, SweepResult]) -> dict[str, Any]:
     return {
-        name: {"mean": result.mean, "lr": result.lr, "scores": result.scores} for name, result in arms.items()
+        name: {"mean": result.mean, "lr": result.lr, "scores": result.scores, "sweep": result.sweep}
+        for name, result in arms.items()
     }
 
 

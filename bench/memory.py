@@ -1,6 +1,7 @@
 """The peak of memory of a training step on one GPU, beside the formula of `vitrail plan`.
 
     python -m bench.memory --out bench/results/memory.json
+    python -m bench.memory --time        # one row at a time, and how long a step takes
 
 Each row has a process of its own, two at a time, and a minute and a half; rows that the file has are not
 measured again. A step is forward, backward and fused AdamW, fp32 weights and residual stream, bf16 autocast,
@@ -15,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,11 +45,13 @@ ROWS = (
 )
 GIB = 2**30
 SECONDS = 90  # for a row
+STEPS = 8  # of which the time is the mean
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/memory.json"))
+    parser.add_argument("--time", action="store_true", help="measure also the time of a step on one GPU")
     parser.add_argument("--row", type=int, help="measure this row only, in this process")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -57,9 +61,15 @@ def main() -> None:
         return
     before = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     rows = {key(row): row for row in before if "peak_gib" in row}
-    missing = [number for number, row in enumerate(ROWS) if row not in rows]
-    with ThreadPoolExecutor(2) as pool:
+    missing = [
+        number
+        for number, row in enumerate(ROWS)
+        if row not in rows or (args.time and row[-1] == 1 and "step_ms" not in rows[row])
+    ]
+    with ThreadPoolExecutor(1 if args.time else 2) as pool:
         for row in pool.map(measure_apart, missing):
+            if not args.time:
+                row.pop("step_ms", None)  # another row was measured beside it
             print(row, flush=True)
             rows[key(row)] = row
             found = [rows[one] for one in ROWS if one in rows]
@@ -90,12 +100,18 @@ def measure(size: str, images: int, recomputed: int, shards: int) -> dict[str, f
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - begin) / STEPS
     measured, formula = torch.cuda.max_memory_allocated(), estimate(size, images, recomputed, shards)
     return {
         "peak_gib": round(measured / GIB, 2),
         "formula_gib": round(formula / GIB, 2),
         "ratio": round(formula / measured, 3),
         "states_gib": round(torch.cuda.memory_allocated() / GIB, 2),
+        **({"step_ms": round(1000 * seconds, 1)} if shards == 1 else {}),  # shards exchange nothing here
     }
 
 

@@ -75,7 +75,7 @@ def neighbor_excess(similarity: NDArray[np.float64], mask: Mask) -> float | None
         similarity: (N, N), patches in row-major order.
         mask: (h, w), the patches to compare; pairs with another patch are left out.
     """
-    row, column = (axis[mask] for axis in np.indices(mask.shape))
+    row, column = np.nonzero(mask)
     steps = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
     values = similarity[np.ix_(mask.ravel(), mask.ravel())]
     adjacent, others = values[steps == 1], values[steps > 1]

@@ -533,7 +533,8 @@ def test_with_the_same_classes_the_head_is_kept(weights, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Trainer, "run", lambda self, *args: first.append(copies(self.model)) or real(self, *args)
     )
-    train(tmp_path / "five.npz", out=tmp_path / "run", from_=folder / "ours.safetensors", epochs=1, batch=16)
+    how = dict(from_=folder / "ours.safetensors", tune="full", epochs=1, batch=16)
+    train(tmp_path / "five.npz", out=tmp_path / "run", **how)
     assert all(torch.equal(value, first[0][name]) for name, value in copies(model).items())
 
 

@@ -75,13 +75,20 @@ def test_import_takes_less_than_150_ms():
 
 
 def test_help_takes_less_than_500_ms():
-    def seconds():
+    """Or, on a slow machine, little more than Typer takes for itself."""
+
+    def seconds(*arguments):
         start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(5)) < 0.5
+    pairs = [
+        (seconds("-m", "vitrail", "--help"), seconds("-c", "import typer.rich_utils, rich.markdown"))
+        for _ in range(5)
+    ]
+    ours, typers = (min(times) for times in zip(*pairs, strict=True))
+    assert ours < max(0.5, 2 * typers), (ours, typers)
 
 
 def test_loading_a_model_does_not_load_the_compiler():

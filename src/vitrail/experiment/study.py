@@ -81,6 +81,11 @@ class Arm:
         """The 95 % confidence interval of the mean; None for a single seed."""
         return fraction_interval(self.scores, self.images)
 
+    def numbers(self) -> dict[str, Any]:
+        """What a result keeps of it."""
+        kept = {name: getattr(self, name) for name in ("mean", "interval", "lr", "scores")}
+        return {**kept, "sweep": scores_by_lr(self.sweep)}
+
 
 @dataclass(frozen=True)
 class Difference:

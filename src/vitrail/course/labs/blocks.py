@@ -17,7 +17,7 @@ from vitrail.course.labs.datasets import arm_recipe, describe_dataset, load_data
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.verdict import Verdict, decide, format_points, gain
 from vitrail.data.sources import Dataset
-from vitrail.experiment.study import Difference, Study, scores_by_lr, study
+from vitrail.experiment.study import Difference, Study, study
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT
 
@@ -77,15 +77,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         else (100 * depth_gain.interval[0], 100 * depth_gain.interval[1]),
         numbers={
             "accuracy": {
-                name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "lr": arm.lr,
-                    "scores": arm.scores,
-                    "sweep": scores_by_lr(arm.sweep),
-                    "parameters": arm.parameters,
-                }
-                for name, arm in result.arms.items()
+                name: {**arm.numbers(), "parameters": arm.parameters} for name, arm in result.arms.items()
             },
             "seconds per step": step_seconds,
             "depths": depths,

@@ -170,9 +170,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         numbers={
             "accuracy by training sentences": scores,
             "lrs": {count: {name: one.lr for name, one in arms.items()} for count, arms in trained.items()},
-            "sweep": {
-                count: {name: one.sweep for name, one in arms.items()} for count, arms in trained.items()
-            },
+            "sweep": {n: {name: one.sweep for name, one in arms.items()} for n, arms in trained.items()},
             "held out": settings.held_out,
             "alignment": {"block": aligned.block, "head": aligned.head, "fraction": aligned.fraction},
             "parameters": {

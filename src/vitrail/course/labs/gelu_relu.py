@@ -25,7 +25,7 @@ from vitrail.course.labs.verdict import (
     is_above,
 )
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, draw_arm, edge_note, scores_by_lr, study
+from vitrail.experiment.study import Difference, draw_arm, edge_note, study
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -89,16 +89,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         figure=draw(result, fits),
         interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
         numbers={
-            "accuracy": {
-                name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "lr": arm.lr,
-                    "scores": arm.scores,
-                    "sweep": scores_by_lr(arm.sweep),
-                }
-                for name, arm in result.arms.items()
-            },
+            "accuracy": {name: arm.numbers() for name, arm in result.arms.items()},
             "error of the fitted function": fits,
             "lrs of the fits": {target: best_fit_lrs(by_name) for target, by_name in fit_sweeps.items()},
             "sweep of the fits": fit_sweeps,

@@ -25,7 +25,7 @@ from vitrail.data.loader import Reader
 from vitrail.data.sources import Dataset
 from vitrail.evaluation.forward import resize_split
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, Study, draw_arm, scores_by_lr, study
+from vitrail.experiment.study import Difference, Study, draw_arm, study
 from vitrail.images.normalize import normalize_batch
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import ViT
@@ -114,16 +114,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             "gradient by seed, first and last block": {
                 name: [(run[0], run[-1]) for run in runs] for name, runs in gradients.items()
             },
-            "accuracy": {
-                name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "lr": arm.lr,
-                    "scores": arm.scores,
-                    "sweep": scores_by_lr(arm.sweep),
-                }
-                for name, arm in result.arms.items()
-            },
+            "accuracy": {name: arm.numbers() for name, arm in result.arms.items()},
             "mean and variance": {"before gain and bias": vars(before), "after": vars(after)},
             "held out": len(images.eval_split),
         },

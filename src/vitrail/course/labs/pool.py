@@ -20,7 +20,6 @@ from vitrail.experiment.study import (
     draw_arm,
     mean_score_at,
     resolve_arm,
-    scores_by_lr,
     study,
 )
 from vitrail.experiment.trial import map_in_processes
@@ -75,16 +74,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         figure=draw(result),
         interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
         numbers={
-            "arms": {
-                arm.name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "scores": arm.scores,
-                    "lr": arm.lr,
-                    "sweep": scores_by_lr(arm.sweep),
-                }
-                for arm in result.arms.values()
-            },
+            "arms": {arm.name: arm.numbers() for arm in result.arms.values()},
             "mean pooling at the class token's lr": at_class_lr,
             "images": len(images.train),
             "held out": len(images.eval_split),

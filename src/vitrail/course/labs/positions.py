@@ -35,7 +35,6 @@ from vitrail.experiment.study import (
     best_lr,
     draw_arm,
     resolve_arm,
-    scores_by_lr,
     study,
 )
 from vitrail.experiment.trial import Trial, map_in_processes
@@ -113,16 +112,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         figure=draw(result, similarity_maps, neighbors),
         interval=learned_gain.interval and (100 * learned_gain.interval[0], 100 * learned_gain.interval[1]),
         numbers={
-            "arms": {
-                arm.name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "scores": arm.scores,
-                    "lr": arm.lr,
-                    "sweep": scores_by_lr(arm.sweep),
-                }
-                for arm in result.arms.values()
-            },
+            "arms": {arm.name: arm.numbers() for arm in result.arms.values()},
             _CORRELATION: correlations,
             _NEIGHBORS: neighbors.excess,
             "patches": neighbors.patches,

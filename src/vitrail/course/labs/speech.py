@@ -32,7 +32,7 @@ from vitrail.course.labs.spoken_digits import (
 from vitrail.course.labs.verdict import Statement, Verdict, decide, reaches
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import fraction_interval
-from vitrail.experiment.study import Arm, Difference, Study, draw_arm, resolve_arm, scores_by_lr, study
+from vitrail.experiment.study import Arm, Difference, Study, draw_arm, resolve_arm, study
 from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect.canvas import FAINT, INK, LINES, OVERLAY, new_figure, styled
 
@@ -93,16 +93,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         figure=draw(results),
         interval=patches.interval,
         numbers={
-            "tokens": {
-                name: {
-                    "mean": arm.mean,
-                    "interval": arm.interval,
-                    "scores": arm.scores,
-                    "lr": arm.lr,
-                    "sweep": scores_by_lr(arm.sweep),
-                }
-                for name, arm in results.arms.items()
-            },
+            "tokens": {name: arm.numbers() for name, arm in results.arms.items()},
             "nearest neighbor": results.nearest_neighbor,
             "unseen speakers": results.unseen_speakers,
             "held out": len(results.data.eval_split),

@@ -20,6 +20,7 @@ def always(monkeypatch):
     """A rehearsal before every run, however short."""
     monkeypatch.setattr(rehearsal, "_SHORT_RUN", 0.0)
     monkeypatch.setattr(rehearsal, "_COST", 1.0)
+    monkeypatch.setattr(rehearsal, "_MOST_STEPS", 1.0)
     monkeypatch.setattr(rehearsal, "_MOST_SECONDS", 0.05)
 
 
@@ -70,7 +71,7 @@ def test_loading_counts_where_it_is_slower(data, always):
 
 def test_short_runs_and_few_steps_are_not_rehearsed(data):
     trainer = build(data, epochs=200)
-    assert rehearse_run(trainer, 60.0, 0.0) is None
+    assert rehearse_run(trainer, 20.0, 0.0) is None
     few = build(data, epochs=2)
     assert rehearse_run(few, 1000.0, 0.0) is None
 

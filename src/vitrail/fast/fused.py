@@ -5,6 +5,7 @@ products        bias, GELU, residual and quantization in the same kernel where t
 biases          those of the second product of a branch are not added to the tokens: they are the same for
                 all tokens, so their sum so far is added inside the next norm
 LayerScale      multiplied into the weights
+last block      computes only the tokens that the head reads (`vitrail.model.last_block`)
 
 Blocks that differ too much from the paper's are computed by their own code in bf16, and `left` says why.
 """
@@ -12,7 +13,7 @@ Blocks that differ too much from the paper's are computed by their own code in b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +29,7 @@ from vitrail.model import ViT
 from vitrail.model.attention import Attention, attend
 from vitrail.model.block import Block
 from vitrail.model.inputs import check_input
+from vitrail.model.last_block import tokens_read
 from vitrail.model.mlp import MLP
 from vitrail.model.norm import LayerScale
 from vitrail.model.position import Rotate
@@ -86,6 +88,8 @@ class _Norm:
 @dataclass(frozen=True, kw_only=True)
 class _FusedBlock:
     norm1: _Norm
+    q: Product | None
+    """In the last block, if the head reads a few tokens only: their q; `qkv` is then k and v of all."""
     qkv: Product
     attention: Attention
     out: Product
@@ -119,10 +123,13 @@ class FusedForward:
         self.device = next(model.parameters()).device
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
         self.dtype, self.choices, self.kernels = dtype, choices, has_kernels(self.device)
+        self.head_width = model.config.d
         self.left = why_not_fused(model)
         """Why the blocks are computed by their own code; None if they are not."""
         self.blocks: list[_FusedBlock] = []
         self.shift = torch.zeros(model.config.width, device=self.device)
+        self.read = tokens_read(model)
+        """The tokens that the last block computes; None for all."""
         self._ways: dict[tuple[int, int], Way] = {}
         if self.left is None:
             for index, block in enumerate(model.blocks):
@@ -143,7 +150,12 @@ class FusedForward:
 
         qkv_in, fc1_in, fc2_in = map(factor_of, ("attention.qkv", "mlp.fc1", "mlp.fc2"))
         norm1 = self._norm(block.norm1, qkv_in)
-        qkv = self._product(block.attention.qkv.weight, block.attention.qkv.masked_bias(), qkv_in)
+        weight, bias = block.attention.qkv.weight, block.attention.qkv.masked_bias()
+        q, inner = None, len(weight) // 3
+        if self.read is not None and index == len(self.model.blocks) - 1:
+            q = self._product(weight[:inner], None if bias is None else bias[:inner], qkv_in)
+            weight, bias = weight[inner:], None if bias is None else bias[inner:]
+        qkv = self._product(weight, bias, qkv_in)
         out = self._branch_end(block.attention.out, block.scale1, None)
         norm2 = self._norm(block.norm2, fc1_in if fused_mlp else None)
         fc1 = fc2 = None
@@ -153,7 +165,7 @@ class FusedForward:
             fc1 = self._product(block.mlp.fc1.weight, bias, fc1_in)
             fc1 = replace(fc1, gelu=True, factor=fc2_in)
             fc2 = self._branch_end(block.mlp.fc2, block.scale2, fc2_in)
-        parts: dict[str, Any] = {"norm1": norm1, "qkv": qkv, "out": out, "norm2": norm2}
+        parts: dict[str, Any] = {"norm1": norm1, "q": q, "qkv": qkv, "out": out, "norm2": norm2}
         return _FusedBlock(**parts, attention=own.attention, fc1=fc1, fc2=fc2, mlp=own.mlp_branch)
 
     def _norm(self, norm: Any, factor: float | None) -> _Norm:
@@ -200,22 +212,45 @@ class FusedForward:
         rotate = model.position.rotation(grid)
         for index, block in enumerate(self.blocks):
             z = z if index == 0 else model.position.before_block(z, grid).contiguous()
-            self._run_block(block, z, rotate)
+            z = self._run_block(block, z, rotate)
         z = (z.float() + self.shift).to(self.dtype)
         pooled = model.finish(z, grid).pooled
         return pooled, model.head(pooled)
 
-    def _run_block(self, block: _FusedBlock, z: Tensor, rotate: Rotate) -> None:
-        """Eq. 2 and 3, in place."""
-        flat = z.view(-1, z.shape[-1])  # (B T, D)
-        qkv = self._multiply(block.qkv, block.norm1(flat, self.kernels))
-        heads = self._attend(block.attention, qkv.view(*z.shape[:2], -1), rotate)
-        self._multiply(block.out, heads, flat)
+    def _run_block(self, block: _FusedBlock, z: Tensor, rotate: Rotate) -> Tensor:
+        """Eq. 2 and 3, in place; the last block returns the tokens that the head reads."""
+        y = block.norm1(z.view(-1, z.shape[-1]), self.kernels)  # (B T, D)
+        q, k, v = self._project(block, y, z.shape[:2], rotate)
+        if block.q is not None:
+            z = z[:, : self.read].contiguous()
+        flat = z.view(-1, z.shape[-1])
+        self._multiply(block.out, self._attend(block.attention, q, k, v), flat)
         y = block.norm2(flat, self.kernels)
         if block.fc1 is None or block.fc2 is None:
             z += block.mlp(y.view_as(z))  # its bias is in it, and not in the shift
-            return
-        self._multiply(block.fc2, self._multiply(block.fc1, y), flat)
+        else:
+            self._multiply(block.fc2, self._multiply(block.fc1, y), flat)
+        return z
+
+    def _project(
+        self, block: _FusedBlock, y: Tensor, shape: Sequence[int], rotate: Rotate
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each (B, k, T, d), with the rotary embedding of q and k."""
+        attention = block.attention
+
+        def split(product: Product, rows: Tensor) -> list[Tensor]:
+            count = len(product.weight) // block.out.weight.shape[1]  # of q, k and v
+            parts = self._multiply(product, rows).view(
+                shape[0], -1, count, attention.head_count, self.head_width
+            )
+            return list(parts.permute(2, 0, 3, 1, 4).unbind(0))
+
+        if block.q is None:
+            q, k, v = split(block.qkv, y)
+            return rotate(attention.q_norm(q)), rotate(attention.k_norm(k)), v
+        first = y.view(*shape, -1)[:, : self.read].reshape(-1, y.shape[-1])
+        (q,), (k, v) = split(block.q, first), split(block.qkv, y)
+        return attention.q_norm(q), rotate(attention.k_norm(k)), v  # no prefix token is rotated
 
     def _multiply(self, product: Product, x: Tensor, out: Tensor | None = None) -> Tensor:
         key = id(product), len(x)
@@ -225,18 +260,15 @@ class FusedForward:
             out = x.new_empty(len(x), len(product.weight), dtype=product.output_dtype)
         return self._ways[key](x, out)
 
-    def _attend(self, attention: Attention, qkv: Tensor, rotate: Rotate) -> Tensor:
-        """Heads (B T, k d) from q, k and v (B, T, 3 k d)."""
-        parts = qkv.unflatten(-1, (3, attention.head_count, -1))  # (B, T, 3, k, d)
-        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = rotate(attention.q_norm(q)), rotate(attention.k_norm(k))
+    def _attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Heads (B T, k d)."""
         bias = None if attention.bias is None else attention.bias()
 
         def run() -> Tensor:
             return attend(q, k, v, scale=attention.scale, bias=bias)
 
         if self.device.type == "cuda":
-            with sdpa_kernel(self._fastest_backends(run, q, bias), set_priority=True):
+            with sdpa_kernel(self._fastest_backends(run, q, k, bias), set_priority=True):
                 heads = run()
         else:  # in fp32: attention in bf16 ends the process on some CPUs
             dtype, q, k, v = q.dtype, q.float(), k.float(), v.float()
@@ -245,10 +277,11 @@ class FusedForward:
         return heads.reshape(-1, heads.shape[-1])
 
     def _fastest_backends(
-        self, run: Callable[[], Tensor], q: Tensor, bias: Tensor | None
+        self, run: Callable[[], Tensor], q: Tensor, k: Tensor, bias: Tensor | None
     ) -> list[SDPBackend]:
         """The fastest backend; where none may be measured, the first of all that works."""
-        question = f"attention, {tuple(q.shape)}{' with a bias' if bias is not None else ''}"
+        to = f" to {k.shape[2]} tokens" if k.shape[2] != q.shape[2] else ""
+        question = f"attention, {tuple(q.shape)}{to}{' with a bias' if bias is not None else ''}"
         if not (self.choices.measure or self.choices.knows(question, list(_BACKENDS))):
             return list(_BACKENDS.values())
 

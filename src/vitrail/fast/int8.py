@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _STRENGTH, _STRENGTH_FC2 = 0.9, 0.8  # of smoothing: 1 moves all of a channel's range into the weights
 _SPREAD = 8.0  # of the largest channel to the median one, from which smoothing is worth a product of its own
 _TINY = 1e-5
+_ALL = slice(None)  # rows of a weight
 
 
 def choose_scales(model: ViT, seen: Mapping[str, Observed]) -> dict[str, Int8Scales]:
@@ -75,7 +76,7 @@ def correct_biases(model: ViT, scales: Mapping[str, Int8Scales]) -> None:
 
 
 def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scales]) -> int:
-    """Quantize the products of these layers of a traced model in place; how many were found.
+    """Quantize the products of these layers of a traced model in place; how many layers were found.
 
     Args:
         model: the traced model, smoothed; its weights tell which product is which layer. Where the next
@@ -84,30 +85,35 @@ def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scale
     from onnx import helper, numpy_helper
 
     layers = block_layers(model)
-    wanted = {layers[name].weight.detach().T.contiguous().numpy().tobytes(): name for name in scales}
+    wanted = {
+        _bytes(part): (name, rows) for name in scales for rows, part in _parts(name, layers[name].weight)
+    }
     stored = {tensor.name: tensor for tensor in graph.graph.initializer}
     nodes: list[Any] = []
-    removed: dict[str, str] = {}
+    found: set[str] = set()
     for node in graph.graph.node:
-        name = None
+        match = None
         if node.op_type == "MatMul" and node.input[1] in stored:
-            name = wanted.get(numpy_helper.to_array(stored[node.input[1]]).tobytes())
-        if name is not None:
-            source, weight = node.input
-            rows = row_scales(layers[name].weight.detach())
+            match = wanted.get(numpy_helper.to_array(stored[node.input[1]]).tobytes())
+        if match is not None:
+            layer, part = match
+            name = layer if part == _ALL else f"{layer}.{part.start or 0}"
+            rows = row_scales(layers[layer].weight.detach())[part]
             tensors = {
-                f"{name}.weight_int8": scales[name].integers.T.contiguous().numpy(),
+                f"{name}.weight_int8": scales[layer].integers[part].T.contiguous().numpy(),
                 f"{name}.weight_scale": rows.numpy(),
                 f"{name}.weight_zero": np.zeros(len(rows), np.int8),
-                f"{name}.input_scale": np.array(scales[name].step, np.float32),
-                f"{name}.input_zero": np.array(scales[name].zero, np.uint8),
+                f"{name}.input_scale": np.array(scales[layer].step, np.float32),
+                f"{name}.input_zero": np.array(scales[layer].zero, np.uint8),
             }
             graph.graph.initializer.extend(
                 numpy_helper.from_array(array, key) for key, array in tensors.items()
             )
             weight_int8, weight_scale, weight_zero, scale, zero_point = tensors
             nodes += [
-                helper.make_node("QuantizeLinear", [source, scale, zero_point], [f"{name}.input_int8"]),
+                helper.make_node(
+                    "QuantizeLinear", [node.input[0], scale, zero_point], [f"{name}.input_int8"]
+                ),
                 helper.make_node(
                     "DequantizeLinear", [f"{name}.input_int8", scale, zero_point], [f"{name}.input"]
                 ),
@@ -116,11 +122,23 @@ def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scale
                 ),
             ]
             node.input[0], node.input[1] = f"{name}.input", f"{name}.weight"
-            removed[weight] = name
+            found.add(layer)
         nodes.append(node)
     still_used = {key for node in nodes for key in node.input}
     keep = [tensor for tensor in graph.graph.initializer if tensor.name in still_used]
     del graph.graph.node[:], graph.graph.initializer[:]
     graph.graph.node.extend(nodes)
     graph.graph.initializer.extend(keep)
-    return len(removed)
+    return len(found)
+
+
+def _parts(name: str, weight: Tensor) -> list[tuple[slice, Tensor]]:
+    """The rows of a layer that may be a product of their own: q by itself, k and v, in the last block."""
+    inner = len(weight) // 3
+    rows = [_ALL, slice(None, inner), slice(inner, None)] if name.endswith("qkv") else [_ALL]
+    return [(part, weight[part]) for part in rows]
+
+
+def _bytes(weight: Tensor) -> bytes:
+    """What the graph stores of a weight."""
+    return weight.detach().T.contiguous().numpy().tobytes()

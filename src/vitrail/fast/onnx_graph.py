@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.fast.onnx_fuse import fuse_attention
 from vitrail.model import ViT
+from vitrail.model.last_block import shorten_last_block
 from vitrail.telemetry import import_onnxruntime
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class _Outputs(nn.Module):
     def __init__(self, model: ViT) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
+        shorten_last_block(self.model, in_evaluation=True)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         pooled = self.model.encode(images).pooled

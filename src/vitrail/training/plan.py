@@ -9,7 +9,7 @@ import torch
 
 from vitrail.errors import option
 from vitrail.training.loading import measure_loading, step_seconds
-from vitrail.training.rehearsal import rehearse_run
+from vitrail.training.rehearsal import closing_images, rehearse_run
 from vitrail.training.sharding import step_memory
 from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
@@ -67,7 +67,8 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     loading = images / rate if rate else 0.0
     evaluating = step_seconds(computing / 3, loading, t)  # a forward pass takes about a third of a step
     seconds = steps * step_seconds(computing, loading, t) + (t.mode.ready if t.mode else 0.0)
-    seconds += t.evaluations_left * evaluating * len(t.data.eval_split) / t.batch
+    evaluated = t.evaluations_left * len(t.data.eval_split) + closing_images(t)
+    seconds += evaluating * evaluated / t.batch
     basis = "extrapolated from one step" + (" and the reading of some images" if rate else "")
     if (rehearsed := rehearse_run(t, seconds, loading)) is not None:
         seconds, basis = rehearsed, "with evaluation, by the rehearsal"

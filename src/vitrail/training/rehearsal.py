@@ -20,9 +20,9 @@ from vitrail.training.metrics import Diverged
 from vitrail.training.scores import MAX_IMAGES
 from vitrail.training.trainer import Interrupted, Trainer
 
-_SHORT_RUN = 90.0  # seconds; a shorter run is not rehearsed
+_SHORT_RUN = 30.0  # seconds; a shorter run is not rehearsed
 _COST, _MOST_SECONDS = 0.02, 10.0  # of the run, and at most
-_TIMED_STEPS = 3  # at least
+_TIMED_STEPS, _MOST_STEPS = 3, 0.1  # at least so many, but at most this fraction of a run's steps
 _BATCHES = 4  # that are evaluated, at most
 _MEMORY = 0.2  # of a GPU's free memory, at most, for a copy of weights and optimizer
 
@@ -45,8 +45,12 @@ class Pace:
         return training + math.ceil(epochs / evaluate_every) * self.evaluation + self.closing
 
 
-def rehearse(trainer: Trainer, seconds: float) -> Pace:
-    """Take real steps for about so long, with loading and augmentation, and evaluate some images."""
+def rehearse(trainer: Trainer, seconds: float, least: int = _TIMED_STEPS) -> Pace:
+    """Take real steps for about so long, with loading and augmentation, and evaluate some images.
+
+    Args:
+        least: the steps that are timed at least.
+    """
     marks = [time.perf_counter()]
 
     def stop() -> int | None:
@@ -54,7 +58,7 @@ def rehearse(trainer: Trainer, seconds: float) -> Pace:
             torch.cuda.synchronize(trainer.compute.device)
         marks.append(time.perf_counter())
         timed = marks[_untimed(trainer) :]
-        enough = len(timed) > _TIMED_STEPS and timed[-1] - timed[0] > seconds
+        enough = len(timed) > least and timed[-1] - timed[0] > seconds
         return SIGTERM if enough else None
 
     with suppress(Interrupted, Diverged):
@@ -63,10 +67,15 @@ def rehearse(trainer: Trainer, seconds: float) -> Pace:
     first = marks[untimed] - marks[0]
     count = len(marks) - 1 - untimed
     step = (marks[-1] - marks[untimed]) / count if count else first / untimed
-    forward, data = _time_forward(trainer), trainer.data
+    forward = _time_forward(trainer)
+    return Pace(first, step, forward * len(trainer.data.eval_split), forward * closing_images(trainer))
+
+
+def closing_images(trainer: Trainer) -> int:
+    """The images of the forward passes after the last epoch: of the best and last weights, and the report."""
+    data = trainer.data
     sampled = min(MAX_IMAGES, len(data.train)) + len(data.eval_split) if data.val else 0
-    closing = 2 * sampled + len(data.eval_split)  # images of the best and the last weights, and of the report
-    return Pace(first, step, forward * len(data.eval_split), forward * closing)
+    return 2 * sampled + len(data.eval_split)
 
 
 def _untimed(trainer: Trainer) -> int:
@@ -108,12 +117,12 @@ def rehearse_run(trainer: Trainer, estimate: float, loading: float) -> float | N
         loading: seconds in which the images of a step are read. The first steps find theirs already read.
     """
     t, left = trainer, trainer.steps - trainer.step
-    few = left * _COST < _untimed(t) + _TIMED_STEPS
-    if estimate < _SHORT_RUN or few or t.ranks.count > 1 or not _has_room(t):
+    timed = min(_TIMED_STEPS, int(_MOST_STEPS * left) - _untimed(t))
+    if estimate < _SHORT_RUN or timed < 1 or t.ranks.count > 1 or not _has_room(t):
         return None
     before = _copy(t.state())
     try:
-        pace = rehearse(t, min(_MOST_SECONDS, _COST * estimate))
+        pace = rehearse(t, min(_MOST_SECONDS, _COST * estimate), timed)
     finally:
         t.restore(before)
         t.metrics.recent.clear()

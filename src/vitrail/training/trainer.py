@@ -23,6 +23,7 @@ from vitrail.errors import InputError
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
+from vitrail.model.last_block import shorten_last_block
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
@@ -109,6 +110,7 @@ class Trainer:
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
         if self.ema is not None:
             self.parallel.apply(self.ema, self.ema, self.compute)
+        shorten_last_block(self.model)
         self.dropout = share_dropout(self.model, s, self.ranks, device)
         root = Student(self.model) if self.teacher else self.model
         self.parallel.apply(root, self.model, self.compute)

@@ -33,6 +33,7 @@ from vitrail.model.last_block import tokens_read
 from vitrail.model.mlp import MLP
 from vitrail.model.norm import LayerScale
 from vitrail.model.position import Rotate
+from vitrail.model.tokens import PatchTokens, cut_patches
 
 _MAX_WIDTH = 8192  # of the norm kernel
 _HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
@@ -128,6 +129,10 @@ class FusedForward:
         """Why the blocks are computed by their own code; None if they are not."""
         self.blocks: list[_FusedBlock] = []
         self.shift = torch.zeros(model.config.width, device=self.device)
+        tokens: Any = model.tokens
+        norms = (tokens.norm_before, tokens.norm_after) if type(tokens) is PatchTokens else ()
+        self.adds_patches = bool(norms) and all(isinstance(norm, nn.Identity) for norm in norms)
+        """Whether the tokens of an image are one product of its patches."""
         self.read = tokens_read(model)
         """The tokens that the last block computes; None for all."""
         self._ways: dict[tuple[int, int], Way] = {}
@@ -205,10 +210,8 @@ class FusedForward:
             pooled = model.encode(images).pooled
             return pooled, model.head(pooled)
         grid = check_input(images, model.config, self.dtype, any_size=model.any_size)
-        z = model.tokens(images)
-        if model.prefix is not None:
-            z = torch.cat([model.prefix.expand(len(z), -1, -1), z], dim=1)
-        z = model.norm_pre(model.position(z, grid)).contiguous()  # (B, T, D)
+        z = self._embed(images, grid) if self.adds_patches else model.first_tokens(images, grid)
+        z = z.contiguous()  # (B, T, D)
         rotate = model.position.rotation(grid)
         for index, block in enumerate(self.blocks):
             z = z if index == 0 else model.position.before_block(z, grid).contiguous()
@@ -216,6 +219,24 @@ class FusedForward:
         z = (z.float() + self.shift).to(self.dtype)
         pooled = model.finish(z, grid).pooled
         return pooled, model.head(pooled)
+
+    def _embed(self, images: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """Eq. 1: the product is added to what is the same for all images, so that no tokens are copied."""
+        model: Any = self.model
+        E, bias = model.tokens.proj.weight.flatten(1), model.tokens.proj.bias  # (D, P P C)
+        patches = cut_patches(images, model.tokens.patch)  # (B, h, w, C, P, P)
+        axes = 1 + len(model.tokens.patch)
+        down, flat = patches.shape[1:axes], patches.shape[axes:]
+        same = E.new_zeros(down.numel(), len(E))
+        same = same if bias is None else same + bias
+        same = same if model.prefix is None else torch.cat([model.prefix, same])
+        z = model.position(same[None], grid).expand(len(images), -1, -1).contiguous()
+        x = images.new_empty(*z.shape[:2], E.shape[1])
+        prefix = z.shape[1] - down.numel()
+        x[:, :prefix] = 0
+        x[:, prefix:].unflatten(1, down).unflatten(-1, flat).copy_(patches)
+        z.view(-1, len(E)).addmm_(x.view(-1, E.shape[1]), E.T)
+        return model.norm_pre(z)
 
     def _run_block(self, block: _FusedBlock, z: Tensor, rotate: Rotate) -> Tensor:
         """Eq. 2 and 3, in place; the last block returns the tokens that the head reads."""

@@ -23,8 +23,8 @@ from vitrail.model.stem import ConvStem, MobileStem, ResNetStem, initialize_stem
 from vitrail.model.tap import TappedModule
 
 
-def patchify(images: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Cut images into flattened patches x_p, row by row: (B, C, H, W) -> (B, N, C P P).
+def cut_patches(images: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """A view of images as a grid of patches: (B, C, H, W) -> (B, h, w, C, P, P).
 
     Pixels at the right and bottom that fill no complete patch are dropped. Videos have one axis more:
     (B, C, frames, H, W).
@@ -35,8 +35,12 @@ def patchify(images: Tensor, patch: tuple[int, ...]) -> Tensor:
         count = images.shape[axis] // side
         x = x.narrow(axis, 0, count * side).unflatten(axis, (count, side))
     grid_axes, patch_axes = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)  # x: (B, C, h, P, w, P)
-    x = x.permute(0, *grid_axes, 1, *patch_axes)  # (B, h, w, C, P, P)
-    return x.flatten(1 + axes).flatten(1, axes)  # (B, N, C P P)
+    return x.permute(0, *grid_axes, 1, *patch_axes)  # (B, h, w, C, P, P)
+
+
+def patchify(images: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Cut images into flattened patches x_p, row by row: (B, C, H, W) -> (B, N, C P P)."""
+    return cut_patches(images, patch).flatten(1 + len(patch)).flatten(1, len(patch))
 
 
 class PatchProjection(nn.Conv2d):

@@ -58,7 +58,7 @@ def measure(run: str) -> dict[str, Any]:
             sys.exit(f"`vitrail train {run}` failed or showed no plan:\n" + "".join(lines[-20:]))
         end = time.perf_counter()
     return {
-        "run": run,
+        "run": " ".join(Path(word).name if Path(word).exists() else word for word in shlex.split(run)),
         "planned_s": planned,
         "basis": basis,
         "taken_s": round(end - at, 1),

@@ -36,6 +36,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch, Reader
 from vitrail.data.sources import Dataset, Split
 from vitrail.model import ViT
+from vitrail.model.last_block import shorten_last_block
 from vitrail.presets import preset
 from vitrail.recipes import recipe
 from vitrail.training.lean import use_bf16_residual, use_fused_kernels
@@ -159,6 +160,7 @@ def large_step(config: ViTConfig, name: str) -> Step:
     if not isinstance(model, ViT):
         cast = functools.partial(torch.autocast, "cuda", torch.bfloat16)
         return training_step(model, images, labels, cast, **how)
+    shorten_last_block(model)
     if "bf16" in name:
         use_bf16_residual(model)
     model.cuda()

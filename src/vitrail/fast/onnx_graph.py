@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.fast.onnx_fuse import fuse_attention
 from vitrail.model import ViT
+from vitrail.model.attention import QKV
 from vitrail.model.last_block import shorten_last_block
 from vitrail.telemetry import import_onnxruntime
 
@@ -33,11 +35,28 @@ class _Outputs(nn.Module):
     def __init__(self, model: ViT) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
-        shorten_last_block(self.model, in_evaluation=True)
+        if shorten_last_block(self.model, in_evaluation=True):
+            attention: Any = self.model.blocks[-1].attention
+            attention.qkv = _SplitQKV(attention.qkv)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         pooled = self.model.encode(images).pooled
         return pooled, self.model.head(pooled) * 1.0  # without a head, an output of its own
+
+
+class _SplitQKV(nn.Module):
+    """q by one layer, k and v by another: a graph should store both weights, and not cut them from one."""
+
+    def __init__(self, qkv: QKV) -> None:
+        super().__init__()
+        inner = len(qkv.weight) // 3
+        bias = qkv.masked_bias()
+        self.weights = nn.ParameterList([qkv.weight[:inner].clone(), qkv.weight[inner:].clone()])
+        self.biases = nn.ParameterList([] if bias is None else [bias[:inner].clone(), bias[inner:].clone()])
+
+    def project_cross(self, z: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        q_bias, kv_bias = self.biases or (None, None)
+        return F.linear(z, self.weights[0], q_bias), F.linear(context, self.weights[1], kv_bias)
 
 
 def build_onnx(model: ViT) -> ModelProto:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TRIALS, _REPEATS = 3, 10  # of a measurement: the fastest trial of so many runs each
 _FEW_ROWS = 4096  # below this, small tiles are tried instead of large ones
+_VERY_FEW_ROWS = 128  # below this, nothing is measured: all ways take about as long
 
 Way = Callable[[Tensor, Tensor], Tensor]
 """Computes the layer for x (M, K) into out (M, N)."""
@@ -63,8 +64,9 @@ class Product:
             found["cuBLAS"] = self._cublas
         elif self.output_dtype == torch.bfloat16 and not self.gelu and not self.add:
             found["torch._scaled_mm"] = self._scaled_mm
-        found |= self._triton_ways(rows)
-        return found
+        if not found or rows >= _VERY_FEW_ROWS:
+            found |= self._triton_ways(rows)
+        return found if rows >= _VERY_FEW_ROWS else dict(list(found.items())[:1])
 
     def _triton_ways(self, rows: int) -> dict[str, Way]:
         if torch.cuda.get_device_capability() < (9, 0):

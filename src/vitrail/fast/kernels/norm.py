@@ -13,6 +13,7 @@ from torch import Tensor
 
 MAX_WIDTH = 8192
 _ELEMENTS = 4096  # of a tile
+_FEW_ROWS = 2048  # below this, each row has a program of its own, so that more multiprocessors work
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -59,7 +60,7 @@ def norm(
     if out is None:
         out = torch.empty_like(z, dtype=z.dtype if factor is None else torch.float8_e4m3fn)
     C = triton.next_power_of_2(D)
-    R = max(1, _ELEMENTS // C)
+    R = max(1, _ELEMENTS // C) if M > _FEW_ROWS else 1
     _norm[(triton.cdiv(M, R),)](
         z, shift, weight, bias, out, M, D, eps, factor or 1.0, R, C, centered, factor is not None,
         num_warps=4 if C <= 4096 else 8,

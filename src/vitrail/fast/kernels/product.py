@@ -47,6 +47,7 @@ LARGE_TILES = (
 SMALL_TILES = (
     Tiles(64, 32, 128, 4, 4, 1),
     Tiles(64, 64, 128, 4, 4, 1),
+    Tiles(64, 128, 128, 4, 4, 1),
     Tiles(128, 64, 128, 4, 4, 1),
     Tiles(128, 128, 128, 4, 3, 2),
 )
@@ -74,7 +75,8 @@ def _finish(  # type: ignore[no-untyped-def]
     target.store([row, column], y.to(target.dtype))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Compiled once for all batches, not for every number of rows that 16 divides, or does not.
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     x, w, target, scales, bias, factor, M, N, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,

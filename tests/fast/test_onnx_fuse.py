@@ -57,7 +57,9 @@ def test_products_of_int8_take_their_bias_and_give_the_same_answers(options):
     standard = OnnxForward(graph)
     assert fuse_products(graph) == 9
     kinds = [node.op_type for node in graph.graph.node]
-    assert kinds.count("MatMulIntegerToFloat") == 11  # q, k and v have one each; in the last block q, and k and v
+    assert (
+        kinds.count("MatMulIntegerToFloat") == 11
+    )  # q, k and v have one each; in the last block q, and k and v
     assert not {"DequantizeLinear", "Split"}.intersection(kinds)
     assert kinds.count("Add") == 6  # residuals, positions and the patch embedding; no bias
     for found, exact in zip(OnnxForward(graph)(images), standard(images), strict=True):

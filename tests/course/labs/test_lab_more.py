@@ -169,6 +169,7 @@ def test_verdict_on_recurrence():
             {
                 "device": "cuda",
                 "seconds per step": {"cuda": seconds},
+                "parameters": {"Transformer": 1000, "LSTM": 1001},
                 "nats per character": dict(zip(("Transformer", "LSTM"), losses, strict=True)),
             }
         )
@@ -178,6 +179,7 @@ def test_verdict_on_recurrence():
     low, high = [1.8, 1.81, 1.82], [2.0, 2.01, 2.03]
     assert verdict(flat, steep, (low, high)).word == "holds"
     assert "on the GPU" in verdict(flat, steep, (low, high)).condition
-    assert verdict(steep, flat, (high, low)).word == "does not hold"
+    assert verdict(steep, flat, (high, low)).word == "not clear here"  # more tokens are more work, too
+    assert "Not true: a training step with 1024 tokens" in verdict(steep, flat, (high, low)).condition
     unclear = verdict(flat, steep, (low, [1.5, 1.9, 2.0]))
     assert "Not clear: the loss of the Transformer is lower" in unclear.condition

@@ -1,6 +1,7 @@
 """Draw the three figures of the lecture, trained beside random, and write them into docs/inspect.md.
 
 python -m docs.lecture_figures deit_tiny_imagenet1k.safetensors photos/
+python -m docs.lecture_figures photos.safetensors cifar10-test/ --section small --name "The small model"
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
 PAGE = Path(__file__).parent / "inspect.md"
-IMAGES = Path(__file__).parent / "images" / "lecture"
-BEGIN, END = "<!-- lecture -->", "<!-- end of lecture -->"
+IMAGES = Path(__file__).parent / "images"
 COUNT = 64
 TITLES = {
     "filters": "Filters of E (Fig. 7, left)",
@@ -35,6 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("images", type=Path)
+    parser.add_argument("--section", default="lecture", help="of the page: lecture or small")
+    parser.add_argument("--name", default="DeiT-Ti", help="what the captions call the model")
     options = parser.parse_args()
     bundle = load(options.model)
     assert bundle.preprocess is not None
@@ -43,16 +45,18 @@ def main() -> None:
     torch.manual_seed(0)
     random = Bundle(model=ViT(bundle.model.config), preprocess=bundle.preprocess)
     captions = {
-        name: draw_figures(name, one.model.eval(), images)
+        name: draw_figures(IMAGES / options.section, name, one.model.eval(), images)
         for name, one in (("trained", bundle), ("random", random))
     }
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{written(captions)}\n{END}{rest.split(END)[1]}")
+    begin, end = f"<!-- {options.section} -->", f"<!-- end of {options.section} -->"
+    before, rest = PAGE.read_text().split(begin)
+    text = written(captions, options.section, options.name)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
-def draw_figures(name: str, model: ViT, images: torch.Tensor) -> dict[str, str]:
+def draw_figures(out: Path, name: str, model: ViT, images: torch.Tensor) -> dict[str, str]:
     """Save the three figures of one model, and return their captions."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     made: dict[str, tuple[Any, Any]] = {
         "filters": (filters, filters.compute(model)),
         "positions": (positions, positions.compute(model)),
@@ -63,17 +67,17 @@ def draw_figures(name: str, model: ViT, images: torch.Tensor) -> dict[str, str]:
             save_figure(module.draw(result), Path(folder, figure))
             image = Image.open(Path(folder, f"{figure}.png"))
             reduced = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
-            reduced.save(IMAGES / f"{name}-{figure}.png", optimize=True)
+            reduced.save(out / f"{name}-{figure}.png", optimize=True)
     return {figure: module.caption(result) for figure, (module, result) in made.items()}
 
 
-def written(captions: dict[str, dict[str, str]]) -> str:
+def written(captions: dict[str, dict[str, str]], section: str, model: str) -> str:
     """For each figure, the trained and the random model with their captions."""
     parts = []
     for figure, title in TITLES.items():
         parts.append(f"### {title}")
-        for name, words in (("trained", "DeiT-Ti"), ("random", "The same model before training")):
-            parts.append(f"![{title}, {name}](images/lecture/{name}-{figure}.png)")
+        for name, words in (("trained", model), ("random", "The same model before training")):
+            parts.append(f"![{title}, {name}](images/{section}/{name}-{figure}.png)")
             parts.append(f"*{words}.* {captions[name][figure]}")
     return "\n\n".join(parts)
 

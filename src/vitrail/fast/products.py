@@ -64,9 +64,10 @@ class Product:
             found["cuBLAS"] = self._cublas
         elif self.output_dtype == torch.bfloat16 and not self.gelu and not self.add:
             found["torch._scaled_mm"] = self._scaled_mm
-        if not found or rows >= _VERY_FEW_ROWS:
-            found |= self._triton_ways(rows)
-        return found if rows >= _VERY_FEW_ROWS else dict(list(found.items())[:1])
+        if rows >= _VERY_FEW_ROWS:
+            return found | self._triton_ways(rows)
+        found = found if "cuBLAS" in found else self._triton_ways(rows) | found
+        return dict(list(found.items())[:1])
 
     def _triton_ways(self, rows: int) -> dict[str, Way]:
         if torch.cuda.get_device_capability() < (9, 0):

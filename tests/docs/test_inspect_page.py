@@ -1,5 +1,6 @@
 """docs/inspect.md shows every figure there is."""
 
+import pytest
 from PIL import Image
 
 from docs import inspect as page
@@ -26,12 +27,13 @@ def test_a_section_is_title_image_and_caption():
     )
 
 
-def test_the_figures_of_the_lecture_are_shown_trained_and_random():
+@pytest.mark.parametrize(("section", "shown"), [("lecture", 3), ("small", 3)])
+def test_the_figures_of_the_lecture_are_shown_trained_and_random(section, shown):
     """`python -m docs.lecture_figures MODEL PHOTOS` draws them."""
     from docs import lecture_figures
 
-    text = page.PAGE.read_text().split(lecture_figures.BEGIN)[1].split(lecture_figures.END)[0]
+    text = page.PAGE.read_text().split(f"<!-- {section} -->")[1].split(f"<!-- end of {section} -->")[0]
     names = {f"{kind}-{figure}" for kind in ("trained", "random") for figure in lecture_figures.TITLES}
-    assert {path.stem for path in lecture_figures.IMAGES.iterdir()} == names
-    assert all(f"(images/lecture/{name}.png)" in text for name in names)
-    assert text.count("as in the ViT paper") == 3  # of the trained model
+    assert {path.stem for path in (lecture_figures.IMAGES / section).iterdir()} == names
+    assert all(f"(images/{section}/{name}.png)" in text for name in names)
+    assert text.count("as in the ViT paper") == shown  # of the trained model

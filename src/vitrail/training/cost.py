@@ -23,7 +23,7 @@ from vitrail.memory import format_bytes
 from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
 
 # By width, of the matrix product: in bf16, with 256 images.
-_EFFICIENCY = ((768, 0.533), (1024, 0.611))
+_EFFICIENCY = ((768, 0.562), (1024, 0.611))
 _COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
 _FILE_BYTES = 110_000  # of an image file; assumed: about the mean of ImageNet's

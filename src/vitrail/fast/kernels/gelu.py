@@ -46,7 +46,7 @@ def gelu(x):  # type: ignore[no-untyped-def]
         return x * _assembly(
             "rcp.approx.ftz.f32 $0, $1;", 1.0 + _assembly("ex2.approx.ftz.f32 $0, $1;", minus_p)
         )
-    return x / (1.0 + tl.exp2(minus_p))
+    return x / (1.0 + tl.exp2(tl.minimum(minus_p, 126.0)))  # NumPy warns of infinity
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -37,15 +37,21 @@ def open_streams() -> None:
 
 
 def print_error(message: str) -> None:
-    """Print a message on stderr as one line; it is dropped if stderr is closed."""
-    with suppress(OSError):
+    """Print a message on stderr as one line; it is dropped if stderr is closed, as is all that follows."""
+    try:
         print(f"vitrail: {printable(message, _MAX_MESSAGE)}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def discard_output() -> None:
     """Redirect stdout to /dev/null; otherwise Python would try to flush it again at exit, and complain."""
+    _discard(sys.stdout)
+
+
+def _discard(stream: Any) -> None:
     with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def stdin_bytes() -> Any:

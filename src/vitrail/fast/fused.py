@@ -124,7 +124,6 @@ class FusedForward:
         self.device = next(model.parameters()).device
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
         self.dtype, self.choices, self.kernels = dtype, choices, has_kernels(self.device)
-        self.head_width = model.config.d
         self.left = why_not_fused(model)
         """Why the blocks are computed by their own code; None if they are not."""
         self.blocks: list[_FusedBlock] = []
@@ -261,10 +260,8 @@ class FusedForward:
 
         def split(product: Product, rows: Tensor) -> list[Tensor]:
             count = len(product.weight) // block.out.weight.shape[1]  # of q, k and v
-            parts = self._multiply(product, rows).view(
-                shape[0], -1, count, attention.head_count, self.head_width
-            )
-            return list(parts.permute(2, 0, 3, 1, 4).unbind(0))
+            parts = self._multiply(product, rows).unflatten(-1, (count, attention.head_count, -1))
+            return list(parts.unflatten(0, (shape[0], -1)).permute(2, 0, 3, 1, 4).unbind(0))
 
         if block.q is None:
             q, k, v = split(block.qkv, y)

@@ -94,3 +94,69 @@ def test_product(kind, parts, what):
         assert_fp8_close(found, expected)
     else:
         torch.testing.assert_close(found, expected, atol=1e-3 if what == "gelu" else 1e-4, rtol=2e-3)
+
+
+def chain_inputs(M=150, D=96, hidden=256, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    z, x = torch.randn(M, D), torch.randn(M, hidden)
+    down, up, shift, bias = (
+        torch.randn(D, hidden),
+        torch.randn(hidden, D),
+        torch.randn(D),
+        torch.randn(hidden),
+    )
+    return (one.to(device, dtype) for one in (z, x, down / 10, up)), shift.to(device), bias.to(device)
+
+
+@inside
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("gelu", [True, False])
+def test_products_of_a_chain(centered, gelu):
+    """One leaves the statistics of the tokens, with which the next one normalizes."""
+    from vitrail.fast import plain
+    from vitrail.fast.chain import ChainTiles, FoldedNorm
+    from vitrail.fast.kernels import chain
+
+    (z, x, down, up), shift, bias = chain_inputs()
+    tiles = ChainTiles(rows=64, columns=32, depth=32)
+    found, expected = z.clone(), z.clone()
+    statistics = chain.add_project(x, down, found, shift, tiles)
+    torch.testing.assert_close(plain.add_project(x, down, expected, shift, tiles), statistics)
+    torch.testing.assert_close(found, expected)
+    sums, shifted = up.sum(1), up @ shift
+    norm = FoldedNorm(statistics=statistics, sums=sums, shifted=shifted, eps=1e-6, centered=centered)
+    how = {"bias": bias, "norm": norm, "gelu": gelu}
+    y = chain.project(found, up, tiles, **how)
+    torch.testing.assert_close(y, plain.project(found, up, tiles, **how), atol=1e-3, rtol=2e-3)
+    exact = plain.norm(found, shift, torch.ones(96), torch.zeros(96), 1e-6, centered=centered) @ up.T + bias
+    torch.testing.assert_close(y, torch.nn.functional.gelu(exact) if gelu else exact, atol=1e-3, rtol=2e-3)
+
+
+@inside
+def test_parts_are_added_up_in_the_norm():
+    from vitrail.fast import plain
+    from vitrail.fast.chain import ChainTiles
+    from vitrail.fast.kernels import chain
+    from vitrail.fast.kernels.norm import norm
+
+    (z, x, down, _), shift, _ = chain_inputs()
+    tiles = ChainTiles(rows=64, columns=32, depth=32, splits=3)
+    parts = chain.project_in_parts(x, down, tiles)
+    torch.testing.assert_close(parts, plain.project_in_parts(x, down, tiles), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(parts.sum(0), x @ down.T, atol=1e-5, rtol=1e-5)
+    found, expected, one = z.clone(), z.clone(), torch.ones(96)
+    y = norm(found, shift, one, 0 * one, 1e-6, parts=parts)
+    torch.testing.assert_close(y, plain.norm(expected, shift, one, 0 * one, 1e-6, parts=parts))
+    torch.testing.assert_close(found, expected)
+
+
+@inside
+@pytest.mark.parametrize(("tokens", "queries"), [(37, 37), (37, 2), (150, 150)])
+def test_attention_of_the_first_tokens(tokens, queries):
+    from vitrail.fast import plain
+    from vitrail.fast.kernels import chain
+
+    torch.manual_seed(0)
+    qkv = torch.randn(2, tokens, 3 * 3 * 32)
+    found = chain.attend_first(qkv, 3, 0.2, queries)
+    torch.testing.assert_close(found, plain.attend_first(qkv, 3, 0.2, queries), atol=1e-5, rtol=1e-5)

@@ -50,6 +50,69 @@ def test_outputs_are_the_models(fields):
         torch.testing.assert_close(logits, model(images), atol=1e-6, rtol=1e-5)
 
 
+CHAINED = [
+    {},
+    {"layer_scale": 0.5},
+    {"norm": "rms"},
+    {"qkv_bias": "none"},
+    {"pool": "mean"},
+    {"registers": 2},
+]
+CHAINED += [
+    {"classes": 0},
+    {"head": "distilled", "distillation_token": True},
+    {"pool": "mean", "pool_norm": "after"},
+    {"norm_pre": True},
+]
+
+
+@pytest.mark.parametrize("fields", CHAINED, ids=str)
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_chain_for_small_batches_gives_the_models_outputs(fields, count):
+    model, images = build(width=64, heads=4, mlp_width=128, **fields)
+    fused = fuse(model, chained=True)
+    assert fused.chain is not None
+    images = images[:1].repeat(count, 1, 1, 1) * torch.linspace(0.5, 1.5, count)[:, None, None, None]
+    with torch.no_grad():
+        pooled, logits = fused(images)
+        torch.testing.assert_close(pooled, model.encode(images).pooled, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"position": "rotary"},
+        {"qk_norm": True},
+        {"position": "relative"},
+        {"mlp": "gated"},
+        {"width": 48},
+        {"heads": 8},
+    ],
+    ids=str,
+)
+def test_other_models_are_not_chained(fields):
+    model, images = build(**{"width": 64, "heads": 4, "mlp_width": 128, **fields})
+    fused = fuse(model, chained=True)
+    assert fused.chain is None
+    with torch.no_grad():
+        torch.testing.assert_close(fused(images)[1], model(images), atol=1e-5, rtol=1e-4)
+
+
+def test_fp8_is_not_chained():
+    model, _ = build(width=64, heads=4, mlp_width=128)
+    assert fuse(model, ranges={"blocks.0.mlp.fc2": 8.0}, chained=True).chain is None
+
+
+def test_a_second_image_does_not_see_the_first():
+    """What all images share is computed once, and must not be added to."""
+    model, images = build()
+    fused = fuse(model)
+    with torch.no_grad():
+        fused(images[:1])
+        torch.testing.assert_close(fused(images[1:2])[1], model(images[1:2]), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fields", [{"block": "post-norm"}, {"block": "parallel"}, {"norm": "none"}], ids=str)
 def test_other_blocks_are_left_plain_and_named(fields):
     model, images = build(**fields)

@@ -69,6 +69,62 @@ def test_product(kind, what):
         near(found, expected, 1e-2 if FP8 in (kind, before.dtype) else ROUNDING)
 
 
+@hopper
+@pytest.mark.parametrize("rows", [1, 197, 394])
+def test_kernels_of_a_chain(rows):
+    from vitrail.fast import plain
+    from vitrail.fast.chain import FoldedNorm, choose_tiles
+    from vitrail.fast.kernels import chain
+    from vitrail.fast.kernels.norm import norm
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        z, x = torch.randn(rows, 768).to(BF16), torch.randn(rows, 3072).to(BF16)
+        down, up = (torch.randn(768, 3072) / 50).to(BF16), (torch.randn(3072, 768) / 30).to(BF16)
+        shift, one, bias = torch.randn(768), torch.ones(768), torch.randn(3072)
+    found, expected, exact = z.clone(), z.clone(), z.double() + x.double() @ down.double().T
+    tiles = choose_tiles(rows, down, add=True)
+    statistics = chain.add_project(x, down, found, shift, tiles)
+    near(found, exact)
+    near(statistics, plain.add_project(x, down, expected, shift, tiles))
+    sums, shifted = up.float().sum(1), up.float() @ shift
+    how = FoldedNorm(statistics=statistics, sums=sums, shifted=shifted, eps=1e-6, centered=True)
+    y = chain.project(found, up, choose_tiles(rows, up), bias=bias, norm=how, gelu=True)
+    normed = torch.nn.functional.layer_norm(found.double() + shift, (768,), eps=1e-6)
+    near(y, torch.nn.functional.gelu(normed @ up.double().T + bias))
+    again = z.clone()
+    parts = chain.project_in_parts(x, down, choose_tiles(rows, down, parts=True))
+    y = norm(again, shift, one, 0 * one, 1e-6, parts=parts, dependent=True)
+    near(again, exact)
+    near(y, torch.nn.functional.layer_norm(again.double() + shift, (768,), eps=1e-6))
+    qkv = torch.randn(2, 197, 2304, device="cuda").to(BF16)
+    near(
+        chain.attend_first(qkv, 12, 0.125, rows % 197 or 197),
+        plain.attend_first(qkv, 12, 0.125, rows % 197 or 197),
+    )
+
+
+@hopper
+@pytest.mark.parametrize("fields", [{}, {"layer_scale": 0.5}, {"pool": "mean"}, {"norm": "rms"}], ids=str)
+@pytest.mark.parametrize("size", ["Ti/16", "B/16"])
+def test_chained_kernels_in_a_cuda_graph_give_the_model_every_time(size, fields):
+    from vitrail.fast.choices import Choices
+    from vitrail.fast.cuda_graph import Replay
+    from vitrail.fast.fused import FusedForward
+
+    torch.manual_seed(0)
+    model = vt.create(size, classes=10, depth=4, **fields).eval().cuda()
+    torch.nn.init.normal_(model.head.weight, std=0.05)
+    run = Replay(FusedForward(model, Choices(torch.device("cuda"), remember=False), chained=True))
+    with torch.inference_mode():
+        for count in (1, 2, 3):
+            images = torch.randn(count, 3, 224, 224, device="cuda")
+            first = run(images)[1].clone()
+            near(first.float(), model(images), 3e-2)
+            for _ in range(50):  # a kernel that reads too early would differ
+                assert torch.equal(run(images)[1], first)
+
+
 @pytest.mark.parametrize("fields", [{}, {"layer_scale": 0.5}, {"qk_norm": True}, {"mlp": "gated"}], ids=str)
 @pytest.mark.parametrize("goal", ["throughput", "latency"])
 def test_accelerated_bf16_is_the_model(fields, goal):

@@ -1,10 +1,9 @@
 """The forward pass of a ViT in bf16 or fp8, with few and large kernels. The model itself stays as it is.
 
+weights         what can be multiplied into them is (blocks.py)
 norms           one kernel for sum, norm and rounding, or quantization to fp8
 products        bias, GELU, residual and quantization in the same kernel where that is faster (products.py)
-biases          those of the second product of a branch are not added to the tokens: they are the same for
-                all tokens, so their sum so far is added inside the next norm
-LayerScale      multiplied into the weights
+small batches   kernels that start before the last one is done, with the norms inside products (chain.py)
 last block      computes only the tokens that the head reads (`vitrail.model.last_block`)
 
 Blocks that differ too much from the paper's are computed by their own code in bf16, and `left` says why.
@@ -13,8 +12,7 @@ Blocks that differ too much from the paper's are computed by their own code in b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,21 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitrail.fast import plain
+from vitrail.fast.blocks import BlockBuilder, FusedBlock, Ranges
+from vitrail.fast.chain import MAX_ROWS, USUAL_ROWS, Chain, can_chain
 from vitrail.fast.choices import Choices
+from vitrail.fast.cuda_graph import MAX_SHAPES
 from vitrail.fast.products import Product, Way, choose, seconds_on_gpu
 from vitrail.model import ViT
 from vitrail.model.attention import Attention, attend
 from vitrail.model.block import Block
 from vitrail.model.inputs import check_input
 from vitrail.model.last_block import tokens_read
-from vitrail.model.mlp import MLP
-from vitrail.model.norm import LayerScale
 from vitrail.model.position import Rotate
 from vitrail.model.tokens import PatchTokens, cut_patches
 
 _MAX_WIDTH = 8192  # of the norm kernel
-_HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
 _BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,8 +41,8 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
-Ranges = Mapping[str, float]
-"""The largest absolute input of a linear layer on the calibration images, by its name."""
+Run = Callable[[Tensor, tuple[int, ...]], tuple[Tensor, Tensor | None]]
+"""Tokens to tokens after the last block, and after the last norm if that is one of all tokens."""
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -65,51 +62,14 @@ def why_not_fused(model: ViT) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Norm:
-    """A norm, and the sum of the biases that the tokens lack."""
-
-    shift: Tensor
-    weight: Tensor
-    bias: Tensor
-    eps: float
-    centered: bool
-    factor: float | None
-    """Quantizes the result to fp8."""
-
-    def __call__(self, z: Tensor, kernels: bool) -> Tensor:
-        arguments = z, self.shift, self.weight, self.bias, self.eps
-        if not kernels:
-            return plain.norm(*arguments, centered=self.centered, factor=self.factor)
-        from vitrail.fast.kernels.norm import norm
-
-        return norm(*arguments, centered=self.centered, factor=self.factor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FusedBlock:
-    norm1: _Norm
-    q: Product | None
-    """In the last block, if the head reads a few tokens only: their q; `qkv` is then k and v of all."""
-    qkv: Product
-    attention: Attention
-    out: Product
-    norm2: _Norm
-    fc1: Product | None
-    fc2: Product | None
-    mlp: Callable[[Tensor], Tensor]
-    """The MLP branch by its own code, where there is no `fc1`."""
-
-
 class FusedForward:
     """Pooled vectors and logits of images, computed in bf16 or fp8.
 
     Args:
         model: in any dtype, on the device to use; it is copied.
-        ranges: quantizes the products with fp8, except the attention's output (its input would need a
-            pass of its own to be quantized, which takes longer than fp8 saves).
-        keep: names of layers that stay in bf16 nevertheless.
+        ranges, keep: for fp8, see `BlockBuilder`.
         dtype: of tokens and weights; bf16, or fp32 to test without a GPU.
+        chained: whether to use the kernels of `vitrail.fast.chain`; by default where they are faster.
     """
 
     def __init__(
@@ -120,14 +80,13 @@ class FusedForward:
         ranges: Ranges | None = None,
         keep: Collection[str] = (),
         dtype: torch.dtype = torch.bfloat16,
+        chained: bool | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
         self.dtype, self.choices, self.kernels = dtype, choices, has_kernels(self.device)
         self.left = why_not_fused(model)
         """Why the blocks are computed by their own code; None if they are not."""
-        self.blocks: list[_FusedBlock] = []
-        self.shift = torch.zeros(model.config.width, device=self.device)
         tokens: Any = model.tokens
         norms = (tokens.norm_before, tokens.norm_after) if type(tokens) is PatchTokens else ()
         self.adds_patches = bool(norms) and all(isinstance(norm, nn.Identity) for norm in norms)
@@ -135,69 +94,17 @@ class FusedForward:
         self.read = tokens_read(model)
         """The tokens that the last block computes; None for all."""
         self._ways: dict[tuple[int, int], Way] = {}
-        if self.left is None:
-            for index, block in enumerate(model.blocks):
-                self.blocks.append(self._build_block(index, block, ranges, set(keep)))
-
-    # ---- weights ----------------------------------------------------------------------------
-
-    def _build_block(self, index: int, block: Any, ranges: Ranges | None, keep: set[str]) -> _FusedBlock:
-        name = f"blocks.{index}"
-        own: Any = self.model.blocks[index]
-        fused_mlp = _is_papers(block.mlp)
-
-        def factor_of(layer: str) -> float | None:
-            full = f"{name}.{layer}"
-            if ranges is None or full in keep or full not in ranges:
-                return None
-            return plain.FP8_MAX / _HEADROOM / max(ranges[full], 1e-6)
-
-        qkv_in, fc1_in, fc2_in = map(factor_of, ("attention.qkv", "mlp.fc1", "mlp.fc2"))
-        norm1 = self._norm(block.norm1, qkv_in)
-        weight, bias = block.attention.qkv.weight, block.attention.qkv.masked_bias()
-        q, inner = None, len(weight) // 3
-        if self.read is not None and index == len(self.model.blocks) - 1:
-            q = self._product(weight[:inner], None if bias is None else bias[:inner], qkv_in)
-            weight, bias = weight[inner:], None if bias is None else bias[inner:]
-        qkv = self._product(weight, bias, qkv_in)
-        out = self._branch_end(block.attention.out, block.scale1, None)
-        norm2 = self._norm(block.norm2, fc1_in if fused_mlp else None)
-        fc1 = fc2 = None
-        if fused_mlp:
-            bias = block.mlp.fc1.bias
-            bias = torch.zeros(len(block.mlp.fc1.weight), device=self.device) if bias is None else bias
-            fc1 = self._product(block.mlp.fc1.weight, bias, fc1_in)
-            fc1 = replace(fc1, gelu=True, factor=fc2_in)
-            fc2 = self._branch_end(block.mlp.fc2, block.scale2, fc2_in)
-        parts: dict[str, Any] = {"norm1": norm1, "q": q, "qkv": qkv, "out": out, "norm2": norm2}
-        return _FusedBlock(**parts, attention=own.attention, fc1=fc1, fc2=fc2, mlp=own.mlp_branch)
-
-    def _norm(self, norm: Any, factor: float | None) -> _Norm:
-        bias = getattr(norm, "bias", None)
-        centered = isinstance(norm, nn.LayerNorm)
-        eps = norm.eps if norm.eps is not None else torch.finfo(norm.weight.dtype).eps
-        weight = norm.weight.detach().float()
-        bias = torch.zeros_like(weight) if bias is None else bias.detach().float()
-        shift = self.shift.clone()
-        return _Norm(shift=shift, weight=weight, bias=bias, eps=eps, centered=centered, factor=factor)
-
-    def _product(self, weight: Tensor, bias: Tensor | None, factor: float | None) -> Product:
-        """A linear layer, whose input is quantized to fp8 with this factor if there is one."""
-        weight = weight.detach().float()
-        bias = None if bias is None else bias.detach().float()
-        if factor is None:
-            return Product(weight=weight.to(self.dtype), bias=bias)
-        rows = plain.FP8_MAX / weight.abs().amax(1).clamp(min=1e-12)  # (N,): a scale for each channel
-        return Product(weight=plain.to_fp8(weight, rows[:, None]), bias=bias, scales=1 / (rows * factor))
-
-    def _branch_end(self, layer: nn.Linear, scale: nn.Module, factor: float | None) -> Product:
-        """The second product of a branch, added to the tokens; its bias goes to the shift."""
-        scales = scale.weight.detach().float() if isinstance(scale, LayerScale) else 1.0
-        weight = layer.weight.detach().float()
-        weight = weight * scales[:, None] if isinstance(scales, Tensor) else weight
-        if layer.bias is not None:
-            self.shift = self.shift + layer.bias.detach().float() * scales
-        return replace(self._product(weight, None, factor), add=True)
+        self._same: dict[tuple[int, ...], Tensor] = {}
+        if self.left is not None:
+            return
+        built = BlockBuilder(model, self.model, ranges, keep)
+        self.blocks, self.shift, self.last_norm = built.blocks, built.shift, built.last_norm
+        qkv = self.blocks[-1].qkv
+        self._last_q, self._last_kv = qkv.rows(0, len(qkv.weight) // 3), qkv.rows(len(qkv.weight) // 3)
+        self.chained = chained
+        self.chain: Chain | None = None
+        if can_chain(self.model, self.blocks) and chained is not False:
+            self.chain = Chain(self.blocks, self.last_norm, self.read, kernels=self.kernels)
 
     # ---- the forward pass -------------------------------------------------------------------
 
@@ -211,12 +118,11 @@ class FusedForward:
         grid = check_input(images, model.config, self.dtype, any_size=model.any_size)
         z = self._embed(images, grid) if self.adds_patches else model.first_tokens(images, grid)
         z = z.contiguous()  # (B, T, D)
-        rotate = model.position.rotation(grid)
-        for index, block in enumerate(self.blocks):
-            z = z if index == 0 else model.position.before_block(z, grid).contiguous()
-            z = self._run_block(block, z, rotate)
-        z = (z.float() + self.shift).to(self.dtype)
-        pooled = model.finish(z, grid).pooled
+        run: Run = self.chain if self.chain and self._is_chained(z, grid) else self._one_by_one
+        z, y = run(z, grid)
+        pooled = (
+            model.finish((z.float() + self.shift).to(self.dtype), grid).pooled if y is None else model.pool(y)
+        )
         return pooled, model.head(pooled)
 
     def _embed(self, images: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -226,10 +132,14 @@ class FusedForward:
         patches = cut_patches(images, model.tokens.patch)  # (B, h, w, C, P, P)
         axes = 1 + len(model.tokens.patch)
         down, flat = patches.shape[1:axes], patches.shape[axes:]
-        same = E.new_zeros(down.numel(), len(E))
-        same = same if bias is None else same + bias
-        same = same if model.prefix is None else torch.cat([model.prefix, same])
-        z = model.position(same[None], grid).expand(len(images), -1, -1).contiguous()
+        if (same := self._same.get(grid)) is None:
+            same = E.new_zeros(down.numel(), len(E))
+            same = same if bias is None else same + bias
+            same = same if model.prefix is None else torch.cat([model.prefix, same])
+            same = model.position(same[None], grid)
+            if len(self._same) < MAX_SHAPES:  # none is ever removed: a CUDA graph may read it
+                self._same[grid] = same
+        z = same.repeat(len(images), 1, 1)  # a copy, also for one image
         x = images.new_empty(*z.shape[:2], E.shape[1])
         prefix = z.shape[1] - down.numel()
         x[:, :prefix] = 0
@@ -237,15 +147,43 @@ class FusedForward:
         z.view(-1, len(E)).addmm_(x.view(-1, E.shape[1]), E.T)
         return model.norm_pre(z)
 
-    def _run_block(self, block: _FusedBlock, z: Tensor, rotate: Rotate) -> Tensor:
+    def _is_chained(self, z: Tensor, grid: tuple[int, ...]) -> bool:
+        """Whether the kernels of `vitrail.fast.chain` are faster for so many tokens."""
+        rows = len(z) * z.shape[1]
+        assert self.chain is not None
+        if self.chained is not None or rows > MAX_ROWS or not self.kernels:
+            return bool(self.chained)
+        ways: dict[str, Run] = {"one by one": self._one_by_one, "chained": self.chain}
+        default = "chained" if rows <= USUAL_ROWS else "one by one"
+
+        def measure(name: str) -> float:
+            tokens = z.clone()
+            return seconds_on_gpu(lambda: ways[name](tokens, grid))
+
+        c = self.model.config
+        question = f"kernels of {c.depth} blocks of width {c.width}, {tuple(z.shape[:2])} tokens"
+        return self.choices.fastest(question, list(ways), measure, default) == "chained"
+
+    def _one_by_one(self, z: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
+        """Tokens after the last block, and after the last norm if that is one of all tokens."""
+        model: Any = self.model
+        rotate = model.position.rotation(grid)
+        for index, block in enumerate(self.blocks):
+            z = z if index == 0 else model.position.before_block(z, grid).contiguous()
+            z = self._run_block(block, z, rotate, last=index == len(self.blocks) - 1)
+        if self.last_norm is None:
+            return z, None
+        return z, self.last_norm(z.view(-1, z.shape[-1]), kernels=self.kernels).view_as(z)
+
+    def _run_block(self, block: FusedBlock, z: Tensor, rotate: Rotate, *, last: bool) -> Tensor:
         """Eq. 2 and 3, in place; the last block returns the tokens that the head reads."""
-        y = block.norm1(z.view(-1, z.shape[-1]), self.kernels)  # (B T, D)
-        q, k, v = self._project(block, y, z.shape[:2], rotate)
-        if block.q is not None:
-            z = z[:, : self.read].contiguous()
+        read = self.read if last else None
+        y = block.norm1(z.view(-1, z.shape[-1]), kernels=self.kernels)  # (B T, D)
+        q, k, v = self._project(block, y, z.shape[:2], rotate, read)
+        z = z[:, :read].contiguous()
         flat = z.view(-1, z.shape[-1])
         self._multiply(block.out, self._attend(block.attention, q, k, v), flat)
-        y = block.norm2(flat, self.kernels)
+        y = block.norm2(flat, kernels=self.kernels)
         if block.fc1 is None or block.fc2 is None:
             z += block.mlp(y.view_as(z))  # its bias is in it, and not in the shift
         else:
@@ -253,9 +191,9 @@ class FusedForward:
         return z
 
     def _project(
-        self, block: _FusedBlock, y: Tensor, shape: Sequence[int], rotate: Rotate
+        self, block: FusedBlock, y: Tensor, shape: Sequence[int], rotate: Rotate, read: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each (B, k, T, d), with the rotary embedding of q and k."""
+        """q, k and v, each (B, k, T, d), with the rotary embedding of q and k; q of the tokens to read."""
         attention = block.attention
 
         def split(product: Product, rows: Tensor) -> list[Tensor]:
@@ -263,11 +201,11 @@ class FusedForward:
             parts = self._multiply(product, rows).unflatten(-1, (count, attention.head_count, -1))
             return list(parts.unflatten(0, (shape[0], -1)).permute(2, 0, 3, 1, 4).unbind(0))
 
-        if block.q is None:
+        if read is None:
             q, k, v = split(block.qkv, y)
             return rotate(attention.q_norm(q)), rotate(attention.k_norm(k)), v
-        first = y.view(*shape, -1)[:, : self.read].reshape(-1, y.shape[-1])
-        (q,), (k, v) = split(block.q, first), split(block.qkv, y)
+        first = y.view(*shape, -1)[:, :read].reshape(-1, y.shape[-1])
+        (q,), (k, v) = split(self._last_q, first), split(self._last_kv, y)
         return attention.q_norm(q), rotate(attention.k_norm(k)), v  # no prefix token is rotated
 
     def _multiply(self, product: Product, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -308,10 +246,3 @@ class FusedForward:
                 return seconds_on_gpu(run)
 
         return [_BACKENDS[self.choices.fastest(question, list(_BACKENDS), measure)]]
-
-
-def _is_papers(mlp: Any) -> bool:
-    """Whether an MLP is two products with an exact GELU between, and nothing else."""
-    if type(mlp) is not MLP or mlp.middle or not isinstance(mlp.norm, nn.Identity):
-        return False
-    return isinstance(mlp.activation, nn.GELU) and mlp.activation.approximate == "none"

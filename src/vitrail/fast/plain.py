@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vitrail.fast.chain import ChainTiles, FoldedNorm
 
 FP8_MAX = 448.0
 """The largest number of fp8 e4m3."""
@@ -24,8 +29,11 @@ def norm(
     *,
     centered: bool = True,
     factor: float | None = None,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """The norm of z + shift over the last axis; see `vitrail.fast.kernels.norm`."""
+    if parts is not None:
+        z.copy_(z + parts.sum(0))
     x = z.float() + shift
     D = x.shape[-1]
     y = F.layer_norm(x, (D,), weight, bias, eps) if centered else F.rms_norm(x, (D,), weight, eps) + bias
@@ -55,3 +63,49 @@ def product(
     y = F.gelu(y) if gelu else y
     y = y + out.float() if add else y
     return out.copy_(y.to(out.dtype) if factor is None else to_fp8(y, factor))
+
+
+# ---- the chain of kernels for few images; see `vitrail.fast.kernels.chain` ------------------------------
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    tiles: ChainTiles,
+    *,
+    bias: Tensor | None = None,
+    norm: FoldedNorm | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """f(norm(x) W^T + bias)."""
+    y = x.float() @ weight.float().T
+    if norm is not None:
+        means, squares = norm.statistics  # (M, chunks)
+        mean = means.mean(1, keepdim=True) if norm.centered else means.new_zeros(len(means), 1)
+        size = x.shape[1] // means.shape[1]
+        variance = (squares + size * (means - mean) ** 2).sum(1, keepdim=True) / x.shape[1]
+        y = (y + norm.shifted - mean * norm.sums) / (variance + norm.eps).sqrt()
+    y = y if bias is None else y + bias
+    return (F.gelu(y) if gelu else y).to(x.dtype)
+
+
+def add_project(x: Tensor, weight: Tensor, z: Tensor, shift: Tensor, tiles: ChainTiles) -> Tensor:
+    """z += x W^T; returns the statistics of z + shift."""
+    z.copy_(z.float() + x.float() @ weight.float().T)
+    chunks = (z.float() + shift).unflatten(1, (-1, tiles.columns))
+    mean = chunks.mean(-1, keepdim=True)
+    return torch.stack([mean[..., 0], ((chunks - mean) ** 2).sum(-1)])
+
+
+def project_in_parts(x: Tensor, weight: Tensor, tiles: ChainTiles) -> Tensor:
+    """Parts (splits, M, N) whose sum is x W^T."""
+    depth = tiles.depth * -(-x.shape[1] // (tiles.depth * tiles.splits))
+    columns = [slice(first, first + depth) for first in range(0, depth * tiles.splits, depth)]
+    return torch.stack([x[:, part].float() @ weight[:, part].float().T for part in columns])
+
+
+def attend_first(qkv: Tensor, heads: int, scale: float, queries: int) -> Tensor:
+    """The heads (B queries, k d) of the first tokens of each image, which attend to all."""
+    q, k, v = qkv.float().unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q[:, :, :queries], k, v, scale=scale)
+    return y.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[-1]).to(qkv.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,14 @@ class Product:
         if self.factor is not None:
             return torch.float8_e4m3fn
         return torch.bfloat16 if self.weight.dtype == torch.float8_e4m3fn else self.weight.dtype
+
+    def rows(self, first: int, last: int | None = None) -> Product:
+        """The product for some rows of W: the same memory."""
+
+        def cut(one: Tensor | None) -> Any:
+            return None if one is None else one[first:last]
+
+        return replace(self, weight=cut(self.weight), bias=cut(self.bias), scales=cut(self.scales))
 
     @property
     def kind(self) -> str:
@@ -134,6 +142,13 @@ def choose(product: Product, rows: int, choices: Choices, *, kernels: bool) -> W
         return seconds_on_gpu(lambda: ways[name](x, out))
 
     return ways[choices.fastest(f"product, {rows} rows, {product.kind}", list(ways), measure)]
+
+
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; elsewhere, kernels are only interpreted."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def seconds_on_gpu(run: Callable[[], object]) -> float:

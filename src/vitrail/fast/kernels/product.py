@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.fast.kernels.gelu import gelu
+from vitrail.fast.products import processors
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,3 @@ def product(
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
-
-
-def processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

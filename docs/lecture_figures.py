@@ -1,7 +1,7 @@
 """Draw the three figures of the lecture, trained beside random, and write them into docs/inspect.md.
 
 python -m docs.lecture_figures deit_tiny_imagenet1k.safetensors photos/
-python -m docs.lecture_figures photos.safetensors cifar10-test/ --section small --name "The small model"
+python -m docs.lecture_figures tiny.safetensors cifar10-test/ --section small --name "The small model"
 """
 
 from __future__ import annotations

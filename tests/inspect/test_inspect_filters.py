@@ -53,9 +53,9 @@ def test_smoothness_by_hand():
     tile = np.random.default_rng(0).standard_normal((2, 3, 5))
     products = [tile[c, y, x] * tile[c, y + 1, x] for c in range(2) for y in range(2) for x in range(5)]
     products += [tile[c, y, x] * tile[c, y, x + 1] for c in range(2) for y in range(3) for x in range(4)]
-    assert filters._smoothness(tile) == pytest.approx(np.mean(products) / np.mean(tile**2))
-    assert filters._smoothness(np.full((1, 4, 4), 0.3)) == pytest.approx(1)
-    assert np.isnan(filters._smoothness(np.ones((3, 1, 1))))
+    assert filters.smoothness(tile) == pytest.approx(np.mean(products) / np.mean(tile**2))
+    assert filters.smoothness(np.full((1, 4, 4), 0.3)) == pytest.approx(1)
+    assert np.isnan(filters.smoothness(np.ones((3, 1, 1))))
 
 
 def test_signs_do_not_depend_on_the_order_of_the_filters():

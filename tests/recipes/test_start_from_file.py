@@ -37,7 +37,7 @@ def test_from_scratch_and_from_a_file(weights: Path) -> None:
 
 def test_fewer_images_than_a_batch(weights: Path) -> None:
     data = open_dataset("digits")
-    for count, tune in ((63, "lora"), (64, "llrd")):
+    for count, tune in ((31, "lora"), (32, "llrd")):
         some = replace(data, train=data.train.take(np.arange(count)))
         assert resolve_recipe("small", some, weights, {})[0].train.tune == tune
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BATCH = 32  # images per forward pass if they are passed as one tensor
+_LEAST_GROWTH = 0.1  # of the uniform distance; less is what random heads differ by
 LOCAL, GLOBAL = 0.5, 0.9  # below, or above, this fraction of the uniform distance a head is local, or global
 
 
@@ -199,7 +200,7 @@ def caption(distances: Distances) -> str:
         f"Each dot is one head, averaged over its patches and {distances.images} "
         f"image{'s' * (distances.images > 1)}. Distances are between patch centers, with the weights on "
         f"patches normalized to sum to 1; uniform attention would give {distances.uniform:.1f} pixels.",
-        _describe_depth(means),
+        _describe_depth(means, distances.uniform),
     ]
     few = lowest_layers(len(relative))
     if len(low := _valid(relative[:few])):
@@ -218,7 +219,7 @@ def caption(distances: Distances) -> str:
     return " ".join(sentences)
 
 
-def _describe_depth(means: NDArray[np.float64]) -> str:
+def _describe_depth(means: NDArray[np.float64], uniform: float) -> str:
     """One sentence on whether the mean distance grows with depth."""
     if len(means) == 1:
         return f"The mean over heads is {means[0]:.1f} pixels in the only layer."
@@ -229,7 +230,8 @@ def _describe_depth(means: NDArray[np.float64]) -> str:
     if np.ptp(means[valid]) == 0:
         return f"The mean distance is the same in every layer, {means[valid][0]:.1f} pixels."
     r = float(np.corrcoef(np.arange(len(means))[valid], means[valid])[0, 1])
-    trend = "grows with depth, as in the ViT paper" if r > 0.5 else "does not grow with depth here"
+    grows = r > 0.5 and np.ptp(means[valid]) > _LEAST_GROWTH * uniform
+    trend = "grows with depth, as in the ViT paper" if grows else "does not grow with depth here"
     return f"The mean distance {trend}: {ends}, correlation with depth {r:.2f}."
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MAX_COMPONENTS = 28  # as in the ViT paper
 _VARIANCE = 0.9  # fraction of the variance that `needed` components explain
 _COLUMNS = 7
+_SMOOTH, _VERY_SMOOTH = 0.2, 0.5  # correlations of neighboring pixels; about 0 for noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ def compute(model: ViT) -> Filters:
     return Filters(
         components=tiles.astype(np.float32),
         explained_variance=explained[:_MAX_COMPONENTS],
-        smoothness=np.array([_smoothness(tile) for tile in tiles]),
+        smoothness=np.array([smoothness(tile) for tile in tiles]),
         count=len(weight),
         needed=_components_needed(explained),
         needed_by_noise=_components_needed(principal(noise)[1]),
@@ -95,11 +96,16 @@ def _pixel_filters(model: ViT) -> tuple[Tensor, str]:
             return tokens.proj.weight, "the patch embedding"
 
 
-def _smoothness(tile: NDArray[np.floating]) -> float:
-    """Mean product of neighboring pixels over the mean square, for a tile (C, P, P)."""
+def smoothness(tile: NDArray[np.floating]) -> float:
+    """The correlation of neighboring pixels of a tile (C, P, P): their mean product over the mean square."""
     pairs = [(tile[:, 1:], tile[:, :-1]), (tile[..., 1:], tile[..., :-1])]
     products = np.concatenate([(one * other).ravel() for one, other in pairs])
     return float(products.mean() / np.square(tile).mean()) if products.size else float("nan")
+
+
+def is_smooth(correlation: float) -> bool:
+    """Whether filters with this smoothness have structure; False for NaN."""
+    return correlation > _SMOOTH
 
 
 def _components_needed(explained: NDArray[np.float64]) -> int:
@@ -173,7 +179,7 @@ def caption(filters: Filters) -> str:
     )
     if np.isnan(smooth):
         return text
-    look = "smooth" if smooth > 0.5 else "somewhat smooth" if smooth > 0.2 else "not smooth"
+    look = "smooth" if smooth > _VERY_SMOOTH else "somewhat smooth" if is_smooth(smooth) else "not smooth"
     return (
         f"{text} The correlation of neighboring pixels is {smooth:.2f} (1 for a constant patch, near 0 for "
         f"noise), so the components are {look}."

@@ -39,6 +39,7 @@ def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
         "mnist-notes": mnist_recipes.mnist_notes,
         "mnist": mnist_recipes.mnist,
         "cifar10-small": small.cifar10,
+        "cifar10-tiny": small.cifar10_tiny,
         "paper-finetune": published.paper_finetune,
         "augreg": published.augreg,
         "simple-vit": published.simple_vit,

@@ -86,7 +86,7 @@ def train(
         recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
             them. "auto", the default, chooses by the data, the device and the number of epochs, and says why.
         from_: a weight file of any family to start from; its head is replaced if the classes differ. Some
-            recipes have other defaults then (`auto` and `small`: tune="llrd", or "lora" for fewer than 64
+            recipes have other defaults then (`auto` and `small`: tune="llrd", or "lora" for fewer than 32
             images, and 10 to 40 epochs).
         teacher: a model to distill from: what `vitrail.load` takes, or a Bundle. It must have the classes of
             the data. The field `distill` selects hard (the default) or soft distillation.

@@ -18,6 +18,7 @@ from tests.support.models import add_noise
 from tests.support.read_pages import ParsedPage, check_safe
 from vitrail.cli.walk import as_json, read_image
 from vitrail.course.walk import Stage, walk
+from vitrail.course.walk.labels import name_classes
 
 
 def painted(width=60, height=40):
@@ -241,7 +242,7 @@ def test_invalid_images_are_refused(bad, monkeypatch, name, message):
         (["mu/1@224", "good.png"], "mu/1@224 has 50,177 tokens"),
         (
             ["mu/8", "good.png", "--labels", "cat,dog"],
-            "--labels is for a file with a text tower, and mu/8 is",
+            "--labels names the classes of a weight file, and mu/8 is a model size",
         ),
         (["mu/8", "good.png", "--html", "text.png"], "text.png already exists, and --html never overwrites"),
         (["mu/8", "good.png", "--json", "a", "--html", "a"], "--json and --html both name a"),
@@ -275,3 +276,75 @@ def test_a_weight_file_uses_its_own_preprocessing(tmp_path):
     done = run_command("walk", "missing.safetensors", "a.png", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "missing.safetensors" in done.stderr
+
+
+# ---- names ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unnamed(tmp_path_factory):
+    """A classifier of three classes without names, and an image."""
+    folder = tmp_path_factory.mktemp("unnamed")
+    painted().save(folder / "a.png")
+    vt.Bundle(model=add_noise(vt.create("mu/8", classes=3))).save(folder / "m.safetensors")
+    vt.Bundle(model=vt.create("mu/8", classes=0)).save(folder / "headless.safetensors")
+    (folder / "names.txt").write_text("ant\nbee\ncat\n")
+    (folder / "names.json").write_text('["ant", "bee", "cat"]')
+    (folder / "by_index.json").write_text('{"2": "cat", "0": "ant", "1": "bee"}')
+    (folder / "by_name.json").write_text('{"cat": 2, "ant": 0, "bee": 1}')
+    (folder / "wordnet.json").write_text('{"0": ["n1", "ant"], "1": ["n2", "bee"], "2": ["n3", "cat"]}')
+    (folder / "four.txt").write_text("ant\nbee\ncat\ndog\n")
+    (folder / "two.json").write_text('{"0": "ant", "1": "bee"}')
+    (folder / "gap.json").write_text('{"0": "ant", "1": "bee", "3": "cat"}')
+    (folder / "empty_name.json").write_text('["ant", "", "cat"]')
+    (folder / "number.json").write_text("3")
+    return folder
+
+
+NAME_FILES = ["names.txt", "names.json", "by_index.json", "by_name.json", "wordnet.json"]
+
+
+@pytest.mark.parametrize("given", [*NAME_FILES, "ant, bee,cat"])
+def test_labels_name_the_classes_of_a_classifier(unnamed, monkeypatch, given):
+    monkeypatch.chdir(unnamed)
+    bundle = vt.load("m.safetensors")
+    assert bundle.labels is None
+    assert name_classes(bundle, given).labels == ["ant", "bee", "cat"]
+
+
+def test_the_answer_has_the_names(unnamed):
+    done = run_command("walk", "m.safetensors", "a.png", "--labels", "by_index.json", cwd=unnamed)
+    assert done.returncode == 0, done.stderr
+    answer = done.stdout.partition("The answer")[2]
+    assert sorted(re.findall(r"% +(\w+)", answer)) == ["ant", "bee", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "message"),
+    [
+        ("m", "four.txt", "four.txt has 4 names, but the model has 3 classes; give one name for each"),
+        ("m", "two.json", "two.json has 2 names, but the model has 3 classes"),
+        ("m", "ant,bee", "labels= has 2 names, but the model has 3 classes"),
+        ("m", "gap.json", "gap.json has no name for class 2; its keys must be 0 to 2"),
+        ("m", "empty_name.json", "empty_name.json has no name for class 1"),
+        ("m", "number.json", "number.json must hold a list of names"),
+        ("m", "missing.json", "missing.json cannot be read: No such file"),
+        ("headless", "names.txt", "This model has no head, so it has no classes to name"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(unnamed, monkeypatch, model, given, message):
+    monkeypatch.chdir(unnamed)
+    with pytest.raises(vt.InputError, match=re.escape(message)):
+        name_classes(vt.load(f"{model}.safetensors"), given)
+
+
+def test_headings_have_file_names_and_the_page_has_each_path_once(unnamed):
+    paths = [str(unnamed / name) for name in ("a.png", "m.safetensors")]
+    done = run_command("walk", *reversed(paths), "--html", "paths.html", cwd=unnamed)
+    assert done.returncode == 0, done.stderr
+    assert "a.png through m.safetensors, stage by stage" in done.stdout
+    assert str(unnamed) not in done.stdout
+    text = (unnamed / "paths.html").read_text()
+    assert "<title>a.png through m.safetensors</title>" in text
+    assert "<h1><bdi>a.png through m.safetensors</bdi></h1>" in text
+    assert [text.count(path) for path in paths] == [1, 1]

@@ -74,6 +74,10 @@ def test_names_are_text(name):
 # ---- in the browser -------------------------------------------------------------------------
 
 
+def percent(value):
+    return f"{100 * float(value):.{1 if value < 0.0995 else 0}f} %"
+
+
 @needs_chromium
 def test_block_head_and_token_are_chosen_in_the_page(browser, tmp_path):
     model, pixels, text = build()
@@ -91,8 +95,14 @@ def test_block_head_and_token_are_chosen_in_the_page(browser, tmp_path):
         row = tape[f"blocks.{block}.attention.weights"][0, head, token]
         found = opened.evaluate("at => window.walk.attention(at)", dict(block=block, head=head, token=token))
         assert torch.allclose(torch.tensor(found), row, atol=1e-4)
-        best = int(row.argmax())
+        best = 1 + int(row[1:].argmax())
         named = "itself" if best == token else token_name(model.config, best)
+        before = "itself" if token == 0 else "the class token"
+        words = opened.inner_text("#words")
+        assert (
+            f"attends to {before} with {percent(row[0])} and to all patches with {percent(row[1:].sum())}. "
+            in words
+        )
         assert opened.inner_text("#top li >> nth=0").startswith(f"{named}: ")
         shown = opened.evaluate(
             "() => [...document.querySelectorAll('article')].filter(one => one.checkVisibility())"
@@ -128,6 +138,27 @@ def test_it_fits_a_phone(scheme, browser, tmp_path):
     opened.close()
 
 
+@needs_chromium
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(class_token=False, pool="mean"), r"attends to all patches with 100 %\."),
+        (
+            dict(registers=1),
+            r"attends to the class token with \S+ %, register 0 with \S+ % and to all patches",
+        ),
+        (dict(registers=6), r"attends to the 7 tokens before the patches with \S+ % and to all patches"),
+    ],
+)
+def test_the_tokens_before_the_patches_are_named(browser, tmp_path, fields, words):
+    (tmp_path / "walk.html").write_text(build(**fields)[2])
+    opened = browser.new_page()
+    opened.goto((tmp_path / "walk.html").as_uri())
+    opened.select_option("#choose-token", "9")
+    assert re.search(words, opened.inner_text("#words"))
+    opened.close()
+
+
 # ---- equations ------------------------------------------------------------------------------
 
 
@@ -155,6 +186,17 @@ def plain(equation):
 )
 def test_equations_become_mathml(equation, text):
     assert plain(equation) == text
+
+
+def test_an_exponent_stands_over_the_index():
+    x_p, z_L = (as_mathml(text) for text in ("x_p^1", "LN(z_L^0)"))
+    assert "<msubsup><mi>x</mi><mi>p</mi><mn>1</mn></msubsup>" in x_p
+    assert "<msubsup><mi>z</mi><mi>L</mi><mn>0</mn></msubsup>" in z_L
+    assert "<msup>" not in x_p + z_L
+
+
+def test_fonts_for_equations_are_named():
+    assert '"DejaVu Math TeX Gyre", math;' in build()[2]
 
 
 def test_names_in_text_become_mathml_and_the_rest_stays_text():

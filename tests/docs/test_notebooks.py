@@ -1,11 +1,15 @@
 """The notebooks run from top to bottom at small settings, and are shown with the outputs of a real run."""
 
+import inspect
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from vitrail.course import practice, practice_solutions
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
@@ -42,6 +46,20 @@ def test_every_notebook_is_listed_and_checked():
     page = (ROOT / "docs" / "notebooks.md").read_text()
     assert {path.stem for path in NOTEBOOKS} == set(PRINTS)
     assert all(f"(notebooks/{path.name})" in page for path in NOTEBOOKS)
+
+
+@pytest.mark.parametrize("name", practice.SOLUTIONS)
+def test_every_exercise_of_the_practice_has_a_function_to_write(name):
+    """A stub of one's own first, then the call that prints our solution."""
+    notebook = nbformat.read(ROOT / "docs" / "notebooks" / "002_practice.ipynb", as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    stub = re.search(
+        rf"^def {name}\((\w+)\): \.\.\.  # yours\n\n\n{name} = practice\.solution\(\"{name}\"\)$", text, re.M
+    )
+    assert stub
+    assert [stub[1]] == list(inspect.signature(getattr(practice_solutions, name)).parameters)
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert f"`{name}({stub[1]})`" in prose
 
 
 @pytest.mark.slow

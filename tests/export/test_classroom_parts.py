@@ -191,6 +191,34 @@ def test_filters_are_the_columns_of_e(sample, model):
     assert f"row {best // 7}, column {best % 7}" in words
 
 
+def test_the_page_says_whether_its_filters_have_structure(sample, opened):
+    words = sample.inner_text("#filters-look")
+    assert "have no structure that one could see: the correlation of neighboring pixels is −0.01" in words
+    assert "docs/inspect.md shows those of DeiT-Ti" in words
+    config = vt.ViTConfig(width=12, depth=1, heads=3, patch=4, size=12, channels=1, classes=5)
+    edges = add_noise(vt.ViT(config))
+    with torch.no_grad():
+        edges.tokens.proj.weight.copy_(torch.tensor([1.0, 1.0, -1.0, -1.0]).expand(12, 1, 4, 4))
+    words = opened(Bundle(model=edges)).inner_text("#filters-look")
+    assert "These filters have structure: the correlation of neighboring pixels is 0.67" in words
+    dot = vt.ViTConfig(width=12, depth=1, heads=3, patch=1, size=4, channels=1, classes=5)
+    page = opened(Bundle(model=add_noise(vt.ViT(dot))))
+    assert page.inner_text("#filters-look") == "A filter of one pixel has no shape."
+
+
+def test_indices_and_exponents_are_typeset(sample):
+    sample.evaluate("chooseBlock(1, 'norm1')")
+    assert sample.inner_text("#norm-where sub") == "1"
+    assert "a row of z1, 64 numbers" in sample.locator("#norm-where").text_content()
+    sample.evaluate("chooseBlock(1, 'norm2')")
+    assert "a row of z′2, 64 numbers" in sample.locator("#norm-where").text_content()
+    score = sample.inner_text("#weight-score")
+    assert sample.locator("#weight-softmax sup").all_inner_texts() == [score, "score"]
+    assert sample.locator("#flow sub").all_inner_texts() == ["pos"]
+    text = sample.inner_text("body")
+    assert not [one for one in ("z_", "z′_", "E_", "e^") if one in text]
+
+
 # ---- ways through the page ----------------------------------------------------------------------------
 
 

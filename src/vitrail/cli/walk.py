@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.models import load_model
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.overrides import Labels, Set, open_zero_shot, parse_settings
+from vitrail.cli.overrides import Set, parse_settings
 from vitrail.cli.walk_table import show_walk
 from vitrail.errors import InputError, printable
 
@@ -47,7 +48,14 @@ def walk(
         ),
     ] = None,
     settings: Set = None,
-    labels: Labels = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...|FILE",
+            help="The names of the classes, or a file with them: one on each line, or JSON with a list or "
+            "with names by index. For a model with a text tower: any classes (zero-shot).",
+        ),
+    ] = None,
 ) -> None:
     """Follow one image through a model, step by step: equation, shape, meaning, values, and the answer.
 
@@ -76,7 +84,8 @@ def walk(
     summary["token_name"] = steps.token_name(vit.config, token)
     answer = top_classes(stages, bundle.labels, bundle.scores.activation)
     summary["answer"] = [{"label": label, "probability": probability} for label, probability in answer]
-    show_walk(stages, summary, vit.config, Console(highlight=False))
+    titles = summary | {"model": _short_name(model), "image": printable(image.name)}
+    show_walk(stages, titles, vit.config, Console(highlight=False))
     if json_file is not None:
         write_text(json_file, as_json(stages, summary))
         print(f"Saved {printable(json_file)}")
@@ -85,7 +94,8 @@ def walk(
         from vitrail.course.walk.page import fits_one_page, walk_page
 
         blocks = range(vit.config.depth) if fits_one_page(vit.config) else [block]
-        write_text(html_file, walk_page(Recording(vit, pixels, blocks, activation), summary, answer))
+        titles["files"] = [printable(image), printable(model)]
+        write_text(html_file, walk_page(Recording(vit, pixels, blocks, activation), titles, answer))
         print(f"Saved {printable(html_file)}")
 
 
@@ -102,17 +112,21 @@ def _load_model(
     from vitrail.weights.preprocessing import override_preprocess
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
-        from vitrail.weights.load import load
-
         if seed is not None:
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
             )
-        bundle = open_zero_shot(name, labels, None, None, overrides, quiet=True) or load(name, **overrides)
+        bundle = load_model(name, overrides, quiet=False)
+        if labels is not None:
+            from vitrail.course.walk.labels import name_classes
+
+            bundle = name_classes(bundle, labels)
         _check_tokens(name, bundle.model.config)
-        return bundle, f"The weights of {printable(name)}."
+        return bundle, f"The weights of {_short_name(name)}."
     if labels is not None:
-        raise InputError(f"--labels is for a file with a text tower, and {name} is a model size; remove it.")
+        raise InputError(
+            f"--labels names the classes of a weight file, and {name} is a model size; remove it."
+        )
     preprocess_fields = overrides.pop("preprocess", None)
     if "checkpoint_key" in overrides:
         raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")
@@ -125,6 +139,12 @@ def _load_model(
     weights = f"Random weights (seed {seed}), not trained: the steps are real, the prediction means nothing."
     preprocess = override_preprocess(squash, preprocess_fields, config, [])
     return Bundle(model=ViT(config), preprocess=preprocess), weights
+
+
+def _short_name(model: str) -> str:
+    """The file name of a path to a model; other names as they are."""
+    is_path = not model.startswith("hf:") and (Path(model).exists() or Path(model).suffix in _WEIGHT_SUFFIXES)
+    return printable((is_path and Path(model).name) or model)
 
 
 def _check_tokens(name: str, config: ViTConfig) -> None:

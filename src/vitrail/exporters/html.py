@@ -23,6 +23,7 @@ from vitrail import __version__
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import InputError, MissingExtra, printable
 from vitrail.fields import short_repr
+from vitrail.inspect.filters import is_smooth, smoothness
 from vitrail.inspect.images import from_files
 from vitrail.inspect.rollout import pooled_tokens
 from vitrail.inspect.sample import sample_images
@@ -200,6 +201,7 @@ def _describe_model(bundle: Bundle) -> dict[str, Any]:
         "position": config.position,
         "reads": reads,
         "accuracy": _describe_accuracy(bundle),
+        "filters": _describe_filters(model),
         "labels": [printable(label, 60) for label in labels],
         "scores": bundle.scores.activation,
         "thresholds": bundle.scores.thresholds,
@@ -219,6 +221,26 @@ def _describe_accuracy(bundle: Bundle) -> str:
     return (
         f"Its card says that it predicts {100 * accuracy:.1f}% of the images held out from training "
         "correctly. The others it gets wrong, some with high confidence."
+    )
+
+
+def _describe_filters(model: ViT) -> str:
+    """Whether the filters of E have structure, by the correlation of neighboring pixels."""
+    height, width = model.config.patch_pixels
+    if height * width == 1:
+        return "A filter of one pixel has no shape."
+    weight = cast("Any", model.tokens.proj).weight.detach().cpu().float().numpy()
+    smooth = smoothness(weight.reshape(-1, height, width)) if weight.any() else 0.0
+    number = f"{smooth:.2f}".replace("-", "−")
+    measured = f"the correlation of neighboring pixels is {number} (1 in a constant filter, about 0 in noise)"
+    if is_smooth(smooth):
+        return (
+            f"These filters have structure: {measured}. An untrained model has noise here; edges, gradients "
+            "and colors were learned from the data."
+        )
+    return (
+        f"The filters of this model have no structure that one could see: {measured}. Larger models of "
+        "photographs have edges, gradients and colors here: docs/inspect.md shows those of DeiT-Ti."
     )
 
 

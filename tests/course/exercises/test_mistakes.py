@@ -3,7 +3,20 @@
 import pytest
 import torch
 
-from tests.support.mistakes import MISTAKES
+from tests.support.mistakes import (
+    FIRST,
+    FLAT,
+    GRID,
+    LAST_NORM,
+    LOGITS,
+    LOOP,
+    MISTAKES,
+    NORM1,
+    NORM2,
+    NORM_IN_LOOP,
+    SECOND,
+    TURNED,
+)
 from tests.support.students import EXERCISE, OTHER_SOLUTION, SOLUTION, run_student
 from vitrail.course.exercises.exercise import EXERCISES
 from vitrail.course.exercises.mark import check_exercise
@@ -58,11 +71,67 @@ def test_mistakes_differ_from_the_solution_and_from_each_other(exercise):
             assert distance(one, other) > 1e-5, (i, j, exercise.mistakes[i].explanation)
 
 
-def test_two_mistakes_at_once():
-    exercise = EXERCISE["layer_norm"]
-    mark = check_exercise(exercise, run_student((", correction=0", ""), (" * weight + bias", " * weight")))
-    assert mark.hint.startswith("Two mistakes. The variance is the unbiased one")
-    assert "And: The bias is missing." in mark.hint
+EPS = 'layer_norm(z, weights["norm.weight"], weights["norm.bias"]'
+TWO_MISTAKES = [
+    (
+        "layer_norm",
+        [(", correction=0", ""), (" * weight + bias", " * weight")],
+        ["The variance is the unbiased one", "The bias is missing."],
+    ),
+    (
+        "patches",
+        [(GRID, TURNED), (FLAT, "patch.permute(0, 2, 3, 1).reshape(B, -1)")],
+        ["The grid is read column by column.", "The channels come last in a flat patch."],
+    ),
+    (
+        "patches",
+        [(FLAT, "patch.mT.reshape(B, -1)"), ("torch.stack(cut, dim=1)", "torch.stack(cut, dim=2)")],
+        ["Each patch is transposed", "The last two dimensions are swapped."],
+    ),
+    (
+        "block",
+        [(FIRST, FIRST.replace(" + z\n", " + normed\n")), (SECOND, SECOND.removesuffix(" + z1"))],
+        ["The second residual is missing", "The first residual adds the normalized tokens, LN(z)."],
+    ),
+    (
+        "block",
+        [(FIRST, FIRST.replace(" + z\n", "\n")), (NORM2, NORM2.replace("norm2", "norm1"))],
+        ["The first residual is missing", "Both norms use the weights of norm1."],
+    ),
+    (
+        "block",
+        [
+            (NORM2, NORM2.replace('bias"])', 'bias"], 1e-5)')),
+            (NORM1, NORM1.replace('bias"])', 'bias"], 1e-5)')),
+            (SECOND, SECOND.replace("+ z1", "+ z")),
+        ],
+        ["The second residual adds z.", "eps of the norms is 1e-5"],
+    ),
+    (
+        "vit",
+        [(LOOP, NORM_IN_LOOP), (EPS, f"{EPS}, 1e-5")],
+        ["The last norm is applied after every block.", "eps of the last norm is 1e-5"],
+    ),
+    (
+        "vit",
+        [(LOOP, NORM_IN_LOOP), (LAST_NORM, "z[:, 0]"), (EPS, f"{EPS}, 1e-5")],
+        ["The last norm is applied after every block.", "eps of the last norm is 1e-5"],
+    ),
+    (
+        "vit",
+        [(LOGITS, f"F.log_softmax({LOGITS}, dim=-1)"), (" + E_pos", "")],
+        ["The position embeddings are missing.", "A log-softmax is applied to the logits."],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "beginnings"), TWO_MISTAKES)
+def test_two_mistakes_at_once(name, changes, beginnings):
+    mark = check_exercise(EXERCISE[name], run_student(*changes))
+    first, found, second = mark.hint.partition(" And: ")
+    assert (mark.verdict, bool(found)) == ("wrong", True), mark
+    assert first.startswith(f"Two mistakes. {beginnings[0]}"), mark.hint
+    assert second.startswith(beginnings[1]), mark.hint
 
 
 def test_a_random_result():

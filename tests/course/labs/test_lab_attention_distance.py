@@ -77,6 +77,12 @@ def test_verdict_for_every_outcome():
         "Not true: in this small ViT, attention distance grows"
         in verdict([(-slope, *local) for slope in up]).condition
     )
+    before = [(0.0, 0.8, 0.95, n / 200) for n in range(3)]
+    as_before = verdict([(slope, 0.8, 0.95, n / 200) for n, slope in enumerate((0.05, 0.052, 0.051))], before)
+    assert (
+        "Not clear: in the lowest layers some heads attend globally, others nearer" in as_before.condition
+    ), "untrained heads attend globally, too"
+    assert "global above 90%, but 94.5 % before training" in as_before.condition
     unclear = verdict([(slope, *local) for slope in (0.05, -0.05, 0.001)])
     assert "Not clear: in this small ViT, attention distance grows" in unclear.condition
     already = [(slope, 0.97, 0.98) for slope in (0.05, 0.0508, 0.0521)]

@@ -53,7 +53,7 @@ def result(tmp_path_factory):
 def test_small_run(result):
     scores = result.numbers["accuracy by training sentences"][4_000]
     assert list(scores) == list(VARIANTS)
-    assert result.n == SETTINGS["small"].seeds == len(scores["encoder"])
+    assert result.n + 1 == SETTINGS["small"].seeds == len(scores["encoder"])
     assert max(scores["no source"]) <= 0.02  # guessing one of a hundred thousand sentences
     assert result.number > 0.5
     assert "nan" not in result.sentence
@@ -64,7 +64,9 @@ def test_small_run(result):
 
 def test_verdict_for_every_outcome():
     def verdict(encoder, prefix, without=(0.0, 0.0, 0.0)):
-        arms = {"encoder": list(encoder), "prefix": list(prefix), "no source": list(without)}
+        """The first of four seeds chose the learning rate."""
+        scores = {"encoder": encoder, "prefix": prefix, "no source": without}
+        arms = {name: [0.5, *by_seed] for name, by_seed in scores.items()}
         return decide_verdict({"accuracy by training sentences": {"200": arms}, "held out": 500})
 
     good, worse, bad = [0.9, 0.91, 0.92], [0.7, 0.71, 0.72], [0.1, 0.2, 0.15]
@@ -83,13 +85,13 @@ def test_variants_at_the_ceiling_are_not_told_apart():
     arms = {"encoder": [1.0] * 3, "prefix": [1.0] * 3, "no source": [0.0] * 3}
     verdict = decide_verdict({"accuracy by training sentences": {"1000": arms}, "held out": 500})
     assert verdict.word == "partly"
-    assert "(100.0 [99.2, 100.0] %, threshold 80 %)" in verdict.condition
+    assert "(100.0 [99.2, 100.0] %, n = 2, threshold 80 %)" in verdict.condition
     assert (
         "Not true: a decoder alone, with the source as a prefix, does not translate (100.0 ["
         in verdict.condition
     )
-    assert "with 1,000 sentences (+0.0 [-0.6, +0.6] points: both are above 99%)" in verdict.condition
-    assert "(0.0 [0.0, 0.8] %, threshold 5 %)" in verdict.condition
+    assert "with 1,000 sentences (+0.0 [-0.6, +0.6] points, n = 2: both are above 99%)" in verdict.condition
+    assert "(0.0 [0.0, 0.8] %, n = 2, threshold 5 %)" in verdict.condition
 
 
 # ---- grammar --------------------------------------------------------------------------------

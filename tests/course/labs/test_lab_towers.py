@@ -80,7 +80,10 @@ def test_verdict_for_every_outcome():
     )
     by_heart = verdict(unseen=0.01, letters=0.05)
     assert by_heart.word == "partly"
-    assert "Not true: images of unseen combinations" in by_heart.condition
+    assert "Not true: images of unseen combinations retrieve theirs (1.0 [" in by_heart.condition
+    half = verdict(unseen=0.5)
+    assert half.word == "partly", "better than random letters is not enough"
+    assert "Not clear: images of unseen combinations retrieve theirs (50.0 [" in half.condition
     assert verdict(seen=0.3, unseen=0.01, letters=0.05).word == "does not hold"
 
 

@@ -11,6 +11,9 @@ from vitrail.course.labs.verdict import (
     TOO_SMALL,
     Statement,
     Verdict,
+    arm_reaches,
+    compare_arms,
+    confirming,
     decide,
     equal_within,
     fact,
@@ -46,7 +49,9 @@ def difference(low, high):
         ([FALSE], "does not hold"),
         ([FALSE, FALSE], "does not hold"),
         ([UNCLEAR], "not clear here"),
-        ([FALSE, UNCLEAR], "not clear here"),
+        ([UNCLEAR, UNCLEAR], "not clear here"),
+        ([FALSE, UNCLEAR], "does not hold"),
+        ([TRUE, FALSE, UNCLEAR], "partly"),
     ],
 )
 def test_words(statements, word):
@@ -60,7 +65,7 @@ def test_texts_are_grouped():
         "partly: True: A (A); D, if it rains (0). Not true: B (B). Not clear: C (C)"
     )
     assert decide([UNCLEAR]) == Verdict("not clear here", "C (C)")
-    assert str(decide([UNCLEAR, FALSE])) == "not clear here: Not true: B (B). Not clear: C (C)"
+    assert str(decide([UNCLEAR, FALSE])) == "does not hold: Not true: B (B). Not clear: C (C)"
     assert str(fact("D", False, "0", "it rains")) == "D (0)", "a condition does not save what is not true"
 
 
@@ -78,8 +83,9 @@ def test_an_interval_that_contains_the_threshold_decides_nothing():
 
 def test_thresholds_are_printed():
     assert reaches("x", 0.897, (0.855, 0.938), 0.9).evidence == "89.7 [85.5, 93.8] %, threshold 90 %"
-    assert gain("x", difference(0.1, 0.3)).evidence == "+20.0 [+10.0, +30.0] points"
-    assert gain("x", difference(0.1, 0.3), 0.05).evidence.endswith("points, threshold 5")
+    assert reaches("x", 0.5, None, 0.9, n=3).evidence == "50.0 %, n = 3, threshold 90 %"
+    assert gain("x", difference(0.1, 0.3)).evidence == "+20.0 [+10.0, +30.0] points, n = 3"
+    assert gain("x", difference(0.1, 0.3), 0.05).evidence.endswith("points, n = 3, threshold 5")
     assert equal_within("x", difference(-0.1, 0.3), 0.01).evidence.endswith("equal from -1 to 1")
     assert format_interval(1.5, None) == "1.5"
 
@@ -92,6 +98,36 @@ def test_equality_needs_the_whole_interval_inside_the_margin():
     assert equal_within("x", difference(0.26, 0.28), 0.02, expected=0.27).true
     assert equal_within("x", difference(0.2, 0.22), 0.02, expected=0.27).true is False
     assert equal_within("x", Difference(0.0, None, 1), 0.01).true is None
+
+
+def test_the_seed_that_chose_a_learning_rate_is_not_counted():
+    """Its score is the best of several learning rates on the same images."""
+    lucky, other = [0.99, 0.8, 0.82], [0.5, 0.7, 0.71]
+    assert confirming(lucky) == [0.8, 0.82]
+    assert compare_arms(lucky, other, 360) == Difference.of([0.8, 0.82], [0.7, 0.71], 360)
+    found = arm_reaches("x", lucky, 10_000, 0.9)
+    assert found.evidence.startswith("81.0 [")
+    assert ", n = 2, threshold 90 %" in found.evidence
+
+
+@pytest.mark.parametrize("name", ["blocks", "gelu-relu", "norms", "pool", "positions", "translation"])
+def test_saved_headlines_do_not_count_it(name):
+    [result] = [one for one in load_results() if one["name"] == name]
+    numbers = result["numbers"]
+    by_fraction = numbers.get("accuracy by fraction", {})
+    arms = by_fraction.get("0.01") or numbers.get("accuracy") or numbers.get("arms")
+    first, second = {
+        "blocks": ("16 x 32", "1 x 32"),
+        "gelu-relu": ("GELU", "ReLU"),
+        "norms": ("pre-norm", "no residual"),
+        "pool": ("mean pooling", "class token"),
+        "positions": ("learned", "none"),
+        "translation": ("CNN", "ViT"),
+    }[name]
+    found = compare_arms(arms[first]["scores"], arms[second]["scores"], numbers["held out"])
+    assert result["n"] == found.n == len(arms[first]["scores"]) - 1
+    assert result["number"] == pytest.approx(100 * found.mean)
+    assert result["interval"] == pytest.approx([100 * bound for bound in found.interval])
 
 
 def test_small_runs_give_no_verdict(tmp_path):

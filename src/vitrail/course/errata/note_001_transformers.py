@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,10 +15,8 @@ from torch import Tensor, nn
 from vitrail.config import ViTConfig
 from vitrail.course.errata.erratum import Evidence, erratum, max_difference, normal, outcome, tiny
 from vitrail.model.attention import Attention
+from vitrail.telemetry import disable_telemetry
 from vitrail.weights.families.hf import VIT_NAMES
-
-# Measured with transformers 5, which Vitrail does not need; a test measures it with the installed version.
-HEAD_MASK_DIFFERENCE = 0.0
 
 
 @erratum(
@@ -28,13 +32,73 @@ HEAD_MASK_DIFFERENCE = 0.0
     "and ignored. Files on the hub keep the old names.",
 )
 def renamed_in_transformers_5() -> Evidence:
-    renamed = {old.strip("."): new.strip(".") for new, old in VIT_NAMES.items()}
-    layer_output = normal(8, 5, 12)  # what a layer returns now, for 8 images
+    """Measured with the installed library, on a model of two layers with random weights."""
+    try:
+        version = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return {"transformers": "not installed, so nothing is measured here"}
+    model, images = _tiny_transformers_model(), normal(8, 3, 16, 16)
+    old, new = ([name.strip(".") for name in side] for side in (VIT_NAMES.values(), VIT_NAMES))
+    layer, z = model.vit.layers[0], model.vit.embeddings(images)
+    logits = model(images).logits
+    masked = model(images, head_mask=torch.zeros(2, 2)).logits
+    for one in model.vit.layers:  # what a mask of zeros should do
+        one.attention.o_proj.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]),))
     return {
-        **renamed,
-        "output[0] of 8 images": tuple(layer_output[0].shape),
-        "difference of the logits with all heads masked": HEAD_MASK_DIFFERENCE,
+        "transformers": version,
+        **_compare_names(model, "model", ["vit.encoder.layer"], ["vit.layers"]),
+        **_compare_names(layer, "layer", old, new),
+        "a layer called as in the article": outcome(lambda: layer(z, None, False)),
+        "shape of layer(z)[0] for 8 images of 5 tokens": tuple(layer(z)[0].shape),
+        "difference of the logits with head_mask = 0 for all heads": max_difference(masked, logits),
+        "with all heads set to 0 by a hook": max_difference(model(images).logits, logits),
     }
+
+
+def _compare_names(module: nn.Module, what: str, old: list[str], new: list[str]) -> Evidence:
+    """Which names of the article a module does not have, and which names of today it has."""
+    return {
+        f"names that a {what} does not have": ", ".join(name for name in old if not _has(module, name)),
+        f"names that a {what} has": ", ".join(name for name in new if _has(module, name)),
+    }
+
+
+def _tiny_transformers_model() -> Any:
+    disable_telemetry()
+    with _without_broken_torchvision():
+        from transformers import ViTConfig as TheirConfig
+        from transformers import ViTForImageClassification
+
+    config = TheirConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, initializer_range=0.5,
+    )  # fmt: skip
+    return ViTForImageClassification(config).double().eval().requires_grad_(False)
+
+
+@contextmanager
+def _without_broken_torchvision() -> Iterator[None]:
+    """Hide a torchvision that does not fit this torch: transformers would fail to import its ViT."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        yield
+    except RuntimeError:  # its compiled operators are missing
+        sys.modules["torchvision"] = None  # type: ignore[assignment]  # as if it were not installed
+        try:
+            yield
+        finally:
+            del sys.modules["torchvision"]
+    else:
+        yield
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 @erratum(

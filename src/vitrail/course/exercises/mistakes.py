@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,41 +28,50 @@ class CommonMistake(NamedTuple):
 # ---- patches --------------------------------------------------------------------------------
 
 
-def patches(images: Tensor, P: int, order: tuple[int, ...] = (2, 4, 1, 3, 5)) -> Tensor:
-    """`order` permutes channels (1), grid rows (2) and columns (4), patch rows (3) and columns (5)."""
+def patches(
+    images: Tensor,
+    P: int,
+    *,
+    by_columns: bool = False,
+    transposed: bool = False,
+    channels: Literal["first", "last", "in front"] = "first",
+    values_first: bool = False,
+) -> Tensor:
+    """`channels`: their place in a flat patch, or in front of the grid."""
     B, C, H, W = images.shape
-    return images.reshape(B, C, H // P, P, W // P, P).permute(0, *order).reshape(B, -1, C * P * P)
+    grid = [4, 2] if by_columns else [2, 4]  # the dimensions of the rows and the columns of the grid
+    pixels = [5, 3] if transposed else [3, 5]  # and of a patch; 1 is that of the channels
+    order = {"first": [*grid, 1, *pixels], "last": [*grid, *pixels, 1], "in front": [1, *grid, *pixels]}
+    split = images.reshape(B, C, H // P, P, W // P, P).permute(0, *order[channels])
+    flat = split.reshape(B, -1, C * P * P)
+    return flat.transpose(1, 2) if values_first else flat
 
 
 def reshape_only(images: Tensor, P: int) -> Tensor:
     return images.reshape(len(images), -1, images.shape[1] * P * P)
 
 
-def patches_last(images: Tensor, P: int) -> Tensor:
-    return patches(images, P).transpose(1, 2)
-
-
 PATCHES = [
     CommonMistake(
         "The grid is read column by column. Patch 1 lies to the right of patch 0, not below it.",
-        partial(patches, order=(4, 2, 1, 3, 5)),
+        partial(patches, by_columns=True),
     ),
     CommonMistake(
         "The channels come last in a flat patch. All of the first channel comes first, then the second.",
-        partial(patches, order=(2, 4, 3, 5, 1)),
+        partial(patches, channels="last"),
     ),
     CommonMistake(
         "The channels stay in front of the grid, so a flat patch has values of other patches. Move them "
         "behind it: (B, h, w, C, P, P).",
-        partial(patches, order=(1, 2, 4, 3, 5)),
+        partial(patches, channels="in front"),
     ),
     CommonMistake(
         "Each patch is transposed: its pixels are read column by column. Read them row by row.",
-        partial(patches, order=(2, 4, 1, 5, 3)),
+        partial(patches, transposed=True),
     ),
     CommonMistake(
         "Rows and columns are swapped, in the grid and in each patch. H comes before W.",
-        partial(patches, order=(4, 2, 1, 5, 3)),
+        partial(patches, by_columns=True, transposed=True),
     ),
     CommonMistake(
         "A single reshape takes pixels in memory order, not patch by patch. Split H and W, permute, then "
@@ -70,7 +79,8 @@ PATCHES = [
         reshape_only,
     ),
     CommonMistake(
-        "The last two dimensions are swapped. Patches come first, then their values.", patches_last
+        "The last two dimensions are swapped. Patches come first, then their values.",
+        partial(patches, values_first=True),
     ),
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -137,112 +137,79 @@ MULTI_HEAD_ATTENTION = [
 
 # ---- block ----------------------------------------------------------------------------------
 
-Part = Callable[[Tensor], Tensor]
-Wiring = Callable[[Tensor, Part, Part, Part, Part], Tensor]
 
+def block(
+    z: Tensor,
+    weights: Weights,
+    heads: int,
+    *,
+    norms: Literal["before", "after", "on branches"] = "before",
+    norm1: Literal["norm1", "none"] = "norm1",
+    norm2: Literal["norm2", "norm1", "none"] = "norm2",
+    residual1: Literal["z", "normed", "none"] = "z",
+    residual2: Literal["sum", "normed", "z", "none"] = "sum",
+    mlp_input: Literal["sum", "z"] = "sum",
+    eps: float = 1e-6,
+) -> Tensor:
+    """`norms`: before attention and MLP, after the sum, or after attention and MLP, before the sum."""
 
-def build_block(wiring: Wiring, second: str = "norm2", eps: float = 1e-6) -> Callable[..., Tensor]:
-    """A block that combines its parts by wiring(z, norm1, attention, norm2, mlp)."""
+    def norm(where: str, name: str, x: Tensor) -> Tensor:
+        """The norm of that name, if it belongs here."""
+        if norms != where or name == "none":
+            return x
+        return reference.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
 
-    def block(z: Tensor, weights: Weights, heads: int) -> Tensor:
-        def norm(name: str) -> Part:
-            return lambda x: reference.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
-
-        def attend(x: Tensor) -> Tensor:
-            return reference.multi_head_attention(x, inside(weights, "attention"), heads)
-
-        return wiring(
-            z, norm("norm1"), attend, norm(second), lambda x: reference.mlp(x, inside(weights, "mlp"))
-        )
-
-    return block
-
-
-def add_residual(z: Tensor, part: Part) -> Tensor:
-    return z + part(z)
-
-
-def mlp_with_residual(z: Tensor, norm: Part, mlp: Part) -> Tensor:
-    """Eq. 3."""
-    return z + mlp(norm(z))
-
-
-def pre_norm(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    z = z + a(n1(z))
-    return z + m(n2(z))
-
-
-def post_norm(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    z = n1(z + a(z))
-    return n2(z + m(z))
-
-
-def norm_on_branches(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    z = z + n1(a(z))
-    return z + n2(m(z))
-
-
-def no_second_residual(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    return m(n2(z + a(n1(z))))
-
-
-def second_residual_from_normed(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    return add_residual(n2(z + a(n1(z))), m)
-
-
-def second_residual_from_input(z: Tensor, n1: Part, a: Part, n2: Part, m: Part) -> Tensor:
-    return z + m(n2(z + a(n1(z))))
+    nothing = torch.zeros_like(z)
+    normed = norm("before", norm1, z)
+    attended = reference.multi_head_attention(normed, inside(weights, "attention"), heads)
+    added = {"z": z, "normed": normed, "none": nothing}[residual1]
+    middle = norm("after", norm1, norm("on branches", norm1, attended) + added)
+    normed = norm("before", norm2, middle if mlp_input == "sum" else z)
+    changed = reference.mlp(normed, inside(weights, "mlp"))
+    added = {"sum": middle, "normed": normed, "z": z, "none": nothing}[residual2]
+    return norm("after", norm2, norm("on branches", norm2, changed) + added)
 
 
 BLOCK = [
+    CommonMistake("The first residual is missing: z' = MSA(LN(z)) + z.", partial(block, residual1="none")),
     CommonMistake(
-        "The first residual is missing: z' = MSA(LN(z)) + z.",
-        build_block(lambda z, n1, a, n2, m: mlp_with_residual(a(n1(z)), n2, m)),
+        "The second residual is missing: out = MLP(LN(z')) + z'.", partial(block, residual2="none")
     ),
-    CommonMistake("The second residual is missing: out = MLP(LN(z')) + z'.", build_block(no_second_residual)),
-    CommonMistake("Both residuals are missing.", build_block(lambda z, n1, a, n2, m: m(n2(a(n1(z)))))),
+    CommonMistake("Both residuals are missing.", partial(block, residual1="none", residual2="none")),
     CommonMistake(
         "The first residual adds the normalized tokens, LN(z). Add z from before the norm. (Article 001 of "
         "the lecture notes has this mistake.)",
-        build_block(lambda z, n1, a, n2, m: mlp_with_residual(add_residual(n1(z), a), n2, m)),
+        partial(block, residual1="normed"),
     ),
     CommonMistake(
         "The second residual adds the normalized tokens, LN(z'). Add z' from before the norm.",
-        build_block(second_residual_from_normed),
+        partial(block, residual2="normed"),
     ),
     CommonMistake(
         "Both residuals add the normalized tokens. Add the tokens from before each norm.",
-        build_block(lambda z, n1, a, n2, m: add_residual(n2(add_residual(n1(z), a)), m)),
+        partial(block, residual1="normed", residual2="normed"),
     ),
-    CommonMistake(
-        "The second residual adds z. Add z', the first sum.", build_block(second_residual_from_input)
-    ),
+    CommonMistake("The second residual adds z. Add z', the first sum.", partial(block, residual2="z")),
     CommonMistake(
         "This is post-norm, LN(MSA(z) + z), as in Vaswani et al. ViT is pre-norm: the norm comes before "
         "attention and before the MLP, inside the residual.",
-        build_block(post_norm),
+        partial(block, norms="after"),
     ),
     CommonMistake(
         "The norms come after attention and MLP, before the sum. ViT is pre-norm: the norms come before "
         "attention and MLP.",
-        build_block(norm_on_branches),
+        partial(block, norms="on branches"),
     ),
     CommonMistake(
         "Attention and MLP both get the input of the block. The MLP must get the first sum, z'.",
-        build_block(lambda z, n1, a, n2, m: z + a(n1(z)) + m(n2(z))),
+        partial(block, mlp_input="z"),
     ),
+    CommonMistake("The first norm is missing.", partial(block, norm1="none")),
+    CommonMistake("The second norm is missing.", partial(block, norm2="none")),
     CommonMistake(
-        "The first norm is missing.",
-        build_block(lambda z, n1, a, n2, m: mlp_with_residual(add_residual(z, a), n2, m)),
+        "Both norms use the weights of norm1. The second has its own, norm2.", partial(block, norm2="norm1")
     ),
-    CommonMistake(
-        "The second norm is missing.", build_block(lambda z, n1, a, n2, m: add_residual(z + a(n1(z)), m))
-    ),
-    CommonMistake(
-        "Both norms use the weights of norm1. The second has its own, norm2.",
-        build_block(pre_norm, second="norm1"),
-    ),
-    CommonMistake("eps of the norms is 1e-5, torch's default. Use 1e-6.", build_block(pre_norm, eps=1e-5)),
+    CommonMistake("eps of the norms is 1e-5, torch's default. Use 1e-6.", partial(block, eps=1e-5)),
 ]
 
 
@@ -280,6 +247,7 @@ def vit(
     number: Callable[[int], int] = lambda index: index,
     norm: Callable[..., Tensor] = reference.layer_norm,
     norm_in_loop: bool = False,
+    eps: float = 1e-6,
     pool: Callable[[Tensor], Tensor] = lambda z: z[:, 0],
     biased: bool = True,
     matrix: Callable[[Tensor], Tensor] = lambda kernel: kernel.flatten(1).T,
@@ -290,16 +258,17 @@ def vit(
     for index in blocks(config.depth):
         z = reference.block(z, inside(weights, f"blocks.{number(index)}"), config.heads)
         if norm_in_loop:
-            z = reference.layer_norm(z, weights["norm.weight"], weights["norm.bias"])
-    y = pool(norm(z, weights["norm.weight"], weights["norm.bias"]))
+            z = reference.layer_norm(z, weights["norm.weight"], weights["norm.bias"], eps)
+    y = pool(norm(z, weights["norm.weight"], weights["norm.bias"], eps))
     return output(F.linear(y, weights["head.weight"], weights["head.bias"]))
 
 
-def norm_of_mean(images: Tensor, weights: Weights, config: Any, first: int) -> Tensor:
-    def norm(z: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return reference.layer_norm(z[:, first:].mean(dim=1, keepdim=True), weight, bias)
+def no_norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return z
 
-    return vit(images, weights, config, norm=norm)
+
+def norm_of_mean(z: Tensor, weight: Tensor, bias: Tensor, eps: float, first: int) -> Tensor:
+    return reference.layer_norm(z[:, first:].mean(dim=1, keepdim=True), weight, bias, eps)
 
 
 NORM_IN_LOOP = "The last norm is applied after every block. It comes once, after the last block."
@@ -335,18 +304,32 @@ VIT = [
         "A softmax is applied to the logits. Return them as they are; the loss applies it.",
         partial(vit, output=lambda logits: logits.softmax(dim=-1)),
     ),
+    CommonMistake(
+        "A log-softmax is applied to the logits. Return them as they are; the loss applies it.",
+        partial(vit, output=lambda logits: logits.log_softmax(dim=-1)),
+    ),
+    CommonMistake(
+        "A sigmoid is applied to the logits. Return them as they are; it would be for multi-label "
+        "data, and the loss applies it.",
+        partial(vit, output=lambda logits: logits.sigmoid()),
+    ),
+    CommonMistake(
+        "A softmax over dimension 0, the images of the batch, is applied to the logits. Return them as they "
+        "are; the loss applies a softmax, over the classes.",
+        partial(vit, output=lambda logits: logits.softmax(dim=0)),
+    ),
     CommonMistake("The bias of the patch projection is missing.", partial(vit, biased=False)),
-    CommonMistake("The last norm is missing.", partial(vit, norm=lambda z, weight, bias: z)),
-    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True, norm=lambda z, weight, bias: z)),
+    CommonMistake("The last norm is missing.", partial(vit, norm=no_norm)),
+    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True, norm=no_norm)),
     CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True)),
     CommonMistake(
         "eps of the last norm is 1e-5, torch's default. Use 1e-6.",
-        partial(vit, norm=partial(reference.layer_norm, eps=1e-5)),
+        partial(vit, eps=1e-5),
     ),
     CommonMistake(MEAN_OF_ALL, partial(vit, pool=lambda z: z.mean(dim=1))),
-    CommonMistake(MEAN_OF_ALL, partial(norm_of_mean, first=0)),
+    CommonMistake(MEAN_OF_ALL, partial(vit, norm=partial(norm_of_mean, first=0))),
     CommonMistake(MEAN_OF_PATCHES, partial(vit, pool=lambda z: z[:, 1:].mean(dim=1))),
-    CommonMistake(MEAN_OF_PATCHES, partial(norm_of_mean, first=1)),
+    CommonMistake(MEAN_OF_PATCHES, partial(vit, norm=partial(norm_of_mean, first=1))),
     CommonMistake(
         "The head reads the last token. The class token is the first.",
         partial(vit, pool=lambda z: z[:, -1]),

@@ -93,7 +93,11 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Training must make distance grow with depth, and the lowest layers must have local and global heads."""
+    """Training must make distance grow with depth, and the lowest layers must have local and global heads.
+
+    Untrained heads attend almost uniformly, and so globally: that alone says nothing. Training must also set
+    the nearest and the farthest head of the lowest layers further apart.
+    """
     trained, untrained = (
         [np.array(one) for one in numbers[key]]
         for key in ("fraction of the uniform distance, by seed, layer and head", "before training")
@@ -103,6 +107,13 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     few = lowest_layers(len(trained[0]))
     nearest, farthest = ([float(pick(one[:few])) for one in trained] for pick in (np.min, np.max))
     local = is_above(confidence_interval(nearest), LOCAL)
+    spread = [
+        100 * float(np.ptp(after[:few]) - np.ptp(before[:few]))
+        for after, before in zip(trained, untrained, strict=True)
+    ]
+    answers = is_above(confidence_interval(farthest), GLOBAL), is_above(confidence_interval(spread), 0)
+    apart = False if False in answers else None if None in answers else True
+    untrained_farthest = [float(np.max(one[:few])) for one in untrained]
     return decide(
         [
             Statement(
@@ -117,12 +128,19 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 f"the nearest head: {_format_distance(nearest)}, local below {LOCAL:.0%}",
             ),
             Statement(
-                "in its lowest layers some heads attend globally",
-                is_above(confidence_interval(farthest), GLOBAL),
-                f"the farthest head: {_format_distance(farthest)}, global above {GLOBAL:.0%}; mean over all "
-                f"heads and layers {np.mean(trained):.0%}, before training {np.mean(untrained):.0%}",
+                "in the lowest layers some heads attend globally, others nearer, more than before training",
+                apart,
+                f"the farthest head: {_format_distance(farthest)}, global above {GLOBAL:.0%}, but "
+                f"{100 * fmean(untrained_farthest):.1f} % before training; from the nearest to the farthest "
+                f"head, minus that before training: {_format_change(spread)}",
             ),
         ]
+    )
+
+
+def _format_change(percent: Sequence[float]) -> str:
+    return (
+        f"{format_interval(fmean(percent), confidence_interval(percent), '+.1f')} % of the uniform distance"
     )
 
 

@@ -106,7 +106,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     return LabResult(
         number=fmean(after),
         unit="of the attention is on true neighbors after training Q, K, V and p "
-        f"({numbers['before'][CONTENT]:.3f} before)",
+        f"({numbers['before'][CONTENT]:.3f} before, by random Q and K)",
         n=seeds,
         sentence=summarize(numbers, side),
         figure=draw({arm: runs[0] for arm, runs in layers.items()}, side),
@@ -172,14 +172,15 @@ def summarize(numbers: Mapping[str, Any], side: int) -> str:
     edge = {arm: fmean(numbers["error"][arm]) for arm in (EDGE_ONE, EDGE_MANY)}
     return (
         f"On a grid of {side} x {side} patches with a 3 x 3 kernel, neighbors get "
-        f"{numbers['before'][POSITIONS]:.1%} of the attention before training. If the kernel is a mean, they "
-        f"get after it: {arms}. The gradient of p is about {side**2} times smaller than that of the values, "
-        "because softmax divides it among all patches; so with one learning rate SGD hardly moves it, a rate "
-        f"{position_factor(side):g} times higher for p makes up for it, and Adam needs none. Where Q and K "
-        f"are trained, Q K^T shrinks to {fmean(numbers['Q K^T after over before']):.1%} of its norm: the "
-        "layer learns that content does not matter. With an edge kernel, whose weights have both signs, one "
-        f"head leaves an error of {edge[EDGE_ONE]:.2f}, because attention weights cannot be negative, and "
-        f"four heads {edge[EDGE_MANY]:.3f}."
+        f"{numbers['before'][POSITIONS]:.1%} of the attention before training, when it is uniform, and "
+        f"{numbers['before'][CONTENT]:.1%} where Q and K are random and not zero. If the kernel is a mean, "
+        f"they get after it: {arms}. The gradient of p is about {side**2} times smaller than that of the "
+        "values, because softmax divides it among all patches; so with one learning rate SGD hardly moves "
+        f"it, a rate {position_factor(side):g} times higher for p makes up for it, and Adam needs none. "
+        f"Where Q and K are trained, Q K^T shrinks to {fmean(numbers['Q K^T after over before']):.1%} of its "
+        "norm: the layer learns that content does not matter. With an edge kernel, whose weights have both "
+        f"signs, one head leaves an error of {edge[EDGE_ONE]:.2f}, because attention weights cannot be "
+        f"negative, and four heads {edge[EDGE_MANY]:.3f}."
     )
 
 

@@ -27,9 +27,17 @@ from vitrail.course.labs.grammar import (
 )
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.training_loop import train_model
-from vitrail.course.labs.verdict import Statement, Verdict, decide, gain, reaches
+from vitrail.course.labs.verdict import (
+    Statement,
+    Verdict,
+    arm_reaches,
+    compare_arms,
+    confirming,
+    decide,
+    gain,
+)
 from vitrail.experiment.interval import fraction_interval
-from vitrail.experiment.study import Difference, edge_note
+from vitrail.experiment.study import edge_note
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import Decoder, DecoderConfig, ViT, generate, record
@@ -158,15 +166,16 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     model.eval()
     aligned = find_aligned_head(model, corpus)
     scores = {count: {name: one.scores for name, one in arms.items()} for count, arms in trained.items()}
-    means = {variant: fmean(values) for variant, values in scores[settings.train[-1]].items()}
+    counted = {variant: confirming(values) for variant, values in scores[settings.train[-1]].items()}
+    means = {variant: fmean(values) for variant, values in counted.items()}
     return LabResult(
         number=means["encoder"],
         unit=f"of the held-out sentences translated correctly with {settings.train[-1]:,} for training "
         f"(source as prefix {means['prefix']:.3f}, no source {means['no source']:.3f})",
-        n=settings.seeds,
+        n=len(counted["encoder"]),
         sentence=summarize(scores, settings, aligned, len(corpus.vocabulary)),
         figure=draw(scores, model, corpus, aligned),
-        interval=fraction_interval(scores[settings.train[-1]]["encoder"], settings.held_out),
+        interval=fraction_interval(counted["encoder"], settings.held_out),
         numbers={
             "accuracy by training sentences": scores,
             "lrs": {count: {name: one.lr for name, one in arms.items()} for count, arms in trained.items()},
@@ -195,10 +204,10 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     most = list(by_count)[-1]
     encoder, prefix, without = (by_count[most][name] for name in VARIANTS)
     statements = [
-        reaches(
+        arm_reaches(
             f"encoder and decoder translate, with {int(most):,} sentences for training",
-            fmean(encoder),
-            fraction_interval(encoder, sentences),
+            encoder,
+            sentences,
             _MIN_ACCURACY,
         ),
         _does_not("a decoder without the source does not", without, sentences, _MAX_WITHOUT_SOURCE),
@@ -210,7 +219,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
 
 def _does_not(text: str, scores: Sequence[float], sentences: int, threshold: float) -> Statement:
     """The statement that a variant translates fewer sentences than the threshold."""
-    found = reaches(text, fmean(scores), fraction_interval(scores, sentences), threshold)
+    found = arm_reaches(text, scores, sentences, threshold)
     return replace(found, true=None if found.true is None else not found.true)
 
 
@@ -218,8 +227,7 @@ def _needs_encoder(count: str, scores: Mapping[str, list[float]], sentences: int
     """The statement that an encoder is better than the source as a prefix of the decoder's sequence."""
     text = "an encoder is better than a decoder alone with the source as a prefix, "
     text += f"with {int(count):,} sentences"
-    difference = Difference.of(scores["encoder"], scores["prefix"], sentences)
-    statement = gain(text, difference)
+    statement = gain(text, compare_arms(scores["encoder"], scores["prefix"], sentences))
     if min(fmean(scores["encoder"]), fmean(scores["prefix"])) > _CEILING:
         return Statement(text, None, f"{statement.evidence}: both are above {_CEILING:.0%}")
     return statement

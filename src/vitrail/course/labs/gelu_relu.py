@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from vitrail.course.labs.training_loop import train_model
 from vitrail.course.labs.verdict import (
     Statement,
     Verdict,
+    compare_arms,
+    confirming,
     decide,
     format_interval,
     format_points,
@@ -25,7 +27,7 @@ from vitrail.course.labs.verdict import (
     is_above,
 )
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, draw_arm, edge_note, study
+from vitrail.experiment.study import draw_arm, edge_note, study
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from vitrail.experiment.study import Study
 
-    _Sweeps = dict[str, dict[float, float]]  # by activation, the geometric mean of the error at each rate
+    _Sweeps = dict[str, dict[float, float]]  # by activation, the error of the first seed at each rate
 
 NAME = "gelu-relu"
 TITLE = "GELU trains better than ReLU"
@@ -80,7 +82,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             **plain_settings(images, epochs, **model),
         )
     fits, fit_sweeps = _fit_functions(size)
-    difference = result.compare(GELU, RELU)
+    difference = compare_arms(result.arms[GELU].scores, result.arms[RELU].scores, len(images.eval_split))
     return LabResult(
         number=100 * difference.mean,
         unit="percentage points of accuracy, a ViT with GELU minus one with ReLU",
@@ -111,13 +113,13 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """GELU must give a better ViT, and fit functions better."""
     accuracy = numbers["accuracy"]
-    difference = Difference.of(accuracy[GELU]["scores"], accuracy[RELU]["scores"], numbers["held out"])
+    difference = compare_arms(accuracy[GELU]["scores"], accuracy[RELU]["scores"], numbers["held out"])
     statements = [gain("a ViT with GELU is more accurate than one with ReLU", difference)]
     for target, errors in numbers["error of the fitted function"].items():
         logs = log_ratios(errors)
         bounds = confidence_interval(logs)
         ratio = format_interval(fmean(logs), bounds, "+.2f")
-        evidence = f"log10 of the error with ReLU over that with GELU: {ratio}"
+        evidence = f"log10 of the error with ReLU over that with GELU: {ratio}, n = {len(logs)}"
         text = (
             f"an MLP of {_HIDDEN} units with GELU, after {_STEPS:,} steps from torch's initialization, "
             f"fits a function of {target} with less error"
@@ -127,8 +129,9 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
 
 
 def log_ratios(errors: Mapping[str, list[float]]) -> list[float]:
-    """log10 of the error with ReLU over that with GELU, by seed."""
-    return [math.log10(relu / gelu) for gelu, relu in zip(errors[GELU], errors[RELU], strict=True)]
+    """log10 of the error with ReLU over that with GELU, by seed, without the one that chose the rates."""
+    gelu, relu = confirming(errors[GELU]), confirming(errors[RELU])
+    return [math.log10(b / a) for a, b in zip(gelu, relu, strict=True)]
 
 
 # ---- fitting a function ---------------------------------------------------------------------
@@ -137,19 +140,20 @@ def log_ratios(errors: Mapping[str, list[float]]) -> list[float]:
 def _fit_functions(size: LabSize) -> tuple[dict[str, dict[str, list[float]]], dict[str, _Sweeps]]:
     """For each target and activation, the error of every seed at the best learning rate, and the sweep."""
     full = size == "full"
-    lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1], 6, _STEPS) if full else ([1e-2], 2, 20)
+    lrs, seeds, steps = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1], 7, _STEPS) if full else ([1e-2], 3, 20)
     fits: dict[str, dict[str, list[float]]] = {}
     sweeps: dict[str, _Sweeps] = {}
     with ProcessPool(process_count(size)) as pool:
         for target in TARGETS:
-            tasks = [(target, name, lr, seed, steps) for name in ARMS for lr in lrs for seed in range(seeds)]
-            error_of = dict(zip(tasks, pool.map(fit_function, tasks), strict=True))
-
-            def errors(name: str, lr: float) -> list[float]:
-                return [error_of[target, name, lr, seed, steps] for seed in range(seeds)]  # noqa: B023
-
-            sweeps[target] = {name: {lr: geometric_mean(errors(name, lr)) for lr in lrs} for name in ARMS}
-            fits[target] = {name: errors(name, lr) for name, lr in best_fit_lrs(sweeps[target]).items()}
+            tasks = [(target, name, lr, 0, steps) for name in ARMS for lr in lrs]
+            first = dict(zip(tasks, pool.map(fit_function, tasks), strict=True))
+            sweeps[target] = {name: {lr: first[target, name, lr, 0, steps] for lr in lrs} for name in ARMS}
+            best = best_fit_lrs(sweeps[target])
+            tasks = [(target, name, best[name], seed, steps) for name in ARMS for seed in range(1, seeds)]
+            others = dict(zip(tasks, pool.map(fit_function, tasks), strict=True))
+            fits[target] = {name: [sweeps[target][name][best[name]]] for name in ARMS}
+            for (_, name, *_), error in others.items():
+                fits[target][name].append(error)
     return fits, sweeps
 
 
@@ -176,6 +180,7 @@ def fit_function(task: tuple[str, str, float, int, int]) -> float:
 
 def summarize(result: Study, fits: Mapping[str, Mapping[str, list[float]]], data: str, epochs: int) -> str:
     gelu, relu = result.arms[GELU], result.arms[RELU]
+    difference = compare_arms(gelu.scores, relu.scores, gelu.images)
     errors = "; ".join(
         f"{target} {math.exp(fmean(map(math.log, one[GELU]))):.1e} with GELU and "
         f"{math.exp(fmean(map(math.log, one[RELU]))):.1e} with ReLU"
@@ -184,7 +189,8 @@ def summarize(result: Study, fits: Mapping[str, Mapping[str, list[float]]], data
     return (
         f"On {data} ({epochs} epoch{'s' * (epochs > 1)}, {gelu.n} seeds, each arm at its own best learning "
         f"rate), accuracy is {gelu.mean:.1%} with GELU at {gelu.lr:g} and {relu.mean:.1%} with ReLU at "
-        f"{relu.lr:g}: {format_points(result.compare(GELU, RELU))}. An MLP with {_HIDDEN} hidden units, each "
+        f"{relu.lr:g}: {format_points(difference)}, without the seed that chose the rates. An MLP with "
+        f"{_HIDDEN} hidden units, each "
         f"at its best learning rate and after {_STEPS:,} steps, fits functions of one variable with a "
         f"relative squared error of (geometric mean over {len(next(iter(fits.values()))[GELU])} seeds): "
         f"{errors}. Zigzags are made of straight lines, as ReLU is. This is about training; with random "

@@ -1,9 +1,10 @@
-"""Lab `heads`: whether the heads of a layer attend to different tokens, and whether each is needed."""
+"""Lab `heads`: whether the heads of a layer attend to different tokens, and whether that matters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from vitrail.experiment.trial import map_in_processes
 from vitrail.inspect import ablation
 from vitrail.inspect.canvas import LINES, SEQUENTIAL, new_figure, styled
 from vitrail.inspect.images import from_pixels
-from vitrail.model import ViT, record
+from vitrail.model import ViT, edit, record
 from vitrail.recipes.settings import Recipe
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ ACCEPTS = "MNIST as IDX files, or a .npz"
 
 _LR = 3e-3
 _MEASURED_IMAGES = 200
+SWAPPED = "accuracy with another head's attention"
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
@@ -72,6 +74,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         "accuracy without a head": [
             _mean_accuracy_without_a_head(*pair, images) for pair in zip(recipes, snapshots, strict=True)
         ],
+        SWAPPED: [_mean_accuracy_with_swaps(*pair, images) for pair in zip(recipes, snapshots, strict=True)],
         "accuracy": accuracy,
         "held out": len(images.eval_split),
         "heads": shape["heads"],
@@ -90,7 +93,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Training must set two heads apart, in their strongest token and in all weights; they must matter."""
+    """Training must set two heads apart, in their strongest token and in all weights; that must matter."""
 
     def values(kind: str, name: str) -> list[float]:
         return [one[name] for one in numbers[kind]]
@@ -99,8 +102,7 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
         return [a - b for a, b in zip(values("trained", name), values("untrained", name), strict=True)]
 
     disagree, change = changes("disagree"), changes("distance")
-    lost = [a - b for a, b in zip(numbers["accuracy"], numbers["accuracy without a head"], strict=True)]
-    bounds = [confidence_interval(disagree), confidence_interval(change), confidence_interval(lost)]
+    bounds = [confidence_interval(disagree), confidence_interval(change)]
     return decide(
         [
             Statement(
@@ -117,19 +119,30 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
                 "total variation distance of their attention, trained minus untrained: "
                 f"{format_interval(fmean(change), bounds[1], '+.2f')}",
             ),
-            Statement(
-                "heads do something that the others do not",
-                is_above(bounds[2], 0),
-                "accuracy falls without one head, in the mean over heads, by "
-                f"{format_interval(100 * fmean(lost), _percent(bounds[2]), '.1f')} points",
+            _matters(
+                numbers,
+                "accuracy without a head",
+                "heads contribute to accuracy",
+                "without one head it falls",
+            ),
+            _matters(
+                numbers,
+                SWAPPED,
+                "the attention of a head cannot be replaced by that of another head of its layer",
+                "with the attention weights of another head of the layer instead of its own, accuracy falls",
             ),
             Statement("they capture relations such as who is meant by `he`", None, "not tested"),
         ]
     )
 
 
-def _percent(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
-    return bounds and (100 * bounds[0], 100 * bounds[1])
+def _matters(numbers: Mapping[str, Any], name: str, text: str, change: str) -> Statement:
+    """The statement that accuracy falls if a head is changed, in the mean over the heads."""
+    lost = [a - b for a, b in zip(numbers["accuracy"], numbers[name], strict=True)]
+    bounds = confidence_interval(lost)
+    percent = bounds and (100 * bounds[0], 100 * bounds[1])
+    evidence = f"{change} by {format_interval(100 * fmean(lost), percent, '.1f')} points"
+    return Statement(text, is_above(bounds, 0), f"{evidence}, in the mean over the heads")
 
 
 # ---- measurements ---------------------------------------------------------------------------
@@ -182,6 +195,35 @@ def _mean_accuracy_without_a_head(recipe: Recipe, weights: Weights | None, data:
     return float(found.accuracy.mean())
 
 
+def _mean_accuracy_with_swaps(recipe: Recipe, weights: Weights | None, data: Dataset) -> float:
+    """Held-out accuracy if one head has the attention weights of another, the mean over all pairs."""
+    split = data.eval_split
+    assert split.images is not None
+    images = from_pixels(split.images, recipe.preprocess, split.names).images
+    return accuracy_with_swaps(_build_model(recipe, weights), images, torch.from_numpy(split.labels))
+
+
+@torch.no_grad()
+def accuracy_with_swaps(model: ViT, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Accuracy if one head has the attention weights of another head of its layer, the mean over all pairs.
+
+    It keeps its own values and projection. Heads that attend alike can be swapped without loss.
+    """
+    correct = []
+    for block in range(model.config.depth):
+        for head, other in permutations(range(model.config.heads), 2):
+
+            def swap(attention: torch.Tensor, head: int = head, other: int = other) -> torch.Tensor:
+                swapped = attention.clone()  # (B, k, T, T)
+                swapped[:, head] = attention[:, other]
+                return swapped
+
+            with edit(model, {f"blocks.{block}.attention.weights": swap}):
+                predicted = torch.cat([model(part).argmax(dim=1) for part in images.split(256)])
+            correct.append((predicted == labels).double().mean().item())
+    return fmean(correct)
+
+
 # ---- summary and figure ---------------------------------------------------------------------
 
 
@@ -196,7 +238,9 @@ def summarize(numbers: Mapping[str, Any], data: str, epochs: int) -> str:
         f"{mean('untrained', 'disagree'):.1%} before training: random heads differ, too. The total "
         f"variation distance of their attention is {mean('trained', 'distance'):.2f}, before training "
         f"{mean('untrained', 'distance'):.2f} (0: equal, 1: no token in common). Without one of its heads a "
-        f"model has {fmean(numbers['accuracy without a head']):.1%}, in the mean over the heads."
+        f"model has {fmean(numbers['accuracy without a head']):.1%}, and with the attention weights of "
+        f"another head of the layer instead of its own {fmean(numbers[SWAPPED]):.1%}, in the mean over the "
+        "heads."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vitrail.course.labs.custom_run import CustomRun, train_run
 from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
-from vitrail.course.labs.verdict import Verdict, decide, equal_within, format_points, gain
+from vitrail.course.labs.verdict import Verdict, compare_arms, decide, equal_within, format_points, gain
 from vitrail.data.sources import Dataset
 from vitrail.experiment.study import (
     Difference,
@@ -32,8 +32,8 @@ NAME = "pool"
 TITLE = "class token or mean pooling"
 NOTE = '001 "Pooler", 002 "What happens when removing the cls token"'
 CLAIM = (
-    "The class token collects what the classifier needs (001); 002 asks what happens without it. The paper "
-    "(D.3, Fig. 9): mean pooling works as well, but needs a different learning rate."
+    "001 classifies by the class token; 002 asks what happens without it. The paper (D.3, Fig. 9): mean "
+    "pooling works as well, but needs a different learning rate."
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
@@ -63,9 +63,10 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
             processes=processes,
             **changes,
         )
-    difference = result.compare(MEAN, CLASS)
+    held_out = len(images.eval_split)
+    difference = compare_arms(result.arms[MEAN].scores, result.arms[CLASS].scores, held_out)
     at_class_lr = _scores_at_class_lr(result, images, changes, processes)
-    gained = gain_of_own_lr(result.arms[MEAN].scores, at_class_lr, len(images.eval_split))
+    gained = compare_arms(result.arms[MEAN].scores, at_class_lr, held_out)
     return LabResult(
         number=100 * difference.mean,
         unit="percentage points of accuracy, mean pooling minus class token",
@@ -88,9 +89,9 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Both must be equally accurate at their own learning rates, and mean pooling must gain from its own."""
     arms, images = numbers["arms"], numbers["held out"]
     at_class_lr = numbers["mean pooling at the class token's lr"]
-    own = Difference.of(arms[MEAN]["scores"], arms[CLASS]["scores"], images)
-    gained = gain_of_own_lr(arms[MEAN]["scores"], at_class_lr, images)
-    at_same_lr = Difference.of(at_class_lr[1:], arms[CLASS]["scores"][1:], images)
+    own = compare_arms(arms[MEAN]["scores"], arms[CLASS]["scores"], images)
+    gained = compare_arms(arms[MEAN]["scores"], at_class_lr, images)
+    at_same_lr = compare_arms(at_class_lr, arms[CLASS]["scores"], images)
     gains = gain("mean pooling gains from a learning rate of its own", gained)
     evidence = f"{gains.evidence}; at the class token's, mean pooling minus class token: "
     return decide(
@@ -99,11 +100,6 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             replace(gains, evidence=evidence + format_points(at_same_lr)),
         ]
     )
-
-
-def gain_of_own_lr(own: Sequence[float], at_class_lr: Sequence[float], images: int) -> Difference:
-    """What mean pooling gains by its own learning rate, without the first seed, by which it was chosen."""
-    return Difference.of(own[1:], at_class_lr[1:], images)
 
 
 def _scores_at_class_lr(result: Study, data: Dataset, changes: dict[str, Any], processes: int) -> list[float]:
@@ -120,16 +116,15 @@ def _scores_at_class_lr(result: Study, data: Dataset, changes: dict[str, Any], p
 def summarize(result: Study, difference: Difference, gained: Difference, data: Dataset, epochs: int) -> str:
     mean_arm, class_arm = result.arms[MEAN], result.arms[CLASS]
     text = (
-        f"On {describe_dataset(data)} ({epochs} epochs, {difference.n} seeds, the model of the lecture "
+        f"On {describe_dataset(data)} ({epochs} epochs, {mean_arm.n} seeds, the model of the lecture "
         f"notes), accuracy is {class_arm.mean:.1%} with the class token at its best learning rate, "
         f"{class_arm.lr:g}, and {mean_arm.mean:.1%} with mean pooling at {mean_arm.lr:g}: "
-        f"{format_points(difference)}. "
+        f"{format_points(difference)}, without the seed that chose the rates. "
     )
     if mean_arm.lr == class_arm.lr:
         return text + "The best learning rate is the same for both; in the paper it is not."
     return text + (
-        f"At its own learning rate instead of the class token's, mean pooling gains {format_points(gained)} "
-        "(without the seed that chose the rate)."
+        f"At its own learning rate instead of the class token's, mean pooling gains {format_points(gained)}."
     )
 
 

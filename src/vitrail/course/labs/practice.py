@@ -41,6 +41,7 @@ ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
 _ATTENTION_DROPOUT, _WEIGHT_DECAY = 0.1, 0.05  # the lecture notes give no numbers
 _CLAIMED_ACCURACY, _CLAIMED_IMAGES = 0.98, 60_000  # on MNIST, in the lecture notes
+_PLAIN_LOOP = 0.9794  # one run of a plain PyTorch loop with PyTorch's initialization, at the listed settings
 _LONGER = 3  # factor on the epochs for "more training", also without a number
 
 
@@ -96,7 +97,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     E = _check_E(recipe_for(steps[-2], images, 0))
     return LabResult(
         number=100 * total.mean,
-        unit="percentage points of accuracy, solution minus start",
+        unit="percentage points of accuracy, all changes and more training minus start",
         n=seeds,
         sentence=summarize(scores, gains, images, E),
         figure=draw(scores, gains),
@@ -114,14 +115,21 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """The solution must be better than the start and reach 98 %, which the notes report on all of MNIST."""
     scores, images, held_out = (numbers[key] for key in ("scores", "images", "held out"))
-    total = Difference.of(scores[_SOLUTION], scores[START.name], held_out)
-    statements = [gain("the changes together make the weak ViT better", total)]
-    for name, text in (
-        (_LISTED, "with the listed settings and 10 epochs it reaches 98 %"),
-        (_SOLUTION, f"with more training, {10 * _LONGER} epochs, it reaches 98 %"),
+    listed, longer = (
+        Difference.of(scores[name], scores[START.name], held_out) for name in (_LISTED, _SOLUTION)
+    )
+    statements = [
+        gain("the listed settings with 10 epochs make the weak ViT better", listed),
+        gain(f"the listed settings with {10 * _LONGER} epochs make it better", longer),
+    ]
+    plain = f"; one plain loop with PyTorch's default initialization reached {100 * _PLAIN_LOOP:.2f} %"
+    for name, text, more in (
+        (_LISTED, "with the listed settings, 10 epochs and our initialization it reaches 98 %", plain),
+        (_SOLUTION, f"with more training, {10 * _LONGER} epochs, it reaches 98 %", ""),
     ):
         interval = fraction_interval(scores[name], held_out)
-        statement = reaches(text, fmean(scores[name]), interval, _CLAIMED_ACCURACY)
+        found = reaches(text, fmean(scores[name]), interval, _CLAIMED_ACCURACY, n=len(scores[name]))
+        statement = Statement(text, found.true, found.evidence + more)
         if images < _CLAIMED_IMAGES:
             evidence = f"{statement.evidence}, but with {images:,} images instead of {_CLAIMED_IMAGES:,}"
             statement = Statement(text, None, evidence)
@@ -140,8 +148,13 @@ def summarize(scores: _Scores, gains: Mapping[str, Difference], images: Dataset,
         f"after 10 epochs. Gains of the steps, each compared with all before it: {steps}. Other variants, "
         f"compared with the listed settings: {variants}. E is {E['name']}, stored as "
         f"{format_sides(E['stored'])}; as a matrix it is {format_sides(E['as a matrix'])}, and x_p E + b "
-        f"differs from the model's tokens by at most {E['difference']:.0e}."
+        f"and the model's tokens {format_difference(E['difference'])}."
     )
+
+
+def format_difference(largest: float) -> str:
+    """ "differ by at most 1e-07", or "are exactly equal"."""
+    return f"differ by at most {largest:.0e}" if largest else "are exactly equal"
 
 
 # ---- runs -----------------------------------------------------------------------------------

@@ -139,6 +139,21 @@ def published_markdown() -> str:
     return "\n".join(parts)
 
 
+_SHORT_NAMES = {  # so that a table of six columns fits a terminal of 80
+    "test accuracy, %": "test\naccuracy, %",
+    "H/14, JFT": "H/14\nJFT",
+    "L/16, JFT": "L/16\nJFT",
+    "L/16, ImageNet-21k": "L/16\nIN-21k",
+    "BiT-L, ResNet152x4": "BiT-L\nR152x4",
+    "Noisy Student, EfficientNet-L2": "Noisy St.\nEffNet-L2",
+}
+
+
+def _narrow(cell: str) -> str:
+    """A cell without the spaces around ±, and several numbers of ours below each other."""
+    return cell.replace(" ± 0", "±").replace(" ± ", "±").replace(" and ", "\n").replace(", ", "\n")
+
+
 def print_published() -> None:
     """Print both tables to the terminal."""
     from rich.box import SIMPLE_HEAD
@@ -148,11 +163,11 @@ def print_published() -> None:
     console = Console(highlight=False, markup=False)
     for table_rows in _rows_by_table():
         heading, *lines = _table_cells(table_rows)
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for name in heading:
-            table.add_column(name, overflow="fold")
+            table.add_column(_SHORT_NAMES.get(name, name))
         for line in lines:
-            table.add_row(*line)
+            table.add_row(*(_narrow(cell) for cell in line))
         console.print(table)
         for remark in _footnotes(table_rows):
             console.print(remark)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.text import next_character_batch, read_text
 from vitrail.course.labs.training_loop import train_model
-from vitrail.course.labs.verdict import Statement, Verdict, decide, format_interval, is_above
+from vitrail.course.labs.verdict import Statement, Verdict, confirming, decide, format_interval, is_above
 from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import edge_note
 from vitrail.experiment.trial import map_in_processes
@@ -37,9 +37,12 @@ CLAIM = "A Transformer trains faster than a recurrent network, because it comput
 ACCEPTS = "a text file"
 
 TRANSFORMER, LSTM = "Transformer", "LSTM"
-_BATCH, _VOCABULARY = 16, 128
-# Tokens in a sequence. On a GPU, shorter ones take the time of the launches, whatever the model.
-_LENGTHS = {"cpu": [32, 64, 128, 256, 512], "cuda": [256, 512, 1024, 2048, 4096]}
+_VOCABULARY = 128
+# Tokens in a sequence, and in all sequences of a step: as many for every length, so that only what is
+# computed one after the other grows.
+_LENGTHS = {"cpu": [32, 64, 128, 256, 512], "cuda": [64, 128, 256, 512, 1024]}
+_TOKENS = {"cpu": 2048, "cuda": 65_536}
+_SIZES = {"cpu": (64, 2), "cuda": (512, 4)}  # width and depth
 _PARALLEL = 0.5  # slope of log time over log length below which a model computes tokens in parallel
 
 
@@ -73,14 +76,20 @@ def count_parameters(model: nn.Module) -> int:
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     full = size == "full"
-    width, depth = (64, 2) if full else (32, 1)
     repeats = 10 if full else 3
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = {name: _LENGTHS[name] if full else [16, 32] for name in dict.fromkeys(("cpu", device))}
-    models = build_models(width, depth, lengths[device][-1], _VOCABULARY)
-    seconds = {
-        where: {name: measure_steps(build, counts, repeats, where) for name, build in models.items()}
+    total = {name: _TOKENS[name] if full else 64 for name in lengths}
+    models = {
+        where: build_models(*(_SIZES[where] if full else (32, 1)), counts[-1], _VOCABULARY)
         for where, counts in lengths.items()
+    }
+    seconds = {
+        where: {
+            name: measure_steps(build, lengths[where], total[where], repeats, where)
+            for name, build in some.items()
+        }
+        for where, some in models.items()
     }
     losses, lrs, sweep = _compare_losses(size, data)
     longest = lengths[device][-1]
@@ -88,15 +97,19 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     numbers = {
         "seconds per step": seconds,
         "device": device,
-        "batch": _BATCH,
-        "parameters": {name: count_parameters(build()) for name, build in models.items()},
+        "tokens per step": total,
+        "parameters": {
+            where: {name: count_parameters(build()) for name, build in some.items()}
+            for where, some in models.items()
+        },
         "nats per character": losses,
         "lrs": lrs,
         "sweep": sweep,
     }
     return LabResult(
         number=math.exp(fmean(map(math.log, ratios))),
-        unit=f"times as long takes a training step of the LSTM with {longest} tokens ({device})",
+        unit=f"times as long takes a training step of the LSTM with sequences of {longest} tokens ({device}, "
+        "timings of one run)",
         n=repeats,
         sentence=summarize(numbers),
         figure=draw(numbers),
@@ -113,8 +126,8 @@ def _exp(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Steps must be faster, and as many must teach as much.
 
-    The reason is clear where the time of the Transformer hardly grows with the length; where it does, longer
-    sequences may just be more work.
+    The reason shows in how the time of a step grows with the length of its sequences, with as many tokens in
+    all: it should not for the Transformer, but for what is computed one after the other.
     """
     device = numbers["device"]
     seconds = numbers["seconds per step"][device]
@@ -122,15 +135,17 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     logs = [math.log(ratio) for ratio in time_ratios(seconds, longest)]
     slopes = {name: length_slopes(by_length) for name, by_length in seconds.items()}
     where = f"on the {'GPU' if device == 'cuda' else 'CPU, one thread'}"
-    small = f"for models of {min(numbers['parameters'].values()):,} parameters"
-    transformer, lstm = (numbers["nats per character"][name] for name in (TRANSFORMER, LSTM))
+    small = f"for models of {min(numbers['parameters'][device].values()):,} parameters"
+    transformer, lstm = (confirming(numbers["nats per character"][name]) for name in (TRANSFORMER, LSTM))
     gained = [b - a for a, b in zip(transformer, lstm, strict=True)]
     grows = {name: is_above(confidence_interval(some), _PARALLEL) for name, some in slopes.items()}
-    parallel = grows[TRANSFORMER] is False and grows[LSTM] is True
+    parallel = None
+    if None not in grows.values():
+        parallel = grows[LSTM] and not grows[TRANSFORMER]
     return decide(
         [
             Statement(
-                f"a training step with {longest} tokens is faster {where}, {small}",
+                f"a training step with sequences of {longest} tokens is faster {where}, {small}",
                 is_above(confidence_interval(logs), 0),
                 f"the LSTM takes {math.exp(fmean(logs)):.2f} times as long, log "
                 f"{format_interval(fmean(logs), confidence_interval(logs), '+.2f')}",
@@ -142,9 +157,10 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             ),
             Statement(
                 "the reason is that all tokens are computed in parallel",
-                parallel or None,
-                f"the time grows as the length to the power {_format(slopes[TRANSFORMER])}, that of the LSTM "
-                f"to the power {_format(slopes[LSTM])}, threshold {_PARALLEL:g}; the work grows, too",
+                parallel,
+                "with as many tokens in all, the time grows as the length of a sequence to the power "
+                f"{_format(slopes[TRANSFORMER])}, that of the LSTM to the power {_format(slopes[LSTM])}, "
+                f"threshold {_PARALLEL:g}",
             ),
         ]
     )
@@ -158,16 +174,20 @@ def _format(values: Sequence[float]) -> str:
 
 
 def measure_steps(
-    build: Callable[[], nn.Module], lengths: Sequence[int], repeats: int, device: str
+    build: Callable[[], nn.Module], lengths: Sequence[int], total: int, repeats: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of a forward and backward pass, by length; they take turns, so that a slow moment hits all."""
+    """Seconds of a forward and backward pass, by length; they take turns, so that a slow moment hits all.
+
+    Args:
+        total: the tokens of all sequences together.
+    """
     torch.manual_seed(0)
     model = build().to(device)
-    tokens = torch.randint(_VOCABULARY, (_BATCH, lengths[-1]), device=device)
+    tokens = torch.randint(_VOCABULARY, (total,), device=device)
     seconds: dict[str, list[float]] = {str(length): [] for length in lengths}
     for n in range(repeats + 2):  # the first two warm up
         for length in lengths:
-            taken = _time_step(model, tokens[:, :length], device)
+            taken = _time_step(model, tokens.view(-1, length), device)
             if n >= 2:
                 seconds[str(length)].append(taken)
     return seconds
@@ -180,8 +200,9 @@ def _time_step(model: nn.Module, tokens: Tensor, device: str) -> float:
 
     synchronize()
     start = time.perf_counter()
-    logits = model(tokens)
-    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = model(tokens)
+    F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
     synchronize()
     return time.perf_counter() - start
 
@@ -265,17 +286,20 @@ def summarize(numbers: Mapping[str, Any]) -> str:
     for device, seconds in numbers["seconds per step"].items():
         shortest, *_, longest = seconds[TRANSFORMER]
         times = "; ".join(
-            f"{name} {1000 * median(by_length[shortest]):.1f} ms with {shortest} tokens and "
+            f"{name} {1000 * median(by_length[shortest]):.1f} ms with sequences of {shortest} and "
             f"{1000 * median(by_length[longest]):.1f} with {longest}"
             for name, by_length in seconds.items()
         )
-        texts.append(f"on {'a GPU' if device == 'cuda' else 'one thread of a CPU'}, {times}")
+        counts, tokens = numbers["parameters"][device], numbers["tokens per step"][device]
+        texts.append(
+            f"on {'a GPU in bf16' if device == 'cuda' else 'one thread of a CPU in fp32'}, with "
+            f"{counts[TRANSFORMER]:,} parameters besides position embeddings (LSTM {counts[LSTM]:,}) and "
+            f"{tokens:,} tokens, {times}"
+        )
     losses = numbers["nats per character"]
-    counts = numbers["parameters"]
     return (
-        f"A forward and backward pass of {numbers['batch']} sequences takes, with {counts[TRANSFORMER]:,} "
-        f"parameters besides position embeddings (LSTM {counts[LSTM]:,}): {'; '.join(texts)} (medians). "
-        "Trained on characters, smaller models of both kinds have after as many steps "
+        f"A forward and backward pass takes, for sequences of some length, {'; '.join(texts)} (medians). "
+        "Trained on characters on a CPU, models of width 64 of both kinds have after as many steps "
         f"{fmean(losses[TRANSFORMER]):.2f} (Transformer) and {fmean(losses[LSTM]):.2f} nats per held-out "
         "character (LSTM), each at its own best learning rate. To write text, both compute one token after "
         "the other."

@@ -14,7 +14,7 @@ from vitrail.config import format_sides
 from vitrail.course.labs.custom_run import CustomRun, initial_accuracy, set_weights, train_run
 from vitrail.course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
-from vitrail.course.labs.verdict import Verdict, decide, gain
+from vitrail.course.labs.verdict import Verdict, compare_arms, decide, gain
 from vitrail.data.sources import Dataset
 from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference, best_lr, edge_note, resolve_arm, scores_by_lr
@@ -95,13 +95,17 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Interpolated embeddings must be better than the others, before and after fine-tuning."""
+    compare = {
+        "before fine-tuning": Difference.of,
+        "after fine-tuning": compare_arms,
+    }  # only these were swept
     return decide(
         [
             gain(
                 f"{when}, interpolated positions are better than {arm} ones",
-                Difference.of(numbers[when][INTERPOLATED], numbers[when][arm], numbers["held out"]),
+                function(numbers[when][INTERPOLATED], numbers[when][arm], numbers["held out"]),
             )
-            for when in ("before fine-tuning", "after fine-tuning")
+            for when, function in compare.items()
             for arm in (RANDOM, PADDED)
         ]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,8 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     first, last, at_64 = widths[0], widths[-1], widths.index(_HEAD_WIDTH)
     sentence = (
         f"From d = {first} to {last}, the entropy of softmax over {_TOKENS} tokens stays at "
-        f"{entropy['head'][0]:.2f} to {entropy['head'][-1]:.2f} of the maximum with 1/sqrt(d), and at "
-        f"{entropy['width'][0]:.2f} to {entropy['width'][-1]:.2f} with 1/sqrt(D) and {_HEADS} heads. Without "
+        f"{format_range(entropy['head'])} of the maximum with 1/sqrt(d), and at "
+        f"{format_range(entropy['width'])} with 1/sqrt(D) and {_HEADS} heads. Without "
         f"a divisor it falls from {entropy['none'][0]:.2f} to {entropy['none'][-1]:.2f}, and the fraction of "
         f"queries with almost no gradient (norm of softmax's Jacobian below {_MIN_JACOBIAN}) rises to "
         f"{saturated['none'][at_64]:.0%} at d = {_HEAD_WIDTH} and {saturated['none'][-1]:.0%} at d = {last}; "
@@ -104,6 +104,12 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
             ),
         ]
     )
+
+
+def format_range(values: Sequence[float]) -> str:
+    """ "0.70 to 0.91", or "0.91" if both round to it."""
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _measure(d: int, factor: float, seed: int) -> tuple[float, float]:

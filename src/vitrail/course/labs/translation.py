@@ -7,6 +7,7 @@ and few steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,21 @@ from vitrail.course.labs.equivariance import (
 )
 from vitrail.course.labs.lab import LabResult, LabSize, process_count
 from vitrail.course.labs.lr_sweep import ClassifierRun, SweepResult, sweep_learning_rates
-from vitrail.course.labs.verdict import Statement, Verdict, decide, equal_within, fact, gain, is_above
+from vitrail.course.labs.verdict import (
+    Statement,
+    Verdict,
+    compare_arms,
+    confirming,
+    decide,
+    equal_within,
+    fact,
+    format_interval,
+    gain,
+    is_above,
+)
 from vitrail.data.sources import Dataset, Split
 from vitrail.errors import InputError
+from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import Difference, edge_note
 from vitrail.experiment.trial import ProcessPool
 from vitrail.inspect.canvas import LINES, new_figure, styled
@@ -47,6 +60,8 @@ CLAIM = (
     "with more."
 )
 ACCEPTS = "labeled images in arrays"
+
+_Pair = tuple[list[float], list[float]]  # the scores of two arms, by seed
 
 ARMS = ("ViT", "CNN", "hybrid")
 _FRACTIONS = (0.01, 0.1, 1.0)  # of the training images
@@ -94,7 +109,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         name: influenced_pixels(build_random(builders[name]), held_out[0][:8]) for name in SHIFTED_ARMS
     }
     few = by_fraction[fractions[0]]
-    cnn_gain = Difference.of(few["CNN"].scores, few["ViT"].scores, len(held_out[1]))
+    cnn_gain = compare_arms(few["CNN"].scores, few["ViT"].scores, len(held_out[1]))
     return LabResult(
         number=100 * cnn_gain.mean,
         unit=f"percentage points of accuracy, CNN minus ViT with {fractions[0]:.0%} of the images",
@@ -144,12 +159,12 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
         _locality(numbers["pixels influenced by one pixel"]),
         gain(
             f"a CNN is better than a ViT with {min(map(float, by_fraction)):.0%} of the images",
-            Difference.of(*few, images),
+            compare_arms(*few, images),
         ),
         _shrinks_with_all(few, all_images, images),
-        _equal_or_unclear(
-            "a ViT learns the structure: with all images it is as accurate as a CNN",
-            Difference.of(*all_images, images),
+        _vanished(
+            "a ViT learns the structure: with all of these images it is as accurate as a CNN",
+            compare_arms(*all_images, images),
             "more images were",
         ),
     ]
@@ -161,30 +176,30 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     return decide(
         [
             *statements,
-            gain(f"a hybrid is better than a ViT {by_length}", Difference.of(*hybrid[least], images)),
+            gain(f"a hybrid is better than a ViT {by_length}", compare_arms(*hybrid[least], images)),
             gain(
                 f"a hybrid is better than a CNN after {least} steps",
-                Difference.of(*_paired(by_steps[least], "hybrid", "CNN"), images),
+                compare_arms(*_paired(by_steps[least], "hybrid", "CNN"), images),
             ),
-            gain(
+            _shrinks(
                 f"the hybrid's gain over the ViT shrinks from {least} to {most} steps",
-                _shrinkage(hybrid[least], hybrid[most], images),
+                hybrid[least],
+                hybrid[most],
+                images,
             ),
-            _equal_or_unclear(
+            _vanished(
                 f"the hybrid's gain over the ViT has vanished after {most} steps",
-                Difference.of(*hybrid[most], images),
+                compare_arms(*hybrid[most], images),
                 "longer training was",
             ),
         ]
     )
 
 
-def _equal_or_unclear(text: str, gained: Difference, untried: str) -> Statement:
-    """The statement that a gain has vanished; still a gain is not clear: with more it may vanish."""
+def _vanished(text: str, gained: Difference, untried: str) -> Statement:
+    """The statement that a gain has vanished with as much as was tried; with more it may."""
     found = equal_within(text, gained, _MARGIN)
-    if found.true or is_above(gained.interval, 0) is False:
-        return found
-    return replace(found, true=None, evidence=f"{found.evidence}; {untried} not tried")
+    return found if found.true else replace(found, evidence=f"{found.evidence}; {untried} not tried")
 
 
 def _equivariance(feature_change: Mapping[str, Mapping[str, float]]) -> Statement:
@@ -212,27 +227,50 @@ def _locality(influenced: Mapping[str, int]) -> Statement:
     return fact("CNNs are local", cnn < vit, evidence, "" if pooled < vit else "the CNN has no pooling")
 
 
-def _shrinks_with_all(
-    few: tuple[list[float], list[float]], all_images: tuple[list[float], list[float]], images: int
-) -> Statement:
+def _shrinks_with_all(few: _Pair, all_images: _Pair, images: int) -> Statement:
     """The statement that the CNN's gain over the ViT shrinks with all images."""
-    found = gain("the gain shrinks with all images", _shrinkage(few, all_images, images))
-    cnn, vit = fmean(all_images[0]), fmean(all_images[1])
+    found = _shrinks("the CNN's gain over the ViT shrinks with all images", few, all_images, images)
+    cnn, vit = (fmean(confirming(scores)) for scores in all_images)
     ceiling = f"the CNN, at {cnn:.1%}, could not gain more than {1 - vit:.1%} over the ViT"
     return replace(found, evidence=f"{found.evidence}; with all images {ceiling}")
 
 
-def _paired(arms: Mapping[str, Any], first: str, second: str) -> tuple[list[float], list[float]]:
+def _shrinks(text: str, early: _Pair, late: _Pair, images: int) -> Statement:
+    """The statement that the gain of an arm over another shrinks, in points and in log-odds.
+
+    Points alone shrink at the ceiling: of two arms above 99 % none can be a point better. So the statement is
+    clear only if both agree.
+    """
+    points = gain(text, _shrinkage(early, late, images))
+    gains = [
+        [log_odds(a, images) - log_odds(b, images) for a, b in zip(*map(confirming, pair), strict=True)]
+        for pair in (early, late)
+    ]
+    shrinkage = [a - b for a, b in zip(*gains, strict=True)]
+    bounds = confidence_interval(shrinkage)
+    agree = is_above(bounds, 0) == points.true
+    evidence = (
+        f"{points.evidence}; in log-odds from {fmean(gains[0]):+.2f} to {fmean(gains[1]):+.2f}, by "
+        f"{format_interval(fmean(shrinkage), bounds, '+.2f')}"
+    )
+    return Statement(text, points.true if agree else None, evidence)
+
+
+def log_odds(accuracy: float, images: int) -> float:
+    """The logarithm of correct over wrong images, with half an image added to both: finite at 0 and 100 %."""
+    correct = accuracy * images
+    return math.log((correct + 0.5) / (images - correct + 0.5))
+
+
+def _paired(arms: Mapping[str, Any], first: str, second: str) -> _Pair:
     """The scores of two arms, by seed."""
     return arms[first]["scores"], arms[second]["scores"]
 
 
-def _shrinkage(
-    early: tuple[list[float], list[float]], late: tuple[list[float], list[float]], images: int
-) -> Difference:
+def _shrinkage(early: _Pair, late: _Pair, images: int) -> Difference:
     """The early difference between two arms minus the late one, paired by seed."""
     gains = [[a - b for a, b in zip(*scores, strict=True)] for scores in (early, late)]
-    return Difference.of(gains[0], gains[1], images)
+    return compare_arms(gains[0], gains[1], images)
 
 
 def _edge_notes(results: Mapping[str, Mapping[str, SweepResult]], lrs: Sequence[float]) -> list[str]:

@@ -4,6 +4,9 @@ A claim consists of statements. A measured statement is true, or not true, only 
 interval lies on one side of the threshold; if the interval contains the threshold, it is not clear here. Each
 verdict prints measurement, interval and threshold; without one, the threshold is 0. A small run, with
 `--small`, gives no verdict: nothing is learned in a few steps, and that says nothing about a claim.
+
+Where a sweep on the held-out images chose the learning rates of the arms with the first seed, statements
+leave out that seed (`confirming`, `compare_arms`): its scores are the best of several, and so too high.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference
 
 VerdictWord = Literal["holds", "partly", "does not hold", "not clear here", "too small to judge"]
@@ -59,9 +63,9 @@ class Statement:
 def decide(statements: Sequence[Statement]) -> Verdict:
     """The verdict on a claim that makes these statements.
 
-    It holds if all are true without a condition, and does not hold if none is. It holds partly if some are
-    true, or only under a condition. If none is true and one of them is not clear, neither is the claim; those
-    that are clearly not true are then named first.
+    It holds if all are true without a condition, and partly if some are true, or only under a condition. If
+    none is true, one that is clearly not true refutes the claim as it is stated: it does not hold, and those
+    that are not clear are named after it. If all are not clear, neither is the claim.
     """
     groups = {
         "true": [str(statement) for statement in statements if statement.true],
@@ -70,13 +74,32 @@ def decide(statements: Sequence[Statement]) -> Verdict:
     }
     word: VerdictWord = "partly"
     if not groups["true"]:
-        word = "not clear here" if groups["not clear"] else "does not hold"
+        word = "does not hold" if groups["not true"] else "not clear here"
     elif len(groups["true"]) == len(statements) and not any(each.condition for each in statements):
         word = "holds"
     texts = [(name, "; ".join(group)) for name, group in groups.items() if group]
     if len(texts) == 1:
         return Verdict(word, texts[0][1])
     return Verdict(word, ". ".join(f"{name.capitalize()}: {text}" for name, text in texts))
+
+
+# ---- scores of arms -------------------------------------------------------------------------
+
+
+def confirming(scores: Sequence[float]) -> list[float]:
+    """The scores of an arm, one per seed, without the first, with which a sweep chose its learning rate."""
+    return list(scores[1:])
+
+
+def compare_arms(first: Sequence[float], second: Sequence[float], images: int) -> Difference:
+    """First minus second, paired by seed, without the seed with which sweeps chose their learning rates."""
+    return Difference.of(confirming(first), confirming(second), images)
+
+
+def arm_reaches(text: str, scores: Sequence[float], items: int, threshold: float) -> Statement:
+    """The statement that the mean of an arm's fractions is above a threshold, without that seed."""
+    own = confirming(scores)
+    return reaches(text, math.fsum(own) / len(own), fraction_interval(own, items), threshold, n=len(own))
 
 
 # ---- statements -----------------------------------------------------------------------------
@@ -89,7 +112,7 @@ def fact(text: str, true: bool, evidence: str, condition: str = "") -> Statement
 
 def gain(text: str, difference: Difference, threshold: float = 0.0, condition: str = "") -> Statement:
     """The statement that a difference of accuracies is above a threshold, given as a fraction."""
-    evidence = format_points(difference)
+    evidence = f"{format_points(difference)}, n = {difference.n}"
     if threshold:
         evidence += f", threshold {100 * threshold:g}"
     return Statement(text, is_above(difference.interval, threshold), evidence, condition)
@@ -105,14 +128,16 @@ def equal_within(text: str, difference: Difference, margin: float, expected: flo
         true = True
     elif difference.interval is not None and (difference.interval[0] > high or difference.interval[1] < low):
         true = False
-    return Statement(text, true, f"{format_points(difference)}, equal from {100 * low:g} to {100 * high:g}")
+    evidence = f"{format_points(difference)}, n = {difference.n}, equal from {100 * low:g} to {100 * high:g}"
+    return Statement(text, true, evidence)
 
 
 def reaches(
-    text: str, mean: float, interval: Interval | None, threshold: float, condition: str = ""
+    text: str, mean: float, interval: Interval | None, threshold: float, condition: str = "", n: int = 0
 ) -> Statement:
-    """The statement that a fraction is above a threshold."""
-    evidence = f"{format_fraction(mean, interval)}, threshold {100 * threshold:g} %"
+    """The statement that a fraction is above a threshold; `n` seeds are printed if given."""
+    seeds = f", n = {n}" if n else ""
+    evidence = f"{format_fraction(mean, interval)}{seeds}, threshold {100 * threshold:g} %"
     return Statement(text, is_above(interval, threshold), evidence, condition)
 
 

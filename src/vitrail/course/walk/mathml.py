@@ -116,8 +116,15 @@ class _Typesetter:
             else:
                 token = self.tokens.pop(0)
                 raised = "<mo>⊤</mo>" if token == "T" else _name(token)
-            base = f"<msup>{base}{raised}</msup>"
+            base = _raise(base, raised)
         return base
+
+
+def _raise(base: str, raised: str) -> str:
+    """An exponent; over the index, if the base is a name with one, not to the right of it."""
+    if base.startswith("<msub>"):
+        return f"<msubsup>{base.removeprefix('<msub>').removesuffix('</msub>')}{raised}</msubsup>"
+    return f"<msup>{base}{raised}</msup>"
 
 
 def _sign(sign: str) -> str:

@@ -69,15 +69,22 @@ function showStages({ block, head, token }) {
   for (const part of document.querySelectorAll(".chosen-block")) part.textContent = block;
 }
 
+/** The weight of each token before the patches by its name, and that of all patches. */
+function parts(row, token) {
+  const total = (from, to) => percent(row.slice(from, to).reduce((a, b) => a + b, 0));
+  const before = prefix <= 5 ? [...Array(prefix).keys()].map((at) => `${at === token ? "itself" : named(at)} with ${total(at, at + 1)}`)
+    : [`the ${prefix} tokens before the patches with ${total(0, prefix)}`];
+  return [...before, `all patches with ${total(prefix)}`].join(", ").replace(/, (?=all patches)/, " and to ");
+}
+
 function show() {
   const choice = chosen(), row = attention(choice), { block, head, token } = choice;
   draw("map-image", token);
   draw("map-attention", token, row);
-  const before = row.slice(0, prefix).reduce((a, b) => a + b, 0);
-  document.getElementById("words").textContent = `Block ${block}, head ${head}: ${named(token)} attends to`
-    + (prefix ? ` the prefix tokens with ${percent(before)}, and` : "") + " most to";
-  const best = [...row.keys()].sort((a, b) => row[b] - row[a]).slice(0, 5), list = document.getElementById("top");
-  list.replaceChildren(...best.map((to) => {
+  document.getElementById("words").textContent = `Block ${block}, head ${head}: ${named(token)} attends to ${parts(row, token)}. `
+    + "The patches with the largest weights:";
+  const patches = [...row.keys()].slice(prefix).sort((a, b) => row[b] - row[a]).slice(0, 5), list = document.getElementById("top");
+  list.replaceChildren(...patches.map((to) => {
     const item = document.createElement("li");
     item.textContent = `${to === token ? "itself" : named(to)}: ${percent(row[to])}`;
     return item;

@@ -54,7 +54,8 @@ def walk_page(
 
     Args:
         recording: with the activations of all blocks, or of the chosen one if they do not fit one page.
-        facts: model, weights, image, block, head, token and token_name, as in the JSON file.
+        facts: the names of model and image, weights, block, head, token and token_name; in "files", the
+            paths of image and model, if any.
         answer: the most likely classes and their probabilities.
     """
     config = recording.model.config
@@ -64,7 +65,7 @@ def walk_page(
     script = (_PARTS / "page.js").read_text(encoding="utf-8") if every else ""
     equations = paper_equations(config)
     return _template().render(
-        facts=facts,
+        facts={"files": [], **facts},
         answer=answer,
         numbering=_markup(text_with_mathml(NUMBERING)),
         equations=[(number, _markup(as_mathml(text))) for number, text in equations.items()],

@@ -19,8 +19,8 @@ function addStep(parent, name, label, id, before = () => 0) {
 function fillFlow() {
   const parent = $("flow-steps");
   flow.image = addStep(parent, "image", "The image", "draw");
-  flow.patches = addStep(parent, "x_p E + E_pos", "Patches become tokens, Eq. 1", "tokens");
-  flow.patches.words.textContent = vit.tensors.position ? "patches + E_pos" : "patches";
+  flow.patches = addStep(parent, "", "Patches become tokens, Eq. 1", "tokens");
+  typeset(flow.patches.words, vit.tensors.position ? "patches + E_{pos}" : "patches");
   for (const l of range(vit.depth)) {
     const box = element("div", parent, "", { class: "block", role: "group", "aria-label": `Block ${l}` });
     const title = element("span", box, "", { class: "title" });

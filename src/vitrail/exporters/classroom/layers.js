@@ -14,10 +14,10 @@ function normNumbers(result, { block, token, norm }) {
 
 function paintNorm() {
   const found = normNumbers(state.result, state), c = Math.min(state.channel, vit.width - 1);
-  const input = state.norm === "norm1" ? `z_${state.block}` : `z′_${state.block + 1}`;
-  $("norm-where").textContent = `${capital(named(state.token))} in block ${state.block}, before its `
+  const input = state.norm === "norm1" ? `z_{${state.block}}` : `z′_{${state.block + 1}}`;
+  typeset($("norm-where"), `${capital(named(state.token))} in block ${state.block}, before its `
     + `${state.norm === "norm1" ? "attention" : "MLP"}: a row of ${input}, ${vit.width} numbers. `
-    + "Point at a number to see its arithmetic.";
+    + "Point at a number to see its arithmetic.");
   for (const name of ["before", "standard", "after"]) paintStrip(`norm-${name}`, found[name]);
   $("norm-statistics").textContent = `mean μ = ${digits(found.mean)}, variance σ² = ${digits(found.variance)}`;
   const limit = maxAbs(found.before, found.standard);

@@ -64,6 +64,16 @@ function element(kind, parent, text = "", attributes = {}) {
   return child;
 }
 
+/** A text in which z_{1} has an index and e^{2} an exponent. */
+function typeset(place, text) {
+  const parts = text.split(/([_^])\{([^}]*)\}/);  // text, sign, what is set lower or higher, text, ...
+  place.replaceChildren();
+  for (let i = 0; i < parts.length; i += 3) {
+    place.append(parts[i]);
+    if (i + 1 < parts.length) element(parts[i + 1] === "_" ? "sub" : "sup", place, parts[i + 2]);
+  }
+}
+
 // ---- colors -------------------------------------------------------------------------------------
 
 const HEAT = [[10, 10, 60], [120, 20, 110], [235, 90, 50], [255, 235, 120]];  // from low to high

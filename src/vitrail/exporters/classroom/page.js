@@ -194,6 +194,7 @@ function fill() {
   $("shape").textContent = `with ${count(vit.parameters, "parameter")}, ${count(vit.depth, "block")} of `
     + `${count(vit.heads, "head")} and tokens of ${vit.width} numbers`;
   $("accuracy").textContent = vit.accuracy;
+  $("filters-look").textContent = vit.filters;
   $("filters-count").textContent = FILTERS.order.length < vit.width ? `the ${FILTERS.order.length} longest of ${vit.width}` : `all ${vit.width}`;
   $("draw-title").textContent = gray ? "Draw" : "Show it an image";
   $("how").textContent = gray ? "Draw with mouse, pen or finger, or choose an example."

@@ -35,9 +35,9 @@ function paintWeight() {
     + (change.temperature === 1 ? "" : `, divided by the temperature ${digits(change.temperature)}`);
   $("weight-score").textContent = digits(found.score);
   const less = found.most > 20 ? found.most : 0;  // e^score would be too large to read
-  $("weight-softmax").textContent = `e^${digits(found.score)} divided by the sum of e^score over ${vit.T} tokens: `
+  typeset($("weight-softmax"), `e^{${digits(found.score)}} divided by the sum of e^{score} over ${vit.T} tokens: `
     + `${digits(Math.exp(found.score - less))} / ${digits(found.total * Math.exp(found.most - less))}`
-    + (less ? ` (both divided by e^${digits(less)})` : "");
+    + (less ? ` (both divided by e^{${digits(less)}})` : ""));
   $("weight-weight").textContent = percent(found.weight);
   paintScores(found.scores, key);
   const share = Math.sqrt(sum(found.added.map((x) => x * x)) / (sum(found.output.map((x) => x * x)) || 1));

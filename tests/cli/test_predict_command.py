@@ -314,4 +314,13 @@ def test_an_empty_folder_and_a_missing_file_get_rows(place):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [bool(row["error"]) for row in rows] == [True, True, False]
     assert done.exit_code == 1
-    assert "2 of 3" in done.stderr
+    assert "empty contains no images; name image files, or a folder with some." in done.stderr
+    assert "1 of 2 images could not be classified" in done.stderr
+
+
+def test_an_empty_folder_alone_is_not_called_an_image(place):
+    (place / "empty").mkdir()
+    done = run("empty")
+    assert done.exit_code == 1
+    assert "empty contains no images" in done.stderr
+    assert "could not be classified" not in done.stderr

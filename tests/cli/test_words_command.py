@@ -67,7 +67,11 @@ def test_a_file_of_templates(photos, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a photo\n", "must contain {} in place of the class"), (None, "cannot be read")],
+    [
+        ("a photo\n", "must contain {} in place of the class"),
+        (None, "cannot be read"),
+        ("\n  \n", "templates.txt is empty; write a template on each line, such as 'a photo of a {}'"),
+    ],
 )
 def test_bad_templates(photos, tmp_path, text, message):
     if text is not None:
@@ -76,6 +80,16 @@ def test_bad_templates(photos, tmp_path, text, message):
     done = run_command("predict", FILE, photos, *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in " ".join(done.stderr.split())
+
+
+def test_a_prompt_without_its_place_for_the_class(photos, tmp_path):
+    words = ["--labels", "one,two", "--prompts", "a digit"]
+    done = run_command("predict", FILE, photos, *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    told = (
+        "A prompt needs {} in place of the class, such as 'a photo of a {}', and 'a digit' has none; add it."
+    )
+    assert told in " ".join(done.stderr.split())
 
 
 def test_a_siglip_model_says_sigmoid(tmp_path):

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import vitrail as vt
@@ -136,7 +138,9 @@ def test_bad_images_are_listed_and_skipped(tmp_path, photos):
     (tmp_path / "bad.png").write_bytes(b"nothing")
     good = sorted((photos / "one").glob("*.png"))[0]
     result = command("embed", FILE, tmp_path / "bad.png", good, "-o", tmp_path / "i.safetensors", code=1)
-    assert "bad.png" in result.stderr
+    assert result.stderr.count("bad.png") == 1
+    assert "1 image could not be read and is not in the index." in result.stderr
+    assert result.stdout.startswith("1 image, embeddings of ")
     assert read_index(tmp_path / "i.safetensors").names == [str(good)]
     assert "None of the images" in refused(
         "embed", FILE, tmp_path / "bad.png", "-o", tmp_path / "j.safetensors"
@@ -187,9 +191,57 @@ def test_other_models(tmp_path, index, photos):
     assert hits[0]["file"] == str(query)
 
 
-@pytest.mark.parametrize("query", ["nothing.jpg", "."])
-def test_bad_queries(index, query):
-    assert "cannot be searched for" in refused("search", index, query)
+@pytest.mark.parametrize(
+    ("query", "reason"), [("nothing.jpg", "No such file or directory"), (".", "it is a folder")]
+)
+def test_bad_queries(index, query, reason):
+    told = f"{query} cannot be searched for: {reason}. Name an image file, or words in quotes."
+    assert refused("search", index, query) == told
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npy"])
+def test_search_opens_the_model_as_embed_did(photos, tmp_path, monkeypatch, ending):
+    """Size and preprocessing are those of the index, and the path of the model is found from any folder."""
+    (tmp_path / "model").mkdir()
+    vt.load(FILE).save(tmp_path / "model" / "clip.safetensors")
+    monkeypatch.chdir(tmp_path / "model")
+    index, query = tmp_path / f"index.{ending}", sorted((photos / "one").glob("*.png"))[0]
+    how = ["--size", "32x24", "--set", "preprocess.mean=0.4"]
+    command("embed", "clip.safetensors", photos, "-o", index, *how)
+    assert read_index(index).arguments == {"size": (32, 24), "preprocess": {"mean": 0.4}}
+    monkeypatch.chdir(tmp_path)
+    hits = json.loads(command("search", index, query, "--json").stdout)
+    assert (hits[0]["file"], hits[0]["score"]) == (str(query), pytest.approx(1, abs=1e-5))
+    moved = (tmp_path / "model" / "clip.safetensors").rename(tmp_path / "moved.safetensors")
+    told = "The model that made the index, clip.safetensors, does not exist any more; give its path with --model."
+    assert refused("search", index, query) == told
+    assert json.loads(command("search", index, query, "--json", "--model", moved).stdout) == hits
+    told = refused("search", index, query, "--model", moved, "--size", 24)
+    assert (
+        "by clip.safetensors with size=(32, 24), preprocess={'mean': 0.4}. Give that model with --model"
+        in told
+    )
+    assert "its settings with --set" in told
+    assert "unknown family 'clop'" in refused("search", index, query, "--model", moved, "--family", "clop")
+
+
+def test_an_index_of_before(index, photos, tmp_path):
+    """Without settings, an index is as it was: old ones have no arguments, and damaged ones are refused."""
+    with safe_open(index, "np") as file:
+        about = json.loads(file.metadata()["vitrail.index"])
+        tensors = {name: file.get_tensor(name) for name in ("embeddings", "golden", "names")}
+    assert set(about) == {"format", "model", "folder"}
+    for arguments, message in (([1], "its arguments are no object"), ({"nothing": 1}, "nothing")):
+        text = json.dumps({**about, "arguments": arguments})
+        save_file(tensors, tmp_path / "i.safetensors", {"vitrail.index": text})
+        assert message in refused("search", tmp_path / "i.safetensors", "a two")
+
+
+def test_an_index_is_no_model(index):
+    told = refused("info", index)
+    assert (
+        "is an index of images made by vitrail embed and no model; search in it with vitrail search" in told
+    )
 
 
 def test_bad_indexes(tmp_path, index):

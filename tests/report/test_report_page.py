@@ -189,6 +189,34 @@ def test_a_long_table_is_searched_offline_and_fits_a_phone(tmp_path):
         browser.close()
 
 
+@needs_chromium
+@pytest.mark.parametrize("width", [1200, 390])
+def test_tiles_of_one_image_are_even(tmp_path, width):
+    """Images of any shape have squares that fill their columns, and the tiles of a row start at one height."""
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    tiles = []
+    for number, sides in enumerate([(160, 90), (40, 160), (24, 24), (160, 120), (90, 160), (160, 160)]):
+        Image.new("RGB", sides, (40 * number, 90, 60)).save(tmp_path / "image.png")
+        tiles.append(ImageTile([((tmp_path / "image.png").read_bytes(), "")], f"{number}. cosine 0.900"))
+    path = write_page(tmp_path / "page.html", Page("p", sections=[Section("Found", images=tiles)]))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=SWITCHES)
+        page = browser.new_page(viewport={"width": width, "height": 700})
+        page.goto(path.as_uri())
+        figures = [one.bounding_box() for one in page.locator(".gallery figure").all()]
+        images = [one.bounding_box() for one in page.locator(".gallery img").all()]
+        browser.close()
+    assert len({round(one["width"]) for one in images}) == 1
+    for figure, image in zip(figures, images, strict=True):
+        assert image["width"] == pytest.approx(image["height"], abs=1)
+        assert image["width"] == pytest.approx(figure["width"], abs=1)
+        assert image["y"] == pytest.approx(figure["y"], abs=1)
+    columns = len({round(one["x"]) for one in figures})
+    assert columns == (2 if width == 390 else 5)
+
+
 def svg(points):
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{points}pt" height="90pt" viewBox="0 0 9 9"></svg>'
@@ -223,5 +251,6 @@ def test_on_a_phone_figures_shrink_or_scroll_and_tables_break_no_word(tmp_path):
         assert all(cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth") for cell in cells)
         name = page.locator("figcaption span").first
         assert name.inner_text() == "test/class 17/photograph_0001.jpg"
-        assert name.locator("wbr").count() == 2  # a line may end after a slash, rather than within a name
+        # A line may end after / and _ and before the ending, rather than within a word.
+        assert name.locator("wbr").count() == 4
         browser.close()

@@ -170,6 +170,8 @@ def accuracy(bundle):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m tests.support.digit_clip OUT.safetensors")
     with tempfile.TemporaryDirectory() as folder:
         bundle = vt.load(save_hf_folder(Path(folder) / "clip", *train()))
         print(f"accuracy {accuracy(bundle):.3f}")

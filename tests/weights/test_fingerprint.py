@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import vitrail as vt
 from vitrail.cli import app
 from vitrail.errors import FileError
-from vitrail.weights.bundle import stored_fingerprint
 from vitrail.weights.fingerprint import MAX_KEYS, fingerprint_of
 from vitrail.weights.folder import open_model
+from vitrail.weights.header import stored_fingerprint
 from vitrail.weights.verify import verify
 
 GOLDEN_3 = Path(__file__).parent / "golden-3.safetensors"

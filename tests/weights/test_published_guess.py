@@ -100,11 +100,40 @@ def test_timms_pretrained_cfg_is_used_for_a_folder_and_for_its_file(folder):
     assert f"The preprocessing is that of {origin}." in bundle.notes
 
 
-def test_a_file_of_another_name_has_no_neighbours(folder):
-    """A config.json belongs to model.safetensors; of other files in the folder it says nothing."""
+def test_the_only_weight_file_of_a_folder_has_its_settings(folder):
     path = folder(config={"pretrained_cfg": PIXELS})
     other = (path / "model.safetensors").rename(path / "other.safetensors")
+    found = described(other, heads=2)
+    assert found.preprocess.mean == (0.1, 0.2, 0.3)
+    assert found.preprocess_from == "config.json (pretrained_cfg) beside the file"
+    assert not found.guess
+
+
+@pytest.mark.parametrize("second", ["model.safetensors", "second.pth"])
+def test_a_file_of_another_name_has_no_neighbours(folder, second):
+    """With two weight files, a config.json belongs to model.safetensors; of others it says nothing."""
+    path = folder(config={"pretrained_cfg": PIXELS})
+    other = (path / "model.safetensors").rename(path / "other.safetensors")
+    shutil.copy(other, path / second)
     assert described(other, heads=2).preprocess == published_preprocess("augreg", 32)
+
+
+def test_a_folder_that_may_not_be_listed_tells_nothing(folder, monkeypatch):
+    path = folder(config={"pretrained_cfg": PIXELS})
+    other = (path / "model.safetensors").rename(path / "other.safetensors")
+
+    def forbidden(self):
+        raise PermissionError
+
+    monkeypatch.setattr("pathlib.Path.iterdir", forbidden)
+    assert described(other, heads=2).preprocess == published_preprocess("augreg", 32)
+
+
+def test_the_name_of_a_folder_is_called_that(tmp_path, state):
+    (tmp_path / "deit_folder").mkdir()
+    safetensors.torch.save_file(state, tmp_path / "deit_folder" / "x.safetensors")
+    found = described(tmp_path / "deit_folder", heads=2)
+    assert found.preprocess_from == "published for deit, known from the name of the folder: deit_folder"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"pretrained_cfg": {"mean": [1]}}'])
@@ -134,7 +163,10 @@ def test_info_shows_a_guess_with_its_candidates(tmp_path, state):
         "files of deit look the same and have mean (0.485, 0.456, 0.406), std (0.229, 0.224, 0.225)" in shown
     )
     assert "if this is one, give --set preprocess=deit" in shown
-    assert "796 of 1,000 ImageNet images right with its own, 766" in shown
+    assert (
+        "796 correctly with mean and std of ImageNet and short side 256, and 766 with mean and std 0.5"
+        in shown
+    )
 
 
 def test_candidates_that_are_resized_differently(tmp_path):
@@ -154,7 +186,6 @@ def test_the_user_chooses_by_name(tmp_path, state):
 
 
 def test_a_real_deit_file(tmp_path):
-    """With mean and std 0.5 it has 766 of 1,000 ImageNet images right, with ImageNet's 796."""
     path = shared("data/weights/deit_tiny_imagenet1k.safetensors")
     assert described(path).preprocess == published_preprocess("deit", 224)
     shutil.copy(path, tmp_path / "weights.safetensors")

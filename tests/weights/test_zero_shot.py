@@ -198,10 +198,29 @@ def test_nothing_lies_between_different_models(tmp_path):
         with pytest.raises(InputError, match="from 0 to 1"):
             interpolate(one, one, bad)
     one.save(tmp_path / "one.safetensors")
-    result = CliRunner().invoke(
-        app, ["convert", str(tmp_path / "one.safetensors"), str(tmp_path / "out"), "--data", "x"]
-    )
-    assert "add --toward" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "x"], "--data is for the way between two models; add --toward, or leave it out."),
+        (["--interpolate", 0.5], "--interpolate is for the way between two models; add --toward"),
+        *(
+            (["--toward", FILE, option, value], f"{option} is not for --toward, which takes both models as")
+            for option, value in [
+                *(("--to", "timm"), ("--labels", "a,b"), ("--prompts", "a {}"), ("--templates", "t.txt")),
+                *(("--set", "heads=2"), ("--size", 48), ("--channels", 3), ("--classes", 2)),
+                *(("--family", "timm"), ("--keys", "k.json")),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_would_be_ignored_are_refused(tmp_path, arguments, message):
+    out = tmp_path / "out.safetensors"
+    words = [str(word) for word in ("convert", FILE, out, *arguments)]
+    assert message in str(CliRunner().invoke(app, words).exception)
+    assert not out.exists()
 
 
 # ---- prompts --------------------------------------------------------------------------------
@@ -226,7 +245,8 @@ def test_prompts_from_files(tmp_path):
         ("cat", None, "at least two different classes"),
         ("cat,cat", None, "'cat' twice"),
         ("cat,,dog", None, "at least two different classes"),
-        ("cat,dog", ["a photo"], "leave out one"),
+        ("cat,dog", ["a photo"], "'a photo' has none"),
+        ("cat,dog", ["bad.json"], "leave out one"),
         (None, ["nothing.txt"], "cannot be read"),
         (None, ["nothing.txt", "other.txt"], "takes templates"),
         (None, ["bad.json"], "JSON object of classes"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import load_model
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, require_extra, suggest
@@ -80,7 +81,7 @@ def bench(
     from vitrail.evaluation.speed import measure_speeds
 
     arguments = options.load_arguments(family, keys, settings, None, device=device, offline=offline or None)
-    bundle = _open(model, arguments, device)
+    bundle = _open(model, arguments, device, quiet=quiet)
     layers = "auto" if keep == "auto" else [name for name in (keep or "").split(",") if name]
     table = measure_speeds(
         bundle,
@@ -104,20 +105,19 @@ def bench(
         raise typer.Exit(1)
 
 
-def _open(model: str, arguments: dict[str, Any], device: str | None) -> Bundle:
+def _open(model: str, arguments: dict[str, Any], device: str | None, *, quiet: bool) -> Bundle:
     """The file, or a model of this size with random weights."""
     from vitrail.build import create
     from vitrail.presets import preset
     from vitrail.weights.bundle import Bundle
-    from vitrail.weights.load import load
 
     if not Path(model).exists() and not model.startswith("hf:"):
         try:
             preset(model)
         except ValueError:
-            return load(model, **arguments)  # which explains what is wrong
+            return load_model(model, arguments, quiet=quiet)  # which explains what is wrong
         return Bundle(model=create(model).to(device or "cpu").eval())
-    return load(model, **arguments)
+    return load_model(model, arguments, quiet=quiet)
 
 
 def _parse_precisions(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import load_model
 
 
 def convert(
@@ -21,8 +22,12 @@ def convert(
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="vitrail, hf, timm, torchvision, google, lucidrains, or the family of IN.")
-    ] = "vitrail",
+        str | None,
+        typer.Option(
+            help="vitrail, hf, timm, torchvision, google, lucidrains, or the family of IN.",
+            show_default="vitrail",
+        ),
+    ] = None,
     classes: Annotated[
         int | None, typer.Option(min=0, help="Replace the head by a new one for this many classes.")
     ] = None,
@@ -41,9 +46,14 @@ def convert(
         ),
     ] = None,
     at: Annotated[
-        float,
-        typer.Option("--interpolate", metavar="T", help="With --toward: 0 is IN, 1 is the other model."),
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            "--interpolate",
+            metavar="T",
+            help="With --toward: 0 is IN, 1 is the other model.",
+            show_default="0.5",
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="With --toward: labeled images, to print the accuracy of the way between."),
@@ -65,10 +75,15 @@ def convert(
     from vitrail.errors import InputError, printable
 
     if toward is not None:
-        _interpolate(source, toward, out, at, data, quiet=quiet)
+        heads = {"--classes": classes, "--labels": labels, "--prompts": prompts, "--templates": templates}
+        loading = {"--size": size, "--channels": channels, "--family": family, "--keys": keys, "--set": given}
+        _check_as_they_are({"--to": to, **heads, **loading})
+        at = 0.5 if at is None else at
+        _interpolate(source, toward, out, at, data, offline=offline, quiet=quiet)
         return
-    if data is not None:
-        raise InputError("--data is for the way between two models; add --toward, or leave it out.")
+    for option, value in (("--data", data), ("--interpolate", at)):
+        if value is not None:
+            raise InputError(f"{option} is for the way between two models; add --toward, or leave it out.")
     from vitrail.weights.convert import convert as convert_file
 
     arguments = options.load_arguments(family, keys, given, size, classes=classes, channels=channels)
@@ -76,7 +91,7 @@ def convert(
         from vitrail.weights.prompts import read_prompts
 
         arguments["prompts"] = read_prompts(labels, prompts, templates)
-    report = convert_file(source, out, to=to, offline=offline, **arguments)
+    report = convert_file(source, out, to=to or "vitrail", offline=offline, **arguments)
     lines = {
         "from": report.source,
         "to": f"{report.target}, {out}",
@@ -96,17 +111,30 @@ def convert(
         raise typer.Exit(1)
 
 
-def _interpolate(source: str, toward: str, out: Path, at: float, data: str | None, *, quiet: bool) -> None:
+def _check_as_they_are(given: dict[str, object]) -> None:
+    """Refuse options that change a model, where two are interpolated."""
+    from vitrail.errors import InputError
+
+    for option, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{option} is not for --toward, which takes both models as they are and writes a vitrail "
+                f"file; leave it out, and convert IN, MODEL or OUT by itself with {option}."
+            )
+
+
+def _interpolate(
+    source: str, toward: str, out: Path, at: float, data: str | None, *, offline: bool, quiet: bool
+) -> None:
     """Write the weights between two models; with data, print the accuracy of the way between."""
     from vitrail.cli.outputs import check_new_files
     from vitrail.errors import printable
     from vitrail.weights.bundle import check_suffix
     from vitrail.weights.interpolate import interpolate
-    from vitrail.weights.load import load
 
     check_suffix(out)
     check_new_files({"OUT": out})
-    first, second = load(source), load(toward)
+    first, second = (load_model(one, {"offline": offline}, quiet=quiet) for one in (source, toward))
     mixed = interpolate(first, second, at)
     if data is not None:
         from vitrail.evaluation.run import evaluate

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import load_model
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.overrides import WorkersOption, parse_workers
 from vitrail.errors import InputError, printable
@@ -24,6 +25,7 @@ from vitrail.progress import ProgressBars
 if TYPE_CHECKING:
     from vitrail.data.doctor import DatasetReport
     from vitrail.data.sources import Dataset
+    from vitrail.weights.bundle import Bundle
     from vitrail.weights.fingerprint import Fingerprint
 
 _MAX_LINES = 5  # of each kind of finding; the JSON has all
@@ -66,6 +68,10 @@ def doctor(
         int, typer.Option(min=1, max=1_000_000, help="Images per forward pass of --model.")
     ] = 64,
     device: options.Device = None,
+    size: options.Size = None,
+    family: options.Family = None,
+    keys: options.Keys = None,
+    settings: options.Set = None,
     offline: options.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
     workers: WorkersOption = "auto",
@@ -85,7 +91,14 @@ def doctor(
     if html_file is not None and (model is None or not features):
         how = "give --model as well" if model is None else "leave out --no-features"
         raise InputError(f"--html shows what a model's features tell about the data; {how}.")
+    _check_used({"--set": settings, "--size": size, "--family": family, "--keys": keys}, model, features)
     check_new_files({"--html": html_file})
+    if html_file is not None:
+        from vitrail.report.page import check_extras
+
+        check_extras()
+    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+
     from vitrail.data.doctor import check_images, count_trained, open_for_check
     from vitrail.data.sources import open_labeled
 
@@ -102,8 +115,8 @@ def doctor(
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
         if features and model is not None:
-            arguments = options.load_arguments(device=device, offline=offline or None)
-            _compare(html_file, model, dataset, report, arguments, count, batch, bars)
+            bundle = load_model(model, {"channels": dataset.channels, **arguments}, quiet=quiet)
+            _compare(html_file, bundle, dataset, report, count, batch, bars)
     report.problems = problems
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -119,12 +132,19 @@ def doctor(
         raise typer.Exit(1)
 
 
+def _check_used(given: dict[str, Any], model: str | None, features: bool) -> None:
+    """Refuse options of the model if none is run."""
+    for name, value in given.items():
+        if value and (model is None or not features):
+            how = "give --model as well" if model is None else "leave out --no-features"
+            raise InputError(f"{name} says how the model is loaded that computes features; {how}.")
+
+
 def _compare(
     page: Path | None,
-    model: str,
+    bundle: Bundle,
     data: Dataset,
     report: DatasetReport,
-    arguments: dict[str, Any],
     workers: Any,
     batch: int,
     bars: ProgressBars,
@@ -132,12 +152,8 @@ def _compare(
     """Compare the images by a model's features: findings into the report, and a page if one is wanted."""
     from vitrail.evaluation.curation import add_findings, curate, embed_dataset
     from vitrail.report.curation import curation_page
-    from vitrail.report.page import check_extras, write_page
-    from vitrail.weights.load import load
+    from vitrail.report.page import write_page
 
-    if page is not None:
-        check_extras()
-    bundle = load(model, **{"channels": data.channels, **arguments})
     total = sum(map(len, data.splits.values()))
     images = embed_dataset(
         bundle, data, workers=workers, batch=batch, progress=lambda done: bars("features", done, total)
@@ -150,8 +166,8 @@ def _compare(
 
 def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
     """Which images a model was trained on, from its file alone."""
-    from vitrail.weights.bundle import stored_fingerprint
     from vitrail.weights.folder import open_model
+    from vitrail.weights.header import stored_fingerprint
     from vitrail.weights.hub import fetch_model
 
     with open_model(fetch_model(model, offline=offline)[0]) as files:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import check_trained_native, print_predictor_notes
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error
@@ -15,6 +16,7 @@ from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
 
 _SHOWN = 5  # images that could not be read
+_OF_THIS_MACHINE = ("device", "offline")  # arguments that do not change embeddings
 
 
 def embed(
@@ -85,18 +87,30 @@ def embed(
 
     options.expect_files(images, how["workers"])
     predictor = Predictor(model, native=native, **how)
-    options.check_trained_native(predictor, native)
-    options.print_acceleration(predictor, quiet=quiet)
+    check_trained_native(predictor, native)
+    print_predictor_notes(predictor, quiet=quiet)
     with ProgressBars(enabled=not quiet) as bars:
         total = sum(1 for _ in expand_paths(images)) if bars.enabled else None
-        index = build_index(predictor, images, model=model, progress=lambda done: bars("images", done, total))
+        index = build_index(
+            predictor,
+            images,
+            model=model,
+            arguments={name: overrides[name] for name in overrides if name not in _OF_THIS_MACHINE},
+            progress=lambda done: bars("images", done, total),
+        )
     for name, reason in list(index.errors.items())[:_SHOWN]:
-        print_error(f"{printable(name)}: {printable(reason)}")
+        shown, why = printable(name), printable(reason)
+        print_error(why if shown in why else f"{shown}: {why}")
     if not index.names:
         raise InputError("None of the images could be read, so there is no index; check the paths.")
     index.save(file)
     rows, width = index.embeddings.shape
-    print(f"{rows:,} images, embeddings of {width}: {printable(out)}")
+    print(f"{_count(rows)}, embeddings of {width}: {printable(out)}")
     if index.errors:
-        print_error(f"{len(index.errors):,} images could not be read; they are not in the index.")
+        verb = "is" if len(index.errors) == 1 else "are"
+        print_error(f"{_count(len(index.errors))} could not be read and {verb} not in the index.")
         raise typer.Exit(1)
+
+
+def _count(images: int) -> str:
+    return f"{images:,} image{'s' * (images != 1)}"

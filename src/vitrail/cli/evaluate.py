@@ -14,6 +14,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.evaluation_tables import show_evaluation
+from vitrail.cli.models import check_classes, load_model, open_zero_shot
 from vitrail.cli.outputs import check_new_files, saving_gate_report
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
@@ -90,6 +91,9 @@ def evaluate(
         int,
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 128,
+    labels: options.Labels = None,
+    prompts: options.Prompts = None,
+    templates: options.Templates = None,
     workers: options.WorkersOption = "auto",
     precision: options.Precision = None,
     calibration: options.Calibration = None,
@@ -107,8 +111,9 @@ def evaluate(
 
     All labeled images in DATA are evaluated; if it has splits, those of test, or else of val. Classes are
     matched to the model's by name, and DATA may lack some. Images that cannot be read are listed and skipped;
-    the exit code is then 1. To probe the features of
-    a model with other classes, remove its head with --set classes=0.
+    the exit code is then 1. To probe the features of a model with other classes, remove its head with --set
+    classes=0. With --labels, a CLIP or SigLIP file is evaluated without training: each class is described by
+    words.
     """
     print_json = json_file == Path("-")
     json_file = None if print_json else json_file
@@ -128,16 +133,17 @@ def evaluate(
 
     from vitrail.evaluation.accelerated import Speedup
     from vitrail.evaluation.run import evaluate as evaluate_model
-    from vitrail.weights.load import load
 
     if html_file is not None:
         from vitrail.report.page import check_extras
 
         check_extras()
     speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
-    bundle = load(
-        model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    )
+    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    bundle = open_zero_shot(model, labels, prompts, templates, arguments, quiet=quiet)
+    bundle = bundle or load_model(model, arguments, quiet=quiet)
+    if bundle.model.config.classes or not probes:
+        check_classes(bundle)
     with ProgressBars(enabled=not quiet) as bars, saving_gate_report(json_file):
         result = evaluate_model(
             bundle,

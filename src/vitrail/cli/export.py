@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import print_guess
 from vitrail.cli.outputs import saving_gate_report
 from vitrail.errors import printable
 
@@ -99,6 +100,7 @@ def export(
             **options.parse_speedup(precision, calibration, min_agreement, keep),
             **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
         )
+    print_guess(result.guess, quiet=quiet)
     for note in [] if quiet else result.notes:
         print(f"note: {note}")
     if result.proof is not None:

@@ -69,6 +69,8 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
 
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
+    text = _text_tower(files, match)
+    by_words = text is not None and labels is None  # then what looks like a head is CLIP's projection
     if preprocess is not None and description.native is not None:
         down, across = config.patch_pixels
         preprocess = native_preprocess(preprocess, (down, across), config.patches)
@@ -77,9 +79,10 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "family": f"{match.family.name}: {match.family.title}",
         "model": _size_name(config),
         "parameters": sum(math.prod(shape) for shape in match.shapes.values()),
-        "classes": config.classes,
+        "classes": None if by_words else config.classes,
+        "zero-shot": "classes by words: vitrail predict --labels cat,dog" if by_words else None,
         "labels": [printable(label) for label in labels] if labels else None,
-        "scores": description.scores.summary() if config.classes else None,
+        "scores": description.scores.summary() if config.classes and not by_words else None,
         "preprocessing": preprocess.describe() if preprocess else None,
         "preprocessing from": description.preprocess_from or None,
         "license": printable(card.license),
@@ -94,7 +97,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
             )
         ),
         "feature statistics": _feature_statistics(files.entries.get(f"{PREFIX}means")),
-        "text tower": _text_tower(files, match),
+        "text tower": text,
         "extra tensors": [printable(name) for name in match.extras.values()] or None,
         "follows": match.family.profile.follows or None,
         "notes": [printable(note, 500) for note in description.notes] or None,
@@ -104,7 +107,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
 
 def _trained_on(files: ModelFiles) -> str | None:
     """The number of images in the fingerprint of a vitrail file."""
-    from vitrail.weights.bundle import read_header
+    from vitrail.weights.header import read_header
 
     counts = (read_header(files) or {}).get("fingerprint")
     return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None

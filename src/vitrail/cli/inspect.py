@@ -11,6 +11,7 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.completion import FIGURES, figure_names
+from vitrail.cli.models import load_model
 from vitrail.cli.outputs import check_empty_folder
 from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
@@ -65,13 +66,11 @@ def inspect(
     from vitrail.data.folders import expand_folders
     from vitrail.inspect.figure import InspectionRequest
     from vitrail.report.inspection import write_inspection
-    from vitrail.weights.load import load
 
     check_empty_folder("--out", out)
     paths = expand_folders(images or [])
-    bundle = load(
-        model, **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    )
+    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    bundle = load_model(model, arguments, quiet=quiet)
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
     with ProgressBars(enabled=not quiet) as bars:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.completion import family_names
-from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, suggest
 
 Family = Annotated[
@@ -129,34 +127,6 @@ def load_arguments(
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def open_zero_shot(
-    model: str,
-    labels: str | None,
-    prompts: list[str] | None,
-    templates: Path | None,
-    arguments: dict[str, Any],
-    *,
-    quiet: bool,
-) -> Any:
-    """The model with a head from words, if there are any; None without.
-
-    Args:
-        arguments: of `vitrail.load`; they are used up if the model is opened here.
-    """
-    if labels is None and not prompts and templates is None:
-        return None
-    from vitrail.weights.load import load
-    from vitrail.weights.prompts import read_prompts
-    from vitrail.weights.zero_shot import bake_prompts
-
-    wanted = read_prompts(labels, prompts, templates)
-    bundle = bake_prompts(load(model, **arguments), wanted)
-    arguments.clear()
-    if not quiet:
-        print_error(bundle.notes[-1])
-    return bundle
-
-
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:
     """The keyword arguments of `vitrail.load`, from FIELD=VALUE options.
 
@@ -225,21 +195,6 @@ def parse_speedup(
         "min_agreement": min_agreement,
         "keep": layers,
     }
-
-
-def check_trained_native(predictor: Any, native: bool | None) -> None:
-    """Refuse --native for a model that was trained on images of one shape."""
-    if native:
-        from vitrail.weights.native import check_native
-
-        check_native(predictor.bundle)
-
-
-def print_acceleration(predictor: Any, *, quiet: bool = False) -> None:
-    """How the model is computed, if not by its own code, as notes on stderr."""
-    if predictor.acceleration is not None and not quiet:
-        for sentence in predictor.acceleration.sentences():
-            print(f"note: {sentence}", file=sys.stderr)
 
 
 def parse_value(text: str) -> Any:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.overrides import print_acceleration
+from vitrail.cli.models import check_classes, print_predictor_notes
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, suggest
 from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
-    from vitrail.predict import Predictor
     from vitrail.predict.parts import PartOptions, PartResult
 
 ENGINES = ("local", "ray")
@@ -91,15 +90,6 @@ def _parse_part(part: str | None) -> tuple[int, int]:
     return number, of
 
 
-def check_classes(predictor: Predictor) -> None:
-    """The outputs of a CLIP's image tower are no classes; words make some."""
-    if predictor.needs_words:
-        raise InputError(
-            "This model has a text tower and no classes of its own; name some with --labels cat,dog, or save "
-            "the embeddings of the images with vitrail embed."
-        )
-
-
 def run_parts(
     request: PartRequest,
     model: Any,
@@ -125,8 +115,9 @@ def run_parts(
     with ProgressBars(enabled=not quiet) as bars:
         images = ImageList(inputs, lambda done, total: bars("reading shards", done, total))
         predictor = Predictor(model, **how)
+        print_predictor_notes(predictor, quiet=quiet)
         if options.content == "predict":
-            check_classes(predictor)
+            check_classes(predictor.bundle)
             if not predictor.config.classes:
                 raise InputError("This model has no head and gives only embeddings; use vitrail embed.")
         parts = Parts(request.folder, images, predictor, options)
@@ -140,7 +131,6 @@ def run_parts(
             result = write_with_ray(parts, model, inputs, how, request.part, request.of, progress)
         else:
             result = write_parts(parts, request.part, request.of, progress)
-    print_acceleration(predictor, quiet=quiet)
     _print_result(request, result)
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import check_classes, open_zero_shot, print_predictor_notes
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
-from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, check_classes, parse_parts, run_parts
+from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.progress import ProgressBars
@@ -124,13 +125,14 @@ def predict(
     from vitrail.predict import Predictor
     from vitrail.predict.embeddings import writing_rows
     from vitrail.predict.rows import format_rows
+    from vitrail.predict.sources import EMPTY_FOLDER
 
     form = form or ("table" if request is None else "csv")
     if request is None:
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
-    opened = options.open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
+    opened = open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
     if request is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
@@ -149,10 +151,10 @@ def predict(
     options.expect_files(inputs, how["workers"])
     with saving_gate_report(Path(out) if out else None):
         predictor = Predictor(opened or model, **how, **overrides)
-    options.print_acceleration(predictor, quiet=quiet)
+    print_predictor_notes(predictor, quiet=quiet)
     config = predictor.config
     if embeddings is None or top is not None:
-        check_classes(predictor)
+        check_classes(predictor.bundle)
     classes = 0 if predictor.needs_words else config.classes
     if not classes:
         _check_headless(top, embeddings)
@@ -162,6 +164,7 @@ def predict(
         predictor.require_bundle()  # fails before the folder is created
         explain.mkdir(exist_ok=True)
     count = failed = 0
+    empty = []
     with ExitStack() as stack:
         write = stack.enter_context(_open_rows(Path(out) if out else None))
         add = stack.enter_context(writing_rows(embeddings, config.pooled_width)) if embeddings else None
@@ -171,14 +174,20 @@ def predict(
         write(header)
         for prediction in predictor.stream(_list_paths(inputs, b"\0" if null else b"\n")):
             count, failed = count + 1, failed + (prediction.error is not None)
+            if prediction.error == EMPTY_FOLDER:
+                empty.append(prediction.name)
             if add is not None:
                 add(prediction.embedding)
             if explain is not None and prediction.error is None:
                 _save_overlay(predictor, prediction, explain, count)
             write(format_row(prediction))
             bars("images", count, total)
+    for folder in empty:
+        print_error(f"{printable(folder)} contains no images; name image files, or a folder with some.")
+    if failed > len(empty):
+        images = f"{failed - len(empty):,} of {count - len(empty):,} images"
+        print_error(f"{images} could not be classified; their rows have the reason.")
     if failed:
-        print_error(f"{failed:,} of {count:,} images could not be classified; their rows have the reason.")
         raise typer.Exit(1)
 
 

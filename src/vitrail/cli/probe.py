@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import load_model
 from vitrail.cli.outputs import check_new_files
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
@@ -51,13 +52,12 @@ def probe(
 
     from vitrail.data.sources import open_dataset
     from vitrail.evaluation.probe_head import probe_head
-    from vitrail.weights.load import load
 
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     with ProgressBars(enabled=not quiet) as bars:
         rows, files = partial(bars, "reading rows", total=None), partial(bars, "reading files")
         dataset = open_dataset(data, progress=files, on_rows=rows)
-        bundle = load(model, **{"channels": dataset.channels, **arguments})
+        bundle = load_model(model, {"channels": dataset.channels, **arguments}, quiet=quiet)
         result = probe_head(
             bundle, dataset, batch=batch, workers=options.parse_workers(workers), progress=bars
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import print_predictor_notes
 from vitrail.cli.outputs import check_new_files
 from vitrail.errors import InputError, printable
 
@@ -36,6 +37,9 @@ def search(
         ),
     ] = None,
     device: options.Device = None,
+    size: options.Size = None,
+    family: options.Family = None,
+    keys: options.Keys = None,
     settings: options.Set = None,
     offline: options.Offline = False,
     quiet: options.Quiet = False,
@@ -44,12 +48,15 @@ def search(
 
     The score is the cosine of the embeddings, at most 1. All images are compared. Words need a CLIP or SigLIP
     model; their cosines with images are small numbers even for good matches, so only their order counts.
+
+    The model is the one that made the index, with the --size, --family, --keys and --set that it had then.
     """
     check_new_files({"--html": html_file})
 
     from vitrail.data.folders import SUFFIXES
     from vitrail.predict import Predictor
     from vitrail.predict.index import read_index
+    from vitrail.weights.hub import is_hub_name
 
     is_image = Path(query).exists() or Path(query).suffix.lower() in SUFFIXES
     if html_file is not None:
@@ -57,11 +64,18 @@ def search(
 
         check_extras()
     opened = read_index(index)
-    arguments = options.load_arguments(given=settings, device=device, offline=offline or None)
-    name = model or opened.model
+    given = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    arguments = {**opened.arguments, **given}
+    name = model or opened.model_path()
     if not name:
         raise InputError(f"{printable(index)} does not say which model made it; give --model.")
+    if model is None and not is_hub_name(name) and not Path(name).exists():
+        raise InputError(
+            f"The model that made the index, {printable(name)}, does not exist any more; give its path "
+            "with --model."
+        )
     predictor = Predictor(name, workers=0, native=opened.native, **arguments)
+    print_predictor_notes(predictor, quiet=quiet)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:
@@ -96,6 +110,9 @@ def _embed_query(predictor: Predictor, query: str, is_image: bool) -> NDArray[np
         return text_query(predictor, query)
     found = build_index(predictor, [query])
     if len(found.names) != 1:
-        reason = next(iter(found.errors.values()), "it is a folder")
-        raise InputError(f"{printable(query)} cannot be searched for: {printable(reason)}")
+        reason = printable(next(iter(found.errors.values()), "")).removesuffix(".")
+        reason = "it is a folder" if Path(query).is_dir() else reason
+        raise InputError(
+            f"{printable(query)} cannot be searched for: {reason}. Name an image file, or words in quotes."
+        )
     return found.embeddings[0]

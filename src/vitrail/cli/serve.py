@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli import overrides as options
+from vitrail.cli.models import check_trained_native, print_predictor_notes
 from vitrail.errors import InputError, printable, require_extra
 
 if TYPE_CHECKING:
@@ -112,9 +113,9 @@ def serve(
         predictors: dict[str, Predictor] = {}
         for name, path in files.items():
             predictor = Predictor(path, native=native, **how)
-            options.check_trained_native(predictor, native)
+            check_trained_native(predictor, native)
             predictors[name or model_name(predictor, path)] = predictor
-            options.print_acceleration(predictor)
+            print_predictor_notes(predictor)
         if chosen is None:
             first = next(iter(predictors.values()))
             chosen = built_in(first.config.channels, min(first.preprocess.target))

@@ -54,6 +54,7 @@ from vitrail.weights.feature_statistics import FeatureStatistics
 from vitrail.weights.load import as_bundle
 from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores
+from vitrail.weights.zero_shot import check_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -185,6 +186,8 @@ def evaluate(
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
     bundle = as_bundle(bundle)
     config = bundle.model.config
+    if config.classes or not probes:
+        check_classes(bundle, 'give it some with bundle.zero_shot(["cat", "dog"]).')
     selected = select_images(bundle, data, split, map, probes, classes, progress)
     name, images, names, columns = selected.split, selected.images, selected.classes, selected.columns
     notes, multilabel = selected.notes, images.labels.ndim == 2

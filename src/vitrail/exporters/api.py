@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.config import format_sides
 from vitrail.data.folders import expand_folders
-from vitrail.errors import InputError, option, printable, suggest
+from vitrail.errors import InputError, option, printable, setting, suggest
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.summary import Summary
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import as_bundle
+from vitrail.weights.zero_shot import check_classes
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
@@ -37,6 +38,8 @@ class Exported(Summary):
     """How far its outputs are from the model's, which is in a .proof.json as well; None for a page."""
     notes: list[str] = field(default_factory=list)
     """Remarks, one sentence each."""
+    guess: str = ""
+    """As in Bundle: that the preprocessing is a guess."""
 
     def summary(self) -> dict[str, str]:
         """The file, and the largest difference."""
@@ -105,9 +108,9 @@ def export(
     else:
         one = write_onnx if form == "onnx" else write_torch
         write = partial(one, with_preprocess=with_preprocess)
-    bundle = as_bundle(model, **options)
+    bundle = _open_classifier(model, options)
     proof = write(bundle, path, dynamic=dimensions)
-    return Exported(path, bundle.model.config, proof, native_note(bundle))
+    return Exported(path, bundle.model.config, proof, native_note(bundle), bundle.guess)
 
 
 def native_note(bundle: Bundle) -> list[str]:
@@ -121,15 +124,27 @@ def native_note(bundle: Bundle) -> list[str]:
     ]
 
 
+def _open_classifier(model: Any, options: dict[str, Any]) -> Bundle:
+    """The model; one of CLIP or SigLIP without classes only if it has no outputs that look like classes."""
+    bundle = as_bundle(model, **options)
+    if bundle.model.config.classes:
+        check_classes(
+            bundle,
+            "write some into its head first, with vitrail convert MODEL NEW.safetensors --labels cat,dog; or "
+            f"remove its projection with {setting('classes', 0)} to export pooled vectors.",
+        )
+    return bundle
+
+
 def _export_page(model: Any, path: Path, examples: Sequence[str | Path], options: dict[str, Any]) -> Exported:
     from vitrail.exporters.html import check_page_path, write_classroom
 
     check_page_path(path)
     images = expand_folders([Path(one) for one in examples])
     name = Path(model).stem if isinstance(model, (str, Path)) else path.stem
-    bundle = as_bundle(model, **options)
+    bundle = _open_classifier(model, options)
     notes = [*native_note(bundle), *write_classroom(bundle, path, name, images)]
-    return Exported(path, bundle.model.config, notes=notes)
+    return Exported(path, bundle.model.config, notes=notes, guess=bundle.guess)
 
 
 # ---- checks -------------------------------------------------------------------------------------

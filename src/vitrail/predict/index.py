@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import FileError, InputError, printable
+from vitrail.errors import FileError, InputError, option, printable
+from vitrail.fields import as_tuples, short_repr
 from vitrail.io.read import parse_json
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.bundle import golden_inputs
 from vitrail.weights.files import open_weights, write_safetensors
+from vitrail.weights.folder import INDEX_KEY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_KEY = "vitrail.index"
 _FORMAT = 1
 _MANY = 500_000  # rows, from which on faiss saves more time than importing it takes
 _BLOCK = 1 << 24  # products in memory at once
@@ -63,6 +64,8 @@ class Index:
     """Whether images kept their shape."""
     errors: dict[str, str] = field(default_factory=dict)
     """Images that could not be read, with the reason. They have no row, and are not saved."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """What the model was loaded with: arguments of `vitrail.load`, such as its size."""
 
     def search(self, query: NDArray[np.floating], top: int = 20) -> list[Hit]:
         """The images whose embeddings are nearest to a vector (E,), best first."""
@@ -79,13 +82,19 @@ class Index:
         here = Path(name)
         return here if here.exists() or not self.folder else Path(self.folder) / name
 
+    def model_path(self) -> str:
+        """The path of the model that made the index, absolute if it is still there."""
+        there = Path(self.folder) / self.model
+        return str(there) if self.folder and there.exists() else self.model
+
     def check_model(self, predictor: Predictor) -> None:
         """Refuse a model that did not make the index: its vectors would mean nothing here."""
         golden = Embedder(predictor).golden()
         if golden.shape != self.golden.shape or np.abs(golden - self.golden).max(initial=0) > _TOLERANCE:
             raise InputError(
-                "The index was made by another model or with other settings, so embeddings cannot "
-                f"be compared; use {printable(self.model)} as it was, or make the index again."
+                "The index was made by another model or with other settings, so embeddings cannot be "
+                f"compared: by {printable(self.model_path())}{_describe(self.arguments)}. Give that model "
+                f"with {option('model')} and its settings with {option('set')}, or make the index again."
             )
 
     def save(self, path: str | Path) -> None:
@@ -94,6 +103,7 @@ class Index:
 
         about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "folder": self.folder}
         about |= {"native": True} if self.native else {}
+        about |= {"arguments": self.arguments} if self.arguments else {}
         if Path(path).suffix == ".npy":
             self._save_npy(Path(path), about)
             return
@@ -103,7 +113,7 @@ class Index:
             "golden": torch.from_numpy(self.golden),
             "names": torch.frombuffer(bytearray(names), dtype=torch.uint8),
         }
-        write_safetensors(path, tensors, {_KEY: json.dumps(about)})
+        write_safetensors(path, tensors, {INDEX_KEY: json.dumps(about)})
 
     def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
         from vitrail.io.write import atomic_file, write_text
@@ -127,18 +137,35 @@ def read_index(path: str | Path) -> Index:
     if not np.isfinite(embeddings).all():
         raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
     model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
-    return Index(embeddings, names, model, folder, golden.astype(np.float32), about.get("native") is True)
+    arguments = about.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise FileError(f"{printable(path)} is damaged: its arguments are no object. Make it again.")
+    arguments = {
+        name: as_tuples(value) if isinstance(value, dict) else value
+        for name, value in as_tuples(arguments).items()
+    }
+    native = about.get("native") is True
+    return Index(embeddings, names, model, folder, golden.astype(np.float32), native, arguments=arguments)
+
+
+def _describe(arguments: dict[str, Any]) -> str:
+    """What a model was loaded with, for a message."""
+    return (
+        " with " + ", ".join(f"{name}={short_repr(value)}" for name, value in arguments.items())
+        if arguments
+        else ""
+    )
 
 
 def _read_safetensors(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
     """The description, the names, the embeddings, and those of the golden inputs; not checked yet."""
     with open_weights(path) as file:
-        if _KEY not in file.metadata:
+        if INDEX_KEY not in file.metadata:
             raise FileError(
                 f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
                 "index.safetensors."
             )
-        about = parse_json(file.metadata[_KEY], f"the description in {path}")
+        about = parse_json(file.metadata[INDEX_KEY], f"the description in {path}")
         arrays = {name: file.tensor(name).numpy() for name in ("embeddings", "golden", "names")}
     names = parse_json(arrays["names"].tobytes(), f"the names in {path}")
     return about, names, arrays["embeddings"], arrays["golden"]
@@ -198,9 +225,14 @@ def build_index(
     images: Iterable[Any],
     *,
     model: str = "",
+    arguments: dict[str, Any] | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Index:
-    """Embed images, files and folders. Images that cannot be read are in `.errors`."""
+    """Embed images, files and folders. Images that cannot be read are in `.errors`.
+
+    Args:
+        model, arguments: what the predictor was opened with, to be saved in the index.
+    """
     rows, names, errors, embed = [], [], {}, Embedder(predictor)
     golden = embed.golden()
     for done, prediction in enumerate(predictor.stream(images), 1):
@@ -213,7 +245,7 @@ def build_index(
         progress(done)
     embeddings = np.stack(rows) if rows else golden[:0]
     native = predictor.preprocess.keeps_shape
-    return Index(embeddings, names, model, os.getcwd(), golden, native, errors)
+    return Index(embeddings, names, model, os.getcwd(), golden, native, errors, arguments or {})
 
 
 # ---- searching ------------------------------------------------------------------------------

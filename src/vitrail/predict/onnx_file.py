@@ -18,9 +18,10 @@ from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, FileError, printable
 from vitrail.images.preprocess import Preprocess
 from vitrail.io.read import open_regular
-from vitrail.weights.bundle import Card, parse_header, read_header
+from vitrail.weights.bundle import Card
 from vitrail.weights.feature_statistics import FeatureStatistics, parse_statistics
 from vitrail.weights.folder import unique_keys
+from vitrail.weights.header import parse_header, read_header
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:

@@ -205,8 +205,8 @@ class Predictor:
 
     @property
     def needs_words(self) -> bool:
-        """Whether the model has a text tower, and no classes of its own: its outputs are an embedding."""
-        return self.bundle is not None and self.bundle.labels is None and self.bundle.has_text
+        """As in Bundle; an ONNX file has no text tower."""
+        return self.bundle is not None and self.bundle.needs_words
 
     def require_bundle(self) -> Bundle:
         """The model with its weights, which explanations need."""

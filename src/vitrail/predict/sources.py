@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     PixelsOrReason = NDArray[np.uint8] | str
     """uint8 pixels (H, W, C), or the reason why there are none."""
 
+EMPTY_FOLDER = "The folder contains no images."
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -77,7 +79,7 @@ def _walk_folder(folder: str) -> Iterator[Source]:
             yield Source(path, path)
         waiting += [os.path.join(current, name) for name in reversed(folders)]
     if empty:
-        yield Source(folder, folder, "The folder contains no images.")
+        yield Source(folder, folder, EMPTY_FOLDER)
 
 
 def _list_folder(folder: str) -> tuple[list[str], list[str]]:

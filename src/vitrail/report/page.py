@@ -88,6 +88,11 @@ class Section:
     equation: str = ""
     """Shown first; on a wide page the figures are then beside the text."""
 
+    @property
+    def single_views(self) -> bool:
+        """Whether every tile has one image at most, which then fills its column."""
+        return all(len(tile.views) <= 1 for tile in self.images)
+
 
 @dataclass(frozen=True)
 class Page:
@@ -175,10 +180,11 @@ def _is_large(image: str | bytes) -> bool:
 
 
 def _breakable(text: str) -> Any:
-    """Text that may be broken after a slash: names of files are long."""
+    """Text that may be broken after / and _ and before an ending such as .jpg: names of files are long."""
     from markupsafe import Markup, escape
 
-    return Markup("/<wbr>").join(escape(part) for part in printable(text, _MAX_TEXT).split("/"))
+    parts = re.split(r"(?<=[/_])|(?=\.[A-Za-z]\w{1,4}$)", printable(text, _MAX_TEXT))
+    return Markup("<wbr>").join(map(escape, parts))
 
 
 def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path:

@@ -196,6 +196,7 @@ class App(Application):
         async with self._in_progress(len(form.files)) as deadline:
             if labels is not None:
                 words = await self.batcher.call(lambda: self.zero_shot.vectors(labels), deadline)
+                timer.texts_encoded()
             results = await self._predict_all(form, request, deadline, timer, words)
         predictions = [
             prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)

@@ -79,7 +79,7 @@ SCHEMAS = {
     ),
     "Examples": array_of(object_of(name=TEXT, url=TEXT)),
 }
-SECONDS = object_of(decode=NUMBER, model=NUMBER, total=NUMBER)
+SECONDS = object_of(text=NUMBER, decode=NUMBER, model=NUMBER, total=NUMBER)
 SCHEMAS["Embeddings"] = object_of(
     model=TEXT,
     embeddings=array_of(

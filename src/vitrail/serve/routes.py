@@ -38,13 +38,23 @@ def template_of(path: str) -> str:
 
 
 class RequestTimer:
-    """The time of a request, split into decoding and model, each including waiting."""
+    """The time of a request, split into texts, decoding and model, each including waiting."""
 
     def __init__(self) -> None:
         self.time = asyncio.get_running_loop().time
-        self.start = self.decoded = self.time()
+        self.start = self.encoded = self.decoded = self.time()
+
+    def texts_encoded(self) -> None:
+        """The labels of the request have their vectors, and decoding starts."""
+        self.encoded = self.decoded = self.time()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds until the last image was decoded, from there to the prediction, and in total."""
+        """Seconds for the texts of labels, until the last image was decoded, from there to the prediction,
+        and in total."""
         end = self.time()
-        return {"decode": self.decoded - self.start, "model": end - self.decoded, "total": end - self.start}
+        return {
+            "text": self.encoded - self.start,
+            "decode": self.decoded - self.encoded,
+            "model": end - self.decoded,
+            "total": end - self.start,
+        }

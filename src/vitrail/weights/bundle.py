@@ -23,19 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError, FileError, InputError, printable
-from vitrail.fields import as_tuples, short_repr
+from vitrail.fields import short_repr
 from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
-from vitrail.io.read import parse_json
 from vitrail.summary import Summary, first_names
 from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.files import write_safetensors
-from vitrail.weights.fingerprint import Fingerprint, read_fingerprint
-from vitrail.weights.folder import TEXT_PREFIX, ModelFiles
-from vitrail.weights.scores import Scores, parse_scores
+from vitrail.weights.fingerprint import Fingerprint
+from vitrail.weights.folder import TEXT_PREFIX
+from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from vitrail.model import ViT
@@ -47,10 +45,6 @@ _GOLDEN_COUNT = 4
 _OTHER_SUFFIXES = (  # of formats that a vitrail file is not in
     *(".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".onnx", ".h5", ".hdf5", ".keras"),
     *(".gguf", ".msgpack", ".tflite", ".pb", ".zip", ".tar", ".json", ".pt2"),
-)
-_PARTS = (
-    *("format", "config", "preprocess", "labels", "scores", "card", "source", "notes", "fingerprint"),
-    "native",
 )
 
 
@@ -98,6 +92,8 @@ class Bundle(Summary):
     """Which images the model was trained on, if that is known."""
     notes: list[str] = field(default_factory=list)
     """What was assumed or changed when the model was loaded, a sentence each."""
+    guess: str = ""
+    """If the preprocessing is a guess: what was assumed, what else it may be, and how to choose."""
     text_files: dict[str, bytes] = field(default_factory=dict)
     """The settings and the tokenizer of a text tower, by file name."""
     native: Mapping[str, Any] | None = None
@@ -109,6 +105,11 @@ class Bundle(Summary):
         from vitrail.weights.text import entries_of, has_text
 
         return has_text(entries_of(self.extras))
+
+    @property
+    def needs_words(self) -> bool:
+        """Whether it has a text tower, and no classes of its own: the outputs are an embedding of images."""
+        return self.labels is None and self.has_text
 
     @cached_property
     def text(self) -> TextEncoder:
@@ -140,9 +141,9 @@ class Bundle(Summary):
         config = self.model.config
         if self.preprocess is None and config.input == "image":
             self.preprocess = default_preprocess(config)
-        _check_preprocess(self.preprocess, config)
+        check_preprocess(self.preprocess, config)
         if self.labels is not None:
-            self.labels = _check_labels(self.labels, config.classes)
+            self.labels = check_labels(self.labels, config.classes)
         self.scores.check_classes(config.classes)
         if self.statistics is not None:
             self.statistics.check_width(config.pooled_width)
@@ -246,7 +247,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
 
 
-def _check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:
+def check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:
     if preprocess is None:
         return
     shape = preprocess.channels, *preprocess.target
@@ -257,7 +258,7 @@ def _check_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> None:
         )
 
 
-def _check_labels(labels: Any, classes: int) -> list[str]:
+def check_labels(labels: Any, classes: int) -> list[str]:
     valid = isinstance(labels, (list, tuple)) and all(isinstance(label, str) for label in labels)
     if not valid or len(labels) != classes:
         raise ConfigError(
@@ -314,84 +315,3 @@ def golden_inputs(config: ViTConfig) -> Tensor:
     if config.input == "image":
         return mixed.to(torch.uint8)
     return (mixed / 127.5 - 1).float()
-
-
-# ---- reading --------------------------------------------------------------------------------
-
-
-def read_header(file: ModelFiles) -> dict[str, Any] | None:
-    """The JSON object of a vitrail file, checked; None for other files."""
-    if "vitrail" not in file.metadata:
-        return None
-    header = parse_json(file.metadata["vitrail"], f"the description in {file.path}", allow_nan=True)
-    if not isinstance(header, dict) or not isinstance(header.get("format"), int):
-        raise _damaged(file, "it has no format version")
-    if header["format"] > FORMAT:
-        raise FileError(
-            f"{printable(file.path)} has format {header['format']}, but this vitrail reads formats up to "
-            f"{FORMAT}; install a newer vitrail."
-        )
-    unknown = [key for key in header if key not in _PARTS]
-    if unknown or not isinstance(header.get("config"), dict):
-        raise _damaged(file, f"it has unknown keys {unknown}" if unknown else "it has no config")
-    return header
-
-
-def stored_fingerprint(file: ModelFiles) -> Fingerprint | None:
-    """Which images the model of a vitrail file was trained on; None if it does not say so. No torch."""
-    import numpy as np
-
-    header = read_header(file)
-    if header is None:
-        return None
-    entries = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
-
-    def read(name: str) -> NDArray[Any]:
-        return np.concatenate([np.zeros(0, dtype=entries[name][0]), *file.chunks(name)])
-
-    try:
-        return read_fingerprint(header.get("fingerprint"), entries, read)
-    except ValueError as error:
-        raise _damaged(file, str(error)) from error
-
-
-def _damaged(file: ModelFiles, reason: str) -> FileError:
-    return FileError(
-        f"The description of the model in {printable(file.path)} is damaged: {printable(reason)}. "
-        "Save it again."
-    )
-
-
-def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
-    """Config, preprocessing, labels, scores, card, source and notes of a vitrail file, each checked."""
-    try:
-        config = ViTConfig(**as_tuples(header["config"]))
-        spec = header.get("preprocess")
-        preprocess = None if spec is None else Preprocess(**as_tuples(spec))
-        labels = header.get("labels")
-        source = header.get("source")
-        parts = {
-            "config": config,
-            "preprocess": preprocess,
-            "labels": None if labels is None else _check_labels(labels, config.classes),
-            "scores": parse_scores(header.get("scores"), config.classes),
-            "card": Card(**_current_names(header.get("card", {}))),
-            "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
-            "notes": [str(note) for note in header.get("notes", [])],
-            "native": None if header.get("native") is None else dict(header["native"]),
-        }
-        _check_preprocess(preprocess, config)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise _damaged(file, str(error).removesuffix(".")) from error
-    return parts
-
-
-def _current_names(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's fields as they are called now; version 0.1 wrote "licence"."""
-    return {{"licence": "license"}.get(name, name): value for name, value in card.items()}
-
-
-def _read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {
-        str(n): (str(dtype), tuple(int(s) for s in shape)) for n, (dtype, shape) in source["tensors"].items()
-    }

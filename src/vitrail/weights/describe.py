@@ -12,11 +12,12 @@ from vitrail.errors import ConfigError, FileError, VitrailError, printable, sugg
 from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import default_preprocess
 from vitrail.images.preprocess import Preprocess
-from vitrail.weights.bundle import Card, Source, parse_header, read_header
+from vitrail.weights.bundle import Card, Source
 from vitrail.weights.families import FAMILIES
 from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
 from vitrail.weights.family import Family
-from vitrail.weights.folder import ModelFiles
+from vitrail.weights.folder import INDEX_KEY, ModelFiles
+from vitrail.weights.header import parse_header, read_header
 from vitrail.weights.infer import infer_config
 from vitrail.weights.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
 from vitrail.weights.layout import Sizes
@@ -40,6 +41,8 @@ class FileDescription:
     preprocess: Preprocess | None
     preprocess_from: str = ""
     """Where the preprocessing comes from, in words."""
+    guess: str = ""
+    """As in Bundle."""
     labels: list[str] | None
     card: Card
     notes: list[str]
@@ -135,12 +138,13 @@ def _describe_other(
         )
     check_sizes(printable(files.path), settings, config, overrides)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in files.entries.items()}
-    preprocess, origin = find_preprocess(files, family.profile.preprocess, config, notes)
+    found = find_preprocess(files, family.profile.preprocess, config, notes)
     return FileDescription(
         match=match,
         config=config,
-        preprocess=preprocess,
-        preprocess_from=origin,
+        preprocess=found.preprocess,
+        preprocess_from=found.origin,
+        guess=found.guess,
         labels=read_labels(settings, config, notes),
         card=Card(source=printable(files.path.name)),
         notes=notes,
@@ -241,6 +245,11 @@ def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[
 def _no_family(files: ModelFiles, family: str | None, table: KeyTable) -> VitrailError:
     """Why a file is of no family: it holds data, its key table is incomplete, or its names are unknown."""
     path, entries = printable(files.path), files.entries
+    if INDEX_KEY in files.metadata:
+        return FileError(
+            f"{path} is an index of images made by vitrail embed and no model; search in it with vitrail "
+            "search, and pass the model that made it here."
+        )
     if files.kind == "npz" and any(set(pair) <= set(entries) for pair in _DATA):
         held = ", ".join(
             f"{printable(n)} {format_sides(e.shape)} {e.dtype}" for n, e in list(entries.items())[:4]

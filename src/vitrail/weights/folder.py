@@ -21,7 +21,9 @@ SETTINGS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
 TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
+INDEX_KEY = "vitrail.index"  # in the metadata of an index of vitrail embed, which is no model
 BEST = "best.safetensors"  # of a training run
+_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
 _MAX_JSON = 10_000_000  # bytes
 
 
@@ -55,11 +57,12 @@ class ModelFiles:
         return {name: read_limited(path, MAX_BYTES, "a tokenizer") for name, path in paths.items()}
 
     def settings_beside(self, notes: list[str]) -> dict[str, dict[str, Any]]:
-        """The settings in the folder of a single file with a usual name, which tell its preprocessing.
+        """The settings in the folder of a single file, which tell its preprocessing.
 
-        One that cannot be read is skipped, with a note: the file alone was asked for.
+        They are those of a file with a usual name, or of the only one in the folder. Settings that cannot be
+        read are skipped, with a note: the file alone was asked for.
         """
-        if self.alone or self.path.name not in WEIGHTS:
+        if self.alone or (self.path.name not in WEIGHTS and not _is_only_one(self.path)):
             return {}
         found = {}
         for path in (self.path.parent / name for name in SETTINGS):
@@ -134,14 +137,26 @@ def _find_weights(folder: Path) -> tuple[Path | None, list[str]]:
             return index, list_shards(index)
         if (folder / name).exists():
             return None, [name]
-    suffixes = (".safetensors", ".npz", ".pt", ".pth", ".bin")
-    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in suffixes)
+    files = _list_weights(folder)
     if len(files) == 1:
         return None, files
     raise FileError(
         f"{printable(folder)} holds {len(files)} weight files, and neither {' nor '.join(WEIGHTS)}; "
         + ("pass the file itself." if files else "check the path.")
     )
+
+
+def _list_weights(folder: Path) -> list[str]:
+    """The names of all weight files in a folder."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
+
+
+def _is_only_one(file: Path) -> bool:
+    """Whether a folder holds no other weight file, so that its settings are those of this one."""
+    try:
+        return _list_weights(file.parent) == [file.name]
+    except OSError:  # a folder that may not be listed
+        return False
 
 
 def _check_index(index: Path, files: list[WeightFile]) -> None:

@@ -11,15 +11,16 @@ from vitrail.config import POSITIONS, format_sides
 from vitrail.errors import ConfigError, FileError, InputError, printable
 from vitrail.fields import per_axis, short_repr
 from vitrail.images.fit import fit_preprocess
-from vitrail.weights.bundle import Bundle, stored_fingerprint
+from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import FileDescription, describe
 from vitrail.weights.families.vitrail import VITRAIL
 from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.folder import ModelFiles, open_model
+from vitrail.weights.header import stored_fingerprint
 from vitrail.weights.hub import fetch_model, is_hub_name
 from vitrail.weights.keys import Keys
 from vitrail.weights.match import join_names
-from vitrail.weights.preprocessing import check_fields, override_preprocess
+from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
 from vitrail.weights.scores import Scores
 from vitrail.weights.state import read_state
 from vitrail.weights.text import add_clip_file, has_text
@@ -82,6 +83,8 @@ def load(
     _adapt(bundle, description, {"classes": classes, **requested})
     # Only now, since a given resize_to is for the size that the model has in the end.
     bundle.preprocess = override_preprocess(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
+    if settles_guess(preprocess):
+        bundle.guess = ""
     if bundle.model.config != description.config or overrides or preprocess is not None:
         bundle.statistics = None  # they are of the features of the model as it was trained
     bundle.model.to(target)
@@ -148,6 +151,7 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         extras=extras,
         fingerprint=stored_fingerprint(files),
         notes=notes,
+        guess=description.guess,
         text_files=add_clip_file(others, files.text_files) if has_text(others) else {},
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitrail.config import ViTConfig, format_sides
 from vitrail.errors import ConfigError, VitrailError, printable, setting, suggest
@@ -22,16 +22,23 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Preprocess))
 _TIMM_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
 
-def find_preprocess(
-    files: ModelFiles, family: str, config: ViTConfig, notes: list[str]
-) -> tuple[Preprocess | None, str]:
-    """From the settings beside the weights, or the published preprocessing of the family; and which it is.
+class FoundPreprocess(NamedTuple):
+    """A preprocessing, and where it comes from."""
+
+    preprocess: Preprocess | None
+    origin: str
+    guess: str = ""
+    """If it is a guess: what was assumed, what else it may be, and how to choose."""
+
+
+def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: list[str]) -> FoundPreprocess:
+    """From the settings beside the weights, or the published preprocessing of the family.
 
     Args:
         family: the name of the published preprocessing that most files of the family have.
     """
     if config.input != "image":
-        return None, ""
+        return FoundPreprocess(None, "")
     settings = files.settings or files.settings_beside(notes)
     others = [other for other in _SAME_TENSORS.get(family, ()) if config.channels == 3]
     said_by = ""
@@ -47,7 +54,7 @@ def find_preprocess(
             if preprocess.target != config.pixels:
                 old, new = format_sides(preprocess.target), format_sides(config.pixels)
                 notes.append(f"The preprocessing beside the weights is for {old} pixels; scaled to {new}.")
-            return fit_preprocess(preprocess, config), origin
+            return FoundPreprocess(fit_preprocess(preprocess, config), origin)
         reason = "The file has no preprocessing"
     except VitrailError as error:
         reason = f"The preprocessing in the folder was not used ({error})"
@@ -58,10 +65,10 @@ def find_preprocess(
     elif said_by:
         origin, used = f"{origin}, known from {said_by}", f"{used} (known from {said_by})"
     notes.append(f"{reason}; {used}.")
-    if others and not said_by:
-        origin += ", a guess (see the notes)"
-        notes.append(_guess_note(published, others[0], config))
-    return published, origin
+    if not others or said_by:
+        return FoundPreprocess(published, origin)
+    notes.append(_guess_note(published, others[0], config))
+    return FoundPreprocess(published, f"{origin}, a guess (see the notes)", " ".join(notes[-2:]))
 
 
 def _known_from(
@@ -92,8 +99,9 @@ def _guess_note(used: Preprocess, other: str, config: ViTConfig) -> str:
         values += f" ({published.describe()[1]})"
     return (
         f"That is a guess: files of {other} look the same and have {values}; if this is one, "
-        f"give {setting('preprocess', other)}. The wrong one costs accuracy: DeiT-Ti has 796 of 1,000 "
-        "ImageNet images right with its own, 766 with AugReg's."
+        f"give {setting('preprocess', other)}. The wrong one costs accuracy: of 1,000 ImageNet "
+        "images, DeiT-Ti classified 796 correctly with mean and std of ImageNet and short side 256, and 766 "
+        "with mean and std 0.5 and short side 248."
     )
 
 
@@ -176,6 +184,11 @@ def override_preprocess(
         if (now := getattr(changed, name)) != (before := getattr(preprocess, name)):
             notes.append(f"preprocess.{name} is {short_repr(now)} as given, instead of {short_repr(before)}.")
     return changed
+
+
+def settles_guess(given: Mapping[str, Any] | str | None) -> bool:
+    """Whether the user's choice leaves nothing to guess: a published preprocessing, or mean and std."""
+    return bool(given) and (isinstance(given, str) or {"mean", "std"} <= set(given or ()))
 
 
 def check_fields(given: Any) -> None:

@@ -81,13 +81,24 @@ def read_prompts(labels: str | None, prompts: Sequence[str] | None, templates: P
     files = [text for text in given if "{}" not in text]
     own = [text for text in given if "{}" in text]
     if templates is not None:
-        own += _read_lines(templates, "templates")
+        lines = _read_lines(templates, "templates")
+        if not lines:
+            raise InputError(
+                f"{option('templates')}: {printable(templates)} is empty; write a template on each line, "
+                "such as 'a photo of a {}', or leave it out for the default ones."
+            )
+        own += lines
     if not files:
         if labels is None:
             raise InputError(
                 f"Zero-shot needs the names of the classes; give {option('labels', 'cat,dog')} or a file."
             )
         return fill_templates(_read_labels(labels), own or None)
+    if labels is not None and not Path(files[0]).is_file():
+        raise InputError(
+            f"A prompt needs {{}} in place of the class, such as 'a photo of a {{}}', and "
+            f"{printable(files[0])!r} has none; add it."
+        )
     if len(files) > 1 or labels is not None:
         raise InputError(
             f"{option('prompts')} takes templates with {{}} or one file with the classes, not "

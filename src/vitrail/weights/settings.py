@@ -116,6 +116,9 @@ def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, 
             for name in value if isinstance(value, list) else [value]:
                 if isinstance(name, str):
                     yield f"config.json, {key}", name
+    if path.is_dir():
+        yield "the name of the folder", path.absolute().name
+        return
     yield "the name of the file", path.name
     if path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
         yield "the name of the folder", path.absolute().parent.name

@@ -118,7 +118,7 @@ def train_plainly(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps * s.epochs)
     for epoch in range(s.epochs):
-        order = epoch_order(data.train, seed=seed, epoch=epoch, balanced=False)
+        order = epoch_order(data.train, seed=seed, epoch=epoch)
         for step in range(steps):
             indices = batch_indices(order, step, batch).to(device)
             x = augment_batch(images[indices], indices, s.augment, seed=seed, epoch=epoch, size=spec.target)

@@ -59,7 +59,41 @@ def test_small_sets_keep_their_order_and_large_ones_have_no_list():
     assert isinstance(large, KeyedPermutation)
     assert torch.equal(batch_indices(large, 5, 64), large[torch.arange(320, 384)])
     with pytest.raises(InputError, match=r"balanced is for at most 33,554,432 images"):
-        order._balanced(Split(np.broadcast_to(np.int16(0), (2**26,)), (), None), 0, 0)
+        order._balanced(Split(np.broadcast_to(np.int16(0), (2**26,)), (), None), 0, 0, 64)
+
+
+# ---- balanced sampling ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("classes", "batch"), [(10, 20), (2, 8), (9, 36), (16, 4)])
+def test_neighbors_of_balanced_batches_are_of_all_classes(classes, batch):
+    """Mixup mixes neighbors: over the epochs every two classes meet about equally often.
+
+    Two images of one class meet less often, if a batch has few of each; never if it has one of each.
+    """
+    split, pairs = split_of(20 * classes, classes), torch.zeros(classes, classes)
+    for epoch in range(400):
+        order = epoch_order(split, seed=0, epoch=epoch, balanced_batch=batch)
+        labels = torch.from_numpy(split.labels)[order]
+        counts = labels.view(-1, max(batch, classes)).sort(1).values
+        assert (counts == torch.arange(classes).repeat_interleave(max(1, batch // classes))).all()
+        pairs.index_put_(tuple(labels.view(-1, 2).T), torch.ones(1), accumulate=True)
+    pairs = pairs + pairs.T
+    others = pairs[~torch.eye(classes, dtype=torch.bool)]
+    assert ((others / others.mean() - 1).abs() < 0.25).all()
+    each = max(1, batch // classes)  # images of a class in a batch, or in a cycle of the classes
+    expected = (each - 1) / each * others.mean()
+    assert ((pairs.diag() - expected).abs() < 0.15 * others.mean()).all()
+
+
+def test_a_balanced_order_is_a_function_of_seed_and_epoch():
+    split = split_of(60)
+    first, again, epoch, seed = (
+        epoch_order(split, seed=a, epoch=b, balanced_batch=12) for a, b in ((0, 0), (0, 0), (0, 1), (1, 0))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, epoch)
+    assert not torch.equal(first, seed)
 
 
 # ---- block shuffle ----------------------------------------------------------------------------

@@ -45,6 +45,9 @@ SETTINGS = dict(
 
 PLAIN = dict(mixing=dict(mixup=0.0, cutmix=0.0), accumulate=1)
 
+# AdamW would hide a wrong size of the gradient.
+WEIGHTED = {**SETTINGS, "class_weights": "balanced", "optimizer": "sgd", "momentum": 0.9, "lr": 0.1}
+
 # Where two processes are interrupted: at the first step, within an epoch, at its end, and after it.
 STOPS = [("arrays", at) for at in (1, 7, 10, "evaluate", "save")] + [("folder", at) for at in (7, "evaluate")]
 
@@ -65,12 +68,15 @@ def partial_and_distilled(folder):
     }
 
 
-def write_arrays(file, count=80, held_out=30):
-    """An .npz file of three separable classes: a bright bar at one of three heights."""
+RARE = (0, 0, 0, 1, 0, 0, 0, 0, 2, 0)  # labels of a frequent class and of two rare ones
+
+
+def write_arrays(file, count=80, held_out=30, cycle=(0, 1, 2)):
+    """An .npz file of three separable classes, whose labels repeat a cycle: a bright bar at one of three heights."""
     rng = np.random.default_rng(0)
 
     def some(count):
-        labels = np.arange(count) % 3
+        labels = np.resize(cycle, count)
         images = rng.integers(0, 120, (count, 8, 8), dtype=np.uint8)
         for image, label in zip(images, labels, strict=True):
             image[2 * label + 1 : 2 * label + 3] += 120
@@ -301,6 +307,7 @@ def two_processes(folder):
         train(folder / "tars" / "images", out=folder / "shards", workers=0, **SETTINGS, **corrupt)
     train(folder / "tars" / "images", out=folder / "shards", workers=2, resume=True, **SETTINGS, **corrupt)
     train(files["arrays"], out=folder / "plain", **{**SETTINGS, **PLAIN})
+    train(folder / "rare.npz", out=folder / "weighted", **WEIGHTED)
     for name, how in partial_and_distilled(folder).items():
         train(files["arrays"], out=folder / name, **how)
         with Signals(7), pytest.raises(Interrupted):

@@ -12,8 +12,10 @@ import pytest
 from tests.support.shard_files import shard_folder
 from tests.support.tiny_runs import (
     PLAIN,
+    RARE,
     SETTINGS,
     STOPS,
+    WEIGHTED,
     fingerprints,
     partial_and_distilled,
     partial_files,
@@ -36,6 +38,7 @@ def runs(tmp_path_factory):
     """All runs of two processes, in one start of torchrun, beside runs of one process."""
     folder = tmp_path_factory.mktemp("ranks")
     write_arrays(folder / "data.npz")
+    write_arrays(folder / "rare.npz", cycle=RARE)
     write_arrays(folder / "many.npz", held_out=300)  # batches of 128: two for one process, one for the other
     write_arrays(folder / "few.npz", held_out=20)  # one batch: none for the second process
     write_folder(folder / "images")
@@ -95,6 +98,14 @@ def test_two_processes_have_the_loss_of_one(runs, tmp_path):
     train(runs / "data.npz", out=tmp_path / "plain", **{**SETTINGS, **PLAIN})
     assert_close(rows(runs / "plain"), rows(tmp_path / "plain"))
     assert rows(tmp_path / "plain")[0]["loss"] != pytest.approx(rows(tmp_path / "mixed")[0]["loss"], rel=1e-4)
+
+
+def test_two_processes_have_the_weighted_loss_of_one(runs, tmp_path):
+    """Whose images differ in the sum of their class weights."""
+    train(runs / "rare.npz", out=tmp_path / "one", **WEIGHTED)
+    assert_close(rows(runs / "weighted"), rows(tmp_path / "one"))
+    train(runs / "rare.npz", out=tmp_path / "equal", **{**WEIGHTED, "class_weights": "none"})
+    assert rows(tmp_path / "equal")[0]["loss"] != pytest.approx(rows(tmp_path / "one")[0]["loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize("name", ["lora", "head", "taught"])

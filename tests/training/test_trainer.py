@@ -22,7 +22,7 @@ from tests.support.tiny_runs import (
     write_arrays,
 )
 from vitrail.config import ViTConfig
-from vitrail.data.sources import Dataset, Split, open_dataset
+from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import TrainConfig
@@ -30,7 +30,6 @@ from vitrail.training import checkpoint, inputs
 from vitrail.training import trainer as loop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
-from vitrail.training.objective import build_targets, class_weights, per_image_loss
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
 from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.trainer import Trainer
@@ -219,83 +218,6 @@ def test_ema_of_the_weights(data):
     for name, parameter in trainer.ema.named_parameters():
         torch.testing.assert_close(parameter, average[name], rtol=1e-5, atol=1e-6)
         assert not parameter.requires_grad
-
-
-# ---- losses ------------------------------------------------------------------------------------
-
-
-def split_of(labels):
-    labels = np.array(labels)
-    return Split(
-        labels, [str(i) for i in range(len(labels))], None, np.zeros((len(labels), 8, 8, 1), np.uint8)
-    )
-
-
-def targets_of(split, settings):
-    return build_targets(torch.from_numpy(split.labels), 4, settings.smoothing)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
-def test_cross_entropy_equals_torchs(smoothing):
-    logits, labels = torch.randn(6, 4), [0, 1, 2, 3, 3, 3]
-    how = TrainConfig(smoothing=smoothing)
-    split = split_of(labels)
-    each = per_image_loss(logits, targets_of(split, how), class_weights(split, 4, how), how)
-    expected = F.cross_entropy(logits, torch.tensor(labels), label_smoothing=smoothing, reduction="none")
-    torch.testing.assert_close(each, expected)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_balanced_class_weights_equal_torchs(smoothing):
-    logits, labels = torch.randn(6, 4), [0, 1, 2, 3, 3, 3]
-    how, split = TrainConfig(class_weights="balanced", smoothing=smoothing), split_of(labels)
-    weights = class_weights(split, 4, how)
-    torch.testing.assert_close(weights, torch.tensor([1.2, 1.2, 1.2, 0.4]))
-    each = per_image_loss(logits, targets_of(split, how), weights, how)
-    expected = F.cross_entropy(
-        logits, torch.tensor(labels), weights, label_smoothing=smoothing, reduction="none"
-    )
-    torch.testing.assert_close(each, expected)
-
-
-def test_bce_equals_torchs_for_single_and_multi_label():
-    logits = torch.randn(3, 4)
-    how = TrainConfig(loss="bce")
-    multilabel = split_of([[1, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
-    for split, targets in ((multilabel, multilabel.labels), (split_of([0, 3, 3]), np.eye(4)[[0, 3, 3]])):
-        each = per_image_loss(logits, targets_of(split, how), torch.ones(4), how)
-        expected = F.binary_cross_entropy_with_logits(logits, torch.tensor(targets).float(), reduction="none")
-        torch.testing.assert_close(each, expected.mean(1))
-    weights = class_weights(multilabel, 4, TrainConfig(loss="bce", class_weights="balanced"))
-    torch.testing.assert_close(weights, torch.tensor([8, 8, 4, 8]) / 7)
-    each = per_image_loss(logits, targets_of(multilabel, how), weights, how)
-    expected = F.binary_cross_entropy_with_logits(
-        logits, torch.tensor(multilabel.labels).float(), weights, reduction="none"
-    )
-    torch.testing.assert_close(each, expected.mean(1))
-
-
-def test_a_multi_label_model_trains(tmp_path):
-    """A bright top row, a bright left column, both or neither."""
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, (160, 2))
-    images = rng.integers(0, 60, (160, 8, 8), dtype=np.uint8)
-    images[labels[:, 0] == 1, :3] += 150
-    images[labels[:, 1] == 1, :, :2] += 40
-    np.savez(tmp_path / "two.npz", images=images, labels=labels)
-    how = {
-        **SETTINGS,
-        "epochs": 12,
-        "smoothing": 0.0,
-        "mixing": {},
-        "augment": dict(rotate=0, zoom=1, translate=0),
-        "lr": 0.01,
-    }
-    run = train(tmp_path / "two.npz", out=tmp_path / "run", **how)
-    assert run.metrics[-1]["val_accuracy"] > 0.9
-    assert run.bundle.model.config.classes == 2
-    with pytest.raises(ConfigError, match="one class per image"):
-        train(tmp_path / "two.npz", out=tmp_path / "other", **{**how, "sampling": "balanced"})
 
 
 # ---- parameter groups and learning rate --------------------------------------------------------

@@ -108,17 +108,17 @@ class BlockOrder:
 
 
 def epoch_order(
-    split: Split, *, seed: int, epoch: int, balanced: bool = False, block: int | None = None
+    split: Split, *, seed: int, epoch: int, balanced_batch: int | None = None, block: int | None = None
 ) -> Order:
     """The order in which an epoch sees the images, as indices.
 
     Args:
-        balanced: every class comes equally often: images of rare classes are repeated, and some of the
-            frequent classes are omitted.
+        balanced_batch: every class comes equally often in each batch of this size: images of rare classes are
+            repeated, and some of the frequent classes are omitted.
         block: shuffle blocks of this many consecutive images (`BlockOrder`).
     """
-    if balanced:
-        return _balanced(split, seed, epoch)
+    if balanced_batch is not None:
+        return _balanced(split, seed, epoch, balanced_batch)
     if block is not None:
         return BlockOrder([seed, epoch], len(split), block)
     if len(split) < LARGE:
@@ -126,7 +126,11 @@ def epoch_order(
     return KeyedPermutation([seed, epoch], len(split))
 
 
-def _balanced(split: Split, seed: int, epoch: int) -> Tensor:
+def _balanced(split: Split, seed: int, epoch: int, batch: int) -> Tensor:
+    """One image of each class, again and again, in random order within a batch or, if that is more, a cycle.
+
+    Mixup and cutmix mix neighbors: in the order of the cycle every class would have two partners at most.
+    """
     if len(split) > MAX_BALANCED:
         raise InputError(
             f"sampling=balanced is for at most {MAX_BALANCED:,} images, and these are {len(split):,}; use "
@@ -138,4 +142,7 @@ def _balanced(split: Split, seed: int, epoch: int) -> Tensor:
     largest = int(counts.max())
     by_class = [order[labels == label] for label in range(len(counts)) if counts[label]]
     repeated = torch.stack([indices[torch.arange(largest) % len(indices)] for indices in by_class])
-    return repeated.T.flatten()[: len(order)]  # (classes, largest) read by columns
+    cycles = repeated.T.flatten()[: len(order)]  # (classes, largest) read by columns
+    places = random_permutation([seed, epoch, 1], len(order))
+    groups = places // max(batch, len(by_class))
+    return cycles[places[groups.sort(stable=True).indices]]

@@ -176,12 +176,17 @@ class TrainConfig(Config):
     loss: Literal["cross-entropy", "bce"] = choice(
         "Cross-entropy, or binary cross-entropy (for multi-label data)", default="cross-entropy"
     )
-    smoothing: float = probability("Label smoothing")
+    smoothing: float = probability(
+        "Label smoothing s: the target of an image's class is 1 - s + s/K and that of the others s/K, with K "
+        "classes; in multi-label data 1 - s/2 and s/2"
+    )
     class_weights: Literal["none", "balanced"] = choice(
-        "Weights of the classes in the loss: equal, or inversely proportional to frequency", default="none"
+        "Weights of the classes in the loss, which is the weighted mean over the images of a step: equal, or "
+        "inversely proportional to frequency",
+        default="none",
     )
     sampling: Literal["shuffle", "balanced"] = choice(
-        "Order of the images: shuffled, or with all classes equally often", default="shuffle"
+        "Order of the images: shuffled, or with all classes equally often in each batch", default="shuffle"
     )
     shuffle_block: int | None = integer(
         "Shuffle blocks of this many consecutive images, and the images of 16 blocks at a time: for shards "

@@ -9,15 +9,19 @@ from torch import Tensor
 from vitrail.data.classes import class_counts
 from vitrail.data.sources import Split
 from vitrail.recipes.settings import TrainConfig
+from vitrail.training.parallel import ProcessGroup
 
 
 def build_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:
     """One-hot or multi-hot targets (B, K) with label smoothing, of labels (B,) or (B, K).
 
+    Smoothing mixes a target with the uniform distribution: over the classes, or, since each class of a
+    multi-label image is a yes or no of its own, over these two.
     They are made for each batch: those of a million images of a thousand classes would take 4 GB.
     """
-    if labels.ndim == 1:
-        labels = labels[:, None] == torch.arange(classes, device=labels.device)
+    if labels.ndim == 2:
+        return labels.float() * (1 - smoothing) + smoothing / 2
+    labels = labels[:, None] == torch.arange(classes, device=labels.device)
     return labels.float() * (1 - smoothing) + smoothing / classes
 
 
@@ -28,6 +32,22 @@ def class_weights(split: Split, classes: int, settings: TrainConfig) -> Tensor:
     counts = torch.from_numpy(class_counts(split, classes))
     inverse = 1 / counts.clamp(min=1).double()
     return (inverse * classes / inverse.sum()).float()
+
+
+def loss_scale(labels: Tensor, weights: Tensor, settings: TrainConfig, ranks: ProcessGroup) -> Tensor | float:
+    """The factor that makes the mean loss of a step the weighted mean of `F.cross_entropy`: sum w l / sum w.
+
+    w is the weight of an image's class, before mixing and smoothing: mixing a pair leaves the sum of its
+    weights as it is, and torch does not smooth them either. Binary cross-entropy is a mean over classes,
+    whose weights have mean 1 for every image; and for multi-label targets torch divides by the number of
+    images.
+
+    Args:
+        labels: (B,) or (B, K), those of all micro-batches of this process.
+    """
+    if settings.loss == "bce" or labels.ndim == 2:
+        return 1.0
+    return ranks.count / ranks.sum(weights[labels.long()].mean())
 
 
 def per_image_loss(logits: Tensor, targets: Tensor, weights: Tensor, settings: TrainConfig) -> Tensor:

@@ -38,6 +38,7 @@ from vitrail.training.objective import (
     class_weights,
     correct_predictions,
     distillation_loss,
+    loss_scale,
     per_image_loss,
 )
 from vitrail.training.optim import (
@@ -119,6 +120,7 @@ class Trainer:
         self.compiled = self.wrapped
         classes = len(self.data.classes)
         self.weights = class_weights(self.data.train, classes, s).to(device)
+        self.loss_scale: Tensor | float = 1.0
         self.labels = torch.from_numpy(self.data.train.labels).to(device)
         self.inputs: Callable[..., Any] = build_inputs(self.data, s, self.reading, self.labels)
         self.steps_per_epoch = steps_in_epoch(len(self.data.train), self.batch)
@@ -199,8 +201,8 @@ class Trainer:
     def order(self, epoch: int) -> Order:
         """The indices of all training images, in the order of an epoch."""
         s, train = self.settings, self.data.train
-        balanced = s.sampling == "balanced"
-        return epoch_order(train, seed=s.seed, epoch=epoch, balanced=balanced, block=s.shuffle_block)
+        balanced = self.batch if s.sampling == "balanced" else None
+        return epoch_order(train, seed=s.seed, epoch=epoch, balanced_batch=balanced, block=s.shuffle_block)
 
     def choose_mode(self) -> StepMode:
         """Choose, once, whether to compile the model and to capture the step, and apply it."""
@@ -273,6 +275,9 @@ class Trainer:
         self.model.train(s.tune != "head").head.train()  # no dropout in a frozen encoder
         set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
+        if s.class_weights == "balanced":
+            indices = [part.indices.to(self.compute.device, non_blocking=True) for part in parts]
+            self.loss_scale = loss_scale(self.labels[torch.cat(indices)], self.weights, s, self.ranks)
         for number, part in enumerate(parts):
             self.dropout.start_next(self.step, number)
             last = number == s.accumulate - 1
@@ -302,13 +307,14 @@ class Trainer:
             output = self.compiled(normalized)
         if self.teacher is None:
             logits = output
-            losses = per_image_loss(logits, targets, self.weights, s)
+            losses = self.loss_scale * per_image_loss(logits, targets, self.weights, s)
         else:
             by_labels, by_teacher = output
             logits = (by_labels + by_teacher) / 2  # the model's prediction at inference
             distillation = distillation_loss(by_teacher, self.teacher(images), s)
             w = s.distill_weight
-            losses = (1 - w) * per_image_loss(by_labels, targets, self.weights, s) + w * distillation
+            losses = self.loss_scale * per_image_loss(by_labels, targets, self.weights, s)
+            losses = (1 - w) * losses + w * distillation
         losses = losses * valid
         self.metrics.add_images(losses, correct_predictions(logits, self.labels[indices]), valid)
         return losses.mean()

@@ -23,8 +23,11 @@ def check(
 ) -> None:
     """Check your own implementation of a ViT, function by function.
 
-    Each function is compared with the reference, and likely mistakes are named. Your file runs in a
-    separate process; what it prints is not shown. The exit code is 1 until all functions are correct.
+    Each function is compared with the reference, and likely mistakes are named. The exit code is 1 until
+    all functions are correct.
+
+    The file runs with your rights, in a separate process that is no sandbox: check only files that you trust,
+    or do it in a container. What the file prints is not shown.
     """
     from vitrail.course.exercises import NAMES, check_file, start_file
     from vitrail.errors import printable

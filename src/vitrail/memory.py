@@ -118,10 +118,9 @@ def activation_bytes(
         shards: in how many parts the gradients are cut.
     """
     # The residual stream before both norms; the inputs of the four products, q, k and v, and what the
-    # activation function takes.
-    block = 2 * residual * config.width + itemsize * (
-        2 * config.width + 4 * config.heads_width + 2 * config.F
-    )
+    # activation function takes: of a gated MLP two parts, one of them activated, and their product.
+    hidden = config.F * (4 if config.mlp == "gated" else 2 * config.mlp_hidden)
+    block = 2 * residual * config.width + itemsize * (2 * config.width + 4 * config.heads_width + hidden)
     few = min(checkpointed, config.depth)
     whole = config.depth - few + (few > 0)
     rows, counts = images * config.tokens, config.parameter_counts

@@ -1,41 +1,83 @@
-"""The cost model of `vitrail plan`, against what was measured on one GPU."""
+"""The cost model of `vitrail plan`, against real models, and against the memory measured on a GPU."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.memory import estimate
+from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
+from vitrail.memory import activation_bytes
+from vitrail.model import ViT
 from vitrail.presets import preset
+from vitrail.recipes.settings import TrainConfig
 from vitrail.training.cost import Cluster, forward_flops, step_cost
 from vitrail.training.fitting import fitting_mode
+from vitrail.training.optim import build_optimizer
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
-def measured(file, size, **keys):
-    """The row of a result for one H200, batch 256."""
-    rows = json.loads((RESULTS / f"{file}-{size.replace('/', '')}.json").read_text())["rows"]
-    return next(row for row in rows if row.items() >= keys.items())
+SMALL = ViTConfig(width=96, depth=6, heads=3, patch=4, size=32, channels=3, classes=10)
+MODELS = {
+    "small": {},
+    "wide heads": {"head_width": 48},
+    "narrow MLP": {"mlp_width": 200},
+    "SwiGLU": {"mlp": "gated", "activation": "silu"},
+    "two hidden layers": {"mlp_hidden": 2},
+    "registers": {"registers": 4},
+}
 
 
-@pytest.mark.parametrize("size", ["B/16", "L/16"])
-def test_one_gpu_as_measured(size):
-    """The step of `vitrail train`: its speed within 5 %, its memory within 10 %."""
-    cost, row = step_cost(preset(size), Cluster(), 256), measured("steps", size, row="vitrail, bf16 residual")
-    assert 256 / cost.seconds == pytest.approx(row["images_per_s"], rel=0.05)
-    assert cost.memory / 2**30 == pytest.approx(row["peak_gib"], rel=0.1)
-    assert (cost.mode, cost.traffic, cost.bottleneck) == ("one", 0.0, "compute")
+@pytest.mark.parametrize("changes", [*MODELS.values(), {"size": (24, 40), "patch": (4, 8)}], ids=str)
+def test_operations_are_those_of_a_real_model(changes):
+    """Torch counts those of every matrix product."""
+    config = replace(SMALL, **changes)
+    with torch.device("meta"):
+        model, images = ViT(config), torch.rand(3, *config.input_shape)
+    with FlopCounterMode(display=False) as counter:
+        model(images)
+    assert 3 * forward_flops(config) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-@pytest.mark.parametrize("size", ["B/16", "L/16"])
-def test_shards_compute_as_a_compiled_step_without_fused_kernels(size):
-    """Eight GPUs with so little memory that they need shards, and 256 images each."""
-    cost = step_cost(preset(size), Cluster(gpus=8, memory=2**30), 8 * 256)
-    row = measured("gpu", size, task="training", mode="compiled", library="vitrail")
-    assert cost.mode == "fsdp"
-    assert 256 / cost.compute == pytest.approx(row["images_per_s"], rel=0.05)
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_activations_are_what_a_real_model_keeps(changes):
+    """The memory of all tensors that are saved for the backward pass, in fp32, within 10 %."""
+    config = replace(SMALL, **changes)
+    model, images = ViT(config).train(), torch.rand(8, *config.input_shape)
+    given = {tensor.untyped_storage().data_ptr() for tensor in (images, *model.parameters())}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(images).logsumexp(1).sum()
+    measured = sum(size for address, size in kept.items() if address not in given)
+    assert loss.requires_grad
+    assert activation_bytes(config, 8, residual=4) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_states_are_those_of_a_real_step(changes):
+    """Weights, gradients and the moments of AdamW, but for biases and norms."""
+    config = replace(SMALL, **changes)
+    model = ViT(config)
+    optimizer = build_optimizer(model, TrainConfig())
+    model(torch.rand(2, *config.input_shape)).sum().backward()
+    optimizer.step()
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters())]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
+    cost = step_cost(config, Cluster(), 8)
+    assert (cost.mode, cost.traffic) == ("one", 0.0)
+    assert cost.states == pytest.approx(sum(tensor.nbytes for tensor in tensors), rel=0.02)
+    with_ema = step_cost(config, Cluster(), 8, ema=True).states - cost.states
+    assert with_ema == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.02)
 
 
 def test_peaks_of_memory_as_measured():

@@ -27,6 +27,7 @@ inside = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="needs Triton")
 def test_all_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]

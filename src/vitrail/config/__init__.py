@@ -285,11 +285,12 @@ class ViTConfig(Config):
         }
         two_layers = self.head in ("mlp", "tanh")
         before_logits = self.head_hidden or (self.width if two_layers else self.pooled_width)
+        mlp = (3 if self.mlp == "gated" else 2) * self.width * self.F + (self.mlp_hidden - 1) * self.F**2
         return {
             "the patch projection": self.width * self.channels * math.prod(self.patch_pixels),
             "the position table": tables[POSITIONS[self.position].table],
             "attention": 4 * self.depth * self.width * self.heads_width,
-            "the MLPs": 2 * self.depth * self.width * self.F,
+            "the MLPs": self.depth * mlp,
             "the head": before_logits * self.classes,
             "the vocabulary": self.width * (self.vocabulary or 0),
         }

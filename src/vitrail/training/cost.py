@@ -170,10 +170,10 @@ def step_cost(
 
 def forward_flops(config: ViTConfig) -> float:
     """Of the matrix products of a forward pass on one image; a multiplication and an addition are two."""
-    T, D, inner = config.tokens, config.width, config.heads_width
-    block = T * (4 * D * inner + 2 * D * config.F) + 2 * T * T * inner
+    T, D, counts = config.tokens, config.width, config.parameter_counts
+    blocks = T * (counts["attention"] + counts["the MLPs"]) + config.depth * 2 * T * T * config.heads_width
     embedding = math.prod(config.grid) * D * config.channels * math.prod(config.patch_pixels)
-    return 2.0 * (config.depth * block + embedding + config.pooled_width * config.classes)
+    return 2.0 * (blocks + embedding + config.pooled_width * config.classes)
 
 
 def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int, float]]) -> float:

@@ -74,5 +74,5 @@ def fitting_mode(
 
 def gathered_bytes(config: ViTConfig, itemsize: int = _HALF) -> int:
     """What a sharded model has in memory beside its shards: two gathered blocks, and the gradient of one."""
-    block = (4 * config.heads_width + 2 * config.F) * config.width
-    return (2 * itemsize + _FLOAT) * block
+    counts = config.parameter_counts
+    return (2 * itemsize + _FLOAT) * (counts["attention"] + counts["the MLPs"]) // config.depth

@@ -45,16 +45,16 @@ def measure(run: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "vitrail", "train", *shlex.split(run), "--out", f"{folder}/run"]
         wide = {**os.environ, "COLUMNS": "200"}  # a plan's line is not folded
         begin = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=wide
-        )
-        assert process.stdout is not None
         planned, basis, at, lines = 0.0, "", 0.0, []
-        for line in process.stdout:
-            lines.append(line)
-            if match := _PLANNED.match(line.strip()):
-                planned, basis, at = seconds(match[1]), match[2] or "", time.perf_counter()
-        if process.wait() or not planned:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=wide
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                if match := _PLANNED.match(line.strip()):
+                    planned, basis, at = seconds(match[1]), match[2] or "", time.perf_counter()
+        if process.returncode or not planned:
             sys.exit(f"`vitrail train {run}` failed or showed no plan:\n" + "".join(lines[-20:]))
         end = time.perf_counter()
     return {

@@ -1,6 +1,7 @@
 """What all tests share: a fixed seed, and models whose every parameter matters."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -34,6 +35,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was not tested for want of a GPU; `.ci/run` repeats these lines at its end."""
+    missing = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        file, reason = report.nodeid.partition("::")[0], str(report.longrepr)
+        if file.startswith("tests/gpu/") or ("GPU" in reason and not torch.cuda.is_available()):
+            missing[file] += 1
+    if missing:
+        files = ", ".join(f"{file} {count}" for file, count in sorted(missing.items()))
+        terminalreporter.write_line(f"Not tested for want of a GPU: {missing.total()} tests ({files})")
 
 
 @pytest.fixture(autouse=True)

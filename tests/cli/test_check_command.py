@@ -44,6 +44,12 @@ def test_start_writes_a_file_with_empty_functions(tmp_path):
     assert done.stdout.endswith("0 of 8 correct.\n")
 
 
+def test_the_help_says_that_the_file_runs_with_your_rights(tmp_path):
+    text = one_line(check("--help", cwd=tmp_path).stdout)
+    assert "The file runs with your rights" in text
+    assert "only files that you trust, or do it in a container" in text
+
+
 NOISE = """
 import sys
 import torch

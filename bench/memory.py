@@ -34,7 +34,8 @@ from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
 from vitrail.training.precision import ComputeDevice, choose_device
-from vitrail.training.sharding import Parallelism
+from vitrail.fast.shards import Parallelism
+from vitrail.fast.training import Execution, prepare
 
 # size, images, recomputed blocks, shards
 ROWS = (
@@ -127,12 +128,13 @@ def training_step(
 ) -> Callable[[], None]:
     with compute.device:
         model = ViT(config)
-    model.checkpointed_blocks = recomputed
     how = Parallelism()
     if shards > 1:
         mesh = init_device_mesh(compute.device.type, (shards,), mesh_dim_names=("shard",))
         how = Parallelism("fsdp", "", shards, mesh)
-    how.apply(model, model, compute)
+    executable = prepare(model, Execution(parallel=how, dtype=compute.dtype))
+    executable.use(recomputed=recomputed)
+    executable.train()
     optimizer = build_optimizer(model, TrainConfig())
     x = torch.rand(images, *config.input_shape, device=compute.device)
     labels = torch.zeros(images, dtype=torch.long, device=compute.device)
@@ -140,7 +142,7 @@ def training_step(
     def step() -> None:
         with compute.attention():
             with compute.autocast():
-                loss = torch.nn.functional.cross_entropy(model(x).float(), labels)
+                loss = torch.nn.functional.cross_entropy(executable(x).float(), labels)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from vitrail.config import ViTConfig
 from vitrail.model import ViT
-from vitrail.training.lean import use_fused_kernels
+from vitrail.fast.variants import use_fused_kernels
 from vitrail.training.precision import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
@@ -51,7 +51,7 @@ def attend(qkv, norms, cos, sin, eps=1e-6):
     ],
 )
 def test_attention_and_its_gradients(tokens, heads, width, norm, rotary):
-    from vitrail.training.kernels.attention import short_attention
+    from vitrail.fast.kernels.attention import short_attention
 
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -77,7 +77,7 @@ def test_attention_and_its_gradients(tokens, heads, width, norm, rotary):
 
 @pytest.mark.parametrize("shape", [(2, 50, 512), (3, 197, 3072), (1, 5, 100)])
 def test_gelu_and_its_gradients(shape):
-    from vitrail.training.kernels.gelu import gelu
+    from vitrail.fast.kernels.gelu_training import gelu
 
     torch.manual_seed(0)
     x = (3 * torch.randn(shape, device="cuda")).bfloat16().requires_grad_()
@@ -96,7 +96,7 @@ def test_gelu_and_its_gradients(shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 50, 128), (5, 197, 768), (1, 3, 100)])
 def test_layer_norm_and_its_gradients(shape, dtype):
-    from vitrail.training.kernels.norm import layer_norm
+    from vitrail.fast.kernels.norm_training import layer_norm
 
     torch.manual_seed(0)
     with torch.device("cuda"):

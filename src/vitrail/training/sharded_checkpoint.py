@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitrail.errors import FileError
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.sharding import is_sharded
+from vitrail.fast.shards import is_sharded
 
 _CLOSE_SECONDS = 30.0
 SHARDS = "shard-*.safetensors"

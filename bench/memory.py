@@ -28,14 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
+from vitrail.fast.prepare import prepare
+from vitrail.fast.shards import Parallelism
+from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
 from vitrail.training.precision import ComputeDevice, choose_device
-from vitrail.fast.shards import Parallelism
-from vitrail.fast.training import Execution, prepare
 
 # size, images, recomputed blocks, shards
 ROWS = (
@@ -132,9 +133,9 @@ def training_step(
     if shards > 1:
         mesh = init_device_mesh(compute.device.type, (shards,), mesh_dim_names=("shard",))
         how = Parallelism("fsdp", "", shards, mesh)
-    executable = prepare(model, Execution(parallel=how, dtype=compute.dtype))
+    executable = prepare(model, TrainingExecution(parallel=how, dtype=compute.dtype))
     executable.use(recomputed=recomputed)
-    executable.train()
+    executable.set_mode()
     optimizer = build_optimizer(model, TrainConfig())
     x = torch.rand(images, *config.input_shape, device=compute.device)
     labels = torch.zeros(images, dtype=torch.long, device=compute.device)

@@ -35,7 +35,8 @@ from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch, Reader
 from vitrail.data.sources import Dataset, Split
-from vitrail.fast.training import prepare
+from vitrail.fast.prepare import prepare
+from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes import recipe
@@ -159,9 +160,9 @@ def large_step(config: ViTConfig, name: str) -> Step:
     if not isinstance(model, ViT):
         cast = functools.partial(torch.autocast, "cuda", torch.bfloat16)
         return training_step(model, images, labels, cast, **how)
-    executable = prepare(model.cuda())
+    executable = prepare(model.cuda(), TrainingExecution())
     executable.use(kernels=True, compiled=True, bf16_residual="bf16" in name)
-    executable.train()
+    executable.set_mode()
     cast = choose_device("bf16").autocast
     return training_step(model, images, labels, cast, compiled=False, graph=how["graph"], run=executable)
 

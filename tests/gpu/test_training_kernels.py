@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.config import ViTConfig
-from vitrail.model import ViT
 from vitrail.fast.variants import use_fused_kernels
+from vitrail.model import ViT
 from vitrail.training.precision import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")

@@ -7,8 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import vitrail as vt
 from vitrail.fast.lora import plain_model
+from vitrail.fast.prepare import prepare
 from vitrail.fast.shards import Parallelism, gather, is_sharded, local_part
-from vitrail.fast.training import Execution, prepare
+from vitrail.fast.training import TrainingExecution
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager, optimizer_tensors
 from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
@@ -39,7 +40,7 @@ def build(device, sharded, blocks=0):
     how = Parallelism("fsdp" if sharded else "one", "", 1, mesh)
     if not sharded:
         model.to(compute.device)
-    executable = prepare(model, Execution(parallel=how, dtype=compute.dtype))
+    executable = prepare(model, TrainingExecution(parallel=how, dtype=compute.dtype))
     executable.use(recomputed=blocks)
     optimizer = build_optimizer(model, TrainConfig())
     set_lr(optimizer, 1e-3)
@@ -48,7 +49,7 @@ def build(device, sharded, blocks=0):
     def step():
         with compute.attention():
             with compute.autocast():
-                executable.train()
+                executable.set_mode()
                 loss = executable(images).float().square().mean()
             loss.backward()
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.model.norm import DropPath
-from vitrail.recipes.settings import TrainConfig
 from vitrail.fast.draws import draw_for_all
 from vitrail.fast.twin import share_parameters
+from vitrail.model.norm import DropPath
+from vitrail.recipes.settings import TrainConfig
 from vitrail.training.dropout import dropout_seeds
 from vitrail.training.parallel import ProcessGroup
 

@@ -11,11 +11,11 @@ from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast import variants
+from vitrail.fast.variants import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
-from vitrail.fast import variants
-from vitrail.fast.variants import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.training import step_mode
 from vitrail.training.cuda_graph import StepValues
 from vitrail.training.parallel import ProcessGroup
@@ -178,7 +178,7 @@ def test_on_a_cpu_nothing_is_compiled_and_the_plan_says_so(data, tmp_path):
 
     callback = Plan()
     train(data, out=tmp_path / "run", callback=callback, **{**SETTINGS, "epochs": 1})
-    assert callback.plan["step"] == "not compiled, on a CPU"
+    assert callback.plan["step"].startswith("not compiled, on a CPU")
 
 
 @pytest.mark.parametrize(

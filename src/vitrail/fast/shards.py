@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vitrail.fast.twin import hold_parameters, share_parameters
 from vitrail.model import ViT
 
+
 @dataclass(frozen=True)
 class Parallelism:
     """How the model is shared."""

@@ -1,25 +1,24 @@
-"""How a model is executed in training: `prepare` builds an executable beside it that trains its parameters.
+"""How a model is executed in training: by a twin with the same parameters, in which parts are replaced.
 
-    executable = prepare(model, Execution(kernels=True, bf16_residual=True))
+    executable = prepare(model, TrainingExecution())
     executable(images)                                     # model(images) and its gradients, to rounding
 
-The executable computes with a twin of the model (`vitrail.fast.twin`), in which parts are replaced by faster
-ones. The model itself stays the paper's: EMA, evaluation, `vt.record` and callbacks hold it. While something
-watches its activations, it computes the steps itself.
+Order matters, and is: LoRA, short last block, dropout drawn for all processes, shards or copies; then, when
+the cost of a step is known, bf16 residual stream, fused kernels, and compilation of what came before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitrail.errors import InputError
 from vitrail.fast.draws import Rows, draw_for_all
+from vitrail.fast.executable import Executable
 from vitrail.fast.lora import plain_state
 from vitrail.fast.shards import Parallelism
 from vitrail.fast.twin import share_parameters
@@ -28,8 +27,8 @@ from vitrail.model import ViT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Execution:
-    """How a training step computes a model. Nothing here changes what is learned, but for rounding."""
+class TrainingExecution:
+    """How a training step computes a model. Nothing here changes its numbers, except for rounding."""
 
     trained: ViT | None = None
     """A twin of the model with LoRA, whose parameters are trained instead of the model's."""
@@ -37,28 +36,26 @@ class Execution:
     """Which rows of every random number drawn for all processes are this one's; None to draw for itself."""
     around: Callable[[ViT], nn.Module] | None = None
     """A module to put around the model, such as one that returns two logits."""
-    parallel: Parallelism = Parallelism()
+    parallel: Parallelism = field(default_factory=Parallelism)
     dtype: torch.dtype = torch.float32
     """Of products; weights of shards are gathered in it."""
 
 
-class Executable:
+class TrainingExecutable(Executable):
     """The forward pass of a model in training. Call it as the model.
 
     Attributes:
-        model: the paper's, which holds the parameters; never changed.
-        trained: the same, or its twin with LoRA.
-        twin: computes with the parameters.
+        trained: what holds the parameters that are trained: the model, or its twin with LoRA.
+        twin: computes with them.
     """
 
-    def __init__(self, model: ViT, execution: Execution) -> None:
-        self.model, self.execution, self.parallel = model, execution, execution.parallel
+    def __init__(self, model: ViT, execution: TrainingExecution) -> None:
+        super().__init__(model)
+        self.execution, self.parallel = execution, execution.parallel
         self.trained = execution.trained or model
-        self.say: Callable[[str], None] = lambda text: None
-        """Called with what a user should know."""
         self.twin = share_parameters(self.trained)
         self.chosen = ["short last block"] if shorten_last_block(self.twin) else []
-        """What was done to the twin, in words."""
+        """What was done to the twin besides, in words for the plan."""
         if execution.rows is not None:
             draw_for_all(self.twin, execution.rows)
             self.chosen.append("dropout drawn for all processes")
@@ -68,10 +65,14 @@ class Executable:
             self.parallel.cut(self.trained, self.twin, root, execution.dtype)
         self.wrapped = self.parallel.wrap(root)
         self.compiled: Any = self.wrapped
-        self._modules, self._told = list(model.modules()), False
 
     def use(
-        self, *, kernels: bool = False, compiled: bool = False, bf16_residual: bool = False, recomputed: int = 0
+        self,
+        *,
+        kernels: bool = False,
+        compiled: bool = False,
+        bf16_residual: bool = False,
+        recomputed: int = 0,
     ) -> None:
         """Choose faster parts for the twin, once, before the first step.
 
@@ -87,19 +88,14 @@ class Executable:
             use_fused_kernels(self.twin, compiled=compiled)
         if compiled:
             self.compiled = self.parallel.compile(self.wrapped, self.twin)
-        words = {
-            "residual stream in bf16": bf16_residual,
-            "fused kernels": kernels,
-            "compiled": compiled,
-            f"{recomputed} blocks recomputed": recomputed,
-        }
+        words = {"residual stream in bf16": bf16_residual, f"{recomputed} blocks recomputed": recomputed}
         self.chosen += [name for name, used in words.items() if used]
 
-    def __call__(self, images: Any) -> Any:
+    def forward(self, images: Any) -> Any:
         """Logits (B, K), or what the module around the model returns."""
         return self.plain(images) if self.watched else self.compiled(images)
 
-    def train(self, encoder: bool = True) -> None:
+    def set_mode(self, encoder: bool = True) -> None:
         """Set training mode; with `encoder` False only that of the head, as for a frozen encoder."""
         for model in (self.twin, self.model) if self.watched else (self.twin,):
             model.train(encoder).head.train()
@@ -108,22 +104,10 @@ class Executable:
         """Return the context of a micro-batch: processes exchange gradients with the last one."""
         return self.parallel.accumulate(self.wrapped, last)
 
-    @property
-    def watched(self) -> bool:
-        """Whether activations of the model are recorded or edited, so that it must compute the step itself."""
-        if not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self._modules):
-            return False
-        lora = self.trained is not self.model
-        if self.parallel.mode != "one" or lora:
-            what = "LoRA" if lora else "several processes"
-            raise InputError(
-                f"Activations of a training step with {what} cannot be recorded or edited, because another "
-                "module computes it; record them of the trained model, after the epoch."
-            )
-        if not self._told:
-            self.say("Activations are recorded or edited, so steps are computed by the plain model meanwhile.")
-            self._told = True
-        return True
+    def why_not_watched(self) -> str | None:
+        if self.trained is not self.model:
+            return "a training step with LoRA"
+        return None if self.parallel.mode == "one" else "a training step of several processes"
 
     def merge_lora(self) -> None:
         """Write the sums of weights and updates into the model. All processes must call it."""
@@ -132,8 +116,3 @@ class Executable:
 
     def _around(self, model: ViT) -> nn.Module:
         return model if self.execution.around is None else self.execution.around(model)
-
-
-def prepare(model: ViT, execution: Execution | None = None) -> Executable:
-    """Build an executable that trains the parameters of a model on its device; the model is not changed."""
-    return Executable(model, execution or Execution())

@@ -1,7 +1,7 @@
 """A second tree of modules over the parameters of a model, in which parts may be replaced.
 
-The model itself stays the paper's: it is what users, taps, callbacks, EMA and evaluation hold. A twin computes
-with the same parameters, so a step of it trains the model.
+The model itself stays the paper's: it is what users, taps, callbacks, EMA and evaluation hold. A twin
+computes with the same parameters, so a step of it trains the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def take_parts(new: nn.Module, old: nn.Module) -> None:
 
 
 def replace_modules(root: nn.Module, build: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace every module below `root` for which `build` returns another one: children before their parents."""
+    """Replace every module below `root` for which `build` returns another: children before their parents."""
     for parent in reversed(list(root.modules())):
         for name, child in list(parent.named_children()):
             if (new := build(child)) is not None:

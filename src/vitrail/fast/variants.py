@@ -1,6 +1,6 @@
 """Parts of a twin that compute the same in less time (`vitrail.fast.twin`).
 
-last block               computes only the tokens that the head reads: of a block's products 2/12 instead of all
+last block               computes only the tokens that the head reads: 2/12 of a block's products
 residual stream in bf16  halves what every norm and every sum reads and writes; the statistics of the norms
                          and the weights stay in fp32
 fused kernels            attention over few tokens, GELU and LayerNorm in one kernel each way, which also

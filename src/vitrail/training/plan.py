@@ -46,7 +46,7 @@ def training_plan(
     if trainer.parallel.reason:
         plan["parallel"] = trainer.parallel.reason
     if trainer.mode is not None:
-        plan["step"] = trainer.mode.reason
+        plan["step"] = "; ".join([trainer.mode.reason, *trainer.executable.chosen])
     if data.train.paths is not None:
         plan["decoding"] = str(trainer.workers.plan)
     if bottleneck:

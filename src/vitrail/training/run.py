@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, setting
+from vitrail.fast.lora import check_rank
 from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
@@ -20,7 +21,6 @@ from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.loggers import check_loggers
-from vitrail.fast.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.precision import ComputeDevice, choose_device

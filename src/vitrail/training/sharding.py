@@ -19,7 +19,6 @@ from vitrail.training.precision import ComputeDevice
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
 
 
-
 def choose_parallelism(
     model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
 ) -> Parallelism:

@@ -132,7 +132,7 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
     count = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
     device = trainer.compute.device
     images = torch.rand(count, *trainer.model.config.input_shape, device=device)
-    trainer.executable.train()
+    trainer.executable.set_mode()
     torch.cuda.reset_peak_memory_stats(device)
     start = launched = 0.0
     for _ in range(4):

@@ -21,8 +21,9 @@ from vitrail.data.order import Order
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
 from vitrail.fast.lora import plain_model, with_lora
+from vitrail.fast.prepare import prepare
 from vitrail.fast.shards import gather
-from vitrail.fast.training import Executable, Execution, prepare
+from vitrail.fast.training import TrainingExecutable, TrainingExecution
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
@@ -132,12 +133,12 @@ class Trainer:
         self.mode: StepMode | None = None
         self.captured: dict[bool, CapturedStep] = {}
 
-    def _prepare(self) -> Executable:
+    def _prepare(self) -> TrainingExecutable:
         """What computes the steps."""
         if not self.parallel.sharded:
             for model in {self.model, self.trained}:
                 model.to(self.compute.device)
-        execution = Execution(
+        execution = TrainingExecution(
             trained=self.trained,
             rows=self.dropout if self.dropout.shared else None,
             around=Student if self.teacher else None,
@@ -288,7 +289,7 @@ class Trainer:
     def _compute_step(self, parts: Sequence[Batch]) -> Tensor:
         """Everything of a step that happens on the device; returns 1 if the step was skipped, or 0."""
         s = self.settings
-        self.executable.train(encoder=s.tune != "head")  # no dropout in a frozen encoder
+        self.executable.set_mode(encoder=s.tune != "head")  # no dropout in a frozen encoder
         set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
         for number, part in enumerate(parts):

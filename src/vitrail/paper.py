@@ -7,7 +7,7 @@
 
 Start here. It has no option beyond the paper; `vitrail.model` is the same model with every option, and the
 names of all parameters are the same, so `PaperViT.of(model)` has the weights and the logits of a plain ViT.
-Without anything else it learns to read digits in half a minute on one core, from 1,437 of them (96.7 % of the other 360, seed 0):
+Without anything else it learns to read digits in half a minute: 96.7 % of the 360 held out (seed 0, torch 2.13).
 
     import torch
     from sklearn.datasets import load_digits
@@ -36,7 +36,7 @@ Without anything else it learns to read digits in half a minute on one core, fro
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,8 @@ class PaperViT(nn.Module):
         return self.head(y)  # (B, K)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """The same model in this file's code, with a copy of its weights: a ViT without options."""
+    def of(cls, model: Any) -> Self:
+        """The same model in this file's code, with a copy of its weights: a `vitrail.ViT` without options."""
         c = model.config
         sizes = {"width": c.width, "depth": c.depth, "heads": c.heads, "mlp_width": c.F}
         own = cls(size=c.size[0], patch=c.patch[0], channels=c.channels, classes=c.classes, **sizes)

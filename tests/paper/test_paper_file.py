@@ -30,7 +30,9 @@ def test_the_weights_of_a_plain_vit_give_its_logits(fields):
     images = torch.randn(3, fields["channels"], fields["size"], fields["size"])
     with torch.no_grad():
         found, expected = own(images), model(images)
-        assert (found - expected).norm() < 1e-5 * expected.norm()
+        assert (
+            found - expected
+        ).norm() < 5e-5 * expected.norm()  # the noise makes it large; in float64 below
         torch.testing.assert_close(
             own.double()(images.double()), model.double()(images.double()), rtol=1e-12, atol=1e-12
         )

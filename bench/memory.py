@@ -28,13 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
+from vitrail.fast.prepare import prepare
+from vitrail.fast.shards import Parallelism
+from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
 from vitrail.training.precision import ComputeDevice, choose_device
-from vitrail.training.sharding import Parallelism
 
 # size, images, recomputed blocks, shards
 ROWS = (
@@ -127,12 +129,13 @@ def training_step(
 ) -> Callable[[], None]:
     with compute.device:
         model = ViT(config)
-    model.checkpointed_blocks = recomputed
     how = Parallelism()
     if shards > 1:
         mesh = init_device_mesh(compute.device.type, (shards,), mesh_dim_names=("shard",))
         how = Parallelism("fsdp", "", shards, mesh)
-    how.apply(model, model, compute)
+    executable = prepare(model, TrainingExecution(parallel=how, dtype=compute.dtype))
+    executable.use(recomputed=recomputed)
+    executable.set_mode()
     optimizer = build_optimizer(model, TrainConfig())
     x = torch.rand(images, *config.input_shape, device=compute.device)
     labels = torch.zeros(images, dtype=torch.long, device=compute.device)
@@ -140,7 +143,7 @@ def training_step(
     def step() -> None:
         with compute.attention():
             with compute.autocast():
-                loss = torch.nn.functional.cross_entropy(model(x).float(), labels)
+                loss = torch.nn.functional.cross_entropy(executable(x).float(), labels)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

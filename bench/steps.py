@@ -4,7 +4,7 @@
 
 A size, such as B/16: forward, cross-entropy, backward and fused AdamW at batch 256, with fp32 weights under
 bf16 autocast. Peers compiled, compiled and captured as a CUDA graph, and transformers eager, its fastest;
-ours compiled and captured, with what `vitrail.training.lean` changes. A recipe, mnist or cifar10-small: its
+ours compiled and captured, with what `vitrail.fast.training` changes. A recipe, mnist or cifar10-small: its
 steps from uint8 pixels to the metrics, as `vitrail train` takes them; and a hand-written CUDA graph of the
 same compiled model without augmentation, clipping, EMA and metrics, which is what is left to gain.
 
@@ -35,11 +35,11 @@ from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch, Reader
 from vitrail.data.sources import Dataset, Split
+from vitrail.fast.prepare import prepare
+from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
-from vitrail.model.last_block import shorten_last_block
 from vitrail.presets import preset
 from vitrail.recipes import recipe
-from vitrail.training.lean import use_bf16_residual, use_fused_kernels
 from vitrail.training.precision import choose_device
 from vitrail.training.step_mode import StepMode
 from vitrail.training.trainer import Trainer
@@ -160,21 +160,26 @@ def large_step(config: ViTConfig, name: str) -> Step:
     if not isinstance(model, ViT):
         cast = functools.partial(torch.autocast, "cuda", torch.bfloat16)
         return training_step(model, images, labels, cast, **how)
-    shorten_last_block(model)
-    if "bf16" in name:
-        use_bf16_residual(model)
-    model.cuda()
-    use_fused_kernels(model, compiled=True)
-    return training_step(model, images, labels, choose_device("bf16").autocast, **how)
+    executable = prepare(model.cuda(), TrainingExecution())
+    executable.use(kernels=True, compiled=True, bf16_residual="bf16" in name)
+    executable.set_mode()
+    cast = choose_device("bf16").autocast
+    return training_step(model, images, labels, cast, compiled=False, graph=how["graph"], run=executable)
 
 
 def training_step(
-    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, cast: Any, compiled: bool, graph: bool
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    cast: Any,
+    compiled: bool,
+    graph: bool,
+    run: Any = None,
 ) -> Step:
     """Forward, cross-entropy, backward and AdamW; with `graph`, a replay of them."""
     model = model.cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
-    run = torch.compile(model) if compiled else model
+    run = run or (torch.compile(model) if compiled else model)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -248,3 +248,16 @@ def test_narrow_layers_have_tiles_for_many_rows(monkeypatch):
             assert Product(weight=weight, add=True).ways(rows, kernels=True), (columns, rows)
             few = Product(weight=weight, add=True).ways(100, kernels=True)
             assert list(few) == ["Triton 64x32x128, 4 warps, 4 stages, 1 parts"], "nothing to measure"
+
+
+def test_what_is_recorded_of_an_accelerated_model_is_the_models(trained):
+    """The fast way has no such activations: the model computes meanwhile, and says so."""
+    model, images = trained[0], trained[1][:3]
+    fast, said = vt.accelerate(model, remember=False), []
+    fast.say = said.append
+    with vt.record(model, "blocks.*.attention.weights") as tape, torch.no_grad():
+        logits = fast(images)
+    assert len(tape) == model.config.depth
+    torch.testing.assert_close(logits, fast(images), rtol=0, atol=1e-4)
+    (message,) = said
+    assert "recorded or edited" in message

@@ -49,7 +49,7 @@ def attend(qkv, norms, cos, sin, eps=1e-6):
 
 def check_attention(case, device, dtype):
     """The heads, and the gradients of q, k and v, of the bias before them and of the norms."""
-    from vitrail.training.kernels.attention import short_attention
+    from vitrail.fast.kernels.attention import short_attention
 
     tokens, heads, width, norm, rotary = case
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def check_attention(case, device, dtype):
 
 def check_long_gradients(case, device, dtype):
     """The kernel that follows PyTorch's flash attention, from the exact heads and logarithms of sums."""
-    from vitrail.training.kernels.attention import short_attention_backward
+    from vitrail.fast.kernels.attention import short_attention_backward
 
     tokens, heads, width, _, _ = case
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def check_long_gradients(case, device, dtype):
 
 
 def check_gelu(shape, device, dtype):
-    from vitrail.training.kernels.gelu import gelu
+    from vitrail.fast.kernels.gelu_training import gelu
 
     torch.manual_seed(0)
     with torch.device(device):
@@ -115,7 +115,7 @@ def check_gelu(shape, device, dtype):
 
 def check_layer_norm(shape, device, dtype):
     """Of a residual stream of this dtype; what it returns is in bf16."""
-    from vitrail.training.kernels.norm import layer_norm
+    from vitrail.fast.kernels.norm_training import layer_norm
 
     torch.manual_seed(0)
     with torch.device(device):

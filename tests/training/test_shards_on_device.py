@@ -6,13 +6,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vitrail as vt
+from vitrail.fast.lora import plain_model
+from vitrail.fast.prepare import prepare
+from vitrail.fast.shards import Parallelism, gather, is_sharded, local_part
+from vitrail.fast.training import TrainingExecution
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager, optimizer_tensors
-from vitrail.training.lora import plain_model
 from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import choose_device
-from vitrail.training.sharding import Parallelism, gather, is_sharded, local_part
 
 DEVICES = [
     "cpu",
@@ -36,8 +38,10 @@ def build(device, sharded, blocks=0):
     compute = choose_device("auto", device=device)
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("shard",)) if sharded else None
     how = Parallelism("fsdp" if sharded else "one", "", 1, mesh)
-    model.checkpointed_blocks = blocks
-    how.apply(model, model, compute)
+    if not sharded:
+        model.to(compute.device)
+    executable = prepare(model, TrainingExecution(parallel=how, dtype=compute.dtype))
+    executable.use(recomputed=blocks)
     optimizer = build_optimizer(model, TrainConfig())
     set_lr(optimizer, 1e-3)
     images = torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(compute.device)
@@ -45,7 +49,8 @@ def build(device, sharded, blocks=0):
     def step():
         with compute.attention():
             with compute.autocast():
-                loss = model.train()(images).float().square().mean()
+                executable.set_mode()
+                loss = executable(images).float().square().mean()
             loss.backward()
         norm = gather(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         optimizer_step(optimizer, (~norm.isfinite()).float())

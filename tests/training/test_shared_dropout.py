@@ -1,14 +1,14 @@
 """Dropout that several processes draw: what a single process draws for the same images."""
 
-import copy
-
 import pytest
 import torch
 
 import vitrail as vt
+from vitrail.fast.draws import draw_for_all
+from vitrail.fast.twin import share_parameters
 from vitrail.model.norm import DropPath
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.dropout import share_dropout
+from vitrail.training.dropout import dropout_seeds
 from vitrail.training.parallel import ProcessGroup
 
 ALL = dict(dropout=0.2, attention_dropout=0.2, patch_dropout=0.25, drop_path=0.5)
@@ -23,10 +23,17 @@ def build(**dropout):
     return model
 
 
+def share_dropout(model, settings, ranks, device=CPU):
+    """A twin as the trainer has it, and its seeds."""
+    seeds, twin = dropout_seeds(model.config, settings, ranks, device), share_parameters(model)
+    if seeds.shared:
+        draw_for_all(twin, seeds)
+    return twin, seeds
+
+
 def outputs(model, ranks, accumulate, step=3):
     """What a process computes for its images of a step."""
-    model = copy.deepcopy(model)
-    seeds = share_dropout(model, TrainConfig(accumulate=accumulate, batch=16), ranks, CPU)
+    model, seeds = share_dropout(model, TrainConfig(accumulate=accumulate, batch=16), ranks)
     parts = []
     for number, images in enumerate(ranks.shard(IMAGES).chunk(accumulate)):
         seeds.start(step) if number == 0 else seeds.start_next(step, number)
@@ -48,9 +55,8 @@ def test_an_image_has_the_dropout_of_a_single_process(kind, accumulate):
 def test_a_single_process_draws_as_the_plain_model():
     """Nothing is changed, and a step's generator is that of its seed."""
     model = build(**ALL)
-    names = [type(module) for module in model.modules()]
-    share_dropout(model, TrainConfig(), ProcessGroup(), CPU)
-    assert [type(module) for module in model.modules()] == names
+    twin, _ = share_dropout(model, TrainConfig(), ProcessGroup())
+    assert [type(module) for module in twin.modules()] == [type(module) for module in model.modules()]
 
 
 def test_recomputed_blocks_draw_the_same_again():
@@ -58,32 +64,32 @@ def test_recomputed_blocks_draw_the_same_again():
     gradients = []
     for blocks in (0, 2):
         model = build(**ALL)
-        seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2), CPU)
-        model.checkpointed_blocks = blocks
+        twin, seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2))
+        twin.checkpointed_blocks = blocks
         seeds.start(0)
-        model(IMAGES[8:]).square().mean().backward()
+        twin(IMAGES[8:]).square().mean().backward()
         gradients.append(model.blocks[0].mlp.fc1.weight.grad)
     torch.testing.assert_close(*gradients)
 
 
-def test_a_second_trainer_takes_over_the_modules():
+def test_the_model_itself_draws_for_itself():
     """The rehearsal of a run and the run itself may have the same model."""
     model = build(**ALL)
-    one = outputs(model, ProcessGroup(1, 2), 1)
-    share_dropout(model, TrainConfig(seed=5), ProcessGroup(0, 2), CPU)
-    assert torch.equal(outputs(model, ProcessGroup(1, 2), 1), one)
+    kinds = [type(module) for module in model.modules()]
+    twin, _ = share_dropout(model, TrainConfig(seed=5), ProcessGroup(0, 2))
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(one is other for one, other in zip(twin.parameters(), model.parameters(), strict=True))
 
 
 def test_in_evaluation_nothing_is_dropped():
-    model, plain = build(**ALL), build()
-    share_dropout(model, TrainConfig(), ProcessGroup(1, 2), CPU)
-    assert torch.equal(model.eval()(IMAGES), plain.eval()(IMAGES))
+    twin, _ = share_dropout(build(**ALL), TrainConfig(), ProcessGroup(1, 2))
+    assert torch.equal(twin.eval()(IMAGES), build().eval()(IMAGES))
 
 
 def test_on_gpus_masks_of_activations_are_not_drawn_for_others():
     """DropPath is drawn alike if nothing else is dropped; with dropout each process has its own seed."""
     for dropout, alike in ((0.0, True), (0.1, False)):
         model = build(drop_path=0.2, dropout=dropout)
-        seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2), torch.device("cuda"))
+        twin, seeds = share_dropout(model, TrainConfig(), ProcessGroup(1, 2), torch.device("cuda"))
         assert seeds.alike is alike
-        assert (type(model.blocks[1].path) is DropPath) is not alike
+        assert (type(twin.blocks[1].path) is DropPath) is not alike

@@ -8,6 +8,7 @@ import torch
 
 import vitrail as vt
 from vitrail.errors import ConfigError
+from vitrail.fast import shards
 from vitrail.memory import activation_bytes
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
@@ -129,5 +130,5 @@ def test_an_unknown_way_is_refused():
 
 def test_a_whole_tensor_is_copied_into_a_plain_one():
     target = torch.zeros(3)
-    sharding.copy_into(target, torch.arange(3.0))
+    shards.copy_into(target, torch.arange(3.0))
     assert target.tolist() == [0, 1, 2]

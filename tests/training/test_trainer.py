@@ -194,13 +194,14 @@ def test_a_checkpointed_block_is_computed_again_by_the_same_attention_kernels(da
     trainer, seen = build_trainer(data, checkpoint_blocks=1), []
     on_gpu = ComputeDevice(torch.device("cuda"), torch.bfloat16, "").attention
     monkeypatch.setattr(ComputeDevice, "attention", lambda device: on_gpu())
-    forward = trainer.model.blocks[0].attention.forward
+    attention = trainer.executable.twin.blocks[0].attention
+    forward = attention.forward
 
     def watched(*args, **more):
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return forward(*args, **more)
 
-    trainer.model.blocks[0].attention.forward = watched
+    attention.forward = watched
     batches = loop.Reader(trainer.data.train, trainer.preprocess).batches(trainer.micro_batch_indices())
     trainer.take_step(batches)
     assert seen == [False, False]

@@ -17,11 +17,11 @@ from tests.support.tiny_runs import (
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.lora import UPDATE, plain_model, with_lora
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint
-from vitrail.training.lora import UPDATE, add_lora, plain_model
 from vitrail.training.optim import parameter_groups
 from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
@@ -51,12 +51,16 @@ def build_trainer(data, **settings):
 # ---- LoRA: the update ---------------------------------------------------------------------------
 
 
+def add_lora(model, settings=LORA):
+    return with_lora(model, settings.lora_rank, settings.lora_alpha, settings.seed)
+
+
 def model_with_lora(**config):
     """A model with LoRA, a copy of it without, and an input."""
     model = add_noise(vt.ViT(vt.ViTConfig(**{**TINY, **config})))
     base = vt.ViT(model.config).eval()
     base.load_state_dict(model.state_dict())
-    add_lora(model, LORA)
+    model = add_lora(model)
     return model, base, torch.randn(4, *model.config.input_shape)
 
 
@@ -88,7 +92,7 @@ def test_the_initial_values_depend_on_the_seed_alone():
     def first(seed):
         model = vt.ViT(vt.ViTConfig(**TINY))
         torch.rand(seed + 7)  # other random numbers do not matter
-        add_lora(model, TrainConfig(tune="lora", seed=seed))
+        model = add_lora(model, TrainConfig(tune="lora", seed=seed))
         return model.blocks[1].attention.qkv.parametrizations.weight[0].A
 
     assert torch.equal(first(0), first(0))
@@ -126,9 +130,9 @@ def test_the_merged_model_is_plain_and_has_the_same_logits(config):
 
 def test_only_the_updates_and_the_head_are_trained(data):
     trainer = build_trainer(data, tune="lora", ema=0.9, weight_decay=0.5)
-    first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    first = {name: p.detach().clone() for name, p in trainer.trained.named_parameters()}
     trainer.run()
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(first[name], p)}
+    moved = {name for name, p in trainer.trained.named_parameters() if not torch.equal(first[name], p)}
     assert moved == {name for name in first if UPDATE in name or name.startswith("head.")}
     assert len(moved) == 2 * 2 + 2
     assert moved == {n for n, p in trainer.ema.named_parameters() if not torch.equal(first[n], p)}
@@ -140,7 +144,7 @@ def test_the_updates_have_weight_decay(data):
     trainer = build_trainer(data, tune="lora", weight_decay=0.3)
     found = {
         g["weight_decay"]: {trainer.names[p] for p in g["params"]}
-        for g in parameter_groups(trainer.model, LORA)
+        for g in parameter_groups(trainer.trained, LORA)
     }
     assert found[0.0] == {"head.bias"}
     decays = next(names for decay, names in found.items() if decay)
@@ -170,8 +174,7 @@ def test_weight_files_of_a_run_are_plain(data, start, tmp_path):
             key for key in keys if not key.startswith(("golden/", "features/", "fingerprint/"))
         ) == sorted(ordinary)
         plain = vt.load(out / f"{file}.safetensors").model
-        inside = vt.ViT(plain.config).eval()
-        add_lora(inside, TrainConfig(tune="lora", lora_rank=2))
+        inside = add_lora(vt.ViT(plain.config).eval(), TrainConfig(tune="lora", lora_rank=2))
         inside.load_state_dict(saved[kind])
         if file == "last":  # best may be of an earlier epoch
             torch.testing.assert_close(plain(x), inside(x), rtol=0, atol=1e-5)

@@ -9,7 +9,7 @@ fast.model                                               # the model itself, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -84,21 +84,50 @@ def accelerate(
     Raises:
         GateError: too many answers differ. It names the layers that cause it.
     """
-    device = _check(model, precision, goal, calibrate, labels, merge)
-    min_agreement = check_agreement(min_agreement)
-    chosen = resolve(precision, device)
-    choices = Choices(device, remember=remember)
-    if merge:
-        return _merged(model, chosen, merge, calibrate, labels, min_agreement)
+    execution = InferenceExecution(
+        precision=precision,
+        goal=goal,
+        calibrate=calibrate,
+        labels=labels,
+        min_agreement=min_agreement,
+        keep=keep,
+        merge=merge,
+        remember=remember,
+    )
+    return accelerate_as(model, execution)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InferenceExecution:
+    """How inference computes a model; the fields are the arguments of `accelerate`."""
+
+    precision: Precision = "auto"
+    goal: Goal = "throughput"
+    calibrate: Tensor | None = None
+    labels: Tensor | None = None
+    min_agreement: float = MIN_AGREEMENT
+    keep: Collection[str] | Literal["auto"] = ()
+    merge: int = 0
+    remember: bool = True
+
+
+def accelerate_as(model: ViT, how: InferenceExecution) -> Accelerated:
+    """Build the fastest forward pass of a model that was measured and passes the gate."""
+    device = _check(model, how.precision, how.goal, how.calibrate, how.labels, how.merge)
+    min_agreement = check_agreement(how.min_agreement)
+    chosen = resolve(how.precision, device)
+    choices = Choices(device, remember=how.remember)
+    if how.merge:
+        return _merged(model, chosen, how.merge, how.calibrate, how.labels, min_agreement)
     if chosen not in LOSSY:
-        return Builder(model, device, goal, choices, None).fastest(chosen)
-    assert calibrate is not None
-    ranges, held_out, labels = split_images(calibrate, labels)
-    builder = Builder(model, device, goal, choices, ranges)
+        return Builder(model, device, how.goal, choices, None).fastest(chosen)
+    assert how.calibrate is not None
+    ranges, held_out, labels = split_images(how.calibrate, how.labels)
+    builder = Builder(model, device, how.goal, choices, ranges)
     names = builder.quantizable(chosen)
-    if isinstance(keep, str) and keep != "auto":
-        raise InputError(f'keep takes a list of layers or "auto", not {short_repr(keep)}.')
-    kept = () if keep == "auto" else tuple(keep)
+    if isinstance(how.keep, str) and how.keep != "auto":
+        raise InputError(f'keep takes a list of layers or "auto", not {short_repr(how.keep)}.')
+    kept = () if how.keep == "auto" else tuple(how.keep)
     if unknown := [name for name in kept if name not in names]:
         raise InputError(
             f"keep: no layer {unknown[0]!r} is computed in {chosen}. {suggest(unknown[0], names)}"
@@ -107,8 +136,8 @@ def accelerate(
     def build(kept: tuple[str, ...]) -> Accelerated:
         return builder.fastest(chosen, kept)
 
-    how: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": keep == "auto"}
-    return pass_gate(builder, build, chosen, kept, names, held_out, **how)
+    gate: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": how.keep == "auto"}
+    return pass_gate(builder, build, chosen, kept, names, held_out, **gate)
 
 
 def _merged(

@@ -4,7 +4,7 @@ weights         what can be multiplied into them is (blocks.py)
 norms           one kernel for sum, norm and rounding, or quantization to fp8
 products        bias, GELU, residual and quantization in the same kernel where that is faster (products.py)
 small batches   kernels that start before the last one is done, with the norms inside products (chain.py)
-last block      computes only the tokens that the head reads (`vitrail.model.last_block`)
+last block      computes only the tokens that the head reads (`vitrail.fast.variants`)
 
 Blocks that differ too much from the paper's are computed by their own code in bf16, and `left` says why.
 """
@@ -25,11 +25,11 @@ from vitrail.fast.chain import MAX_ROWS, USUAL_ROWS, Chain, can_chain
 from vitrail.fast.choices import Choices
 from vitrail.fast.cuda_graph import MAX_SHAPES
 from vitrail.fast.products import Product, Way, choose, seconds_on_gpu
+from vitrail.fast.variants import tokens_read
 from vitrail.model import ViT
 from vitrail.model.attention import Attention, attend
 from vitrail.model.block import Block
 from vitrail.model.inputs import check_input
-from vitrail.model.last_block import tokens_read
 from vitrail.model.position import Rotate
 from vitrail.model.tokens import PatchTokens, cut_patches
 

@@ -17,9 +17,9 @@ from torch.export import Dim, ExportedProgram
 
 from vitrail.errors import InputError, printable, require_extra
 from vitrail.fast.onnx_fuse import fuse_attention
+from vitrail.fast.variants import shorten_last_block
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
-from vitrail.model.last_block import shorten_last_block
 from vitrail.telemetry import import_onnxruntime
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _Outputs(nn.Module):
     def __init__(self, model: ViT) -> None:
         super().__init__()
         self.model = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
-        if shorten_last_block(self.model, in_evaluation=True):
+        if shorten_last_block(self.model):
             attention: Any = self.model.blocks[-1].attention
             attention.qkv = _SplitQKV(attention.qkv)
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.errors import InputError
 from vitrail.fast.choices import Choices
 from vitrail.fast.cuda_graph import Replay
+from vitrail.fast.executable import Executable
 from vitrail.fast.gate import Gate
 from vitrail.fast.quantize import Int8Scales, Observed, block_layers, observe
 from vitrail.model import ViT
@@ -87,24 +88,28 @@ class Acceleration(Summary):
         return {**asdict(replace(self, gate=None)), "kept": list(self.kept), "gate": gate}
 
 
-class Accelerated(nn.Module):
-    """A model whose forward pass is computed another way; `.report` says which.
+class Accelerated(Executable):
+    """The forward pass of a model for inference; `.report` says how it is computed.
 
-    The model itself is `.model`, unchanged: for its weights, for training, and for `vt.record`.
+    With a mask, and while activations are recorded or edited, the model itself computes.
     """
 
     def __init__(self, model: ViT, run: Forward, report: Acceleration) -> None:
-        super().__init__()
-        self.model, self.run, self.report = model, run, report
-        self.config = model.config
+        super().__init__(model)
+        self.run, self.report = run, report
 
     def forward(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits (B, K); without a head the pooled vector (B, D). With a mask, the model itself computes."""
-        return self.model(images, mask) if mask is not None else self.outputs(images)[1]
+        """Logits (B, K); without a head the pooled vector (B, D)."""
+        if mask is not None or self.watched:
+            return self.model(images, mask)
+        return self.outputs(images)[1]
 
     @torch.inference_mode()
     def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Pooled vectors (B, D) and logits (B, K), as they are in the dtype of the forward pass."""
+        if self.watched:
+            pooled = self.model.pool_images(images)
+            return pooled, self.model.logits(self.model.head(pooled))
         return self.run(images)
 
     def extra_repr(self) -> str:

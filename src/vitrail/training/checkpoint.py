@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.errors import FileError, option, printable
+from vitrail.fast.shards import copy_into
 from vitrail.io.write import atomic_folder, remove_partial, write_text
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards
-from vitrail.training.sharding import copy_into
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.files import write_safetensors
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.fast.lora import UPDATE
+from vitrail.fast.shards import is_sharded, local_part
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.lora import UPDATE
 from vitrail.training.muon import Muon
-from vitrail.training.sharding import is_sharded, local_part
 
 
 def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ def training_plan(
     basis, bottleneck = "with evaluation, by the rehearsal", ""
     if seconds is None:
         seconds, basis, bottleneck = _estimate_time(trainer)
-    s, parameters = trainer.settings, list(trainer.model.parameters())
+    s, parameters = trainer.settings, list(trainer.trained.parameters())
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     data, epochs = trainer.data, f"{s.epochs} epoch{'s' * (s.epochs > 1)}"
@@ -46,7 +46,7 @@ def training_plan(
     if trainer.parallel.reason:
         plan["parallel"] = trainer.parallel.reason
     if trainer.mode is not None:
-        plan["step"] = trainer.mode.reason
+        plan["step"] = "; ".join([trainer.mode.reason, *trainer.executable.chosen])
     if data.train.paths is not None:
         plan["decoding"] = str(trainer.workers.plan)
     if bottleneck:
@@ -121,7 +121,7 @@ def _estimate_memory(trainer: Trainer) -> float:
 
     Activations of frozen blocks are not kept: there is one block's at a time.
     """
-    model, t = trainer.model, trainer
+    model, t = trainer.trained, trainer
     kept = 1.0 if any(p.requires_grad for p in model.blocks.parameters()) else 1 / model.config.depth
     needed, shards = step_memory(model, t.settings, t.compute, t.ranks, t.batch), t.parallel.shards
     return needed.states(shards) + kept * needed.activations(shards)

@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, setting
+from vitrail.fast.lora import check_rank
 from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
@@ -20,7 +21,6 @@ from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.loggers import check_loggers
-from vitrail.training.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
 from vitrail.training.precision import ComputeDevice, choose_device
@@ -129,7 +129,8 @@ def check_batch(dataset: Dataset, recipe: Recipe, compute: ComputeDevice, ranks:
         )
     batch = global_batch_size(dataset, recipe.train, ranks)
     check_processes(recipe.train, ranks)
-    check_rank(recipe.model, recipe.train)
+    if recipe.train.tune == "lora":
+        check_rank(recipe.model, recipe.train.lora_rank)
     if compute.device.type == "cpu":
         part = batch // ranks.count // recipe.train.accumulate
         advice = f"use a smaller image size, batch or model, or {setting('accumulate', 2)}"

@@ -24,7 +24,6 @@ from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.loading import read_unused
 from vitrail.training.loggers import Loggers
-from vitrail.training.lora import plain_model
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan import training_plan
 from vitrail.training.run_directory import explain_errors, record_resolved
@@ -222,9 +221,8 @@ class TrainingSession:
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
 
     def bundle(self, model: ViT) -> Bundle:
-        """The model as a bundle: a plain one. All processes must call it for a model that is sharded."""
+        """A plain model (`Trainer.plain`) as a bundle."""
         t = self.trainer
-        model = plain_model(model) if t.settings.tune == "lora" or t.parallel.sharded else model
         rows = [row for row in self.history if "val_accuracy" in row]
         metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
         source = f"trained on {t.data.name}"
@@ -251,7 +249,7 @@ class TrainingSession:
                 self.checkpoints.save_best(bundle)
         t.ranks.barrier()
         finished = FinishedModel(t.data, t.settings, t.compute, t.ranks, self.check_stop)
-        best, last = load(out / "best.safetensors"), self.bundle(t.model)
+        best, last = load(out / "best.safetensors"), self.bundle(t.plain(t.trained))
         same = _same_weights(best.model, last.model)
         best = finished.complete(best)
         if same:

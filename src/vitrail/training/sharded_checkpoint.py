@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.errors import FileError
+from vitrail.fast.shards import is_sharded
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.sharding import is_sharded
 
 _CLOSE_SECONDS = 30.0
 SHARDS = "shard-*.safetensors"

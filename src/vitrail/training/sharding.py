@@ -1,140 +1,22 @@
-"""How the processes of a run share its model. The model does not know: all of it is applied from outside.
-
-one   a single process
-ddp   each process has the whole model, and gradients are averaged (DistributedDataParallel)
-fsdp  each process has a shard of the weights, gradients and optimizer (FSDP2); a block's weights are gathered
-      while it is computed
-hsdp  replicas x shards: fsdp within a machine, ddp between machines
-
-Each sharded tensor is a DTensor, cut along its first axis. In bf16 and fp16 the weights of blocks are
-gathered in that format, which halves the traffic; shards, sums of gradients and optimizer are fp32.
-"""
+"""Choosing how the processes of a run share its model (`vitrail.fast.shards` has the ways)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from vitrail.errors import ConfigError
+from vitrail.fast.shards import Parallelism
 from vitrail.memory import format_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
+from vitrail.training.fitting import MARGIN, StepMemory, fitting_mode
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
 
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """How the model is shared."""
-
-    mode: Mode = "one"
-    reason: str = ""
-    """What was chosen and why, for the plan."""
-    shards: int = 1
-    """The processes that the model is cut for."""
-    mesh: DeviceMesh | None = None
-
-    @property
-    def sharded(self) -> bool:
-        return self.mesh is not None
-
-    def apply(self, root: nn.Module, model: ViT, compute: ComputeDevice) -> None:
-        """Move a model to its device, and cut it: each block, then what is left.
-
-        Args:
-            root: the module that will be called: the model, or one around it.
-        """
-        if self.mesh is None:
-            root.to(compute.device)
-            return
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        half = compute.dtype if compute.dtype != torch.float32 else None
-        policy = MixedPrecisionPolicy(half, reduce_dtype=half and torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:
-            fully_shard(block, mesh=self.mesh, mp_policy=policy)
-        fully_shard(root, mesh=self.mesh)  # the residual stream, between the blocks, stays in fp32
-
-    def wrap(self, root: nn.Module) -> nn.Module:
-        """The module to call in training."""
-        return nn.parallel.DistributedDataParallel(root) if self.mode == "ddp" else root
-
-    @contextmanager
-    def accumulate(self, wrapped: Any, last: bool) -> Iterator[None]:
-        """Context of a micro-batch: copies exchange gradients with the last one only.
-
-        Shards do so with every one: whole gradients, kept for the last, would take the memory of the model.
-        """
-        if self.mode == "hsdp":
-            wrapped.set_requires_all_reduce(last)
-        if self.mode == "ddp" and not last:
-            with wrapped.no_sync():
-                yield
-        else:
-            yield
-
-    def compile(self, wrapped: nn.Module, model: ViT) -> Any:
-        """The module to call, compiled; of a sharded model each block, since gathering is not compiled.
-
-        So a block is compiled first, then cut; a checkpointed one runs the compiled block again.
-        """
-        if not self.sharded:
-            return torch.compile(wrapped)
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)
-        return wrapped
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """A whole copy of a tensor. All processes of a sharded one must call it."""
-    return tensor.full_tensor().clone() if is_sharded(tensor) else tensor.clone()  # type: ignore[attr-defined]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor: the same memory."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def copy_into(target: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded."""
-    local_part(target).copy_(part_of(whole.to(target.device), target))
-
-
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This process's part of a whole tensor that would be sharded as another is."""
-    if not is_sharded(like):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()  # each cuts its own
-
-
-def sharded_like(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which this is this process's part, sharded as another is."""
-    if not is_sharded(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(part, mesh, placements, shape=like.shape, stride=like.stride())
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process has a part of a tensor only."""
-    return hasattr(tensor, "full_tensor")  # a DTensor
-
-
-# ---- the choice -----------------------------------------------------------------------------
 
 
 def choose_parallelism(

@@ -51,7 +51,7 @@ class StepMode:
     reason: str = ""
     """What was chosen and why, for the plan."""
     kernels: bool = False
-    """Whether fused kernels are used (`vitrail.training.lean`)."""
+    """Whether fused kernels are used (`vitrail.fast.variants`)."""
     seconds: float | None = None
     """The estimated duration of a micro-batch; None if it was not measured."""
     ready: float = 0.0
@@ -132,7 +132,7 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
     count = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
     device = trainer.compute.device
     images = torch.rand(count, *trainer.model.config.input_shape, device=device)
-    trainer.model.train()
+    trainer.executable.set_mode()
     torch.cuda.reset_peak_memory_stats(device)
     start = launched = 0.0
     for _ in range(4):
@@ -149,7 +149,7 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
 
 def rehearse_pass(trainer: Trainer, images: Tensor) -> None:
     """A forward and backward pass that is only to be timed: its gradients are of no use."""
-    forward = trainer.wrapped if trainer.parallel.sharded else trainer.model
+    forward = trainer.executable.wrapped if trainer.parallel.sharded else trainer.executable.twin
     with trainer.compute.attention():
         with trainer.compute.autocast():
             output = forward(images)

@@ -20,19 +20,20 @@ from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoc
 from vitrail.data.order import Order
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
+from vitrail.fast.lora import plain_model, with_lora
+from vitrail.fast.prepare import prepare
+from vitrail.fast.shards import gather
+from vitrail.fast.training import TrainingExecutable, TrainingExecution
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
-from vitrail.model.last_block import shorten_last_block
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.callbacks import Progress
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
 from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
-from vitrail.training.dropout import share_dropout
+from vitrail.training.dropout import dropout_seeds
 from vitrail.training.inputs import build_inputs
-from vitrail.training.lean import use_bf16_residual, use_fused_kernels
-from vitrail.training.lora import add_lora, plain_model
 from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import (
     class_weights,
@@ -52,7 +53,7 @@ from vitrail.training.optim import (
 )
 from vitrail.training.parallel import ProcessGroup, global_batch_size
 from vitrail.training.precision import ComputeDevice
-from vitrail.training.sharding import choose_parallelism, gather
+from vitrail.training.sharding import choose_parallelism
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
 from vitrail.weights.native import use_native
@@ -77,7 +78,8 @@ class Trainer:
     """A model in training. It takes steps; evaluation, files and messages are its caller's.
 
     Args:
-        model: moved to the device, or cut into shards; with tune="lora" it gets its updates.
+        model: moved to the device, or holding shards. Its executable takes the steps; with tune="lora" it
+            gets the new weights at the end of every epoch.
         ranks: the processes that share each batch.
         teacher: a model to distill from.
     """
@@ -104,20 +106,17 @@ class Trainer:
         self.corrupt.policy = s.corrupt
         self.reading = use_native(self.model, self.preprocess) if s.native else self.preprocess
         """How images are read: in their own shape, or in that of the model."""
-        if s.tune == "lora":
-            add_lora(self.model, s)
-        freeze(self.model, s)
-        self.parallel = choose_parallelism(self.model, s, self.compute, self.ranks, self.batch)
-        self.ema = copy.deepcopy(self.model).eval().requires_grad_(False) if s.ema else None
+        lora = s.tune == "lora"
+        self.trained = with_lora(self.model, s.lora_rank, s.lora_alpha, s.seed) if lora else self.model
+        """What holds the parameters that are trained: the model, or its twin with LoRA."""
+        freeze(self.trained, s)
+        self.parallel = choose_parallelism(self.trained, s, self.compute, self.ranks, self.batch)
+        self.ema = copy.deepcopy(self.trained).eval().requires_grad_(False) if s.ema else None
         if self.ema is not None:
-            self.parallel.apply(self.ema, self.ema, self.compute)
-        shorten_last_block(self.model)
-        self.dropout = share_dropout(self.model, s, self.ranks, device)
-        root = Student(self.model) if self.teacher else self.model
-        self.parallel.apply(root, self.model, self.compute)
-        self.optimizer = build_optimizer(self.model, s)
-        self.wrapped = self.parallel.wrap(root)
-        self.compiled = self.wrapped
+            self.parallel.place(self.ema, device)
+        self.dropout = dropout_seeds(self.model.config, s, self.ranks, device)
+        self.executable = self._prepare()
+        self.optimizer = build_optimizer(self.trained, s)
         classes = len(self.data.classes)
         self.weights = class_weights(self.data.train, classes, s).to(device)
         self.loss_scale: Tensor | float = 1.0
@@ -131,17 +130,36 @@ class Trainer:
         self.clock = Clock(self.batch, len(self.data.eval_split))
         files = [len(split) for split in (self.data.train, self.data.eval_split) if split.paths is not None]
         self.workers = start_workers(s.workers, sum(files), self.reading, device)
-        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.names: dict[Tensor, str] = {p: name for name, p in self.trained.named_parameters()}
         self.values = StepValues(0.0, 0, 0.0)
         self.mode: StepMode | None = None
         self.captured: dict[bool, CapturedStep] = {}
 
+    def _prepare(self) -> TrainingExecutable:
+        """What computes the steps."""
+        if not self.parallel.sharded:
+            for model in {self.model, self.trained}:
+                model.to(self.compute.device)
+        execution = TrainingExecution(
+            trained=self.trained,
+            rows=self.dropout if self.dropout.shared else None,
+            around=Student if self.teacher else None,
+            parallel=self.parallel,
+            dtype=self.compute.dtype,
+        )
+        executable = prepare(self.model, execution)
+        executable.say = lambda text: self.on_message(text)
+        return executable
+
     @property
     def averaged_model(self) -> ViT:
-        """The model to evaluate: the EMA if there is one. Of shards a gathered copy: all must ask for it."""
-        model = self.ema or self.model
-        model = plain_model(model) if self.parallel.sharded else model
+        """The model to evaluate: the EMA if there is one. All processes must ask for it."""
+        model = self.plain(self.ema or self.trained)
         return model.accept_any_size() if self.settings.native else model
+
+    def plain(self, model: ViT) -> ViT:
+        """Return a model without LoRA and shards: a copy if it has any."""
+        return plain_model(model) if self.settings.tune == "lora" or self.parallel.sharded else model
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -211,13 +229,13 @@ class Trainer:
     def use_mode(self, mode: StepMode) -> StepMode:
         """Take all steps in this mode."""
         self.mode = mode
-        self.model.checkpointed_blocks = self.settings.checkpoint_blocks
-        if self.compute.residual_bytes(self.settings.residual) == 2:
-            use_bf16_residual(self.model)
-        if mode.kernels:
-            use_fused_kernels(self.model, compiled=mode.compile)
+        self.executable.use(
+            kernels=mode.kernels,
+            compiled=mode.compile,
+            bf16_residual=self.compute.residual_bytes(self.settings.residual) == 2,
+            recomputed=self.settings.checkpoint_blocks,
+        )
         if mode.compile:
-            self.compiled = self.parallel.compile(self.wrapped, self.model)
             self._compile_inputs()
         return mode
 
@@ -241,7 +259,8 @@ class Trainer:
             ema_weight=ema_weight(self.step, s.ema or 0.0),
         )
         parts = [next(batches) for _ in range(s.accumulate)]
-        skipped = self._captured_step(parts) if mode.cuda_graph else self._compute_step(parts)
+        captured = mode.cuda_graph and not self.executable.watched
+        skipped = self._captured_step(parts) if captured else self._compute_step(parts)
         self.metrics.remember_step(self.step, torch.cat([part.indices for part in parts]), skipped)
         self.step += 1
 
@@ -272,7 +291,7 @@ class Trainer:
     def _compute_step(self, parts: Sequence[Batch]) -> Tensor:
         """Everything of a step that happens on the device; returns 1 if the step was skipped, or 0."""
         s = self.settings
-        self.model.train(s.tune != "head").head.train()  # no dropout in a frozen encoder
+        self.executable.set_mode(encoder=s.tune != "head")  # no dropout in a frozen encoder
         set_lr(self.optimizer, self.values.lr)
         self.optimizer.zero_grad(set_to_none=True)
         if s.class_weights == "balanced":
@@ -281,7 +300,7 @@ class Trainer:
         for number, part in enumerate(parts):
             self.dropout.start_next(self.step, number)
             last = number == s.accumulate - 1
-            with self.parallel.accumulate(self.wrapped, last), self.compute.attention():
+            with self.executable.accumulate(last), self.compute.attention():
                 self.scaler.scale(self._loss(part) / s.accumulate).backward()
         self.scaler.unscale_(self.optimizer)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -293,7 +312,7 @@ class Trainer:
         self.scaler.update()
         self.metrics.add_step(skipped)
         if self.ema is not None:
-            update_ema(self.ema, self.model, self.values.ema_weight)
+            update_ema(self.ema, self.trained, self.values.ema_weight)
         return skipped
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -304,7 +323,7 @@ class Trainer:
         given = batch.images if batch.shapes is None else batch.unpack()
         images, normalized, targets = self.inputs(given, indices, self.values.epoch, mixes=self._mixes())
         with self.compute.autocast():
-            output = self.compiled(normalized)
+            output = self.executable(normalized)
         if self.teacher is None:
             logits = output
             losses = self.loss_scale * per_image_loss(logits, targets, self.weights, s)
@@ -353,6 +372,7 @@ class Trainer:
 
     def _end_epoch(self) -> dict[str, Any]:
         """The training metrics of the epoch that has ended."""
+        self.executable.merge_lora()
         self.corrupt.reasons = self.ranks.union(self.corrupt.reasons)
         loss, accuracy, images, skipped = self.metrics.totals()
         if not images and self.corrupt.reasons:
@@ -376,7 +396,7 @@ class Trainer:
     def _tensors(self) -> dict[str, dict[str, Tensor]]:
         """The tensors that later steps depend on, not copied."""
         tensors = {
-            "model": dict(self.model.state_dict()),
+            "model": dict(self.trained.state_dict()),
             "optimizer": optimizer_tensors(self.optimizer, self.names),
         }
         if self.ema is not None:

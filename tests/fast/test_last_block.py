@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.model.last_block import LastBlock, shorten_last_block, tokens_read
+from vitrail.fast.twin import share_parameters
+from vitrail.fast.variants import LastBlock, shorten_last_block, tokens_read
+from vitrail.model.block import Block
 
 FIELDS = [
     {},
@@ -66,18 +68,15 @@ def test_less_is_computed():
     assert counts == [65] * (model.config.depth - 1) + [1]
 
 
-def test_in_evaluation_all_tokens_are_there_unless_asked_otherwise():
-    model = build().eval()
+def test_the_model_of_a_short_twin_computes_all_tokens():
+    model = build()
     expected = model.encode(images()).tokens
-    shorten_last_block(model)
+    twin = share_parameters(model)
+    assert shorten_last_block(twin)
+    assert twin.encode(images()).tokens.shape[1] == 1
+    torch.testing.assert_close(twin(images()), model(images()), rtol=1e-10, atol=1e-12)
     assert torch.equal(model.encode(images()).tokens, expected)
-    with vt.record(model, f"blocks.{model.config.depth - 1}.attention.weights") as tape:
-        model.train()(images())
-    assert next(iter(tape.values())).shape[-2:] == (65, 65)  # what is recorded is whole
-    other = build().eval()
-    shorten_last_block(other, in_evaluation=True)
-    torch.testing.assert_close(other(images()), build().eval()(images()), rtol=1e-10, atol=1e-12)
-    assert other.encode(images()).tokens.shape[1] == 1
+    assert type(model.blocks[-1]) is Block
 
 
 @pytest.mark.parametrize(
@@ -116,4 +115,4 @@ def test_training_uses_it():
     trainer = Trainer(
         model, Preprocess(size=32), data, TrainConfig(epochs=1, batch=4, ema=None), choose_device("cpu")
     )
-    assert isinstance(trainer.model.blocks[-1], LastBlock)
+    assert isinstance(trainer.executable.twin.blocks[-1], LastBlock)

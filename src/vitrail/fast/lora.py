@@ -2,8 +2,8 @@
 
     W = W_0 + alpha / r  B A        A (r, D) is random at first, B (k d, r) zero, so W is W_0
 
-The update is a parametrization of `qkv.weight`: reading the weight gives the sum, and the model's own code
-needs no change. Weight files never hold A and B: see `plain_model`.
+A twin of the model has the update as a parametrization of `qkv.weight`: reading the weight gives the sum. The
+model itself and its files never hold A and B: `merge_lora` writes the sums into it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.nn.utils import parametrize
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ConfigError
+from vitrail.fast.shards import gather
+from vitrail.fast.twin import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.model.empty import build_empty_model
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.sharding import gather
 
 UPDATE = ".parametrizations.weight.0."  # in the names of A and B
 _ORIGINAL = ".parametrizations.weight.original"
@@ -43,24 +43,30 @@ def add_update(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
     return weight + scale * (B @ A).flatten(0, 1)
 
 
-def check_rank(config: ViTConfig, settings: TrainConfig) -> None:
+def check_rank(config: ViTConfig, rank: int) -> None:
     """Check that the update has no higher rank than the matrix it is added to."""
     most = min(config.width, config.heads_width)
-    if settings.tune == "lora" and settings.lora_rank > most:
-        raise ConfigError(f"lora_rank must be an integer from 1 to {most}, not {settings.lora_rank:,}.")
+    if rank > most:
+        raise ConfigError(f"lora_rank must be an integer from 1 to {most}, not {rank:,}.")
 
 
-def add_lora(model: ViT, settings: TrainConfig) -> None:
-    """Add an update to every block of a model on the CPU. Its random values depend on the seed alone."""
-    check_rank(model.config, settings)
-    generator = torch.Generator().manual_seed(settings.seed)
-    for qkv in [module for module in model.blocks.modules() if isinstance(module, QKV)]:
-        update = LowRankUpdate(qkv.weight, settings.lora_rank, settings.lora_alpha, generator)
+def with_lora(model: ViT, rank: int, alpha: float, seed: int) -> ViT:
+    """Return a twin of a model on the CPU with an update in every block, random by the seed alone.
+
+    The twin has a copy of the weights of q, k and v, which stay what they are; all others are shared.
+    """
+    check_rank(model.config, rank)
+    twin = share_parameters(model)
+    generator = torch.Generator().manual_seed(seed)
+    for qkv in [module for module in twin.blocks.modules() if isinstance(module, QKV)]:
+        qkv.weight = nn.Parameter(qkv.weight.detach().clone())
+        update = LowRankUpdate(qkv.weight, rank, alpha, generator)
         parametrize.register_parametrization(qkv, "weight", update)
+    return twin
 
 
-def plain_model(model: ViT) -> ViT:
-    """A plain copy of the model: LoRA's updates are added to the weights, shards are gathered.
+def plain_state(model: ViT) -> dict[str, Tensor]:
+    """The state of the plain model: LoRA's updates are added to the weights, shards are gathered.
 
     All processes of a sharded model must call it.
     """
@@ -71,6 +77,11 @@ def plain_model(model: ViT) -> ViT:
         assert isinstance(update, LowRankUpdate)
         A, B = (state.pop(qkv + UPDATE + letter) for letter in "AB")
         state[qkv + ".weight"] = add_update(state.pop(name), A, B, update.scale)
+    return state
+
+
+def plain_model(model: ViT) -> ViT:
+    """A plain copy of a model with LoRA or shards. All processes of a sharded model must call it."""
     plain = build_empty_model(model.config)
-    plain.load_state_dict(state, assign=True)
+    plain.load_state_dict(plain_state(model), assign=True)
     return plain.to(next(model.parameters()).device).train(model.training)

@@ -24,7 +24,7 @@ def build_trainer(data, **settings):
     how = TrainConfig(**{"batch": 16, "epochs": 1, "ema": None, "lr": 1e-2, **settings})
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
     model = vt.ViT(vt.ViTConfig(**CONFIG, drop_path=0.2))
-    return Trainer(model, spec, open_dataset(data), how, choose_device("fp32"))
+    return Trainer(model, spec, open_dataset(data), how, choose_device("fp32", device="cpu"))
 
 
 def batches_of(trainer):
@@ -66,7 +66,8 @@ def test_a_callback_meets_a_whole_model(data, tmp_path):
     Trainer.__post_init__ = remember
     try:
         model = dict(width=16, depth=2, heads=2, patch=4, size=8, pool="class", class_token=True)
-        train(data, out=tmp_path / "run", callback=Watcher(), **{**SETTINGS, "epochs": 1, "model": model})
+        settings = {**SETTINGS, "epochs": 1, "model": model, "device": "cpu"}
+        train(data, out=tmp_path / "run", callback=Watcher(), **settings)
     finally:
         Trainer.__post_init__ = init
     tape, patches = seen

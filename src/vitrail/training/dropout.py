@@ -135,11 +135,13 @@ class _SharedAttention(Attention):
         mask: Tensor | Segments | None = None,
         rotate: Rotate = identity,
     ) -> Tensor:
-        self.explicit += self.training
+        if not self.training:
+            return super().forward(z, context, mask=mask, rotate=rotate)
+        self.explicit += 1
         try:
             return super().forward(z, context, mask=mask, rotate=rotate)
         finally:
-            self.explicit -= self.training
+            self.explicit -= 1
 
 
 class _SharedWeights(Tap):

@@ -226,21 +226,23 @@ class _Spawn:
 
 @functools.cache
 def _launcher() -> Any:
-    """multiprocessing's class that launches a process, with `_Spawn` for what it sends to it."""
+    """multiprocessing's class that launches a process, with `_Spawn` in place of the module it asks for data.
+
+    Its method differs between systems and versions of Python, so it is given other globals rather than
+    written again.
+    """
     windows = sys.platform == "win32"
     kind = "spawn_win32" if windows else {"spawn": "spawn_posix"}.get(start_method(), start_method())
-    popen = import_module(f"multiprocessing.popen_{kind}").Popen
-    name = "__init__" if windows else "_launch"
+    popen, name = import_module(f"multiprocessing.popen_{kind}").Popen, "__init__" if windows else "_launch"
     launch = getattr(popen, name)
-    return type(
-        "Popen", (popen,), {name: FunctionType(launch.__code__, {**launch.__globals__, "spawn": _Spawn()})}
-    )
+    launch = FunctionType(launch.__code__, {**launch.__globals__, "spawn": _Spawn()})
+    return type("Popen", (popen,), {name: launch})
 
 
-_Start: Any = multiprocessing.get_context(start_method())
+_MultiprocessingContext: Any = multiprocessing.get_context(start_method())
 
 
-class _Process(_Start.Process):  # type: ignore[misc]
+class _Process(_MultiprocessingContext.Process):  # type: ignore[misc]
     """A process that does not run the user's script again.
 
     Tasks need nothing from it, and a script without `if __name__ == "__main__":` would start processes
@@ -252,7 +254,9 @@ class _Process(_Start.Process):  # type: ignore[misc]
         return _launcher()(process)
 
 
-class _Context(type(_Start)):  # type: ignore[misc]
+class _Context(type(_MultiprocessingContext)):  # type: ignore[misc]
+    """What the DataLoader starts its workers with."""
+
     Process = _Process
 
 

@@ -75,8 +75,9 @@ def record(model: nn.Module, *names: str) -> Iterator[Tape]:
             model(images)
         tape["blocks.3.attention.weights"]                   # (B, k, T, T)
 
-    A `*` matches one part of a name. Tensors stay in the autograd graph, so that gradients can be taken
-    with respect to them; run the model under `torch.no_grad()` if they are not needed.
+    A `*` matches one part of a name. Forward passes of other threads are not recorded. Tensors stay in the
+    autograd graph, so that gradients can be taken with respect to them; run the model under `torch.no_grad()`
+    if they are not needed.
     """
     tape = Tape()
 
@@ -91,7 +92,7 @@ def record(model: nn.Module, *names: str) -> Iterator[Tape]:
 
 @contextmanager
 def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Replace activations by a function of them, while the model runs inside the `with` block.
+    """Replace activations by a function of them, while this thread runs the model inside the `with` block.
 
     def ablate_head_2(weights):                          # (B, k, T, T)
         mask = torch.ones(weights.shape[1], 1, 1)

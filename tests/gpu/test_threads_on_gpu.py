@@ -136,9 +136,8 @@ def test_predictions_beside_explanations_and_edits(captured):
     maps = rollout.compute(model, inputs).maps
 
     def edited():
-        with vt.edit(model, {"embed": torch.zeros_like}):
-            with torch.no_grad():
-                return model(inputs).cpu().numpy()
+        with vt.edit(model, {"embed": torch.zeros_like}), torch.no_grad():
+            return model(inputs).cpu().numpy()
 
     model.eval()  # the edits are of forward passes of the model itself
     expected[3] = edited()

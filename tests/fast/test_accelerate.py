@@ -241,7 +241,7 @@ def test_a_route_that_is_not_quantized_is_not_called_so(trained, monkeypatch):
 def test_narrow_layers_have_tiles_for_many_rows(monkeypatch):
     """192 columns, as in Ti/16, are no multiple of the large tiles' 128."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for columns in (192, 384, 768):
         weight = torch.zeros(columns, 768).to(torch.float8_e4m3fn)
         for rows in (197, 50432):

@@ -1,6 +1,7 @@
 """Recording and editing activations, and the repr without taps."""
 
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,3 +178,14 @@ def test_repr_shows_the_modules_that_do_something():
     decoder = vt.Decoder(vt.DecoderConfig(vocabulary=9, width=8, depth=3, heads=2, length=4))
     assert "(0-2): 3 x Block(" in repr(decoder)
     assert "Tap" not in repr(decoder)
+
+
+def test_other_threads_are_neither_recorded_nor_edited(tiny, images):
+    expected = tiny(images)
+    with ThreadPoolExecutor(1) as pool:
+        with vt.record(tiny, "embed") as tape, vt.edit(tiny, {"logits": torch.zeros_like}):
+            assert torch.equal(pool.submit(tiny, images).result(), expected)
+            assert not tape
+            assert not tiny(images).any()
+            assert "embed" in tape
+        assert torch.equal(tiny(images), expected)

@@ -183,7 +183,7 @@ def accelerate_by_default(model: ViT) -> Accelerated | None:
     try:
         fast = builder.fastest("bf16")
         fast(torch.zeros(1, *model.config.input_shape, device=parameter.device))
-        torch.cuda.synchronize(parameter.device)
+        torch.cuda.current_stream(parameter.device).synchronize()  # not the device: others may be capturing
     except Exception as error:  # no compiler for Triton, too little memory, a backend without support
         why = f"It could not be accelerated ({type(error).__name__}: {str(error)[:200]})."
         name = "bf16" if parameter.dtype == torch.bfloat16 else "fp32"

@@ -235,7 +235,10 @@ class FusedForward:
     def _fastest_backends(
         self, run: Callable[[], Tensor], q: Tensor, k: Tensor, bias: Tensor | None
     ) -> list[SDPBackend]:
-        """The fastest backend; where none may be measured, the first of all that works."""
+        """All backends, the fastest first; where none may be measured, in their usual order.
+
+        The fastest alone would be the only one that other threads may use meanwhile.
+        """
         to = f" to {k.shape[2]} tokens" if k.shape[2] != q.shape[2] else ""
         question = f"attention, {tuple(q.shape)}{to}{' with a bias' if bias is not None else ''}"
         if not (self.choices.measure or self.choices.knows(question, list(_BACKENDS))):
@@ -245,4 +248,5 @@ class FusedForward:
             with sdpa_kernel(_BACKENDS[name]):
                 return seconds_on_gpu(run)
 
-        return [_BACKENDS[self.choices.fastest(question, list(_BACKENDS), measure)]]
+        fastest = _BACKENDS[self.choices.fastest(question, list(_BACKENDS), measure)]
+        return [fastest, *(backend for backend in _BACKENDS.values() if backend != fastest)]

@@ -78,7 +78,7 @@ class Product:
         return dict(list(found.items())[:1])
 
     def _triton_ways(self, rows: int) -> dict[str, Way]:
-        if torch.cuda.get_device_capability() < (9, 0):
+        if torch.cuda.get_device_capability(self.weight.device) < (9, 0):
             return {}  # no tensor memory accelerator
         from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES
 

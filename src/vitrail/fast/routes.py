@@ -365,6 +365,6 @@ def _seconds(runs: dict[str, Forward], images: Tensor, device: torch.device) -> 
             begin = time.perf_counter()
             run(images)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
             times[name].append(time.perf_counter() - begin)
     return {name: min(some) for name, some in times.items()}

@@ -8,6 +8,7 @@ workers import `vitrail.images` and torch, and neither a model nor the user's sc
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import shutil
@@ -17,9 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from importlib import import_module
+from multiprocessing import forkserver, spawn
 from multiprocessing.connection import wait
-from types import ModuleType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -135,11 +137,11 @@ class WorkerProcesses:
             num_workers=count,
             collate_fn=_unchanged,
             prefetch_factor=PREFETCH,
-            multiprocessing_context=start_method(),
+            multiprocessing_context=_Context(),
             worker_init_fn=_init_worker,
             generator=torch.Generator(),  # not the global one: a run's random numbers stay its own
         )
-        with _without_main(), _interrupts_blocked():
+        with _interrupts_blocked():
             self.results: Any = iter(loader)
         # Before multiprocessing's own exit function, which would wait for workers that ignore its SIGTERM.
         atexit.register(self.close)
@@ -211,6 +213,53 @@ def start_method() -> str:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
+class _Spawn:
+    """multiprocessing.spawn, but new processes are not told which script is the main module."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(spawn, name)
+
+    def get_preparation_data(self, name: str) -> dict[str, Any]:
+        data = spawn.get_preparation_data(name)
+        return {key: value for key, value in data.items() if not key.startswith("init_main")}
+
+
+@functools.cache
+def _launcher() -> Any:
+    """multiprocessing's class that launches a process, with `_Spawn` in place of the module it asks for data.
+
+    Its method differs between systems and versions of Python, so it is given other globals rather than
+    written again.
+    """
+    windows = sys.platform == "win32"
+    kind = "spawn_win32" if windows else {"spawn": "spawn_posix"}.get(start_method(), start_method())
+    popen, name = import_module(f"multiprocessing.popen_{kind}").Popen, "__init__" if windows else "_launch"
+    launch = getattr(popen, name)
+    launch = FunctionType(launch.__code__, {**launch.__globals__, "spawn": _Spawn()})
+    return type("Popen", (popen,), {name: launch})
+
+
+_MultiprocessingContext: Any = multiprocessing.get_context(start_method())
+
+
+class _Process(_MultiprocessingContext.Process):  # type: ignore[misc]
+    """A process that does not run the user's script again.
+
+    Tasks need nothing from it, and a script without `if __name__ == "__main__":` would start processes
+    without end.
+    """
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        return _launcher()(process)
+
+
+class _Context(type(_MultiprocessingContext)):  # type: ignore[misc]
+    """What the DataLoader starts its workers with."""
+
+    Process = _Process
+
+
 def start_server() -> None:
     """Start the process that workers are forked from, without waiting until it has imported torch.
 
@@ -218,7 +267,7 @@ def start_server() -> None:
     """
     if start_method() == "forkserver":
         multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOAD])
-        with _without_main(), _interrupts_blocked():
+        with _interrupts_blocked():
             forkserver.ensure_running()
 
 
@@ -228,21 +277,6 @@ def shared_memory_free() -> int | None:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
         return None
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main module while processes start, which would run the user's script again in each of them.
-
-    Tasks need nothing from it, and a script without `if __name__ == "__main__":` would start processes
-    without end.
-    """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 @contextmanager

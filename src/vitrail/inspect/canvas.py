@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -18,11 +17,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 
 from vitrail.errors import require_extra
+from vitrail.images.decode import suppress_warnings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
+
+_drawing = threading.RLock()
+"""Held while this module's style is set: matplotlib has one style for all threads."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -68,7 +71,7 @@ def styled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def styled(*arguments: _P.args, **options: _P.kwargs) -> _R:
         with require_extra("inspect"):
             import matplotlib
-        with matplotlib.rc_context(_STYLE):
+        with _drawing, matplotlib.rc_context(_STYLE):
             return function(*arguments, **options)
 
     return styled
@@ -140,7 +143,7 @@ def png_bytes(figure: Figure) -> bytes:
     import matplotlib
 
     file = io.BytesIO()
-    with matplotlib.rc_context(_STYLE), _any_letters():
+    with _drawing, matplotlib.rc_context(_STYLE), suppress_warnings():  # of letters that its font lacks
         figure.savefig(file, format="png", metadata={"Software": None})
     return file.getvalue()
 
@@ -150,7 +153,7 @@ def svg_text(figure: Figure) -> str:
     import matplotlib
 
     file = io.StringIO()
-    with matplotlib.rc_context(_STYLE), _any_letters():
+    with _drawing, matplotlib.rc_context(_STYLE), suppress_warnings():  # of letters that its font lacks
         figure.savefig(file, format="svg", facecolor="none", metadata={"Date": None})
     # Drop the XML declaration and the DOCTYPE, which contain URLs.
     text = re.sub(r"^.*?(?=<svg)", "", file.getvalue(), count=1, flags=re.DOTALL)
@@ -168,12 +171,3 @@ def _dark_rule() -> str:
         for kind in ("fill", "stroke")
     ]
     return f"@media screen and (prefers-color-scheme:dark){{{''.join(rules)}}}"
-
-
-@contextmanager
-def _any_letters() -> Iterator[None]:
-    """No warnings on letters that are missing from matplotlib's font; a browser has them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s)Glyph .* missing from")
-        warnings.filterwarnings("ignore", message="(?s)Matplotlib currently does not support")
-        yield

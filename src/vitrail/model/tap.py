@@ -5,21 +5,27 @@ such as `blocks.3.attention.weights`. Other modules without children can be tapp
 `blocks.3.norm1` is the output of that norm. An unused tap costs one call of an identity, and nothing once
 compiled. Attention runs in its fused kernel unless its scores or weights are recorded or edited; then those
 blocks, and only those, compute it step by step.
+
+A model may be used by several threads: `record` and `edit` concern the forward passes of their own thread.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from textwrap import indent
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.errors import InputError, suggest
+
+_hooks_lock = threading.Lock()  # torch numbers its hooks without one, and `explicit` is a count
 
 
 class Tap(nn.Identity):
@@ -69,8 +75,9 @@ def record(model: nn.Module, *names: str) -> Iterator[Tape]:
             model(images)
         tape["blocks.3.attention.weights"]                   # (B, k, T, T)
 
-    A `*` matches one part of a name. Tensors stay in the autograd graph, so that gradients can be taken
-    with respect to them; run the model under `torch.no_grad()` if they are not needed.
+    A `*` matches one part of a name. Forward passes of other threads are not recorded. Tensors stay in the
+    autograd graph, so that gradients can be taken with respect to them; run the model under `torch.no_grad()`
+    if they are not needed.
     """
     tape = Tape()
 
@@ -85,7 +92,7 @@ def record(model: nn.Module, *names: str) -> Iterator[Tape]:
 
 @contextmanager
 def edit(model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    """Replace activations by a function of them, while the model runs inside the `with` block.
+    """Replace activations by a function of them, while this thread runs the model inside the `with` block.
 
     def ablate_head_2(weights):                          # (B, k, T, T)
         mask = torch.ones(weights.shape[1], 1, 1)
@@ -147,10 +154,26 @@ def _attach(
     module: nn.Module,
     function: Callable[[str, Tensor], Tensor | None],
 ) -> None:
-    """Call function(name, output) after the module's forward, until the stack closes."""
-    handle = module.register_forward_hook(lambda module, inputs, output: function(name, output))
-    stack.callback(handle.remove)
+    """Call function(name, output) after the module's forward in this thread, until the stack closes."""
+    thread = threading.get_ident()
+
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        # A backward pass runs checkpointed blocks again, on a GPU in a thread of torch.
+        ours = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+        return function(name, output) if ours else None
+
+    with _hooks_lock:
+        stack.callback(_locked, module.register_forward_hook(hook).remove)
     if isinstance(module, Tap) and module.explicit:
         parent: Any = model.get_submodule(name.rpartition(".")[0])
-        parent.explicit += 1  # a count, because several `with` blocks may need it at the same time
-        stack.callback(lambda: setattr(parent, "explicit", parent.explicit - 1))
+        _locked(_count_explicit, parent, 1)
+        stack.callback(_locked, _count_explicit, parent, -1)
+
+
+def _locked(function: Callable[..., object], *args: object) -> None:
+    with _hooks_lock:
+        function(*args)
+
+
+def _count_explicit(parent: Any, by: int) -> None:
+    parent.explicit += by  # a count, because several `with` blocks may need it at the same time

@@ -52,6 +52,9 @@ PREFETCH = 3  # batches that are read ahead of the model
 class Predictor:
     """Predict labels, scores and embeddings. `workers` does not change them, `batch` by rounding only.
 
+    A Predictor is safe in threads: several may use it, or its model, at the same time, and each answer is
+    what it is alone. Only a training step of the model must wait until no other thread predicts with it.
+
     Args:
         model: a bundle, a ViT (with default preprocessing), an .onnx file written by `vitrail export`, or
             what `vitrail.load` takes.

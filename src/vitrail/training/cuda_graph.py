@@ -59,19 +59,20 @@ class CapturedStep:
 
     def __call__(self, parts: Sequence[Batch], values: StepValues) -> Tensor:
         """Take a step."""
-        numbers = torch.tensor([values.lr, values.epoch, values.ema_weight], dtype=torch.float64)
-        self.numbers.copy_(numbers, non_blocking=True)
-        if self.graph is None and self.taken < WARM_UP:
-            self.taken += 1
-            return self._warm_up(parts)
-        if self.graph is None:
-            self.parts = [part.to(self.device).clone() for part in parts]
-            self.graph = self._capture()
-        else:
-            for static, part in zip(self.parts, parts, strict=True):
-                static.copy_(part)
-        self.graph.replay()
-        return self.result.clone()
+        with torch.cuda.device(self.device):
+            numbers = torch.tensor([values.lr, values.epoch, values.ema_weight], dtype=torch.float64)
+            self.numbers.copy_(numbers, non_blocking=True)
+            if self.graph is None and self.taken < WARM_UP:
+                self.taken += 1
+                return self._warm_up(parts)
+            if self.graph is None:
+                self.parts = [part.to(self.device).clone() for part in parts]
+                self.graph = self._capture()
+            else:
+                for static, part in zip(self.parts, parts, strict=True):
+                    static.copy_(part)
+            self.graph.replay()
+            return self.result.clone()
 
     def _warm_up(self, parts: Sequence[Batch]) -> Tensor:
         """A plain step on the stream of the capture, so that what it allocates belongs to that stream."""

@@ -35,6 +35,10 @@ class ComputeDevice:
         """Of a number in the residual stream; it is in bf16 only if products are, too."""
         return 2 if residual == "bf16" and self.dtype == torch.bfloat16 else 4
 
+    def current(self) -> torch.cuda.device:
+        """Context in which the GPU of the run is torch's current one, for whatever does not name a device."""
+        return torch.cuda.device(self.device.index if self.device.type == "cuda" else -1)
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass: autocast to the dtype, with attention kernels known to be correct."""

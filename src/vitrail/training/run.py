@@ -87,7 +87,9 @@ def run_training(
     rehearsed = None
     if budget is not None and not (out / "config.json").exists():
         recipe, rehearsed = fit_recipe(recipe, dataset, budget, compute, ranks, distiller, log)
-    if prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log):
+    with compute.current():  # environment.json has its name
+        finished = prepare_run_directory(out, resume, recipe, dataset, origin, ranks, log)
+    if finished:
         return _finished_run(out, dataset)
     log.open()
     recipe = replace(recipe, train=replace(recipe.train, compile=reuse.get("compile", recipe.train.compile)))
@@ -100,7 +102,7 @@ def run_training(
     session.start = read_config(out / "config.json")["start"]
     if recipe.train.fingerprint and ranks.is_main:  # which writes the files
         session.fingerprint = run_fingerprint(out, dataset, start, log)
-    with use_threads(threads.count):
+    with compute.current(), use_threads(threads.count):
         if resume:
             session.resume()
         session.run()

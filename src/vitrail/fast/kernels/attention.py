@@ -251,9 +251,10 @@ def short_attention(
     if T <= MAX_FUSED:
         out = qkv.new_empty(B, T, H, D)
         kinds = bool(norms.numel()), bool(cos.numel())
-        _forward[(H, B)](
-            qkv, out, norms, cos, sin, T, scale, eps, H, D, _side(T), *kinds, num_warps=_warps(T)
-        )
+        with torch.cuda.device_of(qkv):
+            _forward[(H, B)](
+                qkv, out, norms, cos, sin, T, scale, eps, H, D, _side(T), *kinds, num_warps=_warps(T)
+            )
         return out, qkv.new_empty(0, dtype=torch.float32)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, k, T, d)
     heads, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[:2]
@@ -277,18 +278,19 @@ def short_attention_backward(
     B, T, _, H, D = qkv.shape
     dqkv, dbias = torch.empty_like(qkv), qkv.new_empty(B, 3 * H * D, dtype=torch.float32)
     dnorms = norms.new_empty(B * H if norms.numel() else 0, 4, D)
-    if T <= MAX_FUSED:
-        kinds = bool(norms.numel()), bool(cos.numel())
-        _backward[(H, B)](
-            *(qkv, dout, dqkv, dbias, norms, dnorms, cos, sin, T, scale, eps, H, D, _side(T), *kinds),
-            num_warps=_warps(T),
-        )
-    else:
-        _backward_long[(H, B)](
-            *(qkv, out, lse, dout, dqkv, dbias, T, scale, H, D, _ROWS, _side(T)),
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-        )
+    with torch.cuda.device_of(qkv):
+        if T <= MAX_FUSED:
+            kinds = bool(norms.numel()), bool(cos.numel())
+            _backward[(H, B)](
+                *(qkv, dout, dqkv, dbias, norms, dnorms, cos, sin, T, scale, eps, H, D, _side(T), *kinds),
+                num_warps=_warps(T),
+            )
+        else:
+            _backward_long[(H, B)](
+                *(qkv, out, lse, dout, dqkv, dbias, T, scale, H, D, _ROWS, _side(T)),
+                num_warps=_WARPS,
+                num_stages=_STAGES,
+            )
     return dqkv, dbias, dnorms
 
 

@@ -112,13 +112,14 @@ def _launch(
         *(none if one is None else one for one in (bias, shift, found)), shift is not None,
     )  # fmt: skip
     chunks = statistics.shape[-1] if norm else 1
-    _product[(N // tiles.columns, triton.cdiv(M, tiles.rows), tiles.splits)](
-        x_tiles, w_tiles, weight, out, bias, sums, shifted, statistics, shift, found, M,
-        norm.eps if norm else 1.0, N, K, chunks, triton.next_power_of_2(chunks),
-        tiles.rows, tiles.columns, tiles.depth, tiles.splits,
-        norm is not None, norm is not None and norm.centered, bias is not none, gelu, add, dependent,
-        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _product[(N // tiles.columns, triton.cdiv(M, tiles.rows), tiles.splits)](
+            x_tiles, w_tiles, weight, out, bias, sums, shifted, statistics, shift, found, M,
+            norm.eps if norm else 1.0, N, K, chunks, triton.next_power_of_2(chunks),
+            tiles.rows, tiles.columns, tiles.depth, tiles.splits,
+            norm is not None, norm is not None and norm.centered, bias is not none, gelu, add, dependent,
+            num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
+        )  # fmt: skip
 
 
 def project(
@@ -196,8 +197,9 @@ def attend_first(qkv: Tensor, heads: int, scale: float, queries: int) -> Tensor:
     out = qkv.new_empty(B * queries, heads * D)
     dependent = qkv.device.type == "cuda"
     rows = max(16, min(_QUERIES, triton.next_power_of_2(queries)))
-    _attention[(triton.cdiv(queries, rows), heads, B)](
-        qkv, out, T, queries, scale, heads, D, rows, _KEYS, dependent,
-        num_warps=4, num_stages=2, launch_pdl=dependent,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):
+        _attention[(triton.cdiv(queries, rows), heads, B)](
+            qkv, out, T, queries, scale, heads, D, rows, _KEYS, dependent,
+            num_warps=4, num_stages=2, launch_pdl=dependent,
+        )  # fmt: skip
     return out

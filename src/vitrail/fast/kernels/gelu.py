@@ -68,5 +68,8 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Args:
         bias: (F,) in fp32.
     """
-    _bias_gelu[(triton.cdiv(x.numel(), _SIZE),)](x, bias, x, x.numel(), x.shape[-1], _SIZE, num_warps=_WARPS)
+    with torch.cuda.device_of(x):
+        _bias_gelu[(triton.cdiv(x.numel(), _SIZE),)](
+            x, bias, x, x.numel(), x.shape[-1], _SIZE, num_warps=_WARPS
+        )
     return x

@@ -52,7 +52,8 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
     """
     x = x.contiguous()
     out, size = torch.empty_like(x), _ROWS * _COLUMNS
-    _forward[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), size, num_warps=_WARPS)
+    with torch.cuda.device_of(x):
+        _forward[(triton.cdiv(x.numel(), size),)](x, out, x.numel(), size, num_warps=_WARPS)
     return out
 
 
@@ -64,7 +65,8 @@ def gelu_backward(x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     dx, parts = torch.empty_like(x), _parts(x)
     sums = x.new_empty(parts, F, dtype=torch.float32)
     grid = parts, triton.cdiv(F, _COLUMNS)
-    _backward[grid](x, dout, dx, sums, x.numel() // F, F, _ROWS, _COLUMNS, num_warps=_WARPS)
+    with torch.cuda.device_of(x):
+        _backward[grid](x, dout, dx, sums, x.numel() // F, F, _ROWS, _COLUMNS, num_warps=_WARPS)
     return dx, sums
 
 

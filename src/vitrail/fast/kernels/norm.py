@@ -74,9 +74,10 @@ def norm(
     out = torch.empty_like(z, dtype=z.dtype if factor is None else torch.float8_e4m3fn)
     C = triton.next_power_of_2(D)
     R = max(1, _ELEMENTS // C) if M > _FEW_ROWS else 1
-    _norm[(triton.cdiv(M, R),)](
-        z, z if parts is None else parts, shift, weight, bias, out, M, D, eps, factor or 1.0,
-        R, C, centered, factor is not None, 0 if parts is None else len(parts), dependent,
-        num_warps=4 if C <= 4096 else 8, launch_pdl=dependent,
-    )  # fmt: skip
+    with torch.cuda.device_of(z):
+        _norm[(triton.cdiv(M, R),)](
+            z, z if parts is None else parts, shift, weight, bias, out, M, D, eps, factor or 1.0,
+            R, C, centered, factor is not None, 0 if parts is None else len(parts), dependent,
+            num_warps=4 if C <= 4096 else 8, launch_pdl=dependent,
+        )  # fmt: skip
     return out

@@ -77,7 +77,10 @@ def layer_norm(z: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     out = torch.empty_like(z, dtype=torch.bfloat16)
     means, factors = (z.new_empty(rows, dtype=torch.float32) for _ in range(2))
     R, C = _tile(D)
-    _forward[(triton.cdiv(rows, R),)](z, weight, bias, out, means, factors, rows, D, eps, R, C, num_warps=4)
+    with torch.cuda.device_of(z):
+        _forward[(triton.cdiv(rows, R),)](
+            z, weight, bias, out, means, factors, rows, D, eps, R, C, num_warps=4
+        )
     return out, means, factors
 
 
@@ -92,7 +95,8 @@ def layer_norm_backward(
     R, C = _tile(D)
     programs = min(_PROGRAMS, triton.cdiv(rows, R))
     dx, sums = torch.empty_like(z), z.new_empty(programs, 2, D, dtype=torch.float32)
-    _backward[(programs,)](z, weight, means, factors, dout, dx, sums, rows, D, R, C, num_warps=4)
+    with torch.cuda.device_of(z):
+        _backward[(programs,)](z, weight, means, factors, dout, dx, sums, rows, D, R, C, num_warps=4)
     return dx, sums
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -165,10 +166,11 @@ def product(
     most = processors(x.device) * (2 if tiles.warps == 4 else 1)
     programs = min(most, triton.cdiv(M, tiles.rows) * (N // tiles.columns))
     empty: Any = out  # an unused pointer
-    _product[(programs,)](
-        *descriptors, empty if scales is None else scales, empty if bias is None else bias, factor or 1.0,
-        M, N, K, tiles.rows, tiles.columns, depth, 8, programs, tiles.parts,
-        scales is not None, bias is not None, gelu, add, factor is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _product[(programs,)](
+            *descriptors, empty if scales is None else scales, empty if bias is None else bias, factor or 1.0,
+            M, N, K, tiles.rows, tiles.columns, depth, 8, programs, tiles.parts,
+            scales is not None, bias is not None, gelu, add, factor is not None,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
     return out

@@ -29,7 +29,8 @@ from vitrail.training.resolve import (
     with_size,
 )
 from vitrail.training.run import Run, run_training
-from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
+from vitrail.training.saved_run import SavedRun, call_to_resume, describe_request, read_saved_run
+from vitrail.training.signals import stop_early
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -108,7 +109,7 @@ def train(
     """
     budget = None if minutes is None else TimeBudget(minutes)
     saved = read_saved_run(Path(out)) if resume else None
-    with show_run(callback, verbose) as log:
+    with stop_early(lambda: _how_to_go_on(Path(out))), show_run(callback, verbose) as log:
         if saved is not None:
             saved.check_name("minutes", minutes)
             if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
@@ -205,6 +206,15 @@ def _saved_setup(
         teacher = saved.locate("teacher")
     request = saved.moved({"data": data, "from": from_, "teacher": teacher})
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
+
+
+def _how_to_go_on(out: Path) -> str:
+    """What to do after a signal that came while nothing was trained."""
+    if (out / "last.safetensors").exists():
+        return f"the run is complete; if its report is missing, write it with: {call_to_resume(out)}"
+    if (out / "config.json").exists():
+        return f"no step was taken since the start; resume with: {call_to_resume(out)}"
+    return "the run had not begun, and nothing was written; start it again."
 
 
 def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:

@@ -33,7 +33,7 @@ def choose_batch(
             fitting = _step_fits(recipe.model, recipe.train, compute, images)
         else:
             fitting = estimated_to_fit(recipe.model, compute, images)
-        return not ranks.any(not fitting, compute.device)
+        return not ranks.any(not fitting)
 
     images = largest_power(fits, most)
     how = "the largest that fits in memory"

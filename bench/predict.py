@@ -34,8 +34,8 @@ import torch
 from bench.loading import CLASSES, write_images
 from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
+from vitrail.images.cores import usable_cores
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.workers import usable_cores
 from vitrail.presets import preset
 
 ROWS = ("vitrail", "vitrail, fp32", "timm", "timm, compiled")

@@ -19,7 +19,7 @@ import torch
 from bench.peers import PEERS, Logits
 from vitrail.config import ViTConfig
 from vitrail.data.mixing import Mixing
-from vitrail.images.workers import usable_cores
+from vitrail.images.cores import usable_cores
 
 BATCH = 256
 LR = 5e-4

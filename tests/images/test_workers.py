@@ -190,7 +190,9 @@ def test_a_corrupt_file_ends_a_run_with_its_name(folder, few_are_enough, tmp_pat
         ("auto", 16, 10_000, {}, "processes", 16),
         ("auto", 128, 10_000, {}, "processes", 32),
         ("auto", 16, 10_000, {"busy": True}, "processes", 4),
-        ("auto", 4, 10_000, {"busy": True}, "threads", 2),
+        ("auto", 7, 10_000, {"busy": True}, "processes", 1),
+        ("auto", 4, 10_000, {"busy": True}, "processes", 1),
+        ("auto", 3, 10_000, {"busy": True}, "threads", 2),
         ("auto", 2, 10_000, {}, "threads", 2),
         ("auto", 1, 10_000, {}, "threads", 2),
         ("auto", 16, 399, {}, "threads", 2),
@@ -199,22 +201,16 @@ def test_a_corrupt_file_ends_a_run_with_its_name(folder, few_are_enough, tmp_pat
     ],
 )
 def test_workers_are_chosen_by_cores_and_images(requested, cores, images, more, kind, count, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(workers_module, "usable_cores", lambda: cores)
     plan = choose_workers(requested, images, **more)
     assert (plan.kind, plan.count) == (kind, count)
     assert str(plan)
 
 
-def test_ranks_on_one_machine_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert choose_workers("auto", 10_000).count == 4
-
-
 def test_a_small_shared_memory_means_fewer_workers_or_threads(monkeypatch):
     """Docker gives a container 64 MB."""
     image = 224 * 224 * 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(workers_module, "usable_cores", lambda: 16)
     monkeypatch.setattr(workers_module, "shared_memory_free", lambda: 64 * 2**20)
     plan = choose_workers("auto", 10_000, image_bytes=image)
     assert plan.kind == "processes"

@@ -2,20 +2,33 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
-from tests.support.tiny_runs import RecordingCallback, fingerprints, train, write_arrays
+import vitrail as vt
+from tests.support.tiny_runs import RecordingCallback, fingerprints, train, write_arrays, write_folder
 from vitrail.config import ViTConfig
+from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.images.preprocess import Preprocess
 from vitrail.memory import step_bytes
 from vitrail.presets import preset
 from vitrail.training import batch_size
-from vitrail.training.batch_size import choose_batch, fitting_batch, largest_power
+from vitrail.training.batch_size import (
+    build_trial,
+    choose_batch,
+    fitting_batch,
+    largest_power,
+    step_peak,
+)
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import choose_device
-from vitrail.training.resolve import resolve_recipe
+from vitrail.training.resolve import resolve_distillation, resolve_recipe
+from vitrail.training.teacher import Teacher
+from vitrail.training.trainer import Trainer
 
 CPU = choose_device("fp32")
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8)
@@ -46,11 +59,108 @@ def test_memory_limits_the_batch_on_a_cpu(data, monkeypatch):
     half = 2 * step_bytes(recipe.model, 16)  # of the memory may be used
     for limit, want in ((half, 16), (half - 1, 8), (10**15, 32), (None, 32)):
         monkeypatch.setattr(batch_size, "memory_limit", lambda limit=limit: limit)
-        batch, note = choose_batch(recipe, open_dataset(data), CPU, ProcessGroup())
+        batch, note = choose_batch(recipe, open_dataset(data), None, CPU, ProcessGroup())
         assert batch == want
         assert ("fits in memory" in note) == (want < 32)  # 400 images: ten steps of 32 at least
     parts = replace(recipe, train=replace(recipe.train, accumulate=2))
-    assert choose_batch(parts, open_dataset(data), CPU, ProcessGroup())[0] == 32
+    assert choose_batch(parts, open_dataset(data), None, CPU, ProcessGroup())[0] == 32
+
+
+# ---- steps that are tried, as on a GPU -------------------------------------------------------
+
+
+def saved_bytes(step):
+    """What a step keeps for its backward pass, which is most of the memory of a GPU."""
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage  # which stays, so that no other one gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step()
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def resolved(data, teacher, **settings):
+    changes = {"model": TINY, "epochs": 2, "ema": 0.9, **settings}
+    recipe, _ = resolve_recipe("small", data, None, changes)
+    return replace(recipe, train=resolve_distillation(recipe.train, changes, teacher is not None))
+
+
+def build_teacher(data):
+    spec = Preprocess(size=12, mean=(0.5,), std=(0.5,))
+    config = ViTConfig(**{**TINY, "size": 12, "channels": 1, "classes": 3})
+    return Teacher(vt.Bundle(model=vt.ViT(config), preprocess=spec, labels=["0", "1", "2"]), data, 1, CPU)
+
+
+@pytest.mark.parametrize("taught", [False, True])
+@pytest.mark.parametrize("tune", ["full", "llrd", "lora", "head", "bias"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_a_tried_step_needs_what_a_step_of_the_run_needs(optimizer, tune, taught, data):
+    data = open_dataset(data)
+    teacher = build_teacher(data) if taught else None
+    mixing = {"mixup": 0.3, "cutmix": 1.0}
+    recipe = resolved(data, teacher, optimizer=optimizer, tune=tune, batch=16, mixing=mixing)
+    tried = step_peak(build_trial(recipe, data, teacher, CPU), 16, saved_bytes)
+    run = Trainer(vt.ViT(recipe.model), recipe.preprocess, data, recipe.train, CPU, teacher=teacher)
+    reader = Reader(data.train, run.reading, augment=recipe.train.augment)
+    batches = reader.batches(run.micro_batch_indices())
+    assert tried == pytest.approx(saved_bytes(lambda: run.take_step(batches)), rel=0.01)
+
+
+def test_lora_needs_the_activations_of_all_blocks(data):
+    data = open_dataset(data)
+    needed = {
+        tune: step_peak(build_trial(resolved(data, None, tune=tune), data, None, CPU), 64, saved_bytes)
+        for tune in ("full", "lora", "head")
+    }
+    assert needed["full"] > needed["lora"] > 10 * needed["head"]
+
+
+@pytest.mark.parametrize("settings", [{"tune": "lora"}, {"optimizer": "muon"}, {"checkpoint_blocks": 1}])
+def test_the_measured_memory_limits_the_batch(settings, data, monkeypatch):
+    data = open_dataset(data)
+    recipe = resolved(data, None, **settings)
+    needed = {n: step_peak(build_trial(recipe, data, None, CPU), n, saved_bytes) for n in (8, 16)}
+    assert 1.5 * needed[8] < needed[16]
+    for limit, want in ((needed[8], 8), (needed[16] - 1, 8), (needed[16], 16)):
+        monkeypatch.setattr(batch_size, "_usable_memory", lambda _, m=limit: m + data.train.images.nbytes)
+        batch, note = choose_batch(recipe, data, None, CPU, ProcessGroup(), saved_bytes)
+        assert batch == want
+        assert "the largest that fits in memory" in note
+
+
+def test_all_micro_batches_of_a_step_are_tried(data, monkeypatch):
+    data, sizes, loss = open_dataset(data), [], Trainer._loss
+    monkeypatch.setattr(Trainer, "_loss", lambda t, part: sizes.append(len(part.indices)) or loss(t, part))
+    recipe = resolved(data, None, accumulate=2)
+    batch, _ = choose_batch(recipe, data, None, CPU, ProcessGroup(), lambda step: step() or 0)
+    assert batch == 32  # ten steps of an epoch of 400
+    assert sizes == [4, 4, 8, 8, 16, 16]
+
+
+def test_a_step_that_runs_out_of_memory_does_not_fit_and_other_errors_are_raised(data):
+    data = open_dataset(data)
+    recipe = resolved(data, None)
+
+    def fails(message, step):
+        step()
+        raise RuntimeError(message)
+
+    out_of_memory = partial(fails, "CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert choose_batch(recipe, data, None, CPU, ProcessGroup(), out_of_memory)[0] == 2
+    with pytest.raises(RuntimeError, match="a bug"):
+        choose_batch(recipe, data, None, CPU, ProcessGroup(), partial(fails, "a bug"))
+
+
+def test_images_of_different_shapes_are_tried_at_their_largest(tmp_path):
+    data = open_dataset(write_folder(tmp_path / "images"))
+    model = {**TINY, "size": 16, "embedding": "linear", "position": "learned"}
+    recipe = resolved(data, None, native=True, model=model)
+    trial = build_trial(recipe, data, None, CPU)
+    assert step_peak(trial, 8, saved_bytes) > 1.5 * step_peak(trial, 4, saved_bytes)
 
 
 def test_the_chosen_batch_is_recorded_and_resumed(data, tmp_path, monkeypatch):

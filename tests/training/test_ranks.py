@@ -68,7 +68,7 @@ def test_the_number_of_workers_changes_nothing(runs, kind):
 
 @pytest.mark.parametrize(("kind", "at"), STOPS)
 def test_two_interrupted_processes_end_with_the_same_bits(runs, kind, at):
-    """At step 7 the signal reaches only the second process. The running sums of both are restored."""
+    """At step 7 the signal reaches only the second process; both stop after step 8. The sums of both are restored."""
     assert fingerprints(runs / f"{kind}-at-{at}") == fingerprints(runs / f"{kind}-2")
     assert not partial_files(runs)
 

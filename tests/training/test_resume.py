@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.tiny_runs import (
     SETTINGS,
@@ -22,7 +24,8 @@ from tests.support.tiny_runs import (
     write_folder,
 )
 from tests.support.tiny_runs import __file__ as program
-from vitrail.errors import ConfigError, FileError
+from vitrail.data import content
+from vitrail.errors import ConfigError, FileError, InputError
 from vitrail.training.trainer import Interrupted
 
 
@@ -184,6 +187,67 @@ def test_resuming_with_other_data_is_refused(data, uninterrupted, tmp_path):
     (images / "ant" / "00.jpg").rename(images / "ant" / "zz.jpg")
     with pytest.raises(ConfigError, match=r"data\.digest is "):
         train(images, out=uninterrupted("folder"), resume=True, **SETTINGS)
+
+
+@pytest.fixture
+def split_folder(tmp_path):
+    """Image files with a validation set of their own, so that contents do not decide what is held out."""
+    write_folder(tmp_path / "images" / "train")
+    write_folder(tmp_path / "images" / "val", each=3)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize("records_order", [True, False])
+def test_images_with_other_contents_under_the_same_names_are_refused(split_folder, records_order, tmp_path):
+    out, ants = tmp_path / "run", split_folder / "train" / "ant"
+    with Signals(7), pytest.raises(Interrupted):
+        train(split_folder, out=out, **SETTINGS)
+    if not records_order:  # as Vitrail wrote the file before
+        with np.load(out / "fingerprint.npz") as file:
+            arrays = {name: file[name] for name in file.files if name != "contents"}
+        np.savez(out / "fingerprint.npz", **arrays)
+    before, original = file_hashes(out), (ants / "01.png").read_bytes()
+    Image.new("L", (20, 20), 3).save(ants / "01.png")
+    for epochs in (SETTINGS["epochs"], 9):
+        with pytest.raises(InputError, match=r"contents of train/ant/01.png have changed.*Restore") as error:
+            train(split_folder, out=out, resume=True, **{**SETTINGS, "epochs": epochs})
+        assert "more" not in str(error.value)
+    (ants / "03.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"train/ant/01.png and 1 more have changed"):
+        train(split_folder, out=out, resume=True, **SETTINGS)
+    assert file_hashes(out) == before
+    shutil.copy(ants / "05.png", ants / "03.png")
+    (ants / "01.png").write_bytes(original)
+    if records_order:
+        with pytest.raises(InputError, match="have exchanged their names or were copied"):
+            train(split_folder, out=out, resume=True, **SETTINGS)
+
+
+def test_arrays_with_other_contents_are_refused_and_a_finished_run_is_not_read(tmp_path):
+    data, out = write_arrays(tmp_path / "data.npz"), tmp_path / "run"
+    train(data, out=out, **SETTINGS)
+    with np.load(data) as file:
+        arrays = dict(file)
+    arrays["x_train"][[3, 4]] = 1
+    np.savez(data, **arrays)
+    train(data, out=out, resume=True, **SETTINGS)
+    with pytest.raises(InputError, match=r"contents of .*3 and 1 more have changed"):
+        train(data, out=out, resume=True, **{**SETTINGS, "epochs": 4})
+
+
+def test_files_that_are_unchanged_are_not_read_again(split_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "_SLOW", 0.0)  # seconds that are worth a cache
+    monkeypatch.setattr(content, "_FRESH", -3600.0)
+    read, real = [], content.file_key
+    monkeypatch.setattr(content, "file_key", lambda path: read.append(path.name) or real(path))
+    with Signals(7), pytest.raises(Interrupted):
+        train(split_folder, out=tmp_path / "run", **SETTINGS)
+    assert len(read) == 66
+    read.clear()
+    Image.new("L", (20, 20), 3).save(split_folder / "train" / "ant" / "01.png")
+    with pytest.raises(InputError, match="have changed"):
+        train(split_folder, out=tmp_path / "run", resume=True, **SETTINGS)
+    assert read == ["01.png"]
 
 
 def test_resume_without_a_run_or_a_checkpoint_starts_at_zero_with_a_message(data, uninterrupted, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -20,8 +21,11 @@ from tests.support.tiny_runs import (
     train,
     write_folder,
 )
+from vitrail.training import api
 from vitrail.training import checkpoint as files
-from vitrail.training.trainer import Interrupted
+from vitrail.training.session import TrainingSession
+from vitrail.training.signals import Interrupted
+from vitrail.training.trainer import Trainer
 
 
 def start(data, out, *more):
@@ -78,6 +82,102 @@ def test_a_command_stopped_and_resumed_ends_as_an_uninterrupted_one(tmp_path):
     assert len(rows(out)) < 12
     train(data, out=out, resume=True, **how)
     assert fingerprints(out) == fingerprints(tmp_path / "uninterrupted")
+
+
+# ---- before the first step -------------------------------------------------------------------
+
+
+def send_in(monkeypatch, where, name, number=signal.SIGTERM):
+    """Send this process a signal, once, at the start of a function."""
+    real, sent = getattr(where, name), []
+
+    def function(*args, **kwargs):
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, function)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("where", "name", "words"),
+    [
+        (api, "open_training_data", "had not begun, and nothing was written; start it again"),
+        (TrainingSession, "prepare", "no step was taken since the start; resume with: .*resume=True"),
+        (Trainer, "choose_mode", "no step was taken since the start"),  # where the step is compiled
+        (Trainer, "_compute_step", "no step was taken since the start"),
+    ],
+)
+def test_a_signal_before_the_first_step_stops_at_once_and_says_so(
+    where, name, words, number, data, tmp_path, monkeypatch
+):
+    send_in(monkeypatch, where, name, number)
+    with pytest.raises(Interrupted, match=f"Stopped by {number.name}: .*{words}") as stop:
+        train(data, out=tmp_path / "run", **SETTINGS)
+    assert (stop.value.signal, stop.value.saved) == (number, False)
+    train(data, out=tmp_path / "run", resume=True, **SETTINGS)
+    train(data, out=tmp_path / "uninterrupted", **SETTINGS)
+    assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "uninterrupted")
+
+
+def test_a_signal_before_the_next_step_of_a_resumed_run_loses_nothing(data, tmp_path, monkeypatch):
+    with Signals(7), pytest.raises(Interrupted):
+        train(data, out=tmp_path, **SETTINGS)
+    before = file_hashes(tmp_path / "checkpoints")
+    send_in(monkeypatch, Trainer, "_compute_step")
+    with pytest.raises(Interrupted, match="no step was taken since the start; resume with"):
+        train(data, out=tmp_path, resume=True, **SETTINGS)
+    assert file_hashes(tmp_path / "checkpoints") == before
+
+
+def test_a_signal_during_the_report_says_that_the_run_is_complete(data, tmp_path, monkeypatch):
+    send_in(monkeypatch, api, "write_report")
+    with pytest.raises(Interrupted, match=r"the run is complete; if its report is missing.*resume=True"):
+        api.train(data, out=tmp_path / "run", verbose=False, **SETTINGS)
+    assert (tmp_path / "run" / "last.safetensors").exists()
+
+
+SLOW = """
+    import time
+    from {module} import {name} as before
+    import {module}
+
+    def slow(*args, **kwargs):
+        print("READY", flush=True)
+        time.sleep(60)
+
+    {module}.{name} = slow
+    from vitrail.cli import main
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "number", "code"),
+    [
+        ("vitrail.training.parallel", "init_process_group", signal.SIGTERM, 143),
+        ("vitrail.training.open_data", "open_dataset", signal.SIGINT, 130),
+    ],
+)
+def test_the_command_stopped_while_it_starts_says_so(module, name, number, code, data, tmp_path):
+    """While torch is loaded, and while data is read."""
+    program = textwrap.dedent(SLOW.format(module=module, name=name))
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "train", data, "--out", tmp_path / "run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout.readline() == "READY\n"
+    child.send_signal(number)
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == code, errors
+    assert f"Stopped by {signal.Signals(number).name}: " in output
+    assert "start it again" in output
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -66,7 +66,7 @@ def test_fewer_threads_where_they_are_clearly_faster(trainer, timed):
 def test_many_cores_and_a_limited_container(trainer, timed, monkeypatch):
     torch.set_num_threads(8)
     timed({1: 8.0, 3: 1.0, 4: 5.0, 8: 6.0})
-    monkeypatch.setattr(threads, "_quota", lambda: 3)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 3)
     assert choose_threads(trainer, None).count == 3
 
 

@@ -484,6 +484,14 @@ def test_evaluation_equals_torchs(data):
     assert found["val_accuracy"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
 
 
+def test_one_process_evaluates_without_a_copy_of_all_logits_on_the_device(data):
+    """Nothing comes back from a device without memory."""
+    trainer = build_trainer(data)
+    elsewhere = replace(trainer.compute, device=torch.device("meta"))
+    found = evaluate_epoch(trainer.model, trainer.data.val, trainer.preprocess, elsewhere)
+    assert found == evaluate_epoch(trainer.model, trainer.data.val, trainer.preprocess, trainer.compute)
+
+
 def test_best_is_selected_on_val_and_is_the_last_where_there_is_only_a_test_set(data, tmp_path):
     run = train(data, out=tmp_path / "run", **{**SETTINGS, "epochs": 6, "lr": 0.05})
     scores = [row["val_accuracy"] for row in run.metrics]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,17 +23,29 @@ def training_process(*, quiet: bool = False) -> Iterator[tuple[Callback, bool]]:
     Args:
         quiet: print nothing about the run; its log.txt has it.
     """
-    from vitrail.training.callbacks import NullCallback
-    from vitrail.training.console import ConsoleCallback
-    from vitrail.training.parallel import destroy_process_group, init_process_group
-    from vitrail.training.trainer import Interrupted
+    from vitrail.training.signals import Interrupted, stop_early
 
-    is_main = init_process_group().is_main
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        with ConsoleCallback() as console:
-            yield (console if is_main and not quiet else NullCallback()), is_main
+        with stop_early(lambda: "nothing has begun; start it again."), _process_group() as is_main:
+            from vitrail.training.callbacks import NullCallback
+            from vitrail.training.console import ConsoleCallback
+
+            with ConsoleCallback() as console:
+                yield (console if is_main and not quiet else NullCallback()), is_main
     except Interrupted as stop:
+        if is_main and not stop.saved:
+            print(stop)
         sys.stdout.flush()
         raise typer.Exit(128 + stop.signal) from None
+
+
+@contextmanager
+def _process_group() -> Iterator[bool]:
+    """Join the processes of torchrun while the block runs; whether this is the main one."""
+    from vitrail.training.parallel import destroy_process_group, init_process_group
+
+    try:
+        yield init_process_group().is_main
     finally:
         destroy_process_group()

@@ -37,7 +37,7 @@ def demo(
     from rich.console import Console
 
     from vitrail.course import demo as steps
-    from vitrail.training.trainer import Interrupted
+    from vitrail.training.signals import Interrupted
 
     steps.check_extras()
     folder = _create_folder(out)
@@ -53,7 +53,10 @@ def demo(
             run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, callback=callback)
         except Interrupted as stop:
             callback.close()
-            _print_resume_command(folder, epochs, seed)
+            if stop.saved:
+                _print_resume_command(folder, epochs, seed)
+            else:
+                print(stop)
             raise typer.Exit(128 + stop.signal) from None
     predictions = steps.predict_digits(run.bundle, digits.eval_split)
     correct, total = int(predictions.correct.sum()), len(predictions.correct)

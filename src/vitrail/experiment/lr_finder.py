@@ -28,7 +28,8 @@ from vitrail.training.metrics import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
-from vitrail.training.trainer import Interrupted, Trainer
+from vitrail.training.signals import Interrupted
+from vitrail.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,6 @@ not, but take a second or two to start. `choose_workers` decides, and says why.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from vitrail.errors import ConfigError
 from vitrail.fields import as_integer
+from vitrail.images.cores import usable_cores
 from vitrail.images.worker_process import (
     BLOCKS,
     PREFETCH,
@@ -70,13 +70,6 @@ def check_workers(value: Any) -> int | Literal["auto"]:
         raise ConfigError(str(error).replace("must be", 'must be "auto" or', 1)) from error
 
 
-def usable_cores() -> int:
-    """The cores that this process may use; with several ranks on a machine, its part of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
-
-
 def choose_workers(
     requested: int | Literal["auto"], images: int, *, image_bytes: int = 0, busy: bool = False
 ) -> WorkerPlan:
@@ -93,7 +86,7 @@ def choose_workers(
     auto = requested == "auto"
     count = min(_MAX_AUTO, cores // 4 if busy else cores) if requested == "auto" else requested
     threads = _THREADS if auto else count
-    if auto and (cores <= _THREADS or count < 2):
+    if auto and (cores <= _THREADS or count == 0):
         return WorkerPlan("threads", threads, f"{cores} core{'s' * (cores > 1)} for this process")
     if images < MIN_IMAGES:
         return WorkerPlan("threads", threads, f"fewer than {MIN_IMAGES} images")

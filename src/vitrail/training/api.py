@@ -15,6 +15,7 @@ from vitrail.recipes.settings import Recipe
 from vitrail.training.batch_size import choose_batch
 from vitrail.training.callbacks import Callback
 from vitrail.training.display import show_run
+from vitrail.training.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
 from vitrail.training.parallel import init_process_group
@@ -29,7 +30,9 @@ from vitrail.training.resolve import (
     with_size,
 )
 from vitrail.training.run import Run, run_training
-from vitrail.training.saved_run import SavedRun, describe_request, read_saved_run
+from vitrail.training.saved_run import SavedRun, call_to_resume, describe_request, read_saved_run
+from vitrail.training.signals import stop_early
+from vitrail.training.teacher import Teacher
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -108,7 +111,7 @@ def train(
     """
     budget = None if minutes is None else TimeBudget(minutes)
     saved = read_saved_run(Path(out)) if resume else None
-    with show_run(callback, verbose) as log:
+    with stop_early(lambda: _how_to_go_on(Path(out))), show_run(callback, verbose) as log:
         if saved is not None:
             saved.check_name("minutes", minutes)
             if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
@@ -162,17 +165,28 @@ def new_setup(
     """The settings of a recipe with the changes applied, and the data."""
     dataset = open_training_data(data, classes, changes, callback)
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
+    teacher_bundle = _load_teacher(teacher)
     if changes.get("batch") == AUTO_BATCH:
-        ranks = init_process_group()
-        compute = choose_device(resolved.train.precision, ranks.local_rank, resolved.train.device)
-        batch, note = choose_batch(resolved, dataset, compute, ranks)
+        batch, note = _largest_batch(resolved, dataset, teacher_bundle, changes)
         resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size, minutes)
         resolved = replace(resolved, notes=(*resolved.notes, note))
     resolved = replace(resolved, train=resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
     request["minutes"] = minutes
     request["classes"] = None if classes is None else dataset.classes
-    return _Setup(dataset, resolved, start, _load_teacher(teacher), request, {})
+    return _Setup(dataset, resolved, start, teacher_bundle, request, {})
+
+
+def _largest_batch(
+    recipe: Recipe, dataset: Dataset, teacher: Bundle | None, changes: Mapping[str, Any]
+) -> tuple[int, str]:
+    """The largest batch of a run with these settings that fits in memory, and a sentence about it."""
+    recipe = replace(recipe, train=resolve_distillation(recipe.train, changes, teacher is not None))
+    ranks = init_process_group()
+    compute = choose_device(recipe.train.precision, ranks.local_rank, recipe.train.device)
+    check_rank(recipe.model, recipe.train)
+    distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
+    return choose_batch(recipe, dataset, distiller, compute, ranks)
 
 
 def _saved_setup(
@@ -205,6 +219,15 @@ def _saved_setup(
         teacher = saved.locate("teacher")
     request = saved.moved({"data": data, "from": from_, "teacher": teacher})
     return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
+
+
+def _how_to_go_on(out: Path) -> str:
+    """What to do after a signal that came while nothing was trained."""
+    if (out / "last.safetensors").exists():
+        return f"the run is complete; if its report is missing, write it with: {call_to_resume(out)}"
+    if (out / "config.json").exists():
+        return f"no step was taken since the start; resume with: {call_to_resume(out)}"
+    return "the run had not begun, and nothing was written; start it again."
 
 
 def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:

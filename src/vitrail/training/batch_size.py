@@ -3,39 +3,63 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import repeat
 
 import torch
 
 from vitrail.config import ViTConfig
+from vitrail.data.loader import Batch
 from vitrail.data.sources import Dataset
 from vitrail.memory import is_out_of_memory, memory_limit, step_bytes
 from vitrail.model import ViT
-from vitrail.recipes.settings import Recipe, TrainConfig
-from vitrail.training.optim import build_optimizer
+from vitrail.recipes.settings import Recipe
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.precision import ComputeDevice
+from vitrail.training.step_mode import StepMode
+from vitrail.training.teacher import Teacher
+from vitrail.training.trainer import Trainer
 
 MIN_STEPS = 10
 """Steps that an epoch keeps, however large a batch could be."""
 _GPU_MARGIN, _CPU_MARGIN = 0.85, 0.5  # of the memory; on a CPU, the data and other programs need some too
 
+Measure = Callable[[Callable[[], None]], int]
+"""Calls a function and returns the bytes that were in use at most."""
+
 
 def choose_batch(
-    recipe: Recipe, data: Dataset, compute: ComputeDevice, ranks: ProcessGroup
+    recipe: Recipe,
+    data: Dataset,
+    teacher: Teacher | None,
+    compute: ComputeDevice,
+    ranks: ProcessGroup,
+    measure: Measure | None = None,
 ) -> tuple[int, str]:
-    """The largest batch that fits, as a power of two per process and micro-batch; and a sentence about it."""
+    """The largest batch that fits, as a power of two per process and micro-batch; and a sentence about it.
+
+    Args:
+        measure: measures the steps that are tried; by default a GPU's memory. On a CPU none are tried.
+    """
     parts = ranks.count * recipe.train.accumulate
     most = len(data.train) // MIN_STEPS // parts
+    if measure is None and compute.device.type == "cuda":
+        measure = partial(_gpu_peak, compute.device)
+    trial = cache(lambda: build_trial(recipe, data, teacher, compute))
 
     def fits(images: int) -> bool:
-        if compute.device.type == "cuda":
-            fitting = _step_fits(recipe.model, recipe.train, compute, images)
-        else:
+        if measure is None:
             fitting = estimated_to_fit(recipe.model, compute, images)
-        return not ranks.any(not fitting, compute.device)
+        else:
+            fitting = _step_fits(trial, images, measure, shared=ranks.count > 1)
+        return not ranks.any(not fitting)
 
     images = largest_power(fits, most)
+    trial.cache_clear()
+    _free_memory()
     how = "the largest that fits in memory"
     if 2 * images > most:
         steps = len(data.train) // (images * parts)
@@ -58,39 +82,75 @@ def fitting_batch(config: ViTConfig, compute: ComputeDevice, too_many: int) -> i
 
 def estimated_to_fit(config: ViTConfig, compute: ComputeDevice, images: int) -> bool:
     """Whether a step of so many images should fit; True if the memory of the machine is unknown."""
+    return step_bytes(config, images, compute.dtype.itemsize) <= _usable_memory(compute)
+
+
+def _usable_memory(compute: ComputeDevice) -> float:
+    """The bytes that a step may take."""
     if compute.device.type == "cuda":
-        limit: float | None = _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
-    else:
-        installed = memory_limit()
-        limit = None if installed is None else _CPU_MARGIN * installed
-    return limit is None or step_bytes(config, images, compute.dtype.itemsize) <= limit
+        return _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
+    installed = memory_limit()
+    return math.inf if installed is None else _CPU_MARGIN * installed
 
 
-def _step_fits(config: ViTConfig, settings: TrainConfig, compute: ComputeDevice, images: int) -> bool:
-    """Whether a step of a new model leaves a margin of the GPU's memory free, found by taking one."""
-    device = compute.device
-    torch.cuda.reset_peak_memory_stats(device)
+# ---- steps that are tried -------------------------------------------------------------------
+
+
+def build_trial(recipe: Recipe, data: Dataset, teacher: Teacher | None, compute: ComputeDevice) -> Trainer:
+    """The trainer of a run with these settings, of one process and with new weights; it reads no images.
+
+    Its steps are neither compiled nor captured, which would take minutes and save memory rather than need it.
+    """
+    settings = replace(recipe.train, batch=2 * recipe.train.accumulate, workers=0)
+    trainer = Trainer(ViT(recipe.model), recipe.preprocess, data, settings, compute, teacher=teacher)
+    trainer.use_mode(StepMode(compile=False, cuda_graph=False))
+    return trainer
+
+
+def step_peak(trainer: Trainer, images: int, measure: Measure) -> int:
+    """The bytes that a step of the trainer takes at most, with so many random images in a micro-batch."""
+    batch = _random_batch(trainer, images)
+    return measure(lambda: trainer.take_step(repeat(batch)))
+
+
+def _random_batch(trainer: Trainer, images: int) -> Batch:
+    arrays, channels = trainer.data.train.images, trainer.preprocess.channels
+    height, width = trainer.preprocess.target if arrays is None else arrays.shape[1:3]
+    pixels = torch.randint(0, 256, (images, channels, height, width), dtype=torch.uint8)
+    indices = torch.arange(images) % len(trainer.data.train)
+    if not trainer.settings.native:
+        return Batch(indices, pixels, torch.ones(images))
+    return Batch(indices, pixels.flatten(), torch.ones(images), [(height, width, channels)] * images)
+
+
+def _step_fits(trial: Callable[[], Trainer], images: int, measure: Measure, *, shared: bool) -> bool:
+    """Whether a step leaves a margin of the memory free.
+
+    Args:
+        shared: whether several processes average their gradients, in a buffer of the size of these.
+    """
     try:
-        _take_step(config, settings, compute, images)
+        trainer = trial()
+        peak = step_peak(trainer, images, measure)
+        arrays = trainer.data.train.images
+        stored = 0 if arrays is None else arrays.nbytes  # on the device, during a run
+        trained = sum(p.nbytes for p in trainer.trained.parameters() if p.requires_grad)
+        return peak + stored + shared * trained <= _usable_memory(trainer.compute)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return False
     finally:
-        gc.collect()
+        _free_memory()
+
+
+def _gpu_peak(device: torch.device, step: Callable[[], None]) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    copies = 4 * sum(config.parameter_counts.values()) if settings.ema else 0
-    return torch.cuda.max_memory_allocated(device) + copies <= _GPU_MARGIN * total
-
-
-def _take_step(config: ViTConfig, settings: TrainConfig, compute: ComputeDevice, images: int) -> None:
-    model = ViT(config).to(compute.device)
-    model.checkpointed_blocks = settings.checkpoint_blocks
-    optimizer = build_optimizer(model, settings)
-    inputs = torch.rand(images, *config.input_shape, device=compute.device)
-    with compute.attention():
-        with compute.autocast():
-            loss = model(inputs).float().square().mean()
-        loss.backward()
-    optimizer.step()

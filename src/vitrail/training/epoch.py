@@ -48,8 +48,7 @@ def evaluate_epoch(
     corrupt.reasons = ranks.union(corrupt.reasons)
     if logits.shape[1] != model.config.classes:  # there was no batch for this process
         logits = torch.zeros(len(split), model.config.classes)
-    logits = ranks.sum(logits.to(compute.device)).cpu()
-    valid = ranks.sum(valid.to(compute.device)).cpu()
+    logits, valid = ranks.sum(logits), ranks.sum(valid)  # on the CPU, where they are
     labels = torch.from_numpy(split.labels).long()
     if labels.ndim == 2:
         losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from vitrail.data.loader import CorruptFiles, Reader
+from vitrail.images.cores import usable_cores
 from vitrail.images.reader import AHEAD
 from vitrail.images.worker_process import PREFETCH
-from vitrail.images.workers import WorkerPlan, usable_cores
+from vitrail.images.workers import WorkerPlan
 from vitrail.training.trainer import Trainer
 
 _MIN_READS = 2_000  # images that the run has yet to read: fewer take about as long as measuring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -40,17 +41,17 @@ class ProcessGroup:
         return batch[self.rank * size : (self.rank + 1) * size]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place."""
+        """The sum over all processes, in place: exchanged on the device where the tensor is."""
         if self.count > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=_host_group() if tensor.device.type == "cpu" else None)
         return tensor
 
-    def any(self, flag: bool, device: torch.device) -> bool:
+    def any(self, flag: bool) -> bool:
         """Whether the flag is true in any process. All must act alike, or they would wait for ever."""
         if self.count == 1:
             return flag
-        result = torch.tensor(float(flag), device=device)
-        dist.all_reduce(result, op=dist.ReduceOp.MAX)
+        result = torch.tensor(int(flag))
+        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=_host_group())
         return bool(result.item())
 
     def union(self, entries: dict[str, str]) -> dict[str, str]:
@@ -72,6 +73,53 @@ class ProcessGroup:
     def barrier(self) -> None:
         if self.count > 1:
             dist.barrier()
+
+
+class SharedSignal:
+    """A signal that stops all processes after the same step: the one after that in which it came to any.
+
+    Each step sends it in the background, from CPU to CPU, and reads what the step before has sent. So no step
+    waits for a GPU, and none for a message that is still under way.
+    """
+
+    def __init__(self, ranks: ProcessGroup) -> None:
+        self.ranks = ranks
+        self._sent: tuple[Tensor, dist.Work] | None = None
+
+    def exchange(self, number: int) -> int:
+        """Send this process's signal, or 0; return that of any process, as the last step has sent it."""
+        if self.ranks.count == 1:
+            return number
+        if before := self.collect():
+            return before
+        sent = torch.tensor(number)
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=_host_group(), async_op=True)
+        self._sent = sent, work
+        return 0
+
+    def collect(self) -> int:
+        """The signal that was sent last, by any process; 0 if there is none."""
+        if self._sent is None:
+            return 0
+        (number, work), self._sent = self._sent, None
+        work.wait()
+        return int(number)
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """The group that exchanges tensors in the CPU's memory: the default one, if it can.
+
+    A group that the caller has made for GPUs alone gets a second one beside it, once.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    return None if "cpu" in dist.get_backend_config(default) else _gloo_beside(default)
+
+
+@cache
+def _gloo_beside(default: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+    return group
 
 
 def init_process_group() -> ProcessGroup:

@@ -18,7 +18,8 @@ from vitrail.training.cuda_graph import WARM_UP
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
 from vitrail.training.scores import MAX_IMAGES
-from vitrail.training.trainer import Interrupted, Trainer
+from vitrail.training.signals import Interrupted
+from vitrail.training.trainer import Trainer
 
 _SHORT_RUN = 30.0  # seconds; a shorter run is not rehearsed
 _COST, _MOST_SECONDS = 0.02, 10.0  # of the run, and at most

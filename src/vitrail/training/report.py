@@ -41,7 +41,7 @@ def write_report(
     except MissingExtra:
         callback.on_message("No report: install vitrail[inspect].")
         missing = False
-    if not ranks.any(missing, device):
+    if not ranks.any(missing):
         return
     try:
         evaluation = _evaluate_best(bundle, dataset, device)

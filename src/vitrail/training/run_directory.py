@@ -23,6 +23,7 @@ from vitrail.recipes.settings import Recipe
 from vitrail.report.run import REPORT_NAME
 from vitrail.training.callbacks import Callback
 from vitrail.training.checkpoint import list_checkpoints
+from vitrail.training.fingerprint import check_contents
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.saved_run import (
     CHANGES_BITS,
@@ -78,6 +79,9 @@ def prepare_run_directory(
             check_empty(out, resume)
         elif recipe.train.epochs > saved["train"]["epochs"]:
             _check_extension(out)
+    extended = saved is not None and recipe.train.epochs > saved["train"]["epochs"]
+    if saved is not None and recipe.train.fingerprint and (extended or not _is_finished(out)):
+        check_contents(out, data, ranks, callback)
     ranks.barrier()  # all processes have checked; now the main one may write
     if ranks.is_main:
         with explain_errors(out):
@@ -89,7 +93,11 @@ def prepare_run_directory(
             else:
                 _update_config(out, saved, config, callback)
     ranks.barrier()
-    return saved is not None and (out / "last.safetensors").exists()
+    return saved is not None and _is_finished(out)
+
+
+def _is_finished(out: Path) -> bool:
+    return (out / "last.safetensors").exists()
 
 
 def _create_run(out: Path, config: Mapping[str, Any]) -> None:

@@ -29,9 +29,9 @@ from vitrail.training.plan import training_plan
 from vitrail.training.run_directory import explain_errors, record_resolved
 from vitrail.training.saved_run import call_to_resume
 from vitrail.training.scores import FinishedModel, initial_scores
-from vitrail.training.signals import StopSignal
+from vitrail.training.signals import Interrupted, StopSignal
 from vitrail.training.threads import CpuWait, Threads, describe_busy
-from vitrail.training.trainer import Interrupted, Trainer
+from vitrail.training.trainer import Trainer
 from vitrail.weights.bundle import Bundle, Card
 from vitrail.weights.fingerprint import Fingerprint
 from vitrail.weights.load import load
@@ -52,6 +52,8 @@ class TrainingSession:
     planned_seconds: float | None = None
     """The time of the run, if a rehearsal has measured it."""
     stop: StopSignal = field(default_factory=StopSignal)
+    started: bool = False
+    """Whether the plan is done, and steps are taken."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One row of metrics per epoch."""
     pending: bool = False
@@ -73,20 +75,15 @@ class TrainingSession:
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
-        t = self.trainer
+        t, first = self.trainer, self.trainer.step
+        # Of several processes, all must stop after the same step, even if the first one is still compiled.
+        self.stop.has_progress = lambda: (
+            self.started and (t.step > first or self.pending or t.ranks.count > 1)
+        )
         try:
-            mode = t.choose_mode()
-            if t.ranks.is_main:
-                how: dict[str, Any] = {"compile": mode.compile, "processes": t.ranks.count}
-                if t.ranks.count > 1:
-                    how["parallel"] = t.parallel.mode
-                record_resolved(self.checkpoints.out, how, self.log)
-            self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
-            self.report_busy(_PLAN_SECONDS)
-            if t.ranks.is_main:
-                self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
-            t.clock.start(t.step)
-            with self.stop.handle(t.ranks.count):  # also while it saves
+            with self.stop.handle(several=t.ranks.count > 1):  # also while it saves
+                self.prepare()
+                self.started = True
                 try:
                     if self.pending:  # stopped during evaluation
                         self.evaluate()
@@ -109,6 +106,21 @@ class TrainingSession:
             self.checkpoints.close()
             if self.loggers is not None:
                 self.loggers.close()
+
+    def prepare(self) -> None:
+        """Choose how steps are computed, show the plan and start the loggers."""
+        t = self.trainer
+        mode = t.choose_mode()
+        if t.ranks.is_main:
+            how: dict[str, Any] = {"compile": mode.compile, "processes": t.ranks.count}
+            if t.ranks.count > 1:
+                how["parallel"] = t.parallel.mode
+            record_resolved(self.checkpoints.out, how, self.log)
+        self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
+        self.report_busy(_PLAN_SECONDS)
+        if t.ranks.is_main:
+            self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
+        t.clock.start(t.step)
 
     @property
     def evaluated_rows(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def _choose_mode(
     needed, available = step_memory(model, settings, compute, ranks, batch), _device_memory(compute, ranks)
 
     def fits(size: float) -> bool:  # all processes must choose alike: the smallest device decides
-        return available is None or not ranks.any(size > available, compute.device)
+        return available is None or not ranks.any(size > available)
 
     mode = fitting_mode(needed.total, ranks.count, ranks.local_count, fits)
     assert mode != "one"

@@ -9,7 +9,6 @@ machine has changed a lot.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from vitrail.images.cores import usable_cores
 from vitrail.training.plan import estimate_seconds
 from vitrail.training.step_mode import rehearse_pass
 from vitrail.training.trainer import Trainer
@@ -64,16 +64,8 @@ def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
 
 def _candidates(default: int) -> list[int]:
     """One thread, half of them, all of them, and as many as a container may use; the default comes first."""
-    numbers = {1, max(1, default // 2), min(default, _quota() or default)}
+    numbers = {1, max(1, default // 2), min(default, usable_cores())}
     return [default, *sorted(numbers - {default})]
-
-
-def _quota() -> int | None:
-    """The cores that a container is limited to."""
-    with suppress(OSError, ValueError):
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, math.ceil(int(limit) / int(period)))
-    return None
 
 
 def _rehearse(trainer: Trainer, candidates: list[int], budget: float) -> Threads:

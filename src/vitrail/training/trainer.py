@@ -51,26 +51,13 @@ from vitrail.training.optim import (
     set_lr,
     update_ema,
 )
-from vitrail.training.parallel import ProcessGroup, global_batch_size
+from vitrail.training.parallel import ProcessGroup, SharedSignal, global_batch_size
 from vitrail.training.precision import ComputeDevice
 from vitrail.training.sharding import choose_parallelism
+from vitrail.training.signals import Interrupted
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
 from vitrail.weights.native import use_native
-
-
-class Interrupted(Exception):
-    """A run was stopped by a signal."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(signal)
-        self.signal = signal
-
-    def __str__(self) -> str:
-        return (
-            f"the run was stopped by signal {self.signal} and its checkpoint is saved; resume it with "
-            "vt.train(out=..., resume=True)."
-        )
 
 
 @dataclass
@@ -175,7 +162,7 @@ class Trainer:
             on_epoch: called with the training metrics of every epoch that ends.
             on_progress: called every few steps.
             stop: the number of the signal that asks this process to stop; then Interrupted is raised after
-                the current step, in all processes.
+                the current step, or of several processes in all of them after the next one.
         """
         reader = Reader(
             self.data.train,
@@ -187,7 +174,7 @@ class Trainer:
             device=self.compute.device,
         )
         self.clock.start(self.step)
-        slow = Interval(LOG_SECONDS)
+        slow, stopping = Interval(LOG_SECONDS), SharedSignal(self.ranks)
         try:
             batches = reader.batches(self.micro_batch_indices())
             while self.step < self.steps and not self.stopped:
@@ -198,9 +185,10 @@ class Trainer:
                     on_progress(self._progress())
                 if ended:
                     on_epoch(self._end_epoch())
-                signal = stop()
-                if self.ranks.any(signal is not None, self.compute.device):
-                    raise Interrupted(signal or 15)
+                if number := stopping.exchange(stop() or 0):
+                    raise Interrupted(number)
+            if number := stopping.collect():
+                raise Interrupted(number)
         finally:
             reader.close()
 

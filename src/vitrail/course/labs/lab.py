@@ -36,7 +36,7 @@ from torch import Tensor
 from vitrail.course.labs.verdict import TOO_SMALL, Verdict, distinct_form, format_interval, format_verdict
 from vitrail.errors import InputError, printable, require_extra, suggest
 from vitrail.experiment.trial import one_thread
-from vitrail.images.workers import usable_cores
+from vitrail.images.cores import usable_cores
 from vitrail.io.write import write_text
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import InputError, VitrailError
@@ -69,11 +70,12 @@ class App(Application):
             settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
         super().__init__(settings)
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
-        self.ready, self.zero_shot = False, ZeroShot(predictor)
+        self.ready = False
         self.models: dict[str, App] = {}
         """All models by name, this one included, if there are several."""
         self.metrics: Metrics = Metrics() if shared is None else shared.metrics
         self.batcher: Batcher = shared.batcher if shared else self._build_batcher()
+        self.zero_shot = ZeroShot(predictor, self.batcher)
         # The decoders never load torch: images that torch or the graph resizes keep their size until then.
         self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
         self.decoders = DecodePool(
@@ -193,9 +195,9 @@ class App(Application):
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         labels = self.zero_shot.parse(form.fields.get("labels"))
         timer, words = RequestTimer(), None
-        async with self._in_progress(len(form.files)) as deadline:
+        async with self._within_deadline() as deadline:
             if labels is not None:
-                words = await self.batcher.call(lambda: self.zero_shot.vectors(labels), deadline)
+                words = await self.zero_shot.vectors(labels, request.client, deadline)
                 timer.texts_encoded()
             results = await self._predict_all(form, request, deadline, timer, words)
         predictions = [
@@ -208,7 +210,7 @@ class App(Application):
         self.batcher.check_capacity()
         form = await read_form(request, self.settings.files)
         timer = RequestTimer()
-        async with self._in_progress(len(form.files)) as deadline:
+        async with self._within_deadline() as deadline:
             results = await self._predict_all(form, request, deadline, timer)
         rows = [
             embedding_json(result, part.name, self.zero_shot.vector)
@@ -221,9 +223,10 @@ class App(Application):
     ) -> list[Prediction | HTTPError]:
         """The prediction for each image; the error of a single one is the error of the request."""
         request.images = len(form.files)
-        results = await asyncio.gather(
-            *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-        )
+        with self.batcher.reserve(len(form.files)):
+            results = await asyncio.gather(
+                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
+            )
         if len(results) == 1 and isinstance(results[0], HTTPError):
             raise results[0]
         if words is None:
@@ -242,21 +245,22 @@ class App(Application):
         if len(form.files) > 1:
             raise HTTPError(400, "one_image", "/v1/explain takes one image per request.")
         request.images = 1
-        async with self._in_progress(1) as deadline:
-            pixels = await self._decode(form.files[0], request.client)
-            body = await self._inspect(lambda: insight.explain(self.predictor, pixels, layer, top), deadline)
+        with self.batcher.reserve(1):
+            async with self._within_deadline() as deadline:
+                pixels = await self._decode(form.files[0], request.client)
+                explain = partial(insight.explain, self.predictor, pixels, layer, top)
+                body = await self._inspect(explain, deadline)
         return Response(200, body)
 
     @asynccontextmanager
-    async def _in_progress(self, count: int) -> AsyncIterator[float]:
-        """Reserve capacity for so many images; yields the deadline of the request."""
+    async def _within_deadline(self) -> AsyncIterator[float]:
+        """Stop the work for a request at its deadline, which this yields."""
         deadline = asyncio.get_running_loop().time() + self.settings.deadline
-        with self.batcher.reserve(count):
-            try:
-                async with asyncio.timeout_at(deadline):
-                    yield deadline
-            except TimeoutError:
-                raise DeadlineExceeded from None
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield deadline
+        except TimeoutError:
+            raise DeadlineExceeded from None
 
     async def _predict_one(
         self, part: Part, client: Client, deadline: float, timer: RequestTimer
@@ -316,8 +320,9 @@ class App(Application):
         """A figure of the weights, computed once."""
         if name not in self.figures:
             compute = getattr(insight, name)
-            async with self._in_progress(1) as deadline:
-                self.figures[name] = await self._inspect(lambda: compute(self.predictor), deadline)
+            with self.batcher.reserve(1):
+                async with self._within_deadline() as deadline:
+                    self.figures[name] = await self._inspect(partial(compute, self.predictor), deadline)
         return Response(200, self.figures[name])
 
     async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import InputError, VitrailError
@@ -74,7 +74,7 @@ class App(Application):
         self.models: dict[str, App] = {}
         """All models by name, this one included, if there are several."""
         self.metrics: Metrics = Metrics() if shared is None else shared.metrics
-        self.batcher: Batcher = shared.batcher if shared else self._build_batcher()
+        self.batcher: Batcher = shared.batcher if shared else Batcher(settings.queue, self.metrics)
         self.zero_shot = ZeroShot(predictor, self.batcher)
         # The decoders never load torch: images that torch or the graph resizes keep their size until then.
         self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
@@ -85,8 +85,6 @@ class App(Application):
         reason = insight.unavailable_reason(predictor)
         words = self.zero_shot.available
         self.description = as_json(model_json(predictor, name, settings, reason, words=words))
-        self.routes: dict[str, Route] = {}
-        self.routes = {route.template: route for route in self.all_routes()}
         if shared is not None:
             return
         self.metrics.gauges = [
@@ -96,22 +94,18 @@ class App(Application):
             Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
         ]
 
-    def _build_batcher(self) -> Batcher:
-        capacity, batch = self.settings.queue, self.settings.batch
-        return Batcher(self.predictor, capacity=capacity, batch=batch, metrics=self.metrics)
+    @property
+    def apps(self) -> list[App]:
+        """The apps of all models."""
+        return list(self.models.values()) or [self]
 
     def _count_decodes(self) -> int:
-        return sum(len(one.decoders.running) for one in self.models.values() or [self])
+        return sum(len(one.decoders.running) for one in self.apps)
 
-    def all_routes(self) -> list[Route]:
-        several = [
-            Route(f"/v1/models/{{model}}/{name}", self.routes[f"/v1/{name}"].method, self.of_a_model)
-            for name in MODEL_ROUTES
-            if self.models
-        ]
-        return [
-            *([Route("/v1/models", "GET", self.list_models)] if self.models else []),
-            *several,
+    @cached_property
+    def routes(self) -> dict[str, Route]:
+        """The routes by template, once all models are known."""
+        routes = [
             Route("/v1/predict", "POST", self.predict),
             Route("/v1/embed", "POST", self.embed),
             Route("/v1/explain", "POST", self.explain),
@@ -126,6 +120,13 @@ class App(Application):
             Route("/openapi.json", "GET", self.openapi),
             *(Route(path, "GET", self.file) for path in self.page),
         ]
+        if self.models:
+            methods = {route.template: route.method for route in routes}
+            routes.append(Route("/v1/models", "GET", self.list_models))
+            for name in MODEL_ROUTES:
+                template, method = f"/v1/models/{{model}}/{name}", methods[f"/v1/{name}"]
+                routes.append(Route(template, method, self.of_a_model))
+        return {route.template: route for route in routes}
 
     @property
     def accepting(self) -> bool:
@@ -190,8 +191,7 @@ class App(Application):
     # ---- images ---------------------------------------------------------------------------
 
     async def predict(self, request: Request) -> Response:
-        self.batcher.check_capacity()  # before the body is read, which may take long
-        form = await read_form(request, self.settings.files)
+        form = await self._read_form(request)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         labels = self.zero_shot.parse(form.fields.get("labels"))
         timer, words = RequestTimer(), None
@@ -207,9 +207,7 @@ class App(Application):
 
     async def embed(self, request: Request) -> Response:
         """The unit vector of each image, as `vitrail embed` writes it."""
-        self.batcher.check_capacity()
-        form = await read_form(request, self.settings.files)
-        timer = RequestTimer()
+        form, timer = await self._read_form(request), RequestTimer()
         async with self._within_deadline() as deadline:
             results = await self._predict_all(form, request, deadline, timer)
         rows = [
@@ -237,9 +235,7 @@ class App(Application):
         if insight.unavailable_reason(self.predictor):
             message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
             raise HTTPError(404, "no_explain", message)
-        self.batcher.check_capacity()  # before the body is read, which may take long
-        form = await read_form(request, self.settings.files)
-        depth = self.predictor.config.depth
+        form, depth = await self._read_form(request), self.predictor.config.depth
         layer = integer_parameter(form, "layer", depth - 1, 0, depth - 1)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         if len(form.files) > 1:
@@ -251,6 +247,10 @@ class App(Application):
                 explain = partial(insight.explain, self.predictor, pixels, layer, top)
                 body = await self._inspect(explain, deadline)
         return Response(200, body)
+
+    async def _read_form(self, request: Request) -> Form:
+        self.batcher.check_capacity()  # before the body is read, which may take long
+        return await read_form(request, self.settings.files)
 
     @asynccontextmanager
     async def _within_deadline(self) -> AsyncIterator[float]:

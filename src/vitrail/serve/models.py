@@ -43,7 +43,6 @@ def build_app(
         app.models[one] = App(predictor, limited, name=one, page={}, examples=(), log=log, shared=app)
     if app.models:
         app.models = {name: app, **app.models}
-        app.routes = {route.template: route for route in app.all_routes()}
     return app
 
 
@@ -98,10 +97,9 @@ def _text_tower(predictor: Predictor) -> TextTower | None:
 
 async def warm_up(app: App) -> None:
     """Run every model once before the first request: the first forward passes are slow."""
-    apps = list(app.models.values()) or [app]
 
     def run_all() -> None:
-        for one in apps:
+        for one in app.apps:
             preprocess = one.predictor.preprocess
             blank = np.zeros((*preprocess.target, preprocess.channels), np.uint8)
             few = 1 if one.predictor.acceleration is None else min(8, one.settings.batch)  # a CUDA graph each
@@ -112,9 +110,9 @@ async def warm_up(app: App) -> None:
                     one.predictor.require_bundle().text("a")
 
     model = app.batcher.call(run_all, float("inf"))
-    await asyncio.gather(*(one.decoders.start() for one in apps), model)
+    await asyncio.gather(*(one.decoders.start() for one in app.apps), model)
     app.ready = True
 
 
 async def close_decoders(app: App) -> None:
-    await asyncio.gather(*(one.decoders.close() for one in list(app.models.values()) or [app]))
+    await asyncio.gather(*(one.decoders.close() for one in app.apps))

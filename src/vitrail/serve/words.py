@@ -1,6 +1,6 @@
 """Classes that a request names by words, for a model with a text tower (CLIP, SigLIP).
 
-Texts are encoded in the model's thread, the texts of a few classes at a time, so that other requests run in
+Texts are encoded in the model's thread, a few at a time, so that other requests run in
 between and nothing more is encoded for a client that has left. The vectors of the classes used last are kept.
 """
 
@@ -19,28 +19,23 @@ import numpy as np
 
 from vitrail.errors import VitrailError
 from vitrail.evaluation.scale import Scale
-from vitrail.predict.index import Embedder
+from vitrail.predict.index import Embedder, unit
 from vitrail.predict.prediction import Prediction
 from vitrail.serve.batcher import Batcher
 from vitrail.serve.messages import Client, HTTPError, busy
-from vitrail.weights.prompts import TEMPLATES, fill_templates
-from vitrail.weights.zero_shot import embedding_projection, prompt_vectors
+from vitrail.weights.prompts import fill_templates
+from vitrail.weights.zero_shot import embedding_projection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vitrail.predict import Predictor
 
-    Vector = NDArray[np.float32]
-
 MAX_LABELS = 100  # in a request
 MAX_LABEL = 100  # characters
 _KEPT = 4096  # classes whose vectors are kept
-_MAX_PIECE = 8  # classes whose texts are encoded at once
-_PIECE_SECONDS = 0.05  # for the texts of several classes; those of one are always encoded together
-
-MAX_TEXTS = _MAX_PIECE * len(TEMPLATES)
-"""The most texts that are encoded at once."""
+_PIECE_SECONDS = 0.05  # for the texts that are encoded at once
+MAX_TEXTS = 64  # encoded at once, however fast they are
 
 Labels = tuple[str, ...]
 
@@ -53,6 +48,20 @@ class Words:
     rows: NDArray[np.float32]
     bias: float
     scale: Scale
+
+
+@dataclass(eq=False)
+class _Class:
+    """A class, some of whose texts have been encoded. Its vector is the mean of theirs, normalized."""
+
+    left: list[str]
+    """The other texts."""
+    sum: NDArray[np.float32] | float = 0.0
+    """Of the unit vectors, (E,)."""
+
+    def add(self, text: str, vector: NDArray[np.float32]) -> None:
+        self.left.remove(text)
+        self.sum = self.sum + vector
 
 
 @dataclass(eq=False)
@@ -69,10 +78,10 @@ class ZeroShot:
 
     def __init__(self, predictor: Predictor, batcher: Batcher) -> None:
         self.predictor, self.embed, self.batcher = predictor, Embedder(predictor), batcher
-        self.kept: OrderedDict[str, Vector] = OrderedDict()
+        self.kept: OrderedDict[str, _Class] = OrderedDict()
         self.turn = asyncio.Lock()  # so that the batcher has at most one piece of this model
         self.waiting: WeakValueDictionary[str, _Waiting] = WeakValueDictionary()
-        self.piece = 1  # classes to encode next
+        self.piece = 1  # texts to encode next
 
     @property
     def available(self) -> bool:
@@ -106,57 +115,61 @@ class ZeroShot:
         """The vectors of these classes, as `vitrail predict --labels` computes them.
 
         After each piece it is the turn of another client, and of another request of this one. What has been
-        encoded is kept even if the deadline passes, so that the request succeeds when it is repeated.
+        encoded is kept even if the deadline passes, so that the request gets further when it is repeated.
         """
-        texts = dict(zip(labels, fill_templates(labels).texts, strict=True))
         waiting = self.waiting.setdefault(client.address, _Waiting())
         if waiting.requests >= self.batcher.capacity:
             self.batcher.metrics.rejected.add()
-            raise busy(
-                f"The server encodes the labels of at most {self.batcher.capacity} requests of a client"
-            )
+            limit = f"at most {self.batcher.capacity} requests of a client"
+            raise busy(f"The server encodes the labels of {limit}")
+        texts = fill_templates(labels).texts
+        classes = {label: _Class(some) for label, some in zip(labels, texts, strict=True)}
+        classes |= self._find(labels)
         waiting.requests += 1
         try:
-            rows = self._find(labels)
-            while len(rows) < len(labels):
+            while any(one.left for one in classes.values()):
                 async with waiting.turn, self.turn:
-                    rows |= self._find(labels)  # other requests may have needed the same
-                    if piece := [label for label in labels if label not in rows][: self.piece]:
-                        encode = partial(self._encode, [texts[label] for label in piece])
-                        found = await self.batcher.call(encode, deadline)
-                        rows |= self._keep(dict(zip(piece, found, strict=True)))
+                    classes |= self._find(labels)  # other requests may have needed the same
+                    await self._encode_piece(classes, deadline)
         finally:
             waiting.requests -= 1
         text = self.predictor.require_bundle().text
-        scaled = np.float32(text.scale) * np.stack([rows[label] for label in labels])
-        return Words(labels, scaled, float(text.bias or 0), Scale(labels, activation=text.activation))
+        rows = np.float32(text.scale) * unit(np.stack([one.sum for one in classes.values()]))
+        return Words(labels, rows, float(text.bias or 0), Scale(labels, activation=text.activation))
 
-    def _find(self, labels: Labels) -> dict[str, Vector]:
-        """The vectors that are kept already."""
+    async def _encode_piece(self, classes: Mapping[str, _Class], deadline: float) -> None:
+        piece = [(label, text) for label, one in classes.items() for text in one.left][: self.piece]
+        if not piece:
+            return
+        encode = partial(self._encode, [text for _, text in piece])
+        vectors = await self.batcher.call(encode, deadline)
+        for (label, text), vector in zip(piece, vectors, strict=True):
+            classes[label].add(text, vector)
+            self.kept[label] = classes[label]
+            self.kept.move_to_end(label)
+        while len(self.kept) > _KEPT:
+            self.kept.popitem(last=False)
+
+    def _find(self, labels: Labels) -> dict[str, _Class]:
+        """The classes that are kept already."""
         found = {label: self.kept[label] for label in labels if label in self.kept}
         for label in found:
             self.kept.move_to_end(label)
         return found
 
-    def _keep(self, found: Mapping[str, Vector]) -> Mapping[str, Vector]:
-        self.kept.update(found)
-        while len(self.kept) > _KEPT:
-            self.kept.popitem(last=False)
-        return found
-
-    def _encode(self, texts: Sequence[Sequence[str]]) -> NDArray[np.float32]:
-        """A vector (K, E) for the texts of each class, in the model's thread."""
+    def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """A unit vector for each text (B, E), in the model's thread."""
         bundle, start = self.predictor.require_bundle(), time.perf_counter()
         try:
             embedding_projection(bundle)  # texts and images must be in one space
-            rows = prompt_vectors(bundle, texts).float().cpu().numpy()
+            vectors = bundle.text(texts).float().cpu().numpy()
         except VitrailError as error:
             message = "The text tower of this model cannot be used here; see vitrail predict --labels."
             raise HTTPError(400, "no_text_tower", message) from error
         seconds = time.perf_counter() - start
-        self.piece = max(1, min(_MAX_PIECE, int(len(texts) * _PIECE_SECONDS / seconds)))
+        self.piece = max(1, min(MAX_TEXTS, int(len(texts) * _PIECE_SECONDS / seconds)))
         self.batcher.metrics.pieces.add(len(texts))
-        return rows
+        return vectors
 
     # ---- images -----------------------------------------------------------------------------
 

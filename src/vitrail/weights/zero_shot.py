@@ -8,7 +8,6 @@ ordinary bundle without a text tower, for everything that takes a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
         head_bias=biased,
         head_hidden=text.width if projection else None,
     )
-    rows = text.scale * prompt_vectors(bundle, prompts.texts)
+    rows = text.scale * prompt_vectors(bundle, prompts)
     state = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith("head.")}
     state |= {f"head.fc1.{name}": tensor for name, tensor in projection.items()}
     state["head.fc2.weight"] = rows.to(next(old.parameters()))
@@ -64,13 +63,13 @@ def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
     )
 
 
-def prompt_vectors(bundle: Bundle, classes: Sequence[Sequence[str]]) -> Tensor:
+def prompt_vectors(bundle: Bundle, prompts: Prompts) -> Tensor:
     """One unit vector per class: the mean of its texts' unit vectors, normalized again: (K, E)."""
     import torch
     from torch.nn import functional as F
 
-    vectors = bundle.text([text for texts in classes for text in texts])
-    parts = vectors.split([len(texts) for texts in classes])
+    vectors = bundle.text([text for texts in prompts.texts for text in texts])
+    parts = vectors.split([len(texts) for texts in prompts.texts])
     return F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=-1)
 
 

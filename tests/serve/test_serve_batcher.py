@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ def run(story, predictor=None, capacity=64, batch=16, died=lambda error: None):
     """Run a coroutine with a batcher."""
 
     async def whole():
-        batcher = Batcher(predictor, capacity=capacity, batch=batch, metrics=Metrics())
+        batcher = Batcher(capacity, Metrics())
+        batcher.submit = partial(batcher.submit, predictor=predictor, batch=batch)
         threading.Thread(target=batcher.run, args=[died], name="model", daemon=True).start()
         return await asyncio.wait_for(story(batcher), PATIENCE)
 

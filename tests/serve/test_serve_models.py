@@ -86,15 +86,15 @@ def test_labels_of_a_request_give_what_baked_prompts_give(two, photos, tmp_path)
         assert found["label"] == one.label
         scores = {guess["label"]: guess["score"] for guess in found["top"]}
         assert scores == pytest.approx(dict(one.top(4)), abs=1e-5)
-    assert two.app.models["digits"].zero_shot.kept.keys() == {tuple(labels)}
+    assert set(labels) <= two.app.models["digits"].zero_shot.kept.keys()
 
 
 def test_the_time_of_texts_is_not_that_of_decoding(two, photos, monkeypatch):
     zero_shot = two.app.models["digits"].zero_shot
-    vectors = zero_shot.vectors
-    monkeypatch.setattr(zero_shot, "vectors", lambda labels: time.sleep(0.5) or vectors(labels))
+    encode = zero_shot._encode
+    monkeypatch.setattr(zero_shot, "_encode", lambda texts: time.sleep(0.5) or encode(texts))
     path = "/v1/models/digits/predict"
-    seconds = post(two, path, photos[0][0], labels="zero,nine")[1]["seconds"]
+    seconds = post(two, path, photos[0][0], labels="eight,nine")[1]["seconds"]
     assert 0.5 <= seconds["text"] <= seconds["total"]
     assert seconds["decode"] < 0.5
     assert sum(seconds[name] for name in ("text", "decode", "model")) == pytest.approx(seconds["total"])

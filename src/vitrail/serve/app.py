@@ -12,6 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import InputError, VitrailError
@@ -69,11 +70,12 @@ class App(Application):
             settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
         super().__init__(settings)
         self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
-        self.ready, self.zero_shot = False, ZeroShot(predictor)
+        self.ready = False
         self.models: dict[str, App] = {}
         """All models by name, this one included, if there are several."""
         self.metrics: Metrics = Metrics() if shared is None else shared.metrics
-        self.batcher: Batcher = shared.batcher if shared else self._build_batcher()
+        self.batcher: Batcher = shared.batcher if shared else Batcher(settings.queue, self.metrics)
+        self.zero_shot = ZeroShot(predictor, self.batcher)
         # The decoders never load torch: images that torch or the graph resizes keep their size until then.
         self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
         self.decoders = DecodePool(
@@ -83,8 +85,6 @@ class App(Application):
         reason = insight.unavailable_reason(predictor)
         words = self.zero_shot.available
         self.description = as_json(model_json(predictor, name, settings, reason, words=words))
-        self.routes: dict[str, Route] = {}
-        self.routes = {route.template: route for route in self.all_routes()}
         if shared is not None:
             return
         self.metrics.gauges = [
@@ -94,22 +94,18 @@ class App(Application):
             Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
         ]
 
-    def _build_batcher(self) -> Batcher:
-        capacity, batch = self.settings.queue, self.settings.batch
-        return Batcher(self.predictor, capacity=capacity, batch=batch, metrics=self.metrics)
+    @property
+    def apps(self) -> list[App]:
+        """The apps of all models."""
+        return list(self.models.values()) or [self]
 
     def _count_decodes(self) -> int:
-        return sum(len(one.decoders.running) for one in self.models.values() or [self])
+        return sum(len(one.decoders.running) for one in self.apps)
 
-    def all_routes(self) -> list[Route]:
-        several = [
-            Route(f"/v1/models/{{model}}/{name}", self.routes[f"/v1/{name}"].method, self.of_a_model)
-            for name in MODEL_ROUTES
-            if self.models
-        ]
-        return [
-            *([Route("/v1/models", "GET", self.list_models)] if self.models else []),
-            *several,
+    @cached_property
+    def routes(self) -> dict[str, Route]:
+        """The routes by template, once all models are known."""
+        routes = [
             Route("/v1/predict", "POST", self.predict),
             Route("/v1/embed", "POST", self.embed),
             Route("/v1/explain", "POST", self.explain),
@@ -124,6 +120,13 @@ class App(Application):
             Route("/openapi.json", "GET", self.openapi),
             *(Route(path, "GET", self.file) for path in self.page),
         ]
+        if self.models:
+            methods = {route.template: route.method for route in routes}
+            routes.append(Route("/v1/models", "GET", self.list_models))
+            for name in MODEL_ROUTES:
+                template, method = f"/v1/models/{{model}}/{name}", methods[f"/v1/{name}"]
+                routes.append(Route(template, method, self.of_a_model))
+        return {route.template: route for route in routes}
 
     @property
     def accepting(self) -> bool:
@@ -188,14 +191,13 @@ class App(Application):
     # ---- images ---------------------------------------------------------------------------
 
     async def predict(self, request: Request) -> Response:
-        self.batcher.check_capacity()  # before the body is read, which may take long
-        form = await read_form(request, self.settings.files)
+        form = await self._read_form(request)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         labels = self.zero_shot.parse(form.fields.get("labels"))
         timer, words = RequestTimer(), None
-        async with self._in_progress(len(form.files)) as deadline:
+        async with self._within_deadline() as deadline:
             if labels is not None:
-                words = await self.batcher.call(lambda: self.zero_shot.vectors(labels), deadline)
+                words = await self.zero_shot.vectors(labels, request.client, deadline)
                 timer.texts_encoded()
             results = await self._predict_all(form, request, deadline, timer, words)
         predictions = [
@@ -205,10 +207,8 @@ class App(Application):
 
     async def embed(self, request: Request) -> Response:
         """The unit vector of each image, as `vitrail embed` writes it."""
-        self.batcher.check_capacity()
-        form = await read_form(request, self.settings.files)
-        timer = RequestTimer()
-        async with self._in_progress(len(form.files)) as deadline:
+        form, timer = await self._read_form(request), RequestTimer()
+        async with self._within_deadline() as deadline:
             results = await self._predict_all(form, request, deadline, timer)
         rows = [
             embedding_json(result, part.name, self.zero_shot.vector)
@@ -221,9 +221,10 @@ class App(Application):
     ) -> list[Prediction | HTTPError]:
         """The prediction for each image; the error of a single one is the error of the request."""
         request.images = len(form.files)
-        results = await asyncio.gather(
-            *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-        )
+        with self.batcher.reserve(len(form.files)):
+            results = await asyncio.gather(
+                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
+            )
         if len(results) == 1 and isinstance(results[0], HTTPError):
             raise results[0]
         if words is None:
@@ -234,29 +235,32 @@ class App(Application):
         if insight.unavailable_reason(self.predictor):
             message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
             raise HTTPError(404, "no_explain", message)
-        self.batcher.check_capacity()  # before the body is read, which may take long
-        form = await read_form(request, self.settings.files)
-        depth = self.predictor.config.depth
+        form, depth = await self._read_form(request), self.predictor.config.depth
         layer = integer_parameter(form, "layer", depth - 1, 0, depth - 1)
         top = integer_parameter(form, "top", 5, 1, MAX_TOP)
         if len(form.files) > 1:
             raise HTTPError(400, "one_image", "/v1/explain takes one image per request.")
         request.images = 1
-        async with self._in_progress(1) as deadline:
-            pixels = await self._decode(form.files[0], request.client)
-            body = await self._inspect(lambda: insight.explain(self.predictor, pixels, layer, top), deadline)
+        with self.batcher.reserve(1):
+            async with self._within_deadline() as deadline:
+                pixels = await self._decode(form.files[0], request.client)
+                explain = partial(insight.explain, self.predictor, pixels, layer, top)
+                body = await self._inspect(explain, deadline)
         return Response(200, body)
 
+    async def _read_form(self, request: Request) -> Form:
+        self.batcher.check_capacity()  # before the body is read, which may take long
+        return await read_form(request, self.settings.files)
+
     @asynccontextmanager
-    async def _in_progress(self, count: int) -> AsyncIterator[float]:
-        """Reserve capacity for so many images; yields the deadline of the request."""
+    async def _within_deadline(self) -> AsyncIterator[float]:
+        """Stop the work for a request at its deadline, which this yields."""
         deadline = asyncio.get_running_loop().time() + self.settings.deadline
-        with self.batcher.reserve(count):
-            try:
-                async with asyncio.timeout_at(deadline):
-                    yield deadline
-            except TimeoutError:
-                raise DeadlineExceeded from None
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield deadline
+        except TimeoutError:
+            raise DeadlineExceeded from None
 
     async def _predict_one(
         self, part: Part, client: Client, deadline: float, timer: RequestTimer
@@ -316,8 +320,9 @@ class App(Application):
         """A figure of the weights, computed once."""
         if name not in self.figures:
             compute = getattr(insight, name)
-            async with self._in_progress(1) as deadline:
-                self.figures[name] = await self._inspect(lambda: compute(self.predictor), deadline)
+            with self.batcher.reserve(1):
+                async with self._within_deadline() as deadline:
+                    self.figures[name] = await self._inspect(partial(compute, self.predictor), deadline)
         return Response(200, self.figures[name])
 
     async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:

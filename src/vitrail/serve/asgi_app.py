@@ -1,8 +1,7 @@
 """The same server as an ASGI application, to run under uvicorn or to mount in FastAPI.
 
 Routes, answers, checks and limits of the work are those of `vitrail serve`. What belongs to the connection
-(timeouts of head and body, the number of connections) is the other server's; a client that leaves is only
-noticed when its answer is sent.
+(timeouts of head and body, the number of connections) is the other server's.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.serve.app import App
-from vitrail.serve.http import SECURITY, bodies_full, check_headers, client_network
-from vitrail.serve.messages import Client, HTTPError, Request, Response, malformed, timed_out, too_large
+from vitrail.serve.http import SECURITY, BodyCount, check_headers, client_network
+from vitrail.serve.messages import Client, HTTPError, Request, Response, timed_out
 from vitrail.serve.models import build_app, close_decoders, warm_up
 from vitrail.serve.server import page_files
 from vitrail.serve.settings import ServeConfig
@@ -117,47 +116,68 @@ class AsgiApp:
         request = None
         try:
             request = _request(scope, body)
-            response = await self.app.respond(request)
+            response = await self._respond(request, body)
+        except ClientGone:
+            self.app.record_response(request, 499, clock() - start)
+            return
         except HTTPError as error:
             response = error.response()
         except Exception as error:
             response = self.app.internal_error(error).response()
         finally:
-            self.app.body_bytes -= body.bytes
+            body.count.release()
         await _send(response, send, with_body=scope["method"] != "HEAD")
         self.app.record_response(request, response.status, clock() - start)
+
+    async def _respond(self, request: Request, body: _Body) -> Response:
+        """The response of the app, unless the client disconnects first."""
+        work = asyncio.ensure_future(self.app.respond(request))
+        gone = asyncio.ensure_future(body.wait_for_disconnect())
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGone
+            return work.result()
+        finally:
+            work.cancel()
+            gone.cancel()
+
+
+class ClientGone(Exception):
+    """The client has disconnected."""
 
 
 class _Body:
     """Reads the body of a request, within the limits of the server."""
 
     def __init__(self, app: App, receive: Receive) -> None:
-        self.app, self.receive = app, receive
-        self.length = self.bytes = 0
+        self.settings, self.receive, self.count = app.settings, receive, BodyCount(app)
+        self.length = 0  # as the request has it
+        self.complete = asyncio.Event()
 
     async def read(self) -> bytes:
-        settings, parts = self.app.settings, []
-        if self.length > settings.body:
-            raise too_large(settings.body)
+        parts: list[bytes] = []
+        self.count.check(self.length)
         try:
-            async with asyncio.timeout(settings.body_time):
+            async with asyncio.timeout(self.settings.body_time):
                 more = True
                 while more:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
-                        raise malformed(400)
-                    part = message.get("body", b"")
-                    parts.append(part)
-                    self.bytes += len(part)
-                    self.app.body_bytes += len(part)
-                    if self.bytes > settings.body:
-                        raise too_large(settings.body)
-                    if self.app.body_bytes > settings.bodies:
-                        raise bodies_full()
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    self.count.add(len(parts[-1]))
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise timed_out("body", settings.body_time) from None
+            raise timed_out("body", self.settings.body_time) from None
+        self.complete.set()
         return b"".join(parts)
+
+    async def wait_for_disconnect(self) -> None:
+        """Wait until the client has left; nothing else can come after the body."""
+        await self.complete.wait()
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
 
 
 def _request(scope: Message, body: _Body) -> Request:

@@ -39,8 +39,8 @@ class ModelJob:
     deadline: float
     """The deadline by time.monotonic, which is the event loop's clock too."""
     predictor: Predictor | None = None
-    """The model, if the server has several."""
-    batch: int | None = None
+    """The model to predict pixels with."""
+    batch: int = 1
     """The most images of this model in a batch."""
     future: Future[Any] = field(default_factory=Future)
 
@@ -50,10 +50,10 @@ class ModelJob:
 
 
 class Batcher:
-    """The queue of the model, with a limited number of images in progress."""
+    """The queue of the models, with a limited number of images in progress."""
 
-    def __init__(self, predictor: Predictor, *, capacity: int, batch: int, metrics: Metrics) -> None:
-        self.predictor, self.capacity, self.batch, self.metrics = predictor, capacity, batch, metrics
+    def __init__(self, capacity: int, metrics: Metrics) -> None:
+        self.capacity, self.metrics = capacity, metrics
         self.in_progress = 0  # images; changed only by the event loop
         self.jobs: deque[ModelJob] = deque()
         self.arrived = threading.Condition()
@@ -84,11 +84,7 @@ class Batcher:
             self.in_progress -= count
 
     def submit(
-        self,
-        pixels: NDArray[np.uint8],
-        deadline: float,
-        predictor: Predictor | None = None,
-        batch: int | None = None,
+        self, pixels: NDArray[np.uint8], deadline: float, predictor: Predictor, batch: int
     ) -> asyncio.Future[Prediction]:
         """The prediction for an image. A job that is cancelled while it waits is dropped."""
         return self._enqueue(ModelJob(pixels, deadline, predictor, batch))
@@ -129,7 +125,7 @@ class Batcher:
                 return []
             first = self.jobs[0]
             waiting = [first] if first.is_call else list(takewhile(lambda job: not job.is_call, self.jobs))
-            batch = [job for job in waiting if job.predictor is first.predictor][: first.batch or self.batch]
+            batch = [job for job in waiting if job.predictor is first.predictor][: first.batch]
             taken = set(map(id, batch))
             self.jobs = deque(job for job in self.jobs if id(job) not in taken)
         return batch
@@ -150,7 +146,7 @@ class Batcher:
         try:
             if not jobs:
                 return
-            results = [jobs[0].work()] if jobs[0].is_call else self._predict(jobs)  # type: ignore[operator]
+            results = _run(jobs)
         except Exception as error:
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
@@ -164,6 +160,10 @@ class Batcher:
         for job, result in zip(jobs, results, strict=True):
             job.future.set_result(result)
 
-    def _predict(self, jobs: list[ModelJob]) -> list[Prediction]:
-        predictor = jobs[0].predictor or self.predictor
-        return list(predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]
+
+def _run(jobs: list[ModelJob]) -> list[Any]:
+    first = jobs[0]
+    if callable(first.work):
+        return [first.work()]
+    assert first.predictor is not None
+    return list(first.predictor.predict_batch([("", job.work) for job in jobs]))  # type: ignore[misc]

@@ -62,6 +62,30 @@ class Application:
         """Called after every response. Status 499: the client left first. None: not a valid request."""
 
 
+class BodyCount:
+    """The bytes of a request body in memory, within the limits of a request and of all requests."""
+
+    def __init__(self, app: Application) -> None:
+        self.app, self.bytes = app, 0
+
+    def check(self, more: int) -> None:
+        """Raise an error if so many more bytes are too many."""
+        settings = self.app.settings
+        if self.bytes + more > settings.body:
+            raise too_large(settings.body)
+        if self.app.body_bytes + more > settings.bodies:
+            raise busy("The server has no memory left for request bodies")
+
+    def add(self, count: int) -> None:
+        self.check(count)
+        self.bytes += count
+        self.app.body_bytes += count
+
+    def release(self) -> None:
+        self.app.body_bytes -= self.bytes
+        self.bytes = 0
+
+
 class Connection(asyncio.Protocol):
     """One client connection."""
 
@@ -75,7 +99,7 @@ class Connection(asyncio.Protocol):
         self.data_arrived, self.ended, self.flushed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.idle = self.discarding = False
         self.unread = 0  # bytes since the parser last needed data
-        self.body_bytes = 0
+        self.body = BodyCount(app)
 
     # ---- asyncio.Protocol -----------------------------------------------------------------
 
@@ -161,8 +185,7 @@ class Connection(asyncio.Protocol):
                 self.app.record_response(request, 499, clock() - start)
             raise
         finally:
-            self.app.body_bytes -= self.body_bytes
-            self.body_bytes = 0
+            self.body.release()
         return self.parser.states == {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}
 
     async def respond(self, request: Request) -> Response:
@@ -275,10 +298,7 @@ class Connection(asyncio.Protocol):
         settings = self.app.settings
         if self.parser.their_state is not h11.SEND_BODY:
             return b""
-        if length > settings.body:
-            raise too_large(settings.body)
-        if self.app.body_bytes + length > settings.bodies:
-            raise bodies_full()
+        self.body.check(length)
         if self.parser.they_are_waiting_for_100_continue:
             self.write(CONTINUE)
         parts: list[bytes] = []
@@ -288,12 +308,7 @@ class Connection(asyncio.Protocol):
                 while isinstance(event := await self.next_event(), h11.Data):
                     parts.append(bytes(event.data))
                     chunks += event.chunk_start
-                    self.body_bytes += len(event.data)
-                    self.app.body_bytes += len(event.data)
-                    if self.body_bytes > settings.body:
-                        raise too_large(settings.body)
-                    if self.app.body_bytes > settings.bodies:
-                        raise bodies_full()
+                    self.body.add(len(event.data))
                     if chunks > MAX_CHUNKS:
                         message = f"A body may have at most {MAX_CHUNKS:,} chunks; send larger ones."
                         raise HTTPError(413, "too_many_chunks", message)
@@ -348,7 +363,3 @@ def client_network(peer: tuple[str, int] | None) -> str:
     if isinstance(address, IPv6Address):
         return str(address.ipv4_mapped or address.exploded[:19])
     return str(address)
-
-
-def bodies_full() -> HTTPError:
-    return busy("The server has no memory left for request bodies")

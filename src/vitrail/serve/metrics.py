@@ -82,6 +82,7 @@ class Metrics:
         )
         self.decoding = Histogram("vitrail_decode_seconds", "Seconds to decode an image, including waiting.")
         self.batches = Histogram("vitrail_batch_size", "Images per forward pass.", SIZES)
+        self.pieces = Histogram("vitrail_text_batch_size", "Texts encoded together.", SIZES)
         self.forward = Histogram("vitrail_model_seconds", "Seconds of a forward pass.")
         self.gauges: list[Gauge] = []
 

@@ -1,23 +1,30 @@
 """Classes that a request names by words, for a model with a text tower (CLIP, SigLIP).
 
-The vectors of the words are computed in the model's thread, and those used last are kept.
+Texts are encoded in the model's thread, a few at a time, so that other requests run in
+between and nothing more is encoded for a client that has left. The vectors of the classes used last are kept.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vitrail.errors import InputError
+from vitrail.errors import VitrailError
 from vitrail.evaluation.scale import Scale
-from vitrail.predict.index import Embedder
+from vitrail.predict.index import Embedder, unit
 from vitrail.predict.prediction import Prediction
-from vitrail.serve.messages import HTTPError
+from vitrail.serve.batcher import Batcher
+from vitrail.serve.messages import Client, HTTPError, busy
 from vitrail.weights.prompts import fill_templates
-from vitrail.weights.zero_shot import embedding_projection, prompt_vectors
+from vitrail.weights.zero_shot import embedding_projection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +33,9 @@ if TYPE_CHECKING:
 
 MAX_LABELS = 100  # in a request
 MAX_LABEL = 100  # characters
-_KEPT = 256  # lists of classes whose vectors are kept
+_KEPT = 4096  # classes whose vectors are kept
+_PIECE_SECONDS = 0.05  # for the texts that are encoded at once
+MAX_TEXTS = 64  # encoded at once, however fast they are
 
 Labels = tuple[str, ...]
 
@@ -41,12 +50,38 @@ class Words:
     scale: Scale
 
 
-class ZeroShot:
-    """Predictions for classes named by words."""
+@dataclass(eq=False)
+class _Class:
+    """A class, some of whose texts have been encoded. Its vector is the mean of theirs, normalized."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.predictor, self.embed = predictor, Embedder(predictor)
-        self.kept: OrderedDict[Labels, Words] = OrderedDict()
+    left: list[str]
+    """The other texts."""
+    sum: NDArray[np.float32] | float = 0.0
+    """Of the unit vectors, (E,)."""
+
+    def add(self, text: str, vector: NDArray[np.float32]) -> None:
+        self.left.remove(text)
+        self.sum = self.sum + vector
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """The requests of one address that wait for texts; its requests take turns."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    requests: int = 0
+
+
+class ZeroShot:
+    """Predictions for classes named by words. Only the model's thread runs `_encode`; the rest is the event
+    loop's."""
+
+    def __init__(self, predictor: Predictor, batcher: Batcher) -> None:
+        self.predictor, self.embed, self.batcher = predictor, Embedder(predictor), batcher
+        self.kept: OrderedDict[str, _Class] = OrderedDict()
+        self.turn = asyncio.Lock()  # so that the batcher has at most one piece of this model
+        self.waiting: WeakValueDictionary[str, _Waiting] = WeakValueDictionary()
+        self.piece = 1  # texts to encode next
 
     @property
     def available(self) -> bool:
@@ -74,23 +109,69 @@ class ZeroShot:
             raise HTTPError(400, "bad_labels", message)
         return labels
 
-    def vectors(self, labels: Labels) -> Words:
-        """The vectors of these classes, as `vitrail predict --labels` computes them."""
-        if labels not in self.kept:
-            bundle = self.predictor.require_bundle()
-            try:
-                embedding_projection(bundle)  # texts and images must be in one space
-                rows = prompt_vectors(bundle, fill_templates(labels)).float().cpu().numpy()
-            except InputError as error:
-                message = "The text tower of this model cannot be used here; see vitrail predict --labels."
-                raise HTTPError(400, "no_text_tower", message) from error
-            text = bundle.text
-            scale = Scale(labels, activation=text.activation)
-            self.kept[labels] = Words(labels, np.float32(text.scale) * rows, float(text.bias or 0), scale)
-            if len(self.kept) > _KEPT:
-                self.kept.popitem(last=False)
-        self.kept.move_to_end(labels)
-        return self.kept[labels]
+    # ---- texts ------------------------------------------------------------------------------
+
+    async def vectors(self, labels: Labels, client: Client, deadline: float) -> Words:
+        """The vectors of these classes, as `vitrail predict --labels` computes them.
+
+        After each piece it is the turn of another client, and of another request of this one. What has been
+        encoded is kept even if the deadline passes, so that the request gets further when it is repeated.
+        """
+        waiting = self.waiting.setdefault(client.address, _Waiting())
+        if waiting.requests >= self.batcher.capacity:
+            self.batcher.metrics.rejected.add()
+            limit = f"at most {self.batcher.capacity} requests of a client"
+            raise busy(f"The server encodes the labels of {limit}")
+        texts = fill_templates(labels).texts
+        classes = {label: _Class(some) for label, some in zip(labels, texts, strict=True)}
+        classes |= self._find(labels)
+        waiting.requests += 1
+        try:
+            while any(one.left for one in classes.values()):
+                async with waiting.turn, self.turn:
+                    classes |= self._find(labels)  # other requests may have needed the same
+                    await self._encode_piece(classes, deadline)
+        finally:
+            waiting.requests -= 1
+        text = self.predictor.require_bundle().text
+        rows = np.float32(text.scale) * unit(np.stack([one.sum for one in classes.values()]))
+        return Words(labels, rows, float(text.bias or 0), Scale(labels, activation=text.activation))
+
+    async def _encode_piece(self, classes: Mapping[str, _Class], deadline: float) -> None:
+        piece = [(label, text) for label, one in classes.items() for text in one.left][: self.piece]
+        if not piece:
+            return
+        encode = partial(self._encode, [text for _, text in piece])
+        vectors = await self.batcher.call(encode, deadline)
+        for (label, text), vector in zip(piece, vectors, strict=True):
+            classes[label].add(text, vector)
+            self.kept[label] = classes[label]
+            self.kept.move_to_end(label)
+        while len(self.kept) > _KEPT:
+            self.kept.popitem(last=False)
+
+    def _find(self, labels: Labels) -> dict[str, _Class]:
+        """The classes that are kept already."""
+        found = {label: self.kept[label] for label in labels if label in self.kept}
+        for label in found:
+            self.kept.move_to_end(label)
+        return found
+
+    def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """A unit vector for each text (B, E), in the model's thread."""
+        bundle, start = self.predictor.require_bundle(), time.perf_counter()
+        try:
+            embedding_projection(bundle)  # texts and images must be in one space
+            vectors = bundle.text(texts).float().cpu().numpy()
+        except VitrailError as error:
+            message = "The text tower of this model cannot be used here; see vitrail predict --labels."
+            raise HTTPError(400, "no_text_tower", message) from error
+        seconds = time.perf_counter() - start
+        self.piece = max(1, min(MAX_TEXTS, int(len(texts) * _PIECE_SECONDS / seconds)))
+        self.batcher.metrics.pieces.add(len(texts))
+        return vectors
+
+    # ---- images -----------------------------------------------------------------------------
 
     def predict(self, prediction: Prediction, words: Words) -> Prediction:
         """The prediction for these classes, from that of the image tower."""

@@ -314,7 +314,8 @@ def _check_image(split: str, index: int, image: Path | StoredImage | NDArray[np.
     except OSError as error:
         return _CheckedImage(split, index, reason=f"{printable(error.strerror or error)}.")
     except Exception as error:  # one image must not stop the check of the others
-        return _CheckedImage(split, index, reason=printable(error, 400))
+        reason = printable(error, 400).replace(printable(image), "The image")  # so that equal reasons are grouped
+        return _CheckedImage(split, index, reason=reason)
     return _CheckedImage(split, index, _digest(array), opened.mode, min(array.shape[:2]))
 
 

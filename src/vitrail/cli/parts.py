@@ -71,8 +71,8 @@ def parse_parts(
     suffix = Path(out).suffix.lower()
     if used and not is_folder and suffix in _FILE_SUFFIXES:
         raise InputError(
-            f"{used[0]} writes a folder of parts, and --out {printable(out)} looks like a file; name a folder, such "
-            "as --out parts/."
+            f"{used[0]} writes a folder of parts, and --out {printable(out)} looks like a file; name a "
+            "folder, such as --out parts/."
         )
     number, of = _parse_part(part)
     return PartRequest(Path(out), number, of, engine)
@@ -93,7 +93,10 @@ def _parse_part(part: str | None) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,7})/([0-9]{1,7})", part)
     number, of = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= of <= _MAX_JOBS:
-        raise InputError(f"--part must be such as 3/16, counted from 1/16 to 16/16, in the digits 0 to 9, not {printable(part)!r}.")
+        raise InputError(
+            "--part must be such as 3/16, counted from 1/16 to 16/16 and written in the digits 0 to 9, not "
+            f"{printable(part)!r}."
+        )
     return number, of
 
 

@@ -243,8 +243,8 @@ def _space_checked(out: Path) -> Iterator[None]:
         if error.errno in DISK_FULL:
             raise FileError(
                 f"There is no space left for {printable(out)} ({error.strerror}); free some and run the same "
-                f"command again, which resumes it, or remove the .partial file and use {option('jpeg', True)} or a smaller "
-                "image size."
+                "command again, which resumes it, or remove the .partial file and use "
+                f"{option('jpeg', True)} or a smaller image size."
             ) from error
         raise
 
@@ -263,8 +263,8 @@ class _Journal:
         if not stored and file.seek(0, 2):
             self.path.unlink()
             raise InputError(
-                f"{printable(_partial(self.out))} is not of an interrupted vitrail pack; move it away, or choose "
-                "another output."
+                f"{printable(_partial(self.out))} is not of an interrupted vitrail pack; move it away, or "
+                "choose another output."
             )
         found = np.zeros(0, dtype=ROW)
         if stored[: len(self.identity)] == self.identity:

@@ -6,9 +6,9 @@
 | from 64  | the images one after the other: pixels (h, w, C), JPEGs, or why the source was unreadable |
 | the rest | the index: the length of a JSON object, the object, a row (ROW) for each image, labels    |
 
-The index is checked when the file is opened. The bytes of an image are checked against the CRC-32 of its row when
-a process first reads it (images/packed.py), in training, evaluation and `vitrail doctor` alike; one with other bytes is
-an unreadable image. Forged bytes with the right checksum are not noticed: this is against damage.
+The index is checked when the file is opened. The bytes of an image are checked against the CRC-32 of its row
+when a process first reads it (images/packed.py), by every command: if they are damaged, the image is one that
+cannot be read. A checksum shows damage; it does not show a forgery.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The index of a tar shard: where its images are, their labels and content keys (images/shard.py).
 
 An index lies beside its shard, as `photos-000000.tar.index`, or in the cache folder if that folder is
-read-only. It is used while the shard has the size and the time that are written in it and the index is intact, by the
-SHA-256 of its contents, which is checked each time the index is opened. Otherwise it is made again.
+read-only. It is used while the shard has the size and the time that are written in it and the contents of the
+index have their SHA-256, which is checked each time it is opened; if not, it is made again.
 
 Shards have the layout of WebDataset: `key.jpg` (or another image) and `key.cls` or `key.json` with its label,
 where the key is the name up to the first dot after the last slash. A list of labels in a `key.json` makes the

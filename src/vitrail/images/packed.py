@@ -1,7 +1,7 @@
 """Images inside a packed file (`vitrail pack`): decoded and resized pixels, or JPEGs.
 
-Of an image that is stored as pixels, only the rows that a crop covers are read, after its first time: each process
-checks the checksum of an image when it first reads it.
+The first time, a process reads an image completely and checks its checksum. After that, of an image that is
+stored as pixels, only the rows that a crop covers are read.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class PackedImage(StoredImage):
         data = file.read(self.offset, self.size, cut_off)
         if zlib.crc32(data) != self.crc:
             raise BrokenImage(
-                f"{printable(self)} is damaged: its bytes do not have the checksum that they were packed with. Pack "
-                "the data again."
+                f"{printable(self)} is damaged: its bytes do not have the checksum that they were packed "
+                "with. Pack the data again."
             )
         file.set_checked(self.row)
         first = start - self.offset

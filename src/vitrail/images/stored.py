@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def read_at(file: str, start: int, count: int, cut_off: str, version: Version | 
 class StoredFile:
     """A file that stays open while it is in the cache below."""
 
-    def __init__(self, file: str, version: Version | None) -> None:
+    def __init__(self, file: str, version: Version | None = None) -> None:
         with open_regular(file, "a file with images") as opened:
             status = os.fstat(opened.fileno())
             if version is not None and version != (status.st_size, status.st_mtime_ns):
@@ -105,9 +106,9 @@ class StoredFile:
             self._checked.extend(bytes(byte + 1 - len(self._checked)))
         self._checked[byte] |= 1 << bit
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
         if hasattr(self, "number"):
-            os.close(self.number)
+            close(self.number)
 
 
 open_stored = lru_cache(maxsize=_OPEN_FILES)(StoredFile)

@@ -28,7 +28,9 @@ def locked_file(path: Path, target: Path, *, wait: bool = False) -> Iterator[Buf
     while True:
         with open_own(path) as file:
             if lock(file, wait=wait) is False:
-                raise FileError(f"Another process is writing {printable(target)}; wait until it has finished.")
+                raise FileError(
+                    f"Another process is writing {printable(target)}; wait until it has finished."
+                )
             if _is_at(file, path):
                 yield file
                 return
@@ -78,8 +80,8 @@ def open_own(path: Path) -> BufferedRandom:
 
 def _not_own(path: Path) -> InputError:
     return InputError(
-        f"{printable(path)} must be a file of its own and is a link, a pipe or a device; remove it, or choose "
-        "another output."
+        f"{printable(path)} is a link, a pipe or a device, and Vitrail writes a file of that name; remove "
+        "it, or choose another output."
     )
 
 

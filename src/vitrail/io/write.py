@@ -118,7 +118,7 @@ def write_array(path: str | Path, array: NDArray[Any], *, overwrite: bool = Fals
 
     with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
         # np.save writes by itself to a file that Python has opened, and of a full disk it tells only numbers.
-        np.lib.format.write_array(_Writer(file), array, allow_pickle=False)  # type: ignore[arg-type]
+        np.lib.format.write_array(_Writer(file), array, allow_pickle=False)
     return Path(path)
 
 

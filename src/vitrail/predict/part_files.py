@@ -38,8 +38,8 @@ def is_complete(path: Path) -> bool:
     for file in files:
         if os.path.lexists(file) and not file.is_file():
             raise InputError(
-                f"{printable(file)} must be a part of the predictions and is no regular file; move it away and run "
-                "the same command again."
+                f"{printable(file)} must be a file with a part of the results, and is none; move it away and "
+                "run the same command again."
             )
     return all(file.exists() and file.stat().st_size > 0 for file in files)
 

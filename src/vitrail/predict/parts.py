@@ -99,7 +99,7 @@ class Parts:
                     f"{option('out')} must name a new or empty folder, or one with parts of the same "
                     f"prediction, and {printable(folder)} has no {MANIFEST}; name another folder."
                 )
-            # Another process may be faster, and remove even our temporary file: its manifest is checked below.
+            # Another process may be faster, and remove our temporary file: its manifest is checked below.
             with suppress(InputError, FileNotFoundError):
                 write_text(path, json.dumps(manifest, indent=1) + "\n")
         _check_manifest(path, manifest)
@@ -117,9 +117,9 @@ class Parts:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold a lock while parts are written. If no other process does, remove what killed ones have left."""
+        """Hold a lock while parts are written; if no other process does, remove what killed ones left."""
         manifest = self.folder / MANIFEST
-        writable = os.access(manifest, os.W_OK)  # a network file system locks only such for one process alone
+        writable = os.access(manifest, os.W_OK)  # only such can be locked exclusively on NFS
         with manifest.open("r+b" if writable else "rb") as file:
             if lock(file):
                 remove_partial(self.folder)

@@ -27,6 +27,7 @@ from vitrail.errors import FileError, InputError
 from vitrail.images.limits import BrokenImage
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import read_pixels
+from vitrail.io.lock import locked_file
 
 __all__ = ["one_thread"]
 
@@ -187,7 +188,8 @@ def test_other_settings_do_not_resume_and_a_lost_partial_file_starts_anew(folder
 
 def test_a_second_writer_is_refused(folder, tmp_path):
     out = tmp_path / "o.pack"
-    with pack._locked(out, wait=False), pytest.raises(FileError, match="Another process is writing"):
+    partial = tmp_path / "o.pack.partial"
+    with locked_file(partial, out), pytest.raises(FileError, match=r"Another process is writing \S*o.pack;"):
         pack_dataset(read_data(folder), out, workers=0)
 
 

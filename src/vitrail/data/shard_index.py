@@ -38,7 +38,7 @@ from vitrail.images.shard import (
     column_starts,
     read_header,
 )
-from vitrail.images.stored import version_of
+from vitrail.images.stored import open_stored, version_of
 from vitrail.io.cache import cache_folder
 from vitrail.io.read import open_regular, parse_json
 from vitrail.io.write import atomic_file
@@ -84,6 +84,7 @@ def build_index(tar: Path) -> ShardHeader:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_index(path, status, classes, rows.places, labels, rows.keys, rows.names, rows.others, sets)
+            open_stored.cache_clear()  # a damaged index may be open, and has the size and the time of this one
             return read_header(os.path.abspath(tar), path)
         except OSError as error:
             reason = printable(error.strerror or error)

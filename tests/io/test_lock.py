@@ -1,6 +1,8 @@
 """Files that are locked while they are written: never through a link, and never a file that was renamed."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -84,6 +86,17 @@ def test_a_lock_is_held_against_other_processes(tmp_path):
         assert lock(other) is False
 
 
+WRITER = """
+import sys
+from pathlib import Path
+from vitrail.io.lock import locked_file
+
+with locked_file(Path(sys.argv[1]), Path(sys.argv[1]), wait=True) as file:
+    file.truncate()
+    file.write(b"other")
+"""
+
+
 def waits_for(child, path):
     """Whether a process has a file open."""
     folder = f"/proc/{child}/fd"
@@ -94,20 +107,14 @@ def waits_for(child, path):
 def test_a_file_that_was_renamed_while_waiting_for_its_lock_is_not_written(tmp_path):
     """What pack does at its end: another process that has opened the file must not write to the result."""
     path, result = (tmp_path / "o.partial").resolve(), tmp_path / "o"
-
-    def work():
-        with locked_file(path, result, wait=True) as file:
-            file.truncate()
-            file.write(b"other")
-
     with locked_file(path, result) as file:
         file.write(b"complete")
         file.flush()
-        child = forked(work)
-        while not waits_for(child, path):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, path])  # a fork would share the lock
+        while child.poll() is None and not waits_for(child.pid, path):
             time.sleep(0.005)
         os.replace(path, result)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert child.wait(60) == 0
     assert (result.read_bytes(), path.read_bytes()) == (b"complete", b"other")
 
 

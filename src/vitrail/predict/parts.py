@@ -36,7 +36,7 @@ _WORDS = {
     "content": "its parts are of another command (vitrail predict or vitrail embed)",
     "form": "its parts have another format",
     "top": "its parts have another number of classes per image",
-    "part_size": "its parts have another number of images",
+    "part_size": "its parts were written with another part size",
 }
 
 Progress = Callable[[int, int], None]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.predict.test_prediction_parts import invoke, model, photos, predict, rows_of
+from tests.predict.test_prediction_parts import model, photos, predict, rows_of
 from tests.support.command import run_command
 from tests.support.tiny_runs import forked
 from vitrail.io.write import atomic_file
@@ -111,7 +111,15 @@ def test_a_full_disk_names_file_and_cause(model, photos, tmp_path, words, name):
         links.append(f"{number}.jpg")
         (tmp_path / links[-1]).symlink_to(photos / "ant" / "00.jpg")
     done = run_command(
-        command, model, *links, *options, "--workers", 0, "--quiet", cwd=tmp_path, limits={"RLIMIT_FSIZE": 700}
+        command,
+        model,
+        *links,
+        *options,
+        "--workers",
+        0,
+        "--quiet",
+        cwd=tmp_path,
+        limits={"RLIMIT_FSIZE": 700},
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert done.stderr.startswith(f"vitrail: {name}: "), done.stderr

@@ -67,8 +67,10 @@ def open_index(tar: Path) -> ShardHeader | None:
     for path in index_paths(tar):
         with suppress(OSError, VitrailError):
             header = read_header(os.path.abspath(tar), path)
-            if header.tar_version == version and _is_intact(header):
-                return header
+            if header.tar_version == version:
+                if _is_intact(header):
+                    return header
+                open_stored.cache_clear()  # it is open, and the new one will have the same size and time
     return None
 
 
@@ -84,7 +86,6 @@ def build_index(tar: Path) -> ShardHeader:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_index(path, status, classes, rows.places, labels, rows.keys, rows.names, rows.others, sets)
-            open_stored.cache_clear()  # a damaged index may be open, and has the size and the time of this one
             return read_header(os.path.abspath(tar), path)
         except OSError as error:
             reason = printable(error.strerror or error)

@@ -314,7 +314,9 @@ def test_paths_that_are_too_long_are_reported(folder, monkeypatch):
     assert "24 in train, 6 in val" in done.stdout
     assert "not read: folders that cannot be read (1):" in done.stdout
     assert "File name too long" in done.stdout
-    with pytest.raises(InputError, match=r"folders that cannot be read.* train/ant/xxx.*: File name too long"):
+    with pytest.raises(
+        InputError, match=r"folders that cannot be read.* train/ant/xxx.*: File name too long"
+    ):
         open_dataset(folder)
     rows = [f"train/{kind}/{number}.png,{kind}" for kind in ("ant", "bee") for number in range(12)]
     (folder / "table.csv").write_text("\n".join(["path,label", *rows, "y" * 5000 + ".png,ant"]))

@@ -112,7 +112,9 @@ def test_another_model_list_or_format_is_refused(model, photos, tmp_path):
     assert "another part size" in text
     assert before == {file.name: file.read_bytes() for file in out.iterdir()}
     assert "has no manifest.json" in predict(model, photos, tmp_path / "x")[1]
-    assert "is a file" in invoke("predict", model, photos, "--out", tmp_path / "x" / "file", "--part", "1/2")[1]
+    assert (
+        "is a file" in invoke("predict", model, photos, "--out", tmp_path / "x" / "file", "--part", "1/2")[1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ The shards are sparse files, so they take no space; the indexes are real (about 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -34,13 +35,15 @@ def write_indexes(folder: Path, images: int, shards: int, classes: int = 1000) -
         with tar.open("wb") as file:
             file.truncate(count * 110_592)
         status = os.stat(tar)
-        head = zlib.crc32(info), len(info), count, status.st_size, status.st_mtime_ns, 0, bytes(32)
         columns = {
             "places": places,
             "labels": rng.integers(classes, size=count, dtype=np.uint32),
             "keys": rng.integers(2**64, size=count, dtype=np.uint64),
             "ends": np.zeros(count, dtype=np.uint64),
         }
+        digest = hashlib.sha256(b"".join(columns[name].tobytes() for name in ("labels", "keys", "ends")))
+        digests = digest.digest(), hashlib.sha256(places.tobytes()).digest()[:8]
+        head = zlib.crc32(info), len(info), count, status.st_size, status.st_mtime_ns, 0, *digests
         with open(f"{tar}.index", "wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, *head) + info)
             for column, values in columns.items():

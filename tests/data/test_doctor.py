@@ -299,3 +299,26 @@ def test_progress_of_a_large_table(folder):
     open_for_check(folder / "table.csv", lambda *call: calls.append(call))
     assert calls[:2] == [("reading rows", 10_000, None), ("reading rows", 20_000, None)]
     assert calls[2:] == [("reading files", 2, 2)]
+
+
+def test_paths_that_are_too_long_are_reported(folder, monkeypatch):
+    """A folder that no path leads to, and an image of a table: doctor goes on, as predict does."""
+    monkeypatch.chdir(folder / "train" / "ant")
+    for _ in range(21):  # each step is short, and the path of the last folder is longer than 4,096 bytes
+        os.mkdir("x" * 200)
+        os.chdir("x" * 200)
+    make_image(96).save("deep.png")
+    os.chdir(folder)
+    done = CliRunner().invoke(app, ["doctor", "."])
+    assert done.exit_code == 1
+    assert "24 in train, 6 in val" in done.stdout
+    assert "not read: folders that cannot be read (1):" in done.stdout
+    assert "File name too long" in done.stdout
+    with pytest.raises(
+        InputError, match=r"folders that cannot be read.* train/ant/xxx.*: File name too long"
+    ):
+        open_dataset(folder)
+    rows = [f"train/{kind}/{number}.png,{kind}" for kind in ("ant", "bee") for number in range(12)]
+    (folder / "table.csv").write_text("\n".join(["path,label", *rows, "y" * 5000 + ".png,ant"]))
+    done = CliRunner().invoke(app, ["doctor", "table.csv"])
+    assert "cannot be read (1):\n  1: File name too long" in done.stdout

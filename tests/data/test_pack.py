@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.support.command import run_command
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, one_thread, train, write_folder
 from vitrail.cli import app
 from vitrail.data import pack
@@ -27,6 +28,7 @@ from vitrail.errors import FileError, InputError
 from vitrail.images.limits import BrokenImage
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import read_pixels
+from vitrail.io.lock import locked_file
 
 __all__ = ["one_thread"]
 
@@ -187,7 +189,8 @@ def test_other_settings_do_not_resume_and_a_lost_partial_file_starts_anew(folder
 
 def test_a_second_writer_is_refused(folder, tmp_path):
     out = tmp_path / "o.pack"
-    with pack._locked(out, wait=False), pytest.raises(FileError, match="Another process is writing"):
+    partial = tmp_path / "o.pack.partial"
+    with locked_file(partial, out), pytest.raises(FileError, match=r"Another process is writing \S*o.pack;"):
         pack_dataset(read_data(folder), out, workers=0)
 
 
@@ -223,6 +226,18 @@ def test_unreadable_files_stay_unreadable_with_their_reason(folder, tmp_path):
     assert (pixels[list(split.names).index("bee/04.jpg")] == 128).all()
     with pytest.raises(InputError, match=r"bee/04.jpg could not be read when it was packed.*corrupt='skip'"):
         pixels_of(split)
+
+
+def test_a_full_disk_names_file_and_cause(folder, tmp_path):
+    """No file may grow past 9,000 bytes, as if the disk ended there; with more space the pack resumes."""
+    done = run_command(
+        "pack", folder, "o.pack", "--workers", 0, "--quiet", cwd=tmp_path, limits={"RLIMIT_FSIZE": 9000}
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "There is no space left for o.pack (File too large); free some" in done.stderr
+    done = run_command("pack", folder, "o.pack", "--workers", 0, "--quiet", cwd=tmp_path)
+    assert done.returncode == 0
+    assert check_packed(read_data(folder), tmp_path / "o.pack").is_current
 
 
 # ---- hostile files -----------------------------------------------------------------------------

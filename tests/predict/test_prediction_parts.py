@@ -98,6 +98,7 @@ def test_another_model_list_or_format_is_refused(model, photos, tmp_path):
     other = save_model(tmp_path / "other.safetensors", 1)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "one.txt").write_text("mine")
+    (tmp_path / "x" / "file").write_text("mine")
     for words, message in (
         ([other, photos], "the model or its options have changed"),
         ([model, photos / "ant"], "the list of images has changed"),
@@ -111,7 +112,9 @@ def test_another_model_list_or_format_is_refused(model, photos, tmp_path):
     assert "another part size" in text
     assert before == {file.name: file.read_bytes() for file in out.iterdir()}
     assert "has no manifest.json" in predict(model, photos, tmp_path / "x")[1]
-    assert "is a file" in invoke("predict", model, photos, "--out", model, "--part", "1/2")[1]
+    assert (
+        "is a file" in invoke("predict", model, photos, "--out", tmp_path / "x" / "file", "--part", "1/2")[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,11 @@ def test_another_model_list_or_format_is_refused(model, photos, tmp_path):
         (["--out", "p/", "--part", "0/4"], "counted from 1/16"),
         (["--out", "p/", "--part", "5/4"], "counted from 1/16"),
         (["--out", "p/", "--part", "one"], "counted from 1/16"),
+        (["--out", "p/", "--part", "١/٤"], "in the digits 0 to 9, not '١/٤'"),
+        (
+            ["--out", "q.csv", "--part", "1/2"],
+            "--part writes a folder of parts, and --out q.csv looks like a file",
+        ),
         (["--out", "p/", "--engine", "spark"], "unknown engine 'spark'"),
         (["--out", "p/", "--format", "xlsx"], "unknown format 'xlsx' for parts"),
         (["--out", "p/", "--explain", "e"], "--explain is not for a folder of parts"),
@@ -176,7 +184,10 @@ def test_embed_by_the_same_engine(model, photos, tmp_path):
     kept = vectors[~np.isnan(vectors[:, 0])]
     np.testing.assert_allclose(kept, one.embeddings, atol=1e-6)
     assert len(vectors) == len(kept) + 1
-    assert "embeddings are wanted" in predict(model, photos, tmp_path / "npy", "--format", "npy")[1]
+    assert (
+        "of another command (vitrail predict or vitrail embed)"
+        in predict(model, photos, tmp_path / "npy", "--format", "npy")[1]
+    )
 
 
 def test_shards_are_predicted_as_their_files(model, photos, tmp_path):

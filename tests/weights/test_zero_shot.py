@@ -252,6 +252,14 @@ def test_prompts_from_files(tmp_path):
         (None, ["bad.json"], "JSON object of classes"),
         (None, ["empty.json"], "no text for 'cat'"),
         (None, ["binary.txt"], "not a text file"),
+        ("missing.txt", None, "there is no file 'missing.txt'; check its path"),
+        ("lists/of,names.TXT", None, "there is no file 'lists/of,names.TXT'"),
+        ("cat,d\x1bog", None, r"control characters.* not 'd\\x1bog'"),
+        ("cat,dog\ufffd", None, r"mark of a wrong encoding.* not 'dog\\ufffd'"),
+        ("cat,dog\udcff", None, r"without control characters.* not 'dog\\udcff'"),
+        ("control.txt", None, r"without control characters.* not 'd\\x0bog'"),
+        ("cat," + "x" * 501, None, "may have 500 characters, and .* has 501; shorten it"),
+        (",".join(map(str, range(100_000))), None, "100,000 classes, and the limit is 25,000"),
     ],
 )
 def test_bad_prompts(tmp_path, monkeypatch, labels, prompts, message):
@@ -259,6 +267,7 @@ def test_bad_prompts(tmp_path, monkeypatch, labels, prompts, message):
     (tmp_path / "bad.json").write_text('["cat"]')
     (tmp_path / "empty.json").write_text('{"cat": [], "dog": "a dog"}')
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "control.txt").write_bytes(b"cat\r\nd\x0bog\r\n")
     with pytest.raises(InputError, match=message):
         read_prompts(labels, prompts, None)
 

@@ -110,7 +110,7 @@ def doctor(
             dataset, problems = open_for_check(data, bars)
         else:
             rows = partial(bars, "reading rows", total=None)
-            dataset, problems = open_labeled(data, rows), []
+            dataset, problems = open_labeled(data, rows, need_readable=False), []
         report = check_images(dataset, count, bars)
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)

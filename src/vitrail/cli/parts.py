@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("local", "ray")
 _MAX_JOBS = 1_000_000
+_FILE_SUFFIXES = (".csv", ".jsonl", ".json", ".txt", ".parquet", ".npy", ".safetensors")
 
 Part = Annotated[
     str | None,
@@ -67,6 +68,12 @@ def parse_parts(
         return None
     if out is None:
         raise InputError(f"{used[0]} writes parts; name a folder for them with --out, such as --out parts/.")
+    suffix = Path(out).suffix.lower()
+    if used and not is_folder and suffix in _FILE_SUFFIXES:
+        raise InputError(
+            f"{used[0]} writes a folder of parts, and --out {printable(out)} looks like a file; name a "
+            "folder, such as --out parts/."
+        )
     number, of = _parse_part(part)
     return PartRequest(Path(out), number, of, engine)
 
@@ -83,10 +90,13 @@ def check_alone(others: Mapping[str, object]) -> None:
 def _parse_part(part: str | None) -> tuple[int, int]:
     if part is None:
         return 1, 1
-    match = re.fullmatch(r"(\d{1,7})/(\d{1,7})", part)
+    match = re.fullmatch(r"([0-9]{1,7})/([0-9]{1,7})", part)
     number, of = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= of <= _MAX_JOBS:
-        raise InputError(f"--part must be such as 3/16, counted from 1/16 to 16/16, not {printable(part)!r}.")
+        raise InputError(
+            "--part must be such as 3/16, counted from 1/16 to 16/16 and written in the digits 0 to 9, not "
+            f"{printable(part)!r}."
+        )
     return number, of
 
 

@@ -18,6 +18,7 @@ from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_fi
 from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 from vitrail.errors import InputError, printable, require_extra
+from vitrail.io.write import naming_file
 from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
@@ -259,20 +260,22 @@ def _open_rows(out: Path | None) -> Iterator[Callable[[str], None]]:
     """A function that writes a row at once, so that a run that is killed leaves only complete rows."""
     if out is not None:
         with out.open("xb", buffering=0) as file:
-            yield lambda text: _write_all(file, text.encode())
+            yield lambda text: _write_all(file, out, text.encode())
         return
 
     def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with naming_file("standard output"):
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     yield write
 
 
-def _write_all(file: Any, data: bytes) -> None:
+def _write_all(file: Any, path: Path, data: bytes) -> None:
     """Write to an unbuffered file, which may accept only a part at a time."""
-    while data:
-        data = data[file.write(data) :]
+    with naming_file(path):
+        while data:
+            data = data[file.write(data) :]
 
 
 def _save_overlay(predictor: Predictor, prediction: Prediction, folder: Path, number: int) -> None:

@@ -112,6 +112,7 @@ def open_for_check(
     """A data set as training would use it, and the reasons why training would refuse it."""
     data = read_data(
         path,
+        need_readable=False,  # they are reported
         progress=partial(progress, "reading shards"),
         on_rows=lambda rows: progress("reading rows", rows, None),
     )
@@ -314,7 +315,10 @@ def _check_image(split: str, index: int, image: Path | StoredImage | NDArray[np.
     except OSError as error:
         return _CheckedImage(split, index, reason=f"{printable(error.strerror or error)}.")
     except Exception as error:  # one image must not stop the check of the others
-        return _CheckedImage(split, index, reason=printable(error, 400))
+        reason = printable(error, 400).replace(
+            printable(image), "The image"
+        )  # so that equal reasons are grouped
+        return _CheckedImage(split, index, reason=reason)
     return _CheckedImage(split, index, _digest(array), opened.mode, min(array.shape[:2]))
 
 

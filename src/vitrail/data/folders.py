@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ FAULTS = {  # what is skipped and the user may miss, by kind
     "broken_links": "broken links",
     "folder_links": "links to folders (not followed)",
     "special": "pipes, sockets or devices",
+    "unreadable": "folders that cannot be read",
 }
 HARMLESS = {"other": "files without an image suffix", "hidden": "hidden files and folders"}
 
@@ -129,10 +130,7 @@ def _entry_kind(entry: os.DirEntry[str]) -> str:
 
 
 def _scan(root: Path, below: str, skipped: Skipped) -> tuple[list[str], list[str]]:
-    """The names of the images and of the folders in a folder, sorted; everything else is added to `skipped`.
-
-    A folder that cannot be read is an error, because a run would miss its images.
-    """
+    """The sorted names of the images and of the folders in a folder; all others are added to `skipped`."""
     entries_of: dict[str, list[str]] = {"image": [], "folder": []}
     with os.scandir(os.path.join(root, below)) as entries:
         for entry in entries:
@@ -165,16 +163,34 @@ def _class_folders(root: Path, below: str, skipped: Skipped) -> list[str]:
 
 
 def _walk(root: Path, below: str, skipped: Skipped) -> list[str]:
-    """The names, relative to the root, of all image files below a folder, in order."""
+    """The names, relative to the root, of all image files below a folder, in order.
+
+    A folder that cannot be read is added to `skipped` with the reason; see `check_readable`.
+    """
     files: list[str] = []
     waiting = [below]
     while waiting:
-        images, folders = _scan(root, waiting.pop(), skipped)
+        folder = waiting.pop()
+        try:
+            images, folders = _scan(root, folder, skipped)
+        except OSError as error:
+            _skip(skipped, "unreadable", [f"{printable(folder)}: {error.strerror or error}"])
+            continue
         files += images
         waiting += reversed(folders)
         if len(files) > _MAX_FILES:
             raise InputError(f"{printable(root / below)} holds more than {_MAX_FILES:,} files; split it.")
     return files
+
+
+def check_readable(root: str | Path, skipped: Mapping[str, list[str]]) -> None:
+    """Refuse folders that cannot be read: their images would be missed."""
+    if names := skipped.get("unreadable"):
+        more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+        raise InputError(
+            f"{printable(root)} has folders that cannot be read, and their images would be missed: "
+            f"{names[0]}{more}. Shorten their paths or change their permissions; vitrail doctor lists them."
+        )
 
 
 def expand_folders(paths: Iterable[Path]) -> list[Path]:
@@ -192,4 +208,7 @@ def expand_folders(paths: Iterable[Path]) -> list[Path]:
 
 def list_images(folder: Path) -> list[Path]:
     """All image files below a folder, in order. Links to folders and hidden files are skipped."""
-    return [folder / name for name in _walk(folder, "", {})]
+    skipped: Skipped = {}
+    names = _walk(folder, "", skipped)
+    check_readable(folder, skipped)
+    return [folder / name for name in names]

@@ -6,7 +6,6 @@ that an interrupted pack resumes. It is renamed when it is complete.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -27,7 +26,8 @@ from vitrail.errors import FileError, InputError, option, printable
 from vitrail.images.convert import apply_orientation
 from vitrail.images.decode import open_image
 from vitrail.images.workers import Task, Workers, choose_workers
-from vitrail.io.write import check_new, sync_folder
+from vitrail.io.lock import locked_file, open_own
+from vitrail.io.write import DISK_FULL, check_new, sync_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,9 +81,12 @@ def pack_dataset(
     splits = _file_splits(data)
     rows = _source_rows(splits)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out, wait) as file, _space_checked(out):
-        if wait and out.exists():
-            _remove_if_open(_partial(out), file)
+    with _space_checked(out), locked_file(_partial(out), out, wait=wait) as file:
+        if os.path.lexists(out):  # another process has written it since
+            if not file.seek(0, 2):
+                _partial(out).unlink()
+            if not wait:
+                check_new(out, "vitrail pack")
             return PackResult(out, len(rows), out.stat().st_size)
         journal = _Journal(out, _hash_all(data, splits, rows, size, jpeg))
         done = journal.restore(file, rows)
@@ -233,39 +236,15 @@ def _partial(out: Path) -> Path:
 
 
 @contextmanager
-def _locked(out: Path, wait: bool) -> Iterator[io.BufferedRandom]:
-    """The partial file, open and locked against a second writer."""
-    descriptor = os.open(_partial(out), os.O_RDWR | os.O_CREAT, 0o666)
-    with os.fdopen(descriptor, "r+b") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except ImportError:  # not on Windows
-            pass
-        except OSError as error:
-            raise FileError(
-                f"Another process is writing {printable(out)}; wait until it has finished."
-            ) from error
-        yield file
-
-
-def _remove_if_open(path: Path, file: io.BufferedRandom) -> None:
-    """Remove the file that was created for the lock, unless another process has made it its own."""
-    if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-        path.unlink()
-
-
-@contextmanager
 def _space_checked(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise FileError(
-                f"There is no space left for {printable(out)}; free some and run the same command again, "
-                f"which resumes it, or remove the .partial file and use {option('jpeg', True)} or a smaller "
-                "image size."
+                f"There is no space left for {printable(out)} ({error.strerror}); free some and run the same "
+                "command again, which resumes it, or remove the .partial file and use "
+                f"{option('jpeg', True)} or a smaller image size."
             ) from error
         raise
 
@@ -274,15 +253,19 @@ class _Journal:
     """The rows of the images that are safely in the partial file, behind a hash of what is being packed."""
 
     def __init__(self, out: Path, identity: bytes) -> None:
-        self.path, self.identity = out.with_name(out.name + ".partial.rows"), identity
+        self.out, self.path, self.identity = out, out.with_name(out.name + ".partial.rows"), identity
         self.saved, self.synced = 0, 0
 
     def restore(self, file: io.BufferedRandom, rows: NDArray[Any]) -> int:
         """Restore the rows of an interrupted pack, and cut the file after their images. Returns how many."""
-        try:
-            stored = self.path.read_bytes()
-        except OSError:
-            stored = b""
+        with open_own(self.path) as journal:
+            stored = journal.read()
+        if not stored and file.seek(0, 2):
+            self.path.unlink()
+            raise InputError(
+                f"{printable(_partial(self.out))} is not of an interrupted vitrail pack; move it away, or "
+                "choose another output."
+            )
         found = np.zeros(0, dtype=ROW)
         if stored[: len(self.identity)] == self.identity:
             body = stored[len(self.identity) :]
@@ -290,7 +273,9 @@ class _Journal:
         end = int(found["offset"][-1] + found["bytes"][-1]) if len(found) else HEADER.size
         if not len(found) or file.seek(0, 2) < end:
             found, end = found[:0], HEADER.size
-            self.path.write_bytes(self.identity)
+            with open_own(self.path) as journal:
+                journal.truncate()
+                journal.write(self.identity)
         self.saved = len(found)
         rows[: self.saved] = found
         file.truncate(end)
@@ -307,7 +292,8 @@ class _Journal:
         count = int((rows["offset"] > 0).sum()) if count is None else count
         file.flush()
         os.fsync(file.fileno())
-        with self.path.open("ab") as journal:
+        with open_own(self.path) as journal:
+            journal.seek(0, 2)
             journal.write(rows[self.saved : count].tobytes())
         self.saved, self.synced = count, file.tell()
 

@@ -26,10 +26,11 @@ from vitrail.data.content import bytes_key, name_key
 from vitrail.data.folders import SUFFIXES
 from vitrail.data.pack import source_state
 from vitrail.data.shard_index import index_paths, open_index, write_index
-from vitrail.errors import FileError, InputError, printable
+from vitrail.errors import InputError, printable
 from vitrail.images.packed import PackedImage
 from vitrail.images.shard import ShardImage
 from vitrail.images.stored import StoredImage
+from vitrail.io.lock import locked_file
 from vitrail.io.read import open_regular
 from vitrail.io.write import atomic_file, remove_partial, write_text
 
@@ -153,26 +154,15 @@ def _locked(out: Path, identity: str) -> Iterator[None]:
             f"{printable(out)} already exists; vitrail pack --to shards needs a new or empty folder."
         )
     out.mkdir(parents=True, exist_ok=True)
-    with open(resume, "a+", encoding="utf-8") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # not on Windows
-            pass
-        except OSError as error:
-            raise FileError(
-                f"Another process is writing to {printable(out)}; wait until it has finished."
-            ) from error
-        file.seek(0)
-        before = file.read()
+    with locked_file(resume, out) as file:
+        before = file.read().decode("utf-8", "replace")
         if before and before != identity:
             raise InputError(
                 f"{printable(out)} holds a part of another pack: the data or the shard size has changed. "
                 "Remove the folder, or choose another one."
             )
         if not before:
-            file.write(identity)
+            file.write(identity.encode())
             file.flush()
             os.fsync(file.fileno())
         yield

@@ -6,7 +6,9 @@
 | from 64  | the images one after the other: pixels (h, w, C), JPEGs, or why the source was unreadable |
 | the rest | the index: the length of a JSON object, the object, a row (ROW) for each image, labels    |
 
-Everything is checked before use: a file is cut off, changed or forged until it is shown to be whole.
+The index is checked when the file is opened. The bytes of an image are checked against the CRC-32 of its row
+when a process first reads it (images/packed.py), by every command: if they are damaged, the image is one that
+cannot be read. A checksum shows damage; it does not show a forgery.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ def read_packed(file: Path) -> Dataset:
             PackedImage(
                 str(file.absolute()),
                 name,
+                row=number,
+                crc=int(row["crc"]),
                 offset=int(row["offset"]),
                 size=int(row["bytes"]),
                 height=int(row["height"]),
@@ -97,7 +101,7 @@ def read_packed(file: Path) -> Dataset:
                 channels=int(row["channels"]),
                 reason="" if row["channels"] else _read_reason(opened, row),
             )
-            for name, row in zip(index.names, index.rows, strict=True)
+            for number, (name, row) in enumerate(zip(index.names, index.rows, strict=True))
         ]
     splits = {}
     for number, split in enumerate(SPLIT_NAMES):

@@ -1,7 +1,8 @@
 """The index of a tar shard: where its images are, their labels and content keys (images/shard.py).
 
 An index lies beside its shard, as `photos-000000.tar.index`, or in the cache folder if that folder is
-read-only. It is used while the shard has the size and the time that are written in it, and made again if not.
+read-only. It is used while the shard has the size and the time that are written in it and the contents of the
+index have their SHA-256, which is checked each time it is opened; if not, it is made again.
 
 Shards have the layout of WebDataset: `key.jpg` (or another image) and `key.cls` or `key.json` with its label,
 where the key is the name up to the first dot after the last slash. A list of labels in a `key.json` makes the
@@ -37,7 +38,7 @@ from vitrail.images.shard import (
     column_starts,
     read_header,
 )
-from vitrail.images.stored import version_of
+from vitrail.images.stored import open_stored, version_of
 from vitrail.io.cache import cache_folder
 from vitrail.io.read import open_regular, parse_json
 from vitrail.io.write import atomic_file
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json file
 _MAX_HEADER = 1 << 20  # bytes of an extended header in a tar
+_HASHED = ("labels", "keys", "ends")  # the columns of the first digest, after the names
+_PLACES_DIGEST = 8  # bytes
+_PIECE = 1 << 22  # bytes that are read at a time
 _KEYS = ("label", "cls", "class")  # of a label in a .json file
 
 
@@ -58,13 +62,15 @@ def index_paths(tar: Path) -> Iterator[str]:
 
 
 def open_index(tar: Path) -> ShardHeader | None:
-    """The index of a shard; None if there is none for the shard as it is now."""
+    """The index of a shard; None if there is none that is intact and for the shard as it is now."""
     version = version_of(str(tar))
     for path in index_paths(tar):
         with suppress(OSError, VitrailError):
             header = read_header(os.path.abspath(tar), path)
             if header.tar_version == version:
-                return header
+                if _is_intact(header):
+                    return header
+                open_stored.cache_clear()  # it is open, and the new one will have the same size and time
     return None
 
 
@@ -118,16 +124,17 @@ def write_index(
     }
     joined = b"".join(texts)
     digest = hashlib.sha256(joined)
-    for column in ("labels", "keys", "ends"):
+    for column in _HASHED:
         digest.update(columns[column].tobytes())
     fields = {"classes": list(classes), "others": list(others)}
     info = json.dumps(fields if sets is None else fields | {"sets": sets}).encode()
     digest.update(b"" if sets is None else info)
+    digests = digest.digest(), hashlib.sha256(columns["places"].tobytes()).digest()[:_PLACES_DIGEST]
     starts, _ = column_starts(len(info), len(names))
     lengths = len(info), len(names), tar.st_size, tar.st_mtime_ns, len(joined)
     with atomic_file(path, overwrite=True) as partial:
         with partial.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, zlib.crc32(info), *lengths, digest.digest()) + info)
+            file.write(HEADER.pack(MAGIC, VERSION, zlib.crc32(info), *lengths, *digests) + info)
             for column, values in columns.items():
                 file.seek(starts[column])
                 file.write(values.tobytes())
@@ -139,6 +146,23 @@ def write_index(
         content = hashlib.sha256(digest.digest() + info + columns["places"].tobytes()).digest()
         time = tar.st_mtime_ns // 10**9 * 10**9 + int.from_bytes(content[:8]) % 10**9
         os.utime(partial, ns=(time, time))
+
+
+def _is_intact(header: ShardHeader) -> bool:
+    """Whether an index has the contents that were written. Its description has a checksum of its own."""
+    digest, places = hashlib.sha256(), hashlib.sha256()
+    size, _ = header.index_version
+    for first in range(header.starts["names"], size, _PIECE):
+        digest.update(header.read_bytes(first, min(_PIECE, size - first)))
+    for column in _HASHED:
+        digest.update(header.read(column, 0, header.count).data)
+    places.update(header.read("places", 0, header.count).data)
+    if header.places_digest not in (bytes(_PLACES_DIGEST), places.digest()[:_PLACES_DIGEST]):
+        return False
+    if digest.digest() == header.digest:
+        return True
+    digest.update(header.info)  # of multi-label data
+    return digest.digest() == header.digest
 
 
 # ---- reading a shard ------------------------------------------------------------------------

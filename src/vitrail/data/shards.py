@@ -216,16 +216,16 @@ def open_shards(shards: Sequence[Path], progress: Progress) -> list[ShardHeader]
     def share(header: ShardHeader) -> ShardHeader:
         return replace(header, info=infos.setdefault(header.info, header.info))
 
-    found = {shard: share(header) if (header := open_index(shard)) else None for shard in shards}
-    missing = [shard for shard, header in found.items() if header is None]
-    if missing:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                for done, header in enumerate(pool.map(build_index, missing), 1):
-                    found[missing[done - 1]] = share(header)
-                    progress(done, len(missing))
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        try:
+            opened = zip(shards, pool.map(open_index, shards), strict=True)
+            found = {shard: share(header) if header else None for shard, header in opened}
+            missing = [shard for shard, header in found.items() if header is None]
+            for done, header in enumerate(pool.map(build_index, missing), 1):
+                found[missing[done - 1]] = share(header)
+                progress(done, len(missing))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     return [header for header in found.values() if header is not None]
 
 

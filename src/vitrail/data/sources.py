@@ -181,15 +181,17 @@ def open_dataset(
     return hold_out_validation(data, val_fraction, split_seed, progress)
 
 
-def open_labeled(path: Any, on_rows: RowProgress = lambda rows: None) -> Dataset:
+def open_labeled(
+    path: Any, on_rows: RowProgress = lambda rows: None, *, need_readable: bool = True
+) -> Dataset:
     """Open a data set to evaluate a model on: any labeled images, in the splits that the data has, if any.
 
     Unlike training, this needs no training set, and neither two classes nor images of each.
 
     Args:
-        on_rows: as in `read_data`.
+        on_rows, need_readable: as in `read_data`.
     """
-    data = read_data(path, need_train=False, on_rows=on_rows)
+    data = read_data(path, need_train=False, need_readable=need_readable, on_rows=on_rows)
     if not data.splits:
         raise InputError(f"{printable(path)} has no images; check the path, or run vitrail doctor on it.")
     return replace(data, notes=[*data.notes, *_skip_notes(data)])
@@ -199,6 +201,7 @@ def read_data(
     path: Any,
     *,
     need_train: bool = True,
+    need_readable: bool = True,
     progress: Progress = lambda done, total: None,
     on_rows: RowProgress = lambda rows: None,
 ) -> Dataset:
@@ -206,6 +209,7 @@ def read_data(
 
     Args:
         need_train: refuse data without a training set.
+        need_readable: refuse folders that cannot be read; otherwise they are among what is skipped.
         progress: called while shards without an index are read.
         on_rows: called with the number of rows of a table that were read so far.
     """
@@ -226,6 +230,8 @@ def read_data(
             if arrays.has_idx(file)
             else folders.read_folder(file, need_train=need_train)
         )
+        if need_readable:
+            folders.check_readable(path, data.skipped)
     elif file.suffix.lower() in (".csv", ".jsonl") and file.is_file():
         data = tables.read_table(file, need_train=need_train, progress=on_rows)
     elif packed.is_packed(file):

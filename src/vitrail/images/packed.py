@@ -1,10 +1,12 @@
 """Images inside a packed file (`vitrail pack`): decoded and resized pixels, or JPEGs.
 
-Of an image that is stored as pixels, only the rows that a crop covers are read.
+The first time, a process reads an image completely and checks its checksum. After that, of an image that is
+stored as pixels, only the rows that a crop covers are read.
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from vitrail.errors import printable
 from vitrail.images.limits import BrokenImage
-from vitrail.images.stored import StoredImage, read_at
+from vitrail.images.stored import StoredImage, open_stored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +28,10 @@ class PackedImage(StoredImage):
     file: str
     """The path of the packed file."""
     image_name: str
+    row: int
+    """Its number in the index."""
+    crc: int
+    """The CRC-32 of its bytes."""
     offset: int
     size: int
     """Its bytes."""
@@ -62,8 +68,20 @@ class PackedImage(StoredImage):
             raise BrokenImage(f"{printable(self)} could not be read when it was packed: {self.reason}")
 
     def _read(self, start: int, count: int) -> bytearray:
+        """Some of its bytes; the first time all, to check them."""
         cut_off = f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
-        return read_at(self.file, start, count, cut_off)
+        file = open_stored(self.file)
+        if file.is_checked(self.row):
+            return file.read(start, count, cut_off)
+        data = file.read(self.offset, self.size, cut_off)
+        if zlib.crc32(data) != self.crc:
+            raise BrokenImage(
+                f"{printable(self)} is damaged: its bytes do not have the checksum that they were packed "
+                "with. Pack the data again."
+            )
+        file.set_checked(self.row)
+        first = start - self.offset
+        return data if count == self.size else data[first : first + count]
 
 
 def as_image(pixels: NDArray[np.uint8]) -> Image:

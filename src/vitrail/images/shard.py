@@ -3,7 +3,8 @@
 | bytes    | what                                                                                          |
 |----------|-----------------------------------------------------------------------------------------------|
 | 0 to 96  | HEADER: magic, version, CRC-32 of the JSON object, its length, the number of images, size and |
-|          | time of the tar, the length of the names, SHA-256 of names, labels and content keys           |
+|          | time of the tar, the length of the names, SHA-256 of names, labels and content keys, the      |
+|          | first 8 bytes of that of the places (zeros in an older index)                                 |
 | the rest | the JSON object, then columns with a value for each image: where its bytes are (PLACE), its   |
 |          | label (u4), its content key (u8), where its name ends (u8); then the names                    |
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAGIC, VERSION = b"VITRSHRD", 1
-HEADER = struct.Struct("<8sIIQQQqQ32s8x")
+HEADER = struct.Struct("<8sIIQQQqQ32s8s")
 PLACE = np.dtype([("offset", "<u8"), ("size", "<u4")])
 COLUMNS = {"places": PLACE, "labels": np.dtype("<u4"), "keys": np.dtype("<u8"), "ends": np.dtype("<u8")}
 NO_LABEL = 2**32 - 1
@@ -53,6 +54,8 @@ class ShardHeader:
     """A JSON object (data/shard_index.py): classes, and names of images that are not read."""
     digest: bytes
     """Of names, labels and content keys."""
+    places_digest: bytes
+    """The first bytes of that of the places; zeros in an older index."""
     starts: dict[str, int]
     """The position of each column, and of the names."""
 
@@ -64,8 +67,11 @@ class ShardHeader:
         """The values of a column from one row up to another."""
         dtype = COLUMNS[column]
         at = self.starts[column] + first * dtype.itemsize
-        data = _read(self.index, at, (last - first) * dtype.itemsize, self.index_version)
-        return np.frombuffer(data, dtype=dtype)
+        return np.frombuffer(self.read_bytes(at, (last - first) * dtype.itemsize), dtype=dtype)
+
+    def read_bytes(self, start: int, count: int) -> bytearray:
+        """Some bytes of the index."""
+        return _read(self.index, start, count, self.index_version)
 
     def names(self, first: int, last: int) -> list[str]:
         """The names of the images from one row up to another."""
@@ -76,7 +82,7 @@ class ShardHeader:
         if not 0 <= start <= ends[-1] or ends[-1] - start > _MAX_NAME * len(ends):
             raise _damaged(self.index, "its names are malformed")
         at = self.starts["names"] + start
-        text = bytes(_read(self.index, at, ends[-1] - start, self.index_version))
+        text = bytes(self.read_bytes(at, ends[-1] - start))
         pairs = zip([start, *ends], ends, strict=False)
         return [text[a - start : b - start].decode("utf-8", "surrogateescape") for a, b in pairs]
 
@@ -88,7 +94,7 @@ def read_header(tar: str, index: str) -> ShardHeader:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or not head.startswith(MAGIC):
             raise _damaged(index, "its header is incomplete")
-        _, version, crc, length, count, tar_size, tar_time, names, digest = HEADER.unpack(head)
+        _, version, crc, length, count, tar_size, tar_time, names, digest, places = HEADER.unpack(head)
         if version != VERSION:
             raise _damaged(index, f"it has format {version}, and this version of Vitrail reads {VERSION}")
         starts, at = column_starts(length, count)
@@ -98,7 +104,7 @@ def read_header(tar: str, index: str) -> ShardHeader:
     if zlib.crc32(info) != crc:
         raise _damaged(index, "its description does not have the checksum of its header")
     version = status.st_size, status.st_mtime_ns
-    return ShardHeader(tar, index, count, (tar_size, tar_time), version, info, digest, starts)
+    return ShardHeader(tar, index, count, (tar_size, tar_time), version, info, digest, places, starts)
 
 
 def column_starts(length: int, count: int) -> tuple[dict[str, int], int]:

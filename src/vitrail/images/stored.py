@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -69,29 +70,45 @@ def read_at(file: str, start: int, count: int, cut_off: str, version: Version | 
         cut_off: the message if the file ends before.
         version: refuse to open the file if it is another one by now.
     """
-    data = bytearray(count)  # writable, so that torch takes it without a warning
-    at, opened = 0, _open(file, version)  # held: another thread may have opened the one that stays
-    while at < count:
-        part = os.preadv(opened.number, [memoryview(data)[at:]], start + at)
-        if not part:
-            raise BrokenImage(cut_off)
-        at += part
-    return data
+    return open_stored(file, version).read(start, count, cut_off)
 
 
-class _Descriptor:
+class StoredFile:
     """A file that stays open while it is in the cache below."""
 
-    def __init__(self, file: str, version: Version | None) -> None:
+    def __init__(self, file: str, version: Version | None = None) -> None:
         with open_regular(file, "a file with images") as opened:
             status = os.fstat(opened.fileno())
             if version is not None and version != (status.st_size, status.st_mtime_ns):
                 raise BrokenImage(f"{printable(file)} was changed while it was in use; start again.")
             self.number = os.dup(opened.fileno())
+        self._checked = bytearray()
 
-    def __del__(self) -> None:
+    def read(self, start: int, count: int, cut_off: str) -> bytearray:
+        data = bytearray(count)  # writable, so that torch takes it without a warning
+        at = 0
+        while at < count:
+            part = os.preadv(self.number, [memoryview(data)[at:]], start + at)
+            if not part:
+                raise BrokenImage(cut_off)
+            at += part
+        return data
+
+    def is_checked(self, row: int) -> bool:
+        """Whether the checksum of a row was found right since the file was opened."""
+        byte, bit = divmod(row, 8)
+        return byte < len(self._checked) and bool(self._checked[byte] >> bit & 1)
+
+    def set_checked(self, row: int) -> None:
+        """Note that a row is right. A bit that another thread overwrites costs a second check."""
+        byte, bit = divmod(row, 8)
+        if byte >= len(self._checked):
+            self._checked.extend(bytes(byte + 1 - len(self._checked)))
+        self._checked[byte] |= 1 << bit
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when Python ends
         if hasattr(self, "number"):
-            os.close(self.number)
+            close(self.number)
 
 
-_open = lru_cache(maxsize=_OPEN_FILES)(_Descriptor)
+open_stored = lru_cache(maxsize=_OPEN_FILES)(StoredFile)

@@ -6,6 +6,7 @@ is killed leaves the old file, and at most a `.0123456789abcdef.part`, which `re
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -13,9 +14,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vitrail.errors import InputError, printable
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = re.compile(r"\.[0-9a-f]{16}\.part")
 
 
@@ -36,19 +42,35 @@ def atomic_file(
         check_new(target)
     partial = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        partial.touch(exist_ok=False)
-        mode = partial.stat().st_mode  # from the umask; safetensors creates files for their owner only
-        yield partial
-        partial.chmod(mode)
-        check(partial)
-        sync_file(partial)
-        if not overwrite:
-            check_new(target)  # another process may have written one in the meantime
-        os.replace(partial, target)
-        sync_folder(target.parent)
+        with naming_file(path, partial):
+            partial.touch(exist_ok=False)
+            mode = partial.stat().st_mode  # from the umask; safetensors creates files for their owner only
+            yield partial
+            partial.chmod(mode)
+            check(partial)
+            sync_file(partial)
+            if not overwrite:
+                check_new(target)  # another process may have written one in the meantime
+            os.replace(partial, target)
+            sync_folder(target.parent)
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+@contextmanager
+def naming_file(path: str | Path, partial: Path | None = None) -> Iterator[None]:
+    """Add the name of a file to an error of writing to it: the system names none if the disk is full.
+
+    Args:
+        partial: the temporary file that is written in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(partial)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 @contextmanager
@@ -88,6 +110,23 @@ def write_bytes(path: str | Path, data: bytes, *, overwrite: bool = False) -> Pa
     with atomic_file(path, overwrite=overwrite) as partial:
         partial.write_bytes(data)
     return Path(path)
+
+
+def write_array(path: str | Path, array: NDArray[Any], *, overwrite: bool = False) -> Path:
+    """Write a .npy file atomically."""
+    import numpy as np
+
+    with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
+        # np.save writes by itself to a file that Python has opened, and of a full disk it tells only numbers.
+        np.lib.format.write_array(_Writer(file), array, allow_pickle=False)
+    return Path(path)
+
+
+class _Writer:
+    """A file that np.save writes to by Python."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.write = file.write
 
 
 def check_new(path: Path, what: str = "the output") -> None:

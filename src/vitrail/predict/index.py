@@ -116,10 +116,9 @@ class Index:
         write_safetensors(path, tensors, {INDEX_KEY: json.dumps(about)})
 
     def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
-        from vitrail.io.write import atomic_file, write_text
+        from vitrail.io.write import write_array, write_text
 
-        with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
-            np.save(file, self.embeddings)
+        write_array(path, self.embeddings, overwrite=True)
         about |= {"golden": self.golden.tolist(), "names": self.names}
         write_text(path.with_suffix(".json"), json.dumps(about) + "\n", overwrite=True)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import InputError, require_extra, suggest
-from vitrail.io.write import atomic_file, write_text
+from vitrail.errors import InputError, printable, require_extra, suggest
+from vitrail.io.write import atomic_file, write_array, write_text
 from vitrail.predict.index import Embedder
 from vitrail.predict.prediction import Prediction
 from vitrail.predict.predictor import Predictor
@@ -31,13 +32,31 @@ def check_format(form: str, content: str) -> None:
             import pyarrow.parquet  # noqa: F401
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a part is there: no file of a part is empty, and names are written before their array."""
+    files = [path, path.with_suffix(".json")] if path.suffix == ".npy" else [path]
+    for file in files:
+        if os.path.lexists(file) and not file.is_file():
+            raise InputError(
+                f"{printable(file)} must be a file with a part of the results, and is none; move it away and "
+                "run the same command again."
+            )
+    return all(file.exists() and file.stat().st_size > 0 for file in files)
+
+
 def write_errors(path: Path, predictions: Sequence[Prediction]) -> None:
-    """List the images that have no prediction in part-000000.errors, before the part itself is there."""
+    """List the images that have no prediction in part-000000.errors, before the part itself is there.
+
+    The list of an earlier run, whose images may have been repaired since, is replaced or removed.
+    """
     lines = [
         json.dumps({"file": one.name, "error": one.error}) for one in predictions if one.error is not None
     ]
+    errors = path.with_suffix(".errors")
     if lines:
-        write_text(path.with_suffix(".errors"), "".join(f"{line}\n" for line in lines), overwrite=True)
+        write_text(errors, "".join(f"{line}\n" for line in lines), overwrite=True)
+    else:
+        errors.unlink(missing_ok=True)
 
 
 def write_part(
@@ -54,8 +73,7 @@ def write_part(
         names = json.dumps([one.name for one in predictions])
         write_text(path.with_suffix(".json"), names + "\n", overwrite=True)
         values = _vectors(predictions, predictor) if content == "embed" else _scores(predictions, predictor)
-        with atomic_file(path, overwrite=True) as partial, partial.open("wb") as file:
-            np.save(file, values)
+        write_array(path, values, overwrite=True)
     else:
         _write_parquet(path, predictions, predictor, content, min(top, classes), ood)
 

@@ -11,31 +11,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 from vitrail import __version__
 from vitrail.errors import FileError, InputError, option, printable
+from vitrail.io.lock import lock
 from vitrail.io.read import open_regular, parse_json, read_limited
 from vitrail.io.write import remove_partial, write_text
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.image_list import ImageList
-from vitrail.predict.part_files import write_errors, write_part
+from vitrail.predict.part_files import is_complete, write_errors, write_part
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.digest import bundle_digest
 
 MANIFEST, FORMAT = "manifest.json", 1
 PART_SIZE = 10_000
 _WORDS = {
-    "list": "the list of images has changed",
-    "model": "the model or its options have changed",
-    "content": "it has predictions where embeddings are wanted, or the reverse",
-    "form": "it was written in another format",
-    "top": "it was written with another number of classes per image",
-    "part_size": "it was written with another part size",
+    "list": "the list of images has changed since its first part",
+    "model": "the model or its options have changed since its first part",
+    "content": "its parts are of another command (vitrail predict or vitrail embed)",
+    "form": "its parts have another format",
+    "top": "its parts have another number of classes per image",
+    "part_size": "its parts were written with another part size",
 }
 
 Progress = Callable[[int, int], None]
@@ -98,7 +99,8 @@ class Parts:
                     f"{option('out')} must name a new or empty folder, or one with parts of the same "
                     f"prediction, and {printable(folder)} has no {MANIFEST}; name another folder."
                 )
-            with suppress(InputError):  # another process was faster: what it wrote is checked below
+            # Another process may be faster, and remove our temporary file: its manifest is checked below.
+            with suppress(InputError, FileNotFoundError):
                 write_text(path, json.dumps(manifest, indent=1) + "\n")
         _check_manifest(path, manifest)
 
@@ -111,7 +113,18 @@ class Parts:
 
     def waiting(self, numbers: Iterable[int]) -> list[int]:
         """The parts that are not there yet."""
-        return [number for number in numbers if not self.path(number).exists()]
+        return [number for number in numbers if not is_complete(self.path(number))]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold a lock while parts are written; if no other process does, remove what killed ones left."""
+        manifest = self.folder / MANIFEST
+        writable = os.access(manifest, os.W_OK)  # only such can be locked exclusively on NFS
+        with manifest.open("r+b" if writable else "rb") as file:
+            if lock(file):
+                remove_partial(self.folder)
+            lock(file, shared=True, wait=True)
+            yield
 
     def bounds(self, number: int) -> tuple[int, int]:
         """From which to which image a part goes."""
@@ -151,10 +164,9 @@ def write_parts(
 ) -> PartResult:
     """Write the parts of one job that are not there yet, in this process."""
     numbers = parts.numbers(part, of)
-    if of == 1:
-        remove_partial(parts.folder)  # with other jobs at work, these may be theirs
-    waiting = parts.waiting(numbers)
-    parts.write(waiting, progress)
+    with parts.in_use():
+        waiting = parts.waiting(numbers)
+        parts.write(waiting, progress)
     return parts.result(numbers, waiting)
 
 
@@ -179,6 +191,6 @@ def _check_manifest(path: Path, wanted: dict[str, object]) -> None:
     for name, words in _WORDS.items():
         if found.get(name) != wanted[name]:
             raise InputError(
-                f"{printable(path.parent)} cannot be continued: {words} since its first part. Name another "
+                f"{printable(path.parent)} cannot be continued: {words}. Name another "
                 "folder, or run the command that started it."
             )

@@ -76,9 +76,10 @@ def write_with_ray(
         given = os.getcwd(), parts.folder.absolute(), model, list(inputs), dict(how), parts.options
         actors = [remote.options(**resources).remote(*given) for _ in range(min(count, len(waiting)))]
         done = 0
-        for images in ActorPool(actors).map_unordered(lambda actor, n: actor.write.remote(n), waiting):
-            done += images
-            progress(done, parts.size(waiting))
+        with parts.in_use():
+            for images in ActorPool(actors).map_unordered(lambda actor, n: actor.write.remote(n), waiting):
+                done += images
+                progress(done, parts.size(waiting))
         return parts.result(numbers, waiting)
     finally:
         if started:

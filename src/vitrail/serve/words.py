@@ -100,7 +100,11 @@ class ZeroShot:
             message = "This model has no text tower, so it takes no labels; leave them out."
             raise HTTPError(400, "no_text_tower", message)
         labels = tuple(label.strip() for label in text.split(","))
-        bad = [one for one in labels if not one or len(one) > MAX_LABEL or not one.isprintable()]
+        bad = [
+            one
+            for one in labels
+            if not one or len(one) > MAX_LABEL or not one.isprintable() or "\ufffd" in one
+        ]
         if bad or not 2 <= len(set(labels)) == len(labels) <= MAX_LABELS:
             message = (
                 f"labels must be 2 to {MAX_LABELS} different names between commas, each of 1 to {MAX_LABEL} "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +11,12 @@ import torch
 from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, MissingExtra, VitrailError, option, printable
 from vitrail.evaluation.run import Evaluation, evaluate
+from vitrail.io.write import DISK_FULL
 from vitrail.report.page import check_extras, write_page
 from vitrail.report.run import REPORT_NAME, run_page
 from vitrail.training.callbacks import Callback
 from vitrail.training.parallel import ProcessGroup
 from vitrail.weights.bundle import Bundle
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_report(
@@ -48,7 +46,7 @@ def write_report(
         if ranks.is_main:
             write_page(out / REPORT_NAME, run_page(out, bundle, dataset, evaluation))
     except OSError as error:
-        if error.errno in _DISK_FULL:
+        if error.errno in DISK_FULL:
             name, reason = printable(out / REPORT_NAME), printable(error.strerror)
             raise FileError(
                 f"the report {name} could not be written: {reason}. The run itself is complete and saved. "

@@ -6,6 +6,9 @@ vectors of all its texts are averaged, which is better than a single one (Radfor
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,12 @@ TEMPLATES = (
 
 _MAX_BYTES = 10_000_000
 _MAX_TEXTS = 1_000_000
+_MAX_LABELS = 25_000  # ImageNet-22k has 21,843
+_MAX_LABEL = 500  # characters
+_FILES = (".txt", ".csv", ".tsv", ".json", ".jsonl")
+_BAD = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffd]"
+)  # control, broken or replaced characters
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class Prompts:
     texts: list[list[str]]
 
     def __post_init__(self) -> None:
-        repeated = next((label for label in self.labels if self.labels.count(label) > 1), None)
+        _check_names(self.labels)
+        repeated = next((label for label, count in Counter(self.labels).items() if count > 1), None)
         empty = next((one for one, texts in zip(self.labels, self.texts, strict=True) if not texts), None)
         if len(self.labels) < 2 or repeated is not None or "" in self.labels or empty is not None:
             what = f"{len(self.labels)}"
@@ -50,6 +60,25 @@ class Prompts:
             )
         if sum(map(len, self.texts)) > _MAX_TEXTS:
             raise InputError(f"There are more than {_MAX_TEXTS:,} prompts; use fewer templates.")
+
+
+def _check_names(labels: Sequence[str]) -> None:
+    """Refuse too many names, and names that are no text."""
+    if len(labels) > _MAX_LABELS:
+        raise InputError(
+            f"There are {len(labels):,} classes, and the limit is {_MAX_LABELS:,}; use fewer labels."
+        )
+    for label in labels:
+        if _BAD.search(label):
+            raise InputError(
+                f"The name of a class must be text without control characters or \ufffd (the mark of a wrong "
+                f"encoding), not {printable(ascii(label), 60)}; correct it, or save the file as UTF-8."
+            )
+        if len(label) > _MAX_LABEL:
+            raise InputError(
+                f"The name of a class may have {_MAX_LABEL} characters, and {printable(label, 40)!r} has "
+                f"{len(label):,}; shorten it."
+            )
 
 
 def fill_templates(labels: Sequence[str], templates: Sequence[str] | None = None) -> Prompts:
@@ -94,7 +123,7 @@ def read_prompts(labels: str | None, prompts: Sequence[str] | None, templates: P
                 f"Zero-shot needs the names of the classes; give {option('labels', 'cat,dog')} or a file."
             )
         return fill_templates(_read_labels(labels), own or None)
-    if labels is not None and not Path(files[0]).is_file():
+    if labels is not None and not os.path.isfile(files[0]):
         raise InputError(
             f"A prompt needs {{}} in place of the class, such as 'a photo of a {{}}', and "
             f"{printable(files[0])!r} has none; add it."
@@ -131,8 +160,13 @@ def _parse_texts(value: Any, path: Path) -> Prompts:
 
 def _read_labels(text: str) -> list[str]:
     """Names between commas; or a file with a name on each line."""
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return _read_lines(Path(text), "labels")
+    if "," not in text or text.lower().endswith(_FILES):
+        raise InputError(
+            f"{option('labels')} takes at least two different classes between commas, such as cat,dog, or a "
+            f"file with a name on each line, and there is no file {printable(text)!r}; check its path."
+        )
     return [name.strip() for name in text.split(",")]
 
 
@@ -144,7 +178,10 @@ def _read_lines(path: Path, name: str) -> list[str]:
         raise InputError(
             f"{option(name)}: {printable(path)} is not a text file in UTF-8; save it as one."
         ) from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    lines = (
+        text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    )  # splitlines would split at other characters
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _read(path: Path, name: str) -> bytes:

@@ -28,12 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
-from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.sharding import Parallelism
 
 # size, images, recomputed blocks, shards

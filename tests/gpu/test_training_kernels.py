@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from vitrail.config import ViTConfig
+from vitrail.fast.device import choose_device
 from vitrail.model import ViT
 from vitrail.training.lean import use_fused_kernels
-from vitrail.training.precision import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")
 

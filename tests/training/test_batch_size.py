@@ -9,12 +9,12 @@ from tests.support.tiny_runs import RecordingCallback, fingerprints, train, writ
 from vitrail.config import ViTConfig
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.memory import step_bytes
 from vitrail.presets import preset
 from vitrail.training import batch_size
 from vitrail.training.batch_size import choose_batch, fitting_batch, largest_power
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
 
 CPU = choose_device("fp32")

@@ -6,12 +6,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vitrail as vt
+from vitrail.fast.device import choose_device
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager, optimizer_tensors
 from vitrail.training.lora import plain_model
 from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device
 from vitrail.training.sharding import Parallelism, gather, is_sharded, local_part
 
 DEVICES = [

@@ -8,6 +8,7 @@ import torch
 
 import vitrail as vt
 from vitrail.errors import ConfigError
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.memory import activation_bytes
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
@@ -15,7 +16,6 @@ from vitrail.training import sharding
 from vitrail.training.cost import Cluster, step_cost
 from vitrail.training.fitting import MARGIN
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice, choose_device
 
 
 @dataclass(frozen=True)

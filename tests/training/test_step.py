@@ -11,6 +11,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device, seed_generators
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
@@ -18,7 +19,6 @@ from vitrail.training import lean, step_mode
 from vitrail.training.cuda_graph import StepValues
 from vitrail.training.lean import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device, seed_generators
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
 

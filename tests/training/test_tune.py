@@ -17,13 +17,13 @@ from tests.support.tiny_runs import (
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint
 from vitrail.training.lora import UPDATE, add_lora, plain_model
 from vitrail.training.optim import parameter_groups
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

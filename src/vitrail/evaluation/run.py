@@ -184,7 +184,7 @@ def evaluate(
     check_target_accuracy(target_accuracy)
     if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
-    bundle = as_bundle(bundle)
+    bundle = as_bundle(bundle, default_device="auto")
     config = bundle.model.config
     if config.classes or not probes:
         check_classes(bundle, 'give it some with bundle.zero_shot(["cat", "dog"]).')
@@ -197,7 +197,13 @@ def evaluate(
     options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
     if speedup is not None and probes:
         raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
-    if not probes and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
+    if speedup is not None and bundle.native is not None:
+        raise InputError(
+            "The model was trained on images in their own shape, and an accelerated model takes one shape; "
+            "remove precision."
+        )
+    is_own_code = bool(probes) or bundle.native is not None
+    if not is_own_code and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
         options["accelerated"] = accelerated
         notes += accelerated.report.sentences()
 

@@ -9,12 +9,12 @@ import torch
 
 from vitrail.config import ViTConfig
 from vitrail.data.sources import Dataset
+from vitrail.fast.device import ComputeDevice
 from vitrail.memory import is_out_of_memory, memory_limit, step_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe, TrainConfig
 from vitrail.training.optim import build_optimizer
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 
 MIN_STEPS = 10
 """Steps that an epoch keeps, however large a batch could be."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from vitrail.data.sources import Dataset
+from vitrail.fast.device import ComputeDevice
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.training.callbacks import Callback
 from vitrail.training.minutes import Rehearsed, TimeBudget, fit_minutes
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 from vitrail.weights.bundle import Bundle

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.rng import random_integer
+from vitrail.fast.device import seed_generators
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
 from vitrail.model.norm import DropPath
@@ -29,7 +30,6 @@ from vitrail.model.tap import Tap
 from vitrail.model.tokens import PatchDropout
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import seed_generators
 
 
 @dataclass

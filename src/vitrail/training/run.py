@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, setting
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe
 from vitrail.report.run import best_row
@@ -23,7 +24,6 @@ from vitrail.training.loggers import check_loggers
 from vitrail.training.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
-from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.session import TrainingSession

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vitrail.errors import ConfigError
+from vitrail.fast.device import ComputeDevice
 from vitrail.memory import format_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import MARGIN, Mode, StepMemory, fitting_mode
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
 

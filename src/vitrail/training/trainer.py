@@ -20,6 +20,7 @@ from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoc
 from vitrail.data.order import Order
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
+from vitrail.fast.device import ComputeDevice
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
@@ -50,7 +51,6 @@ from vitrail.training.optim import (
     update_ema,
 )
 from vitrail.training.parallel import ProcessGroup, global_batch_size
-from vitrail.training.precision import ComputeDevice
 from vitrail.training.sharding import choose_parallelism, gather
 from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher

@@ -140,7 +140,9 @@ def find_device(
         if problem := _try_gpu(found, 0):
             raise ConfigError(f"{option('device', device)} cannot be used: {problem}. {_instead()}")
         return found, ""
-    if device == "mps" and not torch.backends.mps.is_available():
+    if device == "mps":
+        if torch.backends.mps.is_available():
+            return torch.device("mps"), ""
         raise ConfigError(
             f"{option('device', 'mps')} needs a Mac with MPS, and torch finds none; use "
             f"{option('device', 'cpu')}."

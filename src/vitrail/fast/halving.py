@@ -54,7 +54,8 @@ class FittingBatches:
         if self.limit is not None and not self._told:
             self._told = True
             warnings.warn(
-                f"The GPU's memory ran out: it computes {self.limit:,} images at once from now on.",
+                f"The GPU's memory ran out: it computes {self.limit:,} image{'s' * (self.limit > 1)} at once "
+                "from now on.",
                 DeviceWarning,
                 stacklevel=4,
             )

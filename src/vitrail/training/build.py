@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from vitrail.data.sources import Dataset
+from vitrail.errors import option
 from vitrail.fast.device import ComputeDevice
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
@@ -45,7 +46,9 @@ def build_trainer(
     log: Callback,
 ) -> Trainer:
     """The trainer at step 0; what was decided on the way is reported."""
-    log.on_message(f"Computing on {compute.reason}.")
+    chosen = recipe.train.device == "auto" and compute.device.type == "cuda"
+    otherwise = f"; {option('device', 'cpu')} chooses otherwise" if chosen else ""
+    log.on_message(f"Computing on {compute.reason}{otherwise}.")
     for note in (*dataset.notes, *recipe.notes):
         log.on_message(note)
     for note in teacher.notes if teacher else []:

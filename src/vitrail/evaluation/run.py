@@ -158,7 +158,8 @@ def evaluate(
     """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
 
     Args:
-        bundle: a bundle, a ViT with default preprocessing, or anything that `vitrail.load` accepts.
+        bundle: a bundle or a ViT with default preprocessing, evaluated where it is; or anything that
+            `vitrail.load` accepts, evaluated on a GPU if one can be used.
         data: a data set, or anything that `open_dataset` accepts. It may lack classes of the model, and
             have a test set only.
         split: train, val, test or all. By default test, or val if there is no test split, or all images if

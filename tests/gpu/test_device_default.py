@@ -203,7 +203,7 @@ def test_training_on_the_cpu_has_the_recipe_of_a_cpu(files, tmp_path):
     for device in ("auto", "cpu"):
         done = run(files, "train", "photos", "--dry-run", "--out", tmp_path / device, "--device", device)
         assert done.returncode == 0, done.stdout + done.stderr
-        recipes[device] = done.stdout + done.stderr
+        recipes[device] = " ".join(f"{done.stdout} {done.stderr}".split())  # lines may be wrapped
     assert "on a GPU" in recipes["auto"]
     assert "--device cpu chooses otherwise" in recipes["auto"]
     assert "on a CPU" in recipes["cpu"]

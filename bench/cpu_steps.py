@@ -23,9 +23,9 @@ from bench.cpu import training
 from bench.measure import clock, environment, interleave, save
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
+from vitrail.fast.device import choose_device
 from vitrail.model import ViT
 from vitrail.recipes import recipe
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 RECIPES = {"digits": "the demo", "auto": "the default"}

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.fast.prepare import prepare
 from vitrail.fast.shards import Parallelism
 from vitrail.fast.training import TrainingExecution
@@ -36,7 +37,6 @@ from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import StepMemory
 from vitrail.training.optim import build_optimizer
-from vitrail.training.precision import ComputeDevice, choose_device
 
 # size, images, recomputed blocks, shards
 ROWS = (

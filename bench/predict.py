@@ -6,7 +6,7 @@ The images are those of bench.loading: 500 x 375 pixels, about 35 kB. A B/16 wit
 the short side is resized to 256 pixels (bilinear) and the center of 224 is cropped by all. Every row is a
 process of its own that reads the files, and writes a CSV file with the class and score of each:
 
-vitrail           vitrail predict MODEL FOLDER --device cuda --batch 256 --out FILE
+vitrail           vitrail predict MODEL FOLDER --batch 256 --out FILE
 vitrail, fp32     the same with --precision fp32
 timm              ImageDataset and create_loader with a worker for each core, bf16
 timm, compiled    the same with torch.compile
@@ -128,7 +128,8 @@ def run_row(name: str, folder: Path, which: str, args: Any) -> float | str:
     if name.startswith("vitrail"):
         command = [sys.executable, "-m", "vitrail", "predict"]
         command += [str(folder / "model.safetensors"), str(folder / which)]
-        command += ["--device", args.device, "--batch", str(BATCH), "--format", "csv", "--out", str(out)]
+        command += ["--batch", str(BATCH), "--format", "csv", "--out", str(out)]
+        command += ["--device", "cpu"] if args.device == "cpu" else []  # a GPU is the default
         command += ["--precision", "fp32"] if "fp32" in name else []
     else:
         command = [sys.executable, "-m", "bench.predict", "--timm", name, str(folder / which)]

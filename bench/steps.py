@@ -35,12 +35,12 @@ from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch, Reader
 from vitrail.data.sources import Dataset, Split
+from vitrail.fast.device import choose_device
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes import recipe
-from vitrail.training.precision import choose_device
 from vitrail.training.step_mode import StepMode
 from vitrail.training.trainer import Trainer
 

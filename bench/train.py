@@ -61,12 +61,12 @@ from vitrail.data.augment import Augment
 from vitrail.data.loader import Batch, Reader
 from vitrail.data.pack import pack_dataset
 from vitrail.data.sources import Dataset, read_data
+from vitrail.fast.device import choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 ROWS = (

@@ -35,6 +35,10 @@ class MissingExtra(VitrailError, ImportError):
     """An optional package that is needed and not installed."""
 
 
+class DeviceWarning(UserWarning):
+    """A GPU is not used, or with smaller batches than asked for. The command line prints it as a line."""
+
+
 @contextmanager
 def require_extra(extra: str) -> Iterator[None]:
     """Turn a failed import of an optional package into a MissingExtra that names the extra to install."""

@@ -21,6 +21,7 @@ _CGROUP_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "bad_alloc",
     "failed to map segment",
     "start new thread",

@@ -104,9 +104,9 @@ def test_training_uses_it():
     import numpy as np
 
     from vitrail.data.sources import open_dataset
+    from vitrail.fast.device import choose_device
     from vitrail.images.preprocess import Preprocess
     from vitrail.recipes.settings import TrainConfig
-    from vitrail.training.precision import choose_device
     from vitrail.training.trainer import Trainer
 
     rng = np.random.default_rng(0)

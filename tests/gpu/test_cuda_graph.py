@@ -9,10 +9,10 @@ from tests.support.tiny_runs import write_arrays
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
+from vitrail.fast.device import choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
-from vitrail.training.precision import choose_device
 from vitrail.training.step_mode import StepMode
 from vitrail.training.trainer import Trainer
 

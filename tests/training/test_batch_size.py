@@ -13,6 +13,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.memory import step_bytes
 from vitrail.presets import preset
@@ -25,7 +26,6 @@ from vitrail.training.batch_size import (
     step_peak,
 )
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer

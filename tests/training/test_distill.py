@@ -22,11 +22,11 @@ from vitrail.data.loader import Reader
 from vitrail.data.sources import Split, open_dataset
 from vitrail.errors import ConfigError, InputError
 from vitrail.evaluation.forward import run_model
+from vitrail.fast.device import choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import inputs
 from vitrail.training.objective import distillation_loss
-from vitrail.training.precision import choose_device
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 

@@ -17,8 +17,8 @@ from tests.support.tiny_runs import (
 )
 from vitrail.cli import app
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.training.early_stop import early_stop
-from vitrail.training.precision import choose_device
 
 FLAT = {**SETTINGS, "epochs": 9, "lr": 1e-9, "ema": None}  # the accuracy hardly changes
 

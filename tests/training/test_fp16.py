@@ -18,12 +18,12 @@ from vitrail.config import ViTConfig
 from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.metrics import Diverged, EpochMetrics
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
 

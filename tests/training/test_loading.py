@@ -9,6 +9,7 @@ import torch
 from tests.support.tiny_runs import one_thread, write_arrays, write_folder
 from vitrail.config import ViTConfig
 from vitrail.data.sources import open_dataset
+from vitrail.fast.device import choose_device
 from vitrail.images import reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import WorkerPlan, Workers
@@ -16,7 +17,6 @@ from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import loading
 from vitrail.training.plan import training_plan
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 __all__ = ["one_thread"]

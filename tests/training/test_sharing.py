@@ -16,7 +16,6 @@ from vitrail.training import sharding
 from vitrail.training.cost import Cluster, step_cost
 from vitrail.training.fitting import MARGIN
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice, choose_device
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from vitrail.recipes.settings import TrainConfig
 from vitrail.training import step_mode
 from vitrail.training.cuda_graph import StepValues
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import choose_device, seed_generators
 from vitrail.training.step_mode import capture_obstacle
 from vitrail.training.trainer import Trainer
 

@@ -18,10 +18,10 @@ from tests.support.tiny_runs import (
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import threads
-from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.threads import CpuWait, choose_threads
 from vitrail.training.trainer import Interrupted, Trainer

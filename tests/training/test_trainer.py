@@ -24,6 +24,7 @@ from tests.support.tiny_runs import (
 from vitrail.config import ViTConfig
 from vitrail.data.sources import Dataset, open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.images.preprocess import Preprocess
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint, inputs
@@ -31,7 +32,6 @@ from vitrail.training import trainer as loop
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
-from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

@@ -23,7 +23,6 @@ from vitrail.model.attention import QKV
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training import checkpoint
 from vitrail.training.optim import parameter_groups
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

@@ -34,7 +34,7 @@ from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.search import search
 from vitrail.cli.serve import serve
-from vitrail.cli.streams import discard_output, open_streams, print_error
+from vitrail.cli.streams import discard_output, open_streams, print_error, show_device_lines
 from vitrail.cli.sweep import sweep
 from vitrail.cli.train import check_options, train
 from vitrail.cli.verify import verify
@@ -78,6 +78,7 @@ def _options(
 def main() -> None:
     """Run a command; errors become one line on stderr instead of a traceback."""
     open_streams()
+    show_device_lines()
     keep_freed_memory()
     try:
         _check_arguments(sys.argv[1:])

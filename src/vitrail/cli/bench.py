@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model
+from vitrail.cli.models import load_model, print_device
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
 from vitrail.errors import InputError, printable, require_extra, suggest
 
 if TYPE_CHECKING:
+    import torch
+
     from vitrail.evaluation.speed import SpeedRow, SpeedTable
     from vitrail.weights.bundle import Bundle
 
-_PRECISIONS = {"cpu": "fp32,int8", "cuda": "bf16,fp8"}
 _BATCHES = {"cpu": "1,8", "cuda": "1,8,256"}
 
 
@@ -48,7 +49,7 @@ def bench(
     forget: Annotated[
         bool, typer.Option("--forget", help="Forget which way was the fastest on this machine, and exit.")
     ] = False,
-    device: options.Device = None,
+    device: options.Device = "auto",
     family: options.Family = None,
     keys: options.Keys = None,
     settings: options.Set = None,
@@ -74,14 +75,19 @@ def bench(
             import matplotlib  # noqa: F401  # fails here rather than after the measurement
     if data is not None and not data.is_dir():
         raise InputError(f"DATA must be a folder of images, and {printable(data)} is none.")
-    kind = "cuda" if (device or "").startswith("cuda") else "cpu"
-    chosen = _parse_precisions(precision or (_PRECISIONS[kind] if data else _PRECISIONS[kind].split(",")[0]))
-    batches = _parse_batches(batch or _BATCHES[kind])
+    chosen = _parse_precisions(precision or "")
+    batches = _parse_batches(batch or _BATCHES["cpu"])
 
     from vitrail.evaluation.speed import measure_speeds
 
     arguments = options.load_arguments(family, keys, settings, None, device=device, offline=offline or None)
-    bundle = _open(model, arguments, device, quiet=quiet)
+    if "int8" in chosen:  # which GPUs do not compute
+        arguments = {"device": "cpu", **arguments}
+    bundle = _open(model, arguments, quiet=quiet)
+    on = next(bundle.model.parameters()).device
+    chosen = chosen or _usual_precisions(on, calibrated=data is not None)
+    batches = batches if batch else _parse_batches(_BATCHES.get(on.type, _BATCHES["cpu"]))
+    print_device(bundle.model, arguments, ", ".join(chosen), quiet=quiet)
     layers = "auto" if keep == "auto" else [name for name in (keep or "").split(",") if name]
     table = measure_speeds(
         bundle,
@@ -105,9 +111,24 @@ def bench(
         raise typer.Exit(1)
 
 
-def _open(model: str, arguments: dict[str, Any], device: str | None, *, quiet: bool) -> Bundle:
+def _usual_precisions(device: torch.device, *, calibrated: bool) -> list[str]:
+    """The fastest exact precision; with images to calibrate also the lossy one, where the device has it."""
+    import torch
+
+    from vitrail.fast.routes import resolve
+
+    exact = resolve("auto", device)
+    if not calibrated:
+        return [exact]
+    if device.type != "cuda":
+        return [exact, "int8"]
+    return [exact, "fp8"] if torch.cuda.get_device_capability(device) >= (9, 0) else [exact]
+
+
+def _open(model: str, arguments: dict[str, Any], *, quiet: bool) -> Bundle:
     """The file, or a model of this size with random weights."""
     from vitrail.build import create
+    from vitrail.fast.device import place
     from vitrail.presets import preset
     from vitrail.weights.bundle import Bundle
 
@@ -115,9 +136,11 @@ def _open(model: str, arguments: dict[str, Any], device: str | None, *, quiet: b
         try:
             preset(model)
         except ValueError:
-            return load_model(model, arguments, quiet=quiet)  # which explains what is wrong
-        return Bundle(model=create(model).to(device or "cpu").eval())
-    return load_model(model, arguments, quiet=quiet)
+            return load_model(model, arguments, quiet=quiet, precision=None)  # which explains what is wrong
+        built = create(model).eval()
+        place(built, arguments.get("device", "auto"))
+        return Bundle(model=built)
+    return load_model(model, arguments, quiet=quiet, precision=None)
 
 
 def _parse_precisions(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model
+from vitrail.cli.models import load_model, print_device, usual_precision
 
 
 def convert(
@@ -58,6 +58,12 @@ def convert(
         str | None,
         typer.Option(help="With --toward: labeled images, to print the accuracy of the way between."),
     ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda|cuda:1|mps", help="Where --data is evaluated; the rest is on the CPU."
+        ),
+    ] = "auto",
     offline: options.Offline = False,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -79,7 +85,7 @@ def convert(
         loading = {"--size": size, "--channels": channels, "--family": family, "--keys": keys, "--set": given}
         _check_as_they_are({"--to": to, **heads, **loading})
         at = 0.5 if at is None else at
-        _interpolate(source, toward, out, at, data, offline=offline, quiet=quiet)
+        _interpolate(source, toward, out, at, data, device, offline=offline, quiet=quiet)
         return
     for option, value in (("--data", data), ("--interpolate", at)):
         if value is not None:
@@ -124,7 +130,15 @@ def _check_as_they_are(given: dict[str, object]) -> None:
 
 
 def _interpolate(
-    source: str, toward: str, out: Path, at: float, data: str | None, *, offline: bool, quiet: bool
+    source: str,
+    toward: str,
+    out: Path,
+    at: float,
+    data: str | None,
+    device: str,
+    *,
+    offline: bool,
+    quiet: bool,
 ) -> None:
     """Write the weights between two models; with data, print the accuracy of the way between."""
     from vitrail.cli.outputs import check_new_files
@@ -134,14 +148,25 @@ def _interpolate(
 
     check_suffix(out)
     check_new_files({"OUT": out})
-    first, second = (load_model(one, {"offline": offline}, quiet=quiet) for one in (source, toward))
+    arguments = {"offline": offline, "device": "cpu"}
+    first, second = (load_model(one, arguments, quiet=quiet) for one in (source, toward))
     mixed = interpolate(first, second, at)
     if data is not None:
         from vitrail.evaluation.run import evaluate
+        from vitrail.fast.device import place
 
         print("    t  accuracy")
         for t in sorted({*(step / 10 for step in range(11)), at}):
-            metrics = evaluate(interpolate(first, second, t), data).metrics
+            between = interpolate(first, second, t)
+            place(between.model, device)
+            if t == 0:
+                print_device(
+                    between.model,
+                    {} if device == "auto" else {"device": device},
+                    usual_precision(between.model, None, between.native is not None),
+                    quiet=quiet,
+                )
+            metrics = evaluate(between, data).metrics
             accuracy = None if metrics is None else metrics.top1
             mark = "  written" if t == at else ""
             print(f"{t:5.3g}  {'unknown' if accuracy is None else f'{accuracy:8.2%}'}{mark}", flush=True)

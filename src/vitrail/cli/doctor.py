@@ -67,7 +67,7 @@ def doctor(
     batch: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Images per forward pass of --model.")
     ] = 64,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,

@@ -46,7 +46,7 @@ def embed(
     ] = 32,
     native: options.Native = None,
     workers: options.WorkersOption = "auto",
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -88,7 +88,7 @@ def embed(
     options.expect_files(images, how["workers"])
     predictor = Predictor(model, native=native, **how)
     check_trained_native(predictor, native)
-    print_predictor_notes(predictor, quiet=quiet)
+    print_predictor_notes(predictor, overrides, quiet=quiet)
     with ProgressBars(enabled=not quiet) as bars:
         total = sum(1 for _ in expand_paths(images)) if bars.enabled else None
         index = build_index(

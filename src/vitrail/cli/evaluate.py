@@ -14,7 +14,13 @@ import typer
 
 from vitrail.cli import overrides as options
 from vitrail.cli.evaluation_tables import show_evaluation
-from vitrail.cli.models import check_classes, load_model, open_zero_shot
+from vitrail.cli.models import (
+    check_classes,
+    load_model,
+    open_zero_shot,
+    print_device,
+    usual_precision,
+)
 from vitrail.cli.outputs import check_new_files, saving_gate_report
 from vitrail.errors import InputError, printable
 from vitrail.progress import ProgressBars
@@ -99,7 +105,7 @@ def evaluate(
     calibration: options.Calibration = None,
     min_agreement: options.MinAgreement = 0.99,
     keep: options.Keep = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -140,8 +146,12 @@ def evaluate(
         check_extras()
     speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
+    if precision == "int8":  # which GPUs do not compute
+        arguments = {"device": "cpu", **arguments}
     bundle = open_zero_shot(model, labels, prompts, templates, arguments, quiet=quiet)
-    bundle = bundle or load_model(model, arguments, quiet=quiet)
+    bundle = bundle or load_model(model, arguments, quiet=quiet, precision=None)
+    own_code = bool(probes) or bundle.native is not None
+    print_device(bundle.model, arguments, usual_precision(bundle.model, precision, own_code), quiet=quiet)
     if bundle.model.config.classes or not probes:
         check_classes(bundle)
     with ProgressBars(enabled=not quiet) as bars, saving_gate_report(json_file):

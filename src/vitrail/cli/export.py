@@ -53,13 +53,12 @@ def export(
         ),
     ] = None,
     device: Annotated[
-        str | None,
+        str,
         typer.Option(
-            metavar="cpu|cuda|cuda:1|mps",
-            help="For torch-export: the device that the program runs on.",
-            show_default="cpu",
+            metavar="auto|cpu|cuda|cuda:1|mps",
+            help="For torch-export: the device that the program runs on; auto is a GPU if one can be used.",
         ),
-    ] = None,
+    ] = "auto",
     precision: Annotated[
         str | None,
         typer.Option(

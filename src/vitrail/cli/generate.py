@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.models import print_device
+from vitrail.cli.overrides import Device
 from vitrail.errors import InputError
 
 _MAX_LENGTH = 100_000
@@ -24,6 +26,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="For the same text again.", show_default="another text each time")
     ] = None,
+    device: Device = "auto",
 ) -> None:
     """Continue a text, character by character.
 
@@ -36,4 +39,10 @@ def generate(
         raise InputError(f"--length must be from 0 to {_MAX_LENGTH:,}, not {length:,}.")
     if seed is not None and not 0 <= seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2^63 - 1, not {seed}.")
-    print(load_character_model(model).continue_text(prompt, length, temperature, seed).lstrip("\n"))
+    opened = load_character_model(model)
+
+    from vitrail.fast.device import place
+
+    place(opened.model, device)
+    print_device(opened.model, {} if device == "auto" else {"device": device}, "fp32", quiet=False)
+    print(opened.continue_text(prompt, length, temperature, seed).lstrip("\n"))

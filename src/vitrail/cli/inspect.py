@@ -49,7 +49,7 @@ def inspect(
     max_images: Annotated[
         int, typer.Option(min=1, max=64, help="Images to draw; statistics use all of them.")
     ] = 8,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,

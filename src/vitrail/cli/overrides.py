@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.completion import family_names
-from vitrail.errors import InputError, printable, suggest
+from vitrail.errors import DeviceWarning, InputError, printable, suggest
 
 Family = Annotated[
     str | None, typer.Option(help="Read the file as one of this family.", autocompletion=family_names)
@@ -49,15 +50,32 @@ Native = Annotated[
         show_default="as the model was trained",
     ),
 ]
+
+
+def _hide_device_lines(quiet: bool) -> bool:
+    if quiet:
+        warnings.filterwarnings("ignore", category=DeviceWarning)
+    return quiet
+
+
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show results and errors only: no progress and no notes.")
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        callback=_hide_device_lines,
+        help="Show results and errors only: no progress and no notes.",
+    ),
 ]
 Offline = Annotated[
     bool, typer.Option("--offline", help="Download nothing: hf:owner/name must be in the cache.")
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(metavar="cpu|cuda|cuda:1|mps", help="The device of the model.", show_default="cpu"),
+    str,
+    typer.Option(
+        metavar="auto|cpu|cuda|cuda:1|mps",
+        help="Where the model is computed; auto is a GPU if one can be used, and the CPU otherwise.",
+    ),
 ]
 TrainingDevice = Annotated[
     str | None, typer.Option(metavar="cpu|cuda|cuda:1|mps", help="Where to compute.", show_default="auto")
@@ -119,7 +137,9 @@ def load_arguments(
     size: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The keyword arguments of `vitrail.load`, from a command's options."""
+    """The keyword arguments of `vitrail.load`, from a command's options; without a device if it is auto."""
+    if more.get("device") == "auto":
+        del more["device"]
     arguments = {"family": family, "size": parse_sides(size) if size else None, **more}
     if keys is not None:
         arguments["keys"] = _read_keys(keys)

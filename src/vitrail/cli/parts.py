@@ -125,7 +125,7 @@ def run_parts(
     with ProgressBars(enabled=not quiet) as bars:
         images = ImageList(inputs, lambda done, total: bars("reading shards", done, total))
         predictor = Predictor(model, **how)
-        print_predictor_notes(predictor, quiet=quiet)
+        print_predictor_notes(predictor, how, quiet=quiet)
         if options.content == "predict":
             check_classes(predictor.bundle)
             if not predictor.config.classes:

@@ -94,7 +94,7 @@ def predict(
     calibration: options.Calibration = None,
     min_agreement: options.MinAgreement = 0.99,
     keep: options.Keep = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -133,13 +133,16 @@ def predict(
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     overrides = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
+    if precision == "int8":  # which GPUs do not compute
+        overrides = {"device": "cpu", **overrides}
     opened = open_zero_shot(model, labels, prompts, templates, overrides, quiet=quiet)
+    given = {} if opened else overrides  # they have loaded the model already
     if request is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
         check_alone({"--embeddings": embeddings, "--explain": explain, "--native": native})
         kind = PartOptions("predict", form, top or 1, part_size or PART_SIZE)
-        how = {"batch": batch, "workers": options.parse_workers(workers), **overrides}
+        how = {"batch": batch, "workers": options.parse_workers(workers), **given}
         if precision is not None:
             raise InputError(
                 "--precision is not for a folder of parts; export the model with vitrail export --precision, "
@@ -147,12 +150,11 @@ def predict(
             )
         run_parts(request, opened or model, inputs, kind, how, quiet=quiet)
         return
-    overrides |= speedup
     how = {"batch": batch, "workers": options.parse_workers(workers), "native": native}
     options.expect_files(inputs, how["workers"])
     with saving_gate_report(Path(out) if out else None):
-        predictor = Predictor(opened or model, **how, **overrides)
-    print_predictor_notes(predictor, quiet=quiet)
+        predictor = Predictor(opened or model, **how, **given, **speedup)
+    print_predictor_notes(predictor, overrides, quiet=quiet)
     config = predictor.config
     if embeddings is None or top is not None:
         check_classes(predictor.bundle)

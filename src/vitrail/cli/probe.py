@@ -33,7 +33,7 @@ def probe(
         typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
     ] = 128,
     workers: options.WorkersOption = "auto",
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,

@@ -36,7 +36,7 @@ def search(
             "--model", metavar="MODEL", help="The model of the index.", show_default="the path in the index"
         ),
     ] = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -75,7 +75,7 @@ def search(
             "with --model."
         )
     predictor = Predictor(name, workers=0, native=opened.native, **arguments)
-    print_predictor_notes(predictor, quiet=quiet)
+    print_predictor_notes(predictor, arguments, quiet=quiet)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:

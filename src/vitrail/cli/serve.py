@@ -67,7 +67,7 @@ def serve(
     calibration: options.Calibration = None,
     min_agreement: options.MinAgreement = 0.99,
     keep: options.Keep = None,
-    device: options.Device = None,
+    device: options.Device = "auto",
     size: options.Size = None,
     family: options.Family = None,
     keys: options.Keys = None,
@@ -115,7 +115,7 @@ def serve(
             predictor = Predictor(path, native=native, **how)
             check_trained_native(predictor, native)
             predictors[name or model_name(predictor, path)] = predictor
-            print_predictor_notes(predictor)
+            print_predictor_notes(predictor, how)
         if chosen is None:
             first = next(iter(predictors.values()))
             chosen = built_in(first.config.channels, min(first.preprocess.target))

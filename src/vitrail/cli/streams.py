@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
-from vitrail.errors import InputError, printable
+from vitrail.errors import DeviceWarning, InputError, printable
 
 _MAX_MESSAGE = 2000  # characters
 
@@ -42,6 +43,20 @@ def print_error(message: str) -> None:
         print(f"vitrail: {printable(message, _MAX_MESSAGE)}", file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
+
+
+def show_device_lines() -> None:
+    """Print a DeviceWarning as one line, and other warnings as Python does."""
+    other = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, DeviceWarning):
+            with suppress(OSError):
+                print(printable(message, _MAX_MESSAGE), file=sys.stderr, flush=True)
+        else:
+            other(message, category, *where, **more)
+
+    warnings.showwarning = show
 
 
 def discard_output() -> None:

@@ -7,23 +7,33 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.overrides import Device
 
-def verify(file: Annotated[Path, typer.Argument(help="A vitrail file.")]) -> None:
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="A vitrail file.")],
+    device: Device = "auto",
+) -> None:
     """Run a file's golden inputs through its model on this machine, and compare with the stored logits.
 
+    The model is computed in fp32, also on a GPU, and the tolerance is the same everywhere.
     The exit code is 0 if the logits agree, and 1 if they differ or are NaN or infinity.
     """
     from vitrail import __version__
     from vitrail.errors import printable
     from vitrail.weights.verify import verify as verify_file
 
-    result = verify_file(file)  # imports torch only once the file is known to be a vitrail file
+    result = verify_file(file, device)  # imports torch only once the file is known to be a vitrail file
 
     import torch
 
     versions = ", ".join(f"{printable(n)} {printable(v)}" for n, v in result.written_by.items())
     print(f"written by   {versions or 'unknown versions'}")
+    where = "the CPU" if result.device == "cpu" else result.device
+    if result.device.startswith("cuda"):
+        where = torch.cuda.get_device_name(result.device)
     print(f"read by      vitrail {__version__}, torch {torch.__version__}")
+    print(f"computed     on {where}, in fp32")
     print(f"same class   {result.same_class} of {result.inputs} golden inputs")
     print(f"difference   {result.difference:.2g}, at most {result.limit:.2g}")
     if result.not_finite:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.models import load_model
+from vitrail.cli.models import load_model, print_device
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.overrides import Set, parse_settings
+from vitrail.cli.overrides import Device, Set, load_arguments
 from vitrail.cli.walk_table import show_walk
 from vitrail.errors import InputError, printable
 
@@ -56,6 +56,7 @@ def walk(
             "with names by index. For a model with a text tower: any classes (zero-shot).",
         ),
     ] = None,
+    device: Device = "auto",
 ) -> None:
     """Follow one image through a model, step by step: equation, shape, meaning, values, and the answer.
 
@@ -75,7 +76,9 @@ def walk(
     from vitrail.course.walk.overview import top_classes
     from vitrail.io.write import write_text
 
-    bundle, weights = _load_model(model, seed, parse_settings(settings or []), labels)
+    arguments = load_arguments(given=settings, device=device)
+    bundle, weights = _load_model(model, seed, arguments, labels)
+    print_device(bundle.model, arguments, "fp32", quiet=False)
     vit, activation = bundle.model, bundle.scores.activation
     pixels = read_image(image, bundle.preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token, activation=activation)
@@ -105,6 +108,7 @@ def _load_model(
     """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
+    from vitrail.fast.device import place
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
     from vitrail.presets import preset
@@ -116,7 +120,7 @@ def _load_model(
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
             )
-        bundle = load_model(name, overrides, quiet=False)
+        bundle = load_model(name, overrides, quiet=False, precision=None)
         if labels is not None:
             from vitrail.course.walk.labels import name_classes
 
@@ -127,10 +131,11 @@ def _load_model(
         raise InputError(
             f"--labels names the classes of a weight file, and {name} is a model size; remove it."
         )
-    preprocess_fields = overrides.pop("preprocess", None)
-    if "checkpoint_key" in overrides:
+    fields = {field: value for field, value in overrides.items() if field != "device"}
+    preprocess_fields = fields.pop("preprocess", None)
+    if "checkpoint_key" in fields:
         raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")
-    config = preset(name, **overrides)
+    config = preset(name, **fields)
     _check_tokens(name, config)
     seed = seed or 0
     torch.manual_seed(seed)
@@ -138,7 +143,9 @@ def _load_model(
     squash = Preprocess(size=config.pixels, interpolation="bicubic", mean=half, std=half)  # type: ignore[arg-type]
     weights = f"Random weights (seed {seed}), not trained: the steps are real, the prediction means nothing."
     preprocess = override_preprocess(squash, preprocess_fields, config, [])
-    return Bundle(model=ViT(config), preprocess=preprocess), weights
+    vit = ViT(config)
+    place(vit, overrides.get("device", "auto"))
+    return Bundle(model=vit, preprocess=preprocess), weights
 
 
 def _short_name(model: str) -> str:

@@ -44,7 +44,7 @@ class CharacterModel:
 
         from vitrail.model import generate
 
-        rng = torch.Generator()
+        rng = torch.Generator(next(self.model.parameters()).device)
         rng.seed() if seed is None else rng.manual_seed(seed)
         tokens = generate(self.model, self._encode(prompt), count, temperature=temperature, generator=rng)
         return "".join(self.vocabulary[number] for number in tokens[0].tolist())
@@ -60,7 +60,8 @@ class CharacterModel:
                 f"The prompt {reason}; the model knows only the characters of its training text: "
                 f"{printable(known, 200)}"
             )
-        return torch.tensor([[self.vocabulary.index(character) for character in prompt]])
+        ids = [[self.vocabulary.index(character) for character in prompt]]
+        return torch.tensor(ids, device=next(self.model.parameters()).device)
 
 
 def load_character_model(path: str | Path) -> CharacterModel:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import Batch, CorruptFiles, Reader
+from vitrail.data.loader import CorruptFiles, Reader
 from vitrail.data.sources import Split
+from vitrail.fast.halving import FittingBatches
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
@@ -54,11 +55,16 @@ def run_model(
     )
     outputs: Tensor | None = None
     valid = torch.zeros(len(split))
-    done = 0
+    done, fitting = 0, FittingBatches()
+
+    def compute_rows(images: Tensor | list[Tensor]) -> Tensor:
+        return forward(_as_input(images, preprocess, parameter))
+
     try:
         with eval_mode(model):
             for part in reader.batches(requests):
-                rows = forward(_as_input(part, preprocess, parameter)).float().cpu()
+                images = part.images if part.shapes is None else part.unpack()
+                rows = torch.cat([one.float().cpu() for one in fitting(compute_rows, images)])
                 outputs = torch.zeros(len(split), *rows.shape[1:]) if outputs is None else outputs
                 outputs[part.indices], valid[part.indices] = rows, part.valid
                 done += len(part.indices)
@@ -68,11 +74,11 @@ def run_model(
     return (torch.zeros(len(split), 1) if outputs is None else outputs), valid
 
 
-def _as_input(batch: Batch, preprocess: Preprocess, like: Tensor) -> Tensor | list[Tensor]:
-    """A batch of images as the model takes it: one tensor, or a list of images of different shapes."""
-    if batch.shapes is None:
-        return normalize_batch(batch.images, preprocess, like)
-    return [normalize_batch(image[None], preprocess, like)[0] for image in batch.unpack()]
+def _as_input(images: Tensor | list[Tensor], preprocess: Preprocess, like: Tensor) -> Tensor | list[Tensor]:
+    """Images as the model takes them: one tensor, or a list of images of different shapes."""
+    if isinstance(images, Tensor):
+        return normalize_batch(images, preprocess, like)
+    return [normalize_batch(image[None], preprocess, like)[0] for image in images]
 
 
 def resize_split(split: Split, preprocess: Preprocess) -> Split:

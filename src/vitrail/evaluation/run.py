@@ -158,7 +158,8 @@ def evaluate(
     """Evaluate a model on a data set. Images that cannot be read are listed and skipped.
 
     Args:
-        bundle: a bundle, a ViT with default preprocessing, or anything that `vitrail.load` accepts.
+        bundle: a bundle or a ViT with default preprocessing, evaluated where it is; or anything that
+            `vitrail.load` accepts, evaluated on a GPU if one can be used.
         data: a data set, or anything that `open_dataset` accepts. It may lack classes of the model, and
             have a test set only.
         split: train, val, test or all. By default test, or val if there is no test split, or all images if
@@ -184,7 +185,7 @@ def evaluate(
     check_target_accuracy(target_accuracy)
     if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
-    bundle = as_bundle(bundle)
+    bundle = as_bundle(bundle, default_device="auto")
     config = bundle.model.config
     if config.classes or not probes:
         check_classes(bundle, 'give it some with bundle.zero_shot(["cat", "dog"]).')
@@ -197,7 +198,13 @@ def evaluate(
     options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
     if speedup is not None and probes:
         raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
-    if not probes and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
+    if speedup is not None and bundle.native is not None:
+        raise InputError(
+            "The model was trained on images in their own shape, and an accelerated model takes one shape; "
+            "remove precision."
+        )
+    is_own_code = bool(probes) or bundle.native is not None
+    if not is_own_code and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
         options["accelerated"] = accelerated
         notes += accelerated.report.sentences()
 

@@ -18,6 +18,7 @@ import torch
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import FileError, InputError, printable
+from vitrail.fast.device import choose_device
 from vitrail.fields import as_integer, is_real, short_repr
 from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
 from vitrail.io.write import write_text
@@ -26,7 +27,6 @@ from vitrail.summary import Summary
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.metrics import Diverged
 from vitrail.training.open_data import open_training_data
-from vitrail.training.precision import choose_device
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.signals import Interrupted
 from vitrail.training.trainer import Trainer

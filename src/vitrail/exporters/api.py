@@ -78,7 +78,8 @@ def export(
         precision: "fp32", or for ONNX also "int8", which needs `calibration`.
         calibration, min_agreement, keep: as in `vitrail.accelerate`; calibration is a folder of images, or a
             list of them.
-        options: passed to `vitrail.load`, such as size=384; for a torch-export program also device="cuda".
+        options: passed to `vitrail.load`, such as size=384; for a torch-export program also the device that
+            it runs on: by default a GPU if one can be used.
     """
     path = Path(out)
     form = _check_format(to, path)
@@ -108,9 +109,11 @@ def export(
     else:
         one = write_onnx if form == "onnx" else write_torch
         write = partial(one, with_preprocess=with_preprocess)
-    bundle = _open_classifier(model, options)
+    is_program = form == "torch-export" and not with_preprocess  # which resizes on the CPU
+    bundle = _open_classifier(model, options, "auto" if is_program else "cpu")
     proof = write(bundle, path, dynamic=dimensions)
-    return Exported(path, bundle.model.config, proof, native_note(bundle), bundle.guess)
+    notes = [*native_note(bundle), *(_device_note(bundle) if form == "torch-export" else ())]
+    return Exported(path, bundle.model.config, proof, notes, bundle.guess)
 
 
 def native_note(bundle: Bundle) -> list[str]:
@@ -124,9 +127,22 @@ def native_note(bundle: Bundle) -> list[str]:
     ]
 
 
-def _open_classifier(model: Any, options: dict[str, Any]) -> Bundle:
+def _device_note(bundle: Bundle) -> list[str]:
+    """A program for a GPU runs nowhere else."""
+    device = next(bundle.model.parameters()).device
+    if device.type != "cuda":
+        return []
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return [
+        f"The program runs on a GPU only ({device}, {name}); {option('device', 'cpu')} makes one for CPUs."
+    ]
+
+
+def _open_classifier(model: Any, options: dict[str, Any], device: str = "cpu") -> Bundle:
     """The model; one of CLIP or SigLIP without classes only if it has no outputs that look like classes."""
-    bundle = as_bundle(model, **options)
+    bundle = as_bundle(model, default_device=device, **options)
     if bundle.model.config.classes:
         check_classes(
             bundle,

@@ -15,6 +15,7 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
+from vitrail.fast.halving import FittingBatches
 from vitrail.fast.onnx_graph import open_session
 from vitrail.fast.routes import Accelerated
 from vitrail.images.normalize import normalize_batch
@@ -90,8 +91,10 @@ def open_engine(
         engine.accelerated = accelerate_bundle(bundle, speedup)
         return engine
 
+    if speedup is not None and speedup.precision == "int8":
+        options = {"device": "cpu", **options}
     if not isinstance(model, (str, Path)):
-        return build(as_bundle(model, **options))
+        return build(as_bundle(model, default_device="auto", **options))
     suffix = Path(model).suffix.lower()
     if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
@@ -99,7 +102,7 @@ def open_engine(
             "(.safetensors) it was made from, or export that file to .onnx."
         )
     if suffix != ".onnx" or str(model).startswith("hf:"):
-        return build(as_bundle(model, **options))
+        return build(as_bundle(model, default_device="auto", **options))
     if native:
         raise InputError(
             f"{printable(model)} is a graph for images of one shape; give native the vitrail file "
@@ -140,15 +143,26 @@ class TorchEngine(Engine):
         self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
         self.statistics = bundle.statistics
 
+        self.fitting = FittingBatches()
+
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+        parts = [
+            (pooled.float().cpu().numpy(), logits.float().cpu().numpy())
+            for pooled, logits in self.fitting(self.forward, pixels)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        embeddings, logits = zip(*parts, strict=True)
+        return np.concatenate(embeddings), np.concatenate(logits)
+
+    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
+        """Pooled vectors and logits, on the device of the model."""
         images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
         if self.accelerated is not None:
-            pooled, logits = self.accelerated.outputs(images)
-        else:
-            with eval_mode(self.model):
-                pooled = self.model.encode(images).pooled
-                logits = self.model.logits(self.model.head(pooled))
-        return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
+            return self.accelerated.outputs(images)
+        with eval_mode(self.model):
+            pooled = self.model.encode(images).pooled
+            return pooled, self.model.logits(self.model.head(pooled))
 
 
 class NativeEngine(TorchEngine):
@@ -158,13 +172,12 @@ class NativeEngine(TorchEngine):
         super().__init__(bundle)
         self.preprocess = reading_preprocess(bundle, native=True)
 
-    def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
+    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
         like = next(self.model.parameters())
         images = [_build_batch([image], self.preprocess, like)[0] for image in pixels]
         with eval_mode(self.model):
             pooled = self.model.encode_packed(images)
-            logits = self.model.logits(self.model.head(pooled))
-        return pooled.float().cpu().numpy(), logits.float().cpu().numpy()
+            return pooled, self.model.logits(self.model.head(pooled))
 
 
 class OnnxEngine(Engine):

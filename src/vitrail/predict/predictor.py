@@ -68,7 +68,8 @@ class Predictor:
         native: whether images keep their aspect ratio: each is resized to as many whole patches as the
             model's own size has, and images of different shapes share a batch. The model then accepts any
             size (`ViT.accept_any_size`). None is as the model was trained.
-        options: passed to `vitrail.load`, such as device="cuda".
+        options: passed to `vitrail.load`, such as device="cpu". A file is computed on a GPU if one can be
+            used, a bundle or a ViT where it is.
     """
 
     def __init__(

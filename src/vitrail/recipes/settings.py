@@ -240,7 +240,7 @@ class TrainConfig(Config):
     )
 
     # ---- machine
-    device: str = _device("Where to compute; auto is a GPU if there is one, and the CPU otherwise")
+    device: str = _device("Where to compute; auto is a GPU if one can be used, and the CPU otherwise")
     seed: int = integer(
         "Random seed of weights, order, augmentation and dropout", least=0, most=MAX_SEED, default=0
     )
@@ -260,8 +260,8 @@ class TrainConfig(Config):
         "clearly faster, and one beside a GPU. The number changes the last bits of a result"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = choice(
-        "Floating-point format; auto is bf16 on a GPU that supports it and fp32 elsewhere; fp16, with loss "
-        "scaling, is for older GPUs",
+        "Floating-point format; auto is bf16 on a GPU that supports it, fp16 with loss scaling on older ones "
+        "with tensor cores (T4, V100), and fp32 elsewhere",
         default="auto",
     )
     compile: Literal["auto"] | bool = _auto_or_boolean(

@@ -29,7 +29,7 @@ def asgi(
             /v1/models/NAME/.
         settings: limits, and the token that clients must send. Without a token and without public=True,
             only requests with localhost or an IP address as their Host are answered.
-        options: passed to `vitrail.Predictor`, such as device="cuda".
+        options: passed to `vitrail.Predictor`, such as device="cpu".
     """
     from vitrail.serve.asgi_app import build_asgi
 

@@ -14,11 +14,11 @@ import torch
 from vitrail.config import ViTConfig
 from vitrail.data.loader import Batch
 from vitrail.data.sources import Dataset
+from vitrail.fast.device import ComputeDevice
 from vitrail.memory import is_out_of_memory, memory_limit, step_bytes
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 from vitrail.training.step_mode import StepMode
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer

@@ -7,12 +7,13 @@ from dataclasses import replace
 import torch
 
 from vitrail.data.sources import Dataset
+from vitrail.errors import option
+from vitrail.fast.device import ComputeDevice
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.training.callbacks import Callback
 from vitrail.training.minutes import Rehearsed, TimeBudget, fit_minutes
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 from vitrail.weights.bundle import Bundle
@@ -45,7 +46,9 @@ def build_trainer(
     log: Callback,
 ) -> Trainer:
     """The trainer at step 0; what was decided on the way is reported."""
-    log.on_message(f"Computing on {compute.reason}.")
+    chosen = recipe.train.device == "auto" and compute.device.type == "cuda"
+    otherwise = f"; {option('device', 'cpu')} chooses otherwise" if chosen else ""
+    log.on_message(f"Computing on {compute.reason}{otherwise}.")
     for note in (*dataset.notes, *recipe.notes):
         log.on_message(note)
     for note in teacher.notes if teacher else []:

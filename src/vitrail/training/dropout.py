@@ -11,7 +11,6 @@ from vitrail.config import ViTConfig
 from vitrail.data.rng import random_integer
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import seed_generators
 
 
 @dataclass

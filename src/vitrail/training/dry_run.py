@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import InputError
+from vitrail.fast.device import choose_device
 from vitrail.memory import is_out_of_memory
 from vitrail.training.api import DEFAULT_RECIPE, new_setup, no_data
 from vitrail.training.build import build_trainer, fit_recipe
@@ -15,7 +16,6 @@ from vitrail.training.loggers import check_loggers
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import init_process_group
 from vitrail.training.plan import training_plan
-from vitrail.training.precision import choose_device
 from vitrail.training.run import check_batch
 from vitrail.training.run_directory import check_empty
 from vitrail.training.session import out_of_memory

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from vitrail.data.loader import CorruptFiles
 from vitrail.data.sources import Split
 from vitrail.evaluation.forward import run_model
+from vitrail.fast.device import ComputeDevice
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
 from vitrail.model import ViT
 from vitrail.training.objective import correct_predictions
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 
 _ONE_PROCESS = ProcessGroup()
 _GPU_TOKENS = 2**18  # in a batch, about

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import VitrailError, printable
+from vitrail.fast.device import ComputeDevice
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 
 LOG_EVERY = 10  # steps between reads of what is on the device
 LOG_SECONDS = 10  # a slow step is reported when this much time has passed since the last report

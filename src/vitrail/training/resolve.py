@@ -13,6 +13,7 @@ from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.data.mixing import Mixing
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, option
+from vitrail.fast.device import find_device
 from vitrail.fields import short_repr
 from vitrail.images.fit import fit_preprocess
 from vitrail.images.preprocess import Preprocess
@@ -113,13 +114,19 @@ def run_context(
     sides = size if isinstance(size, tuple) else (size, size)
     valid = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
     return RunContext(
-        gpu=torch.cuda.is_available(),
+        gpu=_trains_on_gpu(fields.get("device", "auto")),
         from_file=from_ is not None,
         size=size if valid else None,
         epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,
         minutes=minutes,
         model=bool(model),
     )
+
+
+def _trains_on_gpu(device: Any) -> bool:
+    """Whether a run computes on a GPU; of a word that is no device, `TrainConfig` complains."""
+    known = device == "auto" or str(device).startswith("cuda")
+    return known and find_device(device)[0].type == "cuda"
 
 
 class Changes(NamedTuple):

@@ -23,7 +23,6 @@ from vitrail.training.log import LogFile
 from vitrail.training.loggers import check_loggers
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
-from vitrail.training.precision import ComputeDevice, choose_device
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.session import TrainingSession

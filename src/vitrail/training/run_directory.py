@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,13 @@ def check_empty(out: Path, resume: bool) -> None:
         )
 
 
+def _gpu_name() -> str | None:
+    """The GPU of this process; None without one, or with one that does not work."""
+    with suppress(RuntimeError, AssertionError):
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return None
+
+
 def environment() -> dict[str, Any]:
     """Versions, hardware and the command line, for environment.json."""
     return {
@@ -221,7 +228,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": _gpu_name(),
         "threads": torch.get_num_threads(),
         "command": sys.argv,
     }

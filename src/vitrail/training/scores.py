@@ -15,9 +15,9 @@ from vitrail.data.sources import Dataset, Split
 from vitrail.evaluation.forward import run_model
 from vitrail.evaluation.ood import fit_statistics
 from vitrail.evaluation.thresholds import DEFAULT, choose_thresholds
+from vitrail.fast.device import ComputeDevice
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.native import reading_preprocess
 from vitrail.weights.scores import Scores

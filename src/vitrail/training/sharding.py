@@ -14,7 +14,6 @@ from vitrail.model import ViT
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.fitting import MARGIN, StepMemory, fitting_mode
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.precision import ComputeDevice
 
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
 

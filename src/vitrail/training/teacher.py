@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
+from vitrail.fast.device import ComputeDevice
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.head import DistilledHead
-from vitrail.training.precision import ComputeDevice
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.digest import bundle_digest
 from vitrail.weights.labels import match_labels

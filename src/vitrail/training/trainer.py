@@ -20,6 +20,7 @@ from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoc
 from vitrail.data.order import Order
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError
+from vitrail.fast.device import ComputeDevice
 from vitrail.fast.lora import plain_model, with_lora
 from vitrail.fast.prepare import prepare
 from vitrail.fast.shards import gather
@@ -52,7 +53,6 @@ from vitrail.training.optim import (
     update_ema,
 )
 from vitrail.training.parallel import ProcessGroup, SharedSignal, global_batch_size
-from vitrail.training.precision import ComputeDevice
 from vitrail.training.sharding import choose_parallelism
 from vitrail.training.signals import Interrupted
 from vitrail.training.step_mode import StepMode, choose_step_mode

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,7 @@ from vitrail.weights.folder import TEXT_PREFIX
 from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from vitrail.model import ViT
@@ -208,19 +210,21 @@ class Bundle(Summary):
             "fingerprint": None if self.fingerprint is None else self.fingerprint.describe(),
         }
 
-    def golden_logits(self, inputs: Tensor) -> Tensor:
-        """The model's logits for the golden inputs, in float32 on the CPU."""
+    def golden_logits(self, inputs: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """The model's logits for the golden inputs, in float32 without TF32; on the CPU by default."""
         import copy
 
         import torch
 
         from vitrail.model.modes import eval_mode
 
-        model = self.model
-        if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in model.parameters()):
-            model = copy.deepcopy(model).to(device="cpu", dtype=torch.float32)
-        with eval_mode(model):
-            return model(self.as_input(inputs)).float().contiguous()
+        model, device = self.model, torch.device(device)
+        if any(p.dtype != torch.float32 or p.device != device for p in model.parameters()):
+            model = copy.deepcopy(model).to(device=device, dtype=torch.float32)
+        # cuDNN's convolutions round to TF32.
+        exact = torch.backends.cudnn.flags(enabled=False) if device.type == "cuda" else nullcontext()
+        with eval_mode(model), exact:
+            return model(self.as_input(inputs).to(device)).float().cpu().contiguous()
 
     def as_input(self, golden: Tensor) -> Tensor:
         """The model's input for golden inputs; pixels are normalized."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import POSITIONS, format_sides
 from vitrail.errors import ConfigError, FileError, InputError, printable
-from vitrail.fields import per_axis, short_repr
+from vitrail.fields import per_axis
 from vitrail.images.fit import fit_preprocess
 from vitrail.weights.bundle import Bundle
 from vitrail.weights.describe import FileDescription, describe
@@ -57,7 +57,7 @@ def load(
         size: (H, W) or a side. If the stored positions fit it, it is the model's own; otherwise they are
             resized from the model's own grid.
         channels, patch: likewise, the patch projection is changed.
-        device, dtype: of the model; float32 on the CPU by default.
+        device, dtype: of the model; float32 on the CPU by default. "auto" is a GPU if one can be used.
         family: read the file as one of this family, instead of recognizing it.
         keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
             "{i}" is the block index. Layouts: vitrail.weights.layout.LAYOUTS. (pattern, None) ignores
@@ -70,6 +70,11 @@ def load(
 
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
+    from vitrail.fast.device import find_device, place
+
+    device = "cpu" if device is None else device
+    if device != "auto":
+        find_device(device)  # an error before any tensor is read
     requested: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
     if preprocess is not None:
         check_fields(preprocess)
@@ -78,7 +83,6 @@ def load(
     with open_model(path, checkpoint_key, alone=alone) as files:
         description = describe(files, family=family, keys=keys, **requested, **overrides)
         description = replace(description, card=replace(description.card, **card_fields))
-        target = _check_device(device)
         bundle = build_bundle(files, description, dtype)
     _adapt(bundle, description, {"classes": classes, **requested})
     # Only now, since a given resize_to is for the size that the model has in the end.
@@ -87,38 +91,29 @@ def load(
         bundle.guess = ""
     if bundle.model.config != description.config or overrides or preprocess is not None:
         bundle.statistics = None  # they are of the features of the model as it was trained
-    bundle.model.to(target)
+    place(bundle.model, device)
     return bundle
 
 
-def as_bundle(model: Bundle | ViT | str | Path, **options: Any) -> Bundle:
-    """A bundle as it is, that of a run, a model with the default preprocessing, or what `load` reads."""
+def as_bundle(
+    model: Bundle | ViT | str | Path, *, default_device: str | None = None, **options: Any
+) -> Bundle:
+    """A bundle as it is, that of a run, a model with the default preprocessing, or what `load` reads.
+
+    Args:
+        default_device: where a file is loaded to if the options do not say it; a model stays where it is.
+    """
     from torch import nn
 
     model = getattr(model, "bundle", model)  # a finished run, which is defined in a layer above
     if not isinstance(model, (Bundle, nn.Module)):
-        return load(model, **options)
+        return load(model, **{"device": default_device, **options})
     if options:
         raise InputError(
             f"{type(model).__name__} is loaded already and takes no options ({', '.join(options)}); pass "
             "them to vt.load instead."
         )
     return model if isinstance(model, Bundle) else Bundle(model=model)  # which refuses other modules
-
-
-def _check_device(device: str | torch.device | None) -> torch.device:
-    """The device for the model; an unavailable one is an error before any tensor is read."""
-    import torch
-
-    try:
-        target = torch.device("cpu" if device is None else device)
-        torch.empty(0, device=target)
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f'device {short_repr(device)} is not available; use "cpu". torch: {reason}'
-        ) from error
-    return target
 
 
 def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.dtype | None) -> Bundle:

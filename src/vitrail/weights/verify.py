@@ -28,6 +28,8 @@ class Verification:
     """The number of inputs whose largest logit is still the same."""
     written_by: dict[str, str]
     """The versions that wrote the file."""
+    device: str
+    """Where they were computed."""
     not_finite: list[str]
     """The tensors with NaN or infinity; logits are "logits now" and "logits stored"."""
 
@@ -36,8 +38,12 @@ class Verification:
         return not self.not_finite and self.difference <= self.limit and self.same_class == self.inputs
 
 
-def verify(path: str | Path) -> Verification:
-    """Run the golden inputs of a vitrail file through its model, in float32 on the CPU."""
+def verify(path: str | Path, device: str = "cpu") -> Verification:
+    """Run the golden inputs of a vitrail file through its model, in float32.
+
+    Args:
+        device: "auto" is a GPU if one can be used. The tolerance is the same everywhere.
+    """
     with open_model(path) as files:
         description = describe(files)
         if description.family is not VITRAIL or not {"golden/inputs", "golden/logits"} <= set(files.entries):
@@ -47,8 +53,12 @@ def verify(path: str | Path) -> Verification:
             )
         bundle = build_bundle(files, description, None)
         inputs, stored = (files.tensor(f"golden/{part}") for part in ("inputs", "logits"))
+    from vitrail.fast.device import place
+
     _check_golden(path, tuple(inputs.shape), tuple(stored.shape), bundle.model.config.input_shape)
-    now = bundle.golden_logits(inputs)
+    place(bundle.model, device)
+    where = next(bundle.model.parameters()).device
+    now = bundle.golden_logits(inputs, where)
     if now.shape != stored.shape:
         raise _damaged(path, f"has logits of {tuple(stored.shape)}, and the model gives {tuple(now.shape)}")
     return Verification(
@@ -57,6 +67,7 @@ def verify(path: str | Path) -> Verification:
         limit=LOGIT_TOLERANCE * max(1.0, stored.abs().max().item()),
         same_class=int((now.argmax(1) == stored.argmax(1)).sum()),
         written_by=dict(description.card.versions),
+        device=str(where),
         not_finite=not_finite({**bundle.model.state_dict(), "logits now": now, "logits stored": stored}),
     )
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from vitrail.data.sources import Dataset
+from vitrail.fast.device import choose_device
 from vitrail.model import ViT
 from vitrail.recipes.settings import Recipe
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.metrics import Diverged
-from vitrail.training.precision import choose_device
 from vitrail.training.trainer import Trainer
 
 if TYPE_CHECKING:

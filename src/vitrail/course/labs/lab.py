@@ -207,7 +207,7 @@ def verdict_fields(name: str, numbers: Mapping[str, Any], size: LabSize) -> dict
 
 def _set_device(device: str) -> None:
     """Choose where models are trained, in this process and in the workers, which inherit its environment."""
-    from vitrail.training.precision import choose_device
+    from vitrail.fast.device import choose_device
 
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device must be auto, cpu or cuda, not {printable(device)!r}.")

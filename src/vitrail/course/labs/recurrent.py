@@ -24,6 +24,7 @@ from vitrail.course.labs.verdict import Statement, Verdict, confirming, decide, 
 from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import edge_note
 from vitrail.experiment.trial import map_in_processes
+from vitrail.fast.device import find_device
 from vitrail.inspect.canvas import LINES, new_figure, styled
 from vitrail.model import Decoder, DecoderConfig
 
@@ -77,7 +78,7 @@ def count_parameters(model: nn.Module) -> int:
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     full = size == "full"
     repeats = 10 if full else 3
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = find_device()[0].type  # the CPU, if the lab's --device says so
     lengths = {name: _LENGTHS[name] if full else [16, 32] for name in dict.fromkeys(("cpu", device))}
     total = {name: _TOKENS[name] if full else 64 for name in lengths}
     models = {

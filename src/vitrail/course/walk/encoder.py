@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -35,12 +36,17 @@ class Recording:
     def __init__(
         self, model: ViT, x: Tensor, blocks: Iterable[int], activation: Activation = "softmax"
     ) -> None:
-        self.model, self.batch, self.activation = model, _as_batch(x, model.config), activation
+        self.activation = activation
+        batch, device = _as_batch(x, model.config), next(model.parameters()).device
         names = ["tokens.*", "position", "norm_pre", "embed", "blocks.*.out", "encoded", "pooled", "logits"]
         names += [f"blocks.{block}.{part}" for block in blocks for part in ("*", "attention.*", "mlp.*")]
         names += [f"pool.attention.{part}" for part in ("weights", "out") if model.config.pool == "attention"]
         with eval_mode(model):
-            self.activations = record_activations(model, names, self.batch)
+            recorded = record_activations(model, names, batch.to(device))
+        # The stages are computed from these, and shown, on the CPU.
+        self.activations = {name: tensor.cpu() for name, tensor in recorded.items()}
+        self.model = model if device.type == "cpu" else copy.deepcopy(model).cpu()
+        self.batch = batch.cpu()
 
     def stages(self, block: int, head: int, token: int) -> list[Stage]:
         """The stages of the whole model, with one of the recorded blocks in detail."""

@@ -9,6 +9,7 @@ import torch
 import vitrail as vt
 from vitrail.errors import ConfigError
 from vitrail.fast import shards
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.memory import activation_bytes
 from vitrail.presets import preset
 from vitrail.recipes.settings import TrainConfig

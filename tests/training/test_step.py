@@ -12,6 +12,7 @@ from vitrail.data.loader import Reader
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
 from vitrail.fast import variants
+from vitrail.fast.device import choose_device, seed_generators
 from vitrail.fast.variants import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT

@@ -17,6 +17,7 @@ from tests.support.tiny_runs import (
 )
 from vitrail.data.sources import open_dataset
 from vitrail.errors import ConfigError
+from vitrail.fast.device import choose_device
 from vitrail.fast.lora import UPDATE, plain_model, with_lora
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV

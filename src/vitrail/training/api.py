@@ -12,11 +12,11 @@ from vitrail.data.pack_cache import cached_dataset
 from vitrail.data.sources import Dataset
 from vitrail.errors import InputError, printable
 from vitrail.fast.device import choose_device
+from vitrail.fast.lora import check_rank
 from vitrail.recipes.settings import Recipe
 from vitrail.training.batch_size import choose_batch
 from vitrail.training.callbacks import Callback
 from vitrail.training.display import show_run
-from vitrail.training.lora import check_rank
 from vitrail.training.minutes import TimeBudget
 from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
 from vitrail.training.parallel import init_process_group

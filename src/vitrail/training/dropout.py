@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.data.rng import random_integer
+from vitrail.fast.device import seed_generators
 from vitrail.recipes.settings import TrainConfig
 from vitrail.training.parallel import ProcessGroup
 

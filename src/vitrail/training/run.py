@@ -10,6 +10,7 @@ from typing import Any
 
 from vitrail.data.sources import Dataset
 from vitrail.errors import ConfigError, setting
+from vitrail.fast.device import ComputeDevice, choose_device
 from vitrail.fast.lora import check_rank
 from vitrail.memory import check_fits, training_bytes
 from vitrail.recipes.settings import Recipe

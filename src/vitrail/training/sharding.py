@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from vitrail.errors import ConfigError
+from vitrail.fast.device import ComputeDevice
 from vitrail.fast.shards import Parallelism
 from vitrail.memory import format_bytes, memory_limit
 from vitrail.model import ViT

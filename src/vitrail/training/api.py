@@ -184,7 +184,8 @@ def _largest_batch(
     recipe = replace(recipe, train=resolve_distillation(recipe.train, changes, teacher is not None))
     ranks = init_process_group()
     compute = choose_device(recipe.train.precision, ranks.local_rank, recipe.train.device)
-    check_rank(recipe.model, recipe.train)
+    if recipe.train.tune == "lora":
+        check_rank(recipe.model, recipe.train.lora_rank)
     distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
     return choose_batch(recipe, dataset, distiller, compute, ranks)
 

@@ -41,6 +41,6 @@ clean:
 	$(PIP) -e '.[train,inspect]'
 	@touch $@
 
-.venv/dev-installed: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) -e '.[dev]'
+.venv/dev-installed: pyproject.toml course/pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[dev]' -e ./course
 	@touch $@ .venv/demo-installed

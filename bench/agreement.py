@@ -37,12 +37,12 @@ import vitrail as vt
 from bench.cpu_inference import forward, processor_time
 from bench.measure import environment, interleave, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.fast.gate import GateError, compare
+from vitrail.images.formats.sources import Dataset, Split, open_dataset
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.reader import read_pixels
 from vitrail.model.modes import eval_mode
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 SIDE, FIRST_SIDE = 224, 112  # pixels
 LAST_EPOCHS = 3  # at the larger size

@@ -21,11 +21,11 @@ import torch
 
 from bench.cpu import training
 from bench.measure import clock, environment, interleave, save
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.fast.device import choose_device
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.model import ViT
-from vitrail.recipes import recipe
+from vitrail.model.device import choose_device
+from vitrail.training.recipes import recipe
 from vitrail.training.trainer import Trainer
 
 RECIPES = {"digits": "the demo", "auto": "the default"}

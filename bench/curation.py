@@ -24,8 +24,8 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 from bench.measure import environment, save
-from vitrail.data.sources import open_labeled
 from vitrail.evaluation.curation import Curation, curate, embed_dataset
+from vitrail.images.formats.sources import open_labeled
 from vitrail.weights.load import load
 
 RESULTS = Path(__file__).parent / "results" / "curation.json"

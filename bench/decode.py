@@ -24,9 +24,9 @@ import torch
 from PIL import Image, __version__, features
 
 from bench.measure import environment, interleave, save
-from vitrail.data.augment import Augment, crop_numbers
-from vitrail.data.sources import Split
+from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import place_crop, propose_crops, read_crop
+from vitrail.images.formats.sources import Split
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import read_pixels
 

@@ -26,8 +26,8 @@ from torch import nn
 from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.config import ViTConfig
-from vitrail.presets import preset
-from vitrail.training.cost import forward_flops
+from vitrail.config.presets import preset
+from vitrail.training.plan.cost import forward_flops
 
 sync = torch.cuda.synchronize
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import vitrail as vt
 from bench.measure import clock, environment, interleave, save
-from vitrail.inspect import distance
+from vitrail.views import distance
 
 ROUNDS = {1: 30, 8: 8}  # by batch
 SHARPER = (1, 2, 3, 5)  # q and k are multiplied with these

@@ -28,11 +28,11 @@ import torch
 from PIL import Image
 
 from bench.measure import environment, save
-from vitrail.data.augment import Augment, crop_numbers
-from vitrail.data.loader import Reader
-from vitrail.data.pack import pack_dataset
-from vitrail.data.sources import Split, read_data
+from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import propose_crops, read_crop
+from vitrail.images.formats.pack_writer import pack_dataset
+from vitrail.images.formats.sources import Split, read_data
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import WorkerPlan, Workers

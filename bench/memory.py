@@ -28,15 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
 from vitrail.config import ViTConfig
-from vitrail.fast.device import ComputeDevice, choose_device
+from vitrail.config.presets import preset
+from vitrail.fast.parallelism import Parallelism
 from vitrail.fast.prepare import prepare
-from vitrail.fast.shards import Parallelism
 from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
-from vitrail.presets import preset
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.fitting import StepMemory
+from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training.optim import build_optimizer
+from vitrail.training.plan.fitting import StepMemory
+from vitrail.training.recipes.settings import TrainConfig
 
 # size, images, recomputed blocks, shards
 ROWS = (

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import vitrail as vt
 from bench.measure import clock, environment, interleave, save
-from vitrail.images.native import native_size
+from vitrail.images.any_size import native_size
 
 
 def shapes(count: int, budgets: bool) -> list[tuple[int, int]]:

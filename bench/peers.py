@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.base.telemetry import disable_telemetry
 from vitrail.config import ViTConfig
-from vitrail.telemetry import disable_telemetry
 
 disable_telemetry()  # before any of them is loaded
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from bench.table import PAGE, RESULTS
-from vitrail.inspect.canvas import LINES, new_figure, save_figure, styled
+from vitrail.views.canvas import LINES, new_figure, save_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,9 +34,9 @@ import torch
 from bench.loading import CLASSES, write_images
 from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.images.cores import usable_cores
+from vitrail.base.cores import usable_cores
+from vitrail.config.presets import preset
 from vitrail.images.preprocess import Preprocess
-from vitrail.presets import preset
 
 ROWS = ("vitrail", "vitrail, fp32", "timm", "timm, compiled")
 FEW = 32
@@ -159,8 +159,8 @@ def phases(model: str, folder: str, device: str) -> dict[str, float]:
     """Seconds of the parts of our command: one process, the same calls."""
     started = time.perf_counter()
     from vitrail.predict import Predictor
-    from vitrail.predict.rows import format_rows
-    from vitrail.predict.sources import expand_paths, prefetch
+    from vitrail.predict.image_sources import expand_paths, prefetch
+    from vitrail.predict.output_rows import format_rows
 
     found = {"imports": time.perf_counter() - started}
     begin = time.perf_counter()

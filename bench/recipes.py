@@ -28,15 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.measure import environment
-from vitrail.data.augment import augment_batch
-from vitrail.data.loader import Reader, batch_indices, epoch_order, steps_in_epoch
-from vitrail.data.sources import Dataset, Split, open_dataset
 from vitrail.evaluation.forward import resize_split
+from vitrail.images.augment.pipeline import augment_batch
+from vitrail.images.formats.sources import Dataset, Split, open_dataset
+from vitrail.images.loader import Reader, batch_indices, epoch_order, steps_in_epoch
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
-from vitrail.recipes.settings import Recipe
-from vitrail.training.api import train
+from vitrail.training.recipes.settings import Recipe
 from vitrail.training.resolve import resolve_recipe
+from vitrail.training.start import train
 
 DATA = ("flowers10", "flowers102", "hymenoptera", "mnist", "cifar10")
 MODELS = ("cnn", "auto", "deit")

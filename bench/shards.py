@@ -21,7 +21,7 @@ import numpy as np
 
 def write_indexes(folder: Path, images: int, shards: int, classes: int = 1000) -> None:
     """Shards with an index each; keys are random, labels uniform, names empty."""
-    from vitrail.images.shard import HEADER, MAGIC, PLACE, VERSION, column_starts
+    from vitrail.images.formats.shard_images import HEADER, MAGIC, PLACE, VERSION, column_starts
 
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -61,9 +61,9 @@ def measure(folder: Path) -> dict[str, float]:
     """Seconds and megabytes to open the data, and to order an epoch; and how busy the machine was before."""
     import torch
 
-    from vitrail.data.lazy import take_items
-    from vitrail.data.loader import batch_indices, epoch_order, steps_in_epoch
-    from vitrail.data.sources import open_dataset
+    from vitrail.images.formats.lazy import take_items
+    from vitrail.images.formats.sources import open_dataset
+    from vitrail.images.loader import batch_indices, epoch_order, steps_in_epoch
 
     load, before = os.getloadavg()[0], resident()
     start, cpu = time.perf_counter(), time.process_time()

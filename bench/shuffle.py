@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from bench.measure import environment, save
-from vitrail.data.loader import batch_indices, steps_in_epoch
-from vitrail.data.order import BlockOrder, KeyedPermutation
-from vitrail.data.sources import Dataset, open_dataset
-from vitrail.training.api import train
+from vitrail.images.formats.sources import Dataset, open_dataset
+from vitrail.images.loader import batch_indices, steps_in_epoch
+from vitrail.images.order import BlockOrder, KeyedPermutation
+from vitrail.training.start import train
 
 IMAGES, BATCH, SHARD, CLASS = 1_280_000, 1024, 10_000, 1280  # images of a batch, a shard, a class
 BATCHES, EPOCHS, SEEDS = 25, 15, (0, 1, 2)

@@ -57,16 +57,16 @@ from bench.train_peers import (
     timed,
 )
 from vitrail.config import ViTConfig
-from vitrail.data.augment import Augment
-from vitrail.data.loader import Batch, Reader
-from vitrail.data.pack import pack_dataset
-from vitrail.data.sources import Dataset, read_data
-from vitrail.fast.device import choose_device
+from vitrail.config.presets import preset
+from vitrail.images.augment.pipeline import Augment
+from vitrail.images.formats.pack_writer import pack_dataset
+from vitrail.images.formats.sources import Dataset, read_data
+from vitrail.images.loader import Batch, Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.presets import preset
-from vitrail.recipes.settings import TrainConfig
+from vitrail.model.device import choose_device
 from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 ROWS = (

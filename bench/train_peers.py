@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from bench.peers import PEERS, Logits
+from vitrail.base.cores import usable_cores
 from vitrail.config import ViTConfig
-from vitrail.data.mixing import Mixing
-from vitrail.images.cores import usable_cores
+from vitrail.images.augment.mixing import Mixing
 
 BATCH = 256
 LR = 5e-4

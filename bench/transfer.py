@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from bench.measure import environment
 from bench.recipes import DATA, prepare, train_plainly
-from vitrail.data.sources import Dataset, open_dataset
 from vitrail.evaluation.probe_head import probe_head
 from vitrail.experiment.interval import fraction_interval
-from vitrail.training.api import train
+from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.training.resolve import resolve_recipe
+from vitrail.training.start import train
 from vitrail.weights.load import load
 
 # The ways, with the recipe's learning rate for each; timm's is the usual one for fine-tuning.

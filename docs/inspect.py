@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from vitrail.inspect.figure import InspectionRequest
-from vitrail.inspect.figures import FIGURES, make_figure
-from vitrail.inspect.sample import sample_images, sample_model
+from vitrail.views.figure import InspectionRequest
+from vitrail.views.figures import FIGURES, make_figure
+from vitrail.views.sample import sample_images, sample_model
 
 PAGE = Path(__file__).parent / "inspect.md"
 IMAGES = Path(__file__).parent / "images" / "inspect"

@@ -4,7 +4,7 @@
     python -m docs.lab_figures speech --data fsdd.zip
 
 For use when a label or the style has changed. The other labs either run in seconds, or their figures show a
-trained model (positions, characters, encoder-decoder): run those again (`vitrail.course.labs.collect`).
+trained model (positions, characters, encoder-decoder): run those again (`vitrail_course.labs.collect`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from docs.notes import IMAGES
-from vitrail.course.labs import (
+from vitrail.experiment.study import Arm, Difference, Study
+from vitrail.experiment.trial import Trial, one_thread
+from vitrail.views.canvas import save_figure
+from vitrail_course.labs import (
     attention_distance,
     blocks,
     gelu_relu,
@@ -30,13 +33,10 @@ from vitrail.course.labs import (
     towers,
     translation,
 )
-from vitrail.course.labs.datasets import load_dataset, plain_settings
-from vitrail.course.labs.lab import load_results
-from vitrail.course.labs.lr_sweep import SweepResult
-from vitrail.course.labs.spoken_digits import build_dataset, read_recordings, split_by_index
-from vitrail.experiment.study import Arm, Difference, Study
-from vitrail.experiment.trial import Trial, one_thread
-from vitrail.inspect.canvas import save_figure
+from vitrail_course.labs.datasets import load_dataset, plain_settings
+from vitrail_course.labs.lab import load_results
+from vitrail_course.labs.lr_sweep import SweepResult
+from vitrail_course.labs.spoken_digits import build_dataset, read_recordings, split_by_index
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

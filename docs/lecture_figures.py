@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vitrail.inspect import distance, filters, positions
-from vitrail.inspect.canvas import save_figure
-from vitrail.inspect.images import from_files
 from vitrail.model import ViT
-from vitrail.weights.bundle import Bundle
+from vitrail.views import distance, filters, positions
+from vitrail.views.canvas import save_figure
+from vitrail.views.figure_images import from_files
+from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
 
 PAGE = Path(__file__).parent / "inspect.md"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vitrail.course.labs.lab import find_lab, format_number, load_results
-from vitrail.course.labs.verdict import format_verdict
+from vitrail_course.labs.lab import find_lab, format_number, load_results
+from vitrail_course.labs.verdict import format_verdict
 
 PAGE = Path(__file__).parent / "notes.md"
 IMAGES = Path(__file__).parent / "images" / "labs"

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import transfer
 from bench.recipes import RESULTS, table
-from vitrail.recipes import recipes
+from vitrail.training.recipes import recipes
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN, END = "<!-- recipes -->", "<!-- end of recipes -->"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.presets import preset
-from vitrail.training.cost import Cluster, step_cost
+from vitrail.config.presets import preset
+from vitrail.training.plan.cost import Cluster, step_cost
 
 PAGE = Path(__file__).parent / "scale.md"
 BEGIN, END = "<!-- costs -->", "<!-- end of costs -->"

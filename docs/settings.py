@@ -7,10 +7,10 @@ import inspect
 import re
 from pathlib import Path
 
-from vitrail.data.augment import Augment
-from vitrail.data.mixing import Mixing
-from vitrail.fields import Config, literal_values, type_hints
-from vitrail.recipes.settings import TrainConfig
+from vitrail.base.fields import Config, literal_values, type_hints
+from vitrail.images.augment.mixing import Mixing
+from vitrail.images.augment.pipeline import Augment
+from vitrail.training.recipes.settings import TrainConfig
 
 PAGE = Path(__file__).parent / "training-settings.md"
 BEGIN, END = "<!-- settings -->", "<!-- end of settings -->"

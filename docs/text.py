@@ -15,7 +15,7 @@ from bench.measure import machine
 from bench.peers import make_torchvision_importable
 from docs.samples import version
 from tests.support.text_models import apple_names, noisy, open_clip_model
-from vitrail.weights.text import load_text
+from vitrail.weights.text.words import load_text
 
 TEXT = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=1, intermediate_size=96)
 VISION = dict(**TEXT, patch_size=8, image_size=32)

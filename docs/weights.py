@@ -22,11 +22,11 @@ import vitrail as vt
 from bench.measure import machine
 from docs.samples import Sample, make, read_arrays, version
 from tests.support.flax_files import Flax
-from vitrail.images.published import CLIP, IMAGENET, published_preprocess
-from vitrail.weights.convert import find_target
+from vitrail.images.published_preprocess import CLIP, IMAGENET, published_preprocess
+from vitrail.weights.conversion import find_target
 from vitrail.weights.families import LIBRARIES
-from vitrail.weights.family import Family
-from vitrail.weights.to_family import ConversionError, unsupported
+from vitrail.weights.families.family import Family
+from vitrail.weights.families.to_family import ConversionError, unsupported
 
 PAGE = Path(__file__).parent / "weights.md"
 MODELS, IMAGES = 3, 8  # random models of each family, and images for each model

@@ -11,43 +11,43 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+from vitrail.base.version import __version__ as __version__
 
 # The public names and their modules, which are imported on first use: `import vitrail` is fast, and torch
 # is imported only when it is needed.
 _MODULES = {
-    "Bundle": "vitrail.weights.bundle",
-    "Card": "vitrail.weights.bundle",
-    "ConfigError": "vitrail.errors",
+    "Bundle": "vitrail.weights.bundle.bundle",
+    "Card": "vitrail.weights.bundle.bundle",
+    "ConfigError": "vitrail.base.errors",
     "Decoder": "vitrail.model",
     "DecoderConfig": "vitrail.model",
     "Encoded": "vitrail.model",
-    "FileError": "vitrail.errors",
-    "InputError": "vitrail.errors",
+    "FileError": "vitrail.base.errors",
+    "InputError": "vitrail.base.errors",
     "Predictor": "vitrail.predict",
     "Preprocess": "vitrail.images.preprocess",
-    "Scores": "vitrail.weights.scores",
+    "Scores": "vitrail.weights.bundle.scores",
     "ViT": "vitrail.model",
     "ViTConfig": "vitrail.config",
-    "VitrailError": "vitrail.errors",
+    "VitrailError": "vitrail.base.errors",
     "accelerate": "vitrail.fast.accelerate",
-    "check": "vitrail.course.exercises.notebook",
-    "convert": "vitrail.weights.convert",
-    "create": "vitrail.build",
+    "check": "vitrail_course.exercises.notebook",
+    "convert": "vitrail.weights.conversion",
+    "create": "vitrail.model.create",
     "cross_validate": "vitrail.experiment.folds",
     "edit": "vitrail.model",
-    "evaluate": "vitrail.evaluation.run",
+    "evaluate": "vitrail.evaluation.evaluate_model",
     "export": "vitrail.exporters.api",
     "find_lr": "vitrail.experiment.lr_finder",
     "generate": "vitrail.model",
     "load": "vitrail.weights.load",
-    "preset": "vitrail.presets",
+    "preset": "vitrail.config.presets",
     "record": "vitrail.model",
     "study": "vitrail.experiment.study",
     "surgery": "vitrail.model",
-    "sweep": "vitrail.experiment.sweep",
-    "train": "vitrail.training.api",
-    "walk": "vitrail.course.walk",
+    "sweep": "vitrail.experiment.halving_sweep",
+    "train": "vitrail.training.start",
+    "walk": "vitrail.views.walk",
 }
 
 __all__ = [
@@ -86,27 +86,26 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from vitrail.build import create
+    from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError
     from vitrail.config import ViTConfig
-    from vitrail.course.exercises.notebook import check
-    from vitrail.course.walk import walk
-    from vitrail.errors import ConfigError, FileError, InputError, VitrailError
-    from vitrail.evaluation.run import evaluate
+    from vitrail.config.presets import preset
+    from vitrail.evaluation.evaluate_model import evaluate
     from vitrail.experiment.folds import cross_validate
+    from vitrail.experiment.halving_sweep import sweep
     from vitrail.experiment.lr_finder import find_lr
     from vitrail.experiment.study import study
-    from vitrail.experiment.sweep import sweep
     from vitrail.exporters.api import export
     from vitrail.fast.accelerate import accelerate
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
+    from vitrail.model.create import create
     from vitrail.predict import Predictor
-    from vitrail.presets import preset
-    from vitrail.training.api import train
-    from vitrail.weights.bundle import Bundle, Card
-    from vitrail.weights.convert import convert
+    from vitrail.training.start import train
+    from vitrail.views.walk import walk
+    from vitrail.weights.bundle.bundle import Bundle, Card
+    from vitrail.weights.bundle.scores import Scores
+    from vitrail.weights.conversion import convert
     from vitrail.weights.load import load
-    from vitrail.weights.scores import Scores
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vitrail.cli import main
-from vitrail.inspect.sample import SAMPLE_FILE
+from vitrail.views.sample import SAMPLE_FILE
 
 HUGE, DIGITS = "9" * 20, "9" * 5000
 LONG = "x" * 5000

@@ -7,7 +7,7 @@ import pytest
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.digit_clip import DIGITS, FILE, save_scenes
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 
 NONE = "This model has a text tower and no classes of its own; "
 

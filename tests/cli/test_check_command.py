@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.command import run_command
 from tests.support.students import SOLUTION
-from vitrail.course.exercises import NAMES, start_file
+from vitrail_course.exercises import NAMES, start_file
 
 
 def check(*arguments, cwd, **environment):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitrail.cli.completion import FIGURES, figure_names
-from vitrail.inspect import figures
+from vitrail.views import figures
 
 
 def complete(*words):

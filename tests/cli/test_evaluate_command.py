@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.evaluation_models import equal_results, train_digits_bundle, write_two_classes
+from vitrail.base.errors import InputError
 from vitrail.cli import app
-from vitrail.data.sources import open_dataset
-from vitrail.errors import InputError
-from vitrail.evaluation.run import evaluate
+from vitrail.evaluation.evaluate_model import evaluate
+from vitrail.images.formats.sources import open_dataset
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.support.command import run_command
-from vitrail.inspect.sample import SAMPLE_FILE
+from vitrail.views.sample import SAMPLE_FILE
 
 
 def inspect(*arguments, cwd):

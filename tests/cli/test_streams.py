@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support.tiny_runs import write_arrays
-from vitrail.inspect.sample import SAMPLE_FILE
+from vitrail.views.sample import SAMPLE_FILE
 
 pytestmark = pytest.mark.slow  # real processes
 

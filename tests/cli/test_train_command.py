@@ -14,7 +14,7 @@ import vitrail as vt
 from tests.support.command import run_command
 from tests.support.tiny_runs import file_hashes, rows, write_arrays, write_folder
 from vitrail.cli import app
-from vitrail.recipes import recipes
+from vitrail.training.recipes import recipes
 
 TINY = [f"--set=model.{text}" for text in ("width=16", "depth=1", "heads=2")]
 

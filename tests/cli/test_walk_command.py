@@ -17,8 +17,8 @@ from tests.support.command import run_command
 from tests.support.models import add_noise
 from tests.support.read_pages import ParsedPage, check_safe
 from vitrail.cli.walk import as_json, read_image
-from vitrail.course.walk import Stage, walk
-from vitrail.course.walk.labels import name_classes
+from vitrail.views.walk import Stage, walk
+from vitrail.views.walk.label_file import name_classes
 
 
 def painted(width=60, height=40):

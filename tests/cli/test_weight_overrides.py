@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.base.errors import ConfigError, FileError
 from vitrail.cli import app, main
-from vitrail.errors import ConfigError, FileError
+from vitrail.weights.bundle.golden import verify
 from vitrail.weights.families.timm import TIMM
-from vitrail.weights.verify import verify
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 MEAN = "preprocess.mean=0.485,0.456,0.406"
@@ -220,7 +220,7 @@ def test_nan_logits_of_the_other_library(path, monkeypatch):
         return lambda images: torch.full((len(images), config.classes), float("nan"))
 
     monkeypatch.setattr(
-        "vitrail.weights.convert.FAMILIES", [replace(TIMM, writer=replace(TIMM.writer, peer=peer))]
+        "vitrail.weights.conversion.FAMILIES", [replace(TIMM, writer=replace(TIMM.writer, peer=peer))]
     )
     vt.load(path, heads=2).save("ours.safetensors")
     output = run("convert", "ours.safetensors", "out.safetensors", "--to", "timm", code=1)

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 import vitrail as vt
+from vitrail.base.errors import call, command_line_names, option, setting
 from vitrail.cli import app
-from vitrail.errors import call, command_line_names, option, setting
 
 SOURCE = Path(vt.__file__).parent
 FRONT = {"cli", "serve", "course"}  # read only by users of the command line

@@ -11,11 +11,11 @@ from PIL import Image
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.serving import serve_command
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
 from vitrail.exporters.onnx import write_onnx
-from vitrail.predict.sources import read_pixels
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
+from vitrail.predict.image_sources import read_pixels
 
 SIDES = [(61, 97), (97, 61), (40, 40), (128, 30)]
 SAME, OTHER_RUNTIME = 1e-5, 1e-4

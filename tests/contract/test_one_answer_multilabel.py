@@ -13,10 +13,10 @@ from PIL import Image
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.serving import serve_command
-from vitrail.data.sources import open_dataset
 from vitrail.evaluation.forward import run_model
 from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import build_metadata, write_onnx
+from vitrail.images.formats.sources import open_dataset
 
 CLASSES = ["blue", "green", "red"]
 FILES = [("model.safetensors", 1e-5), ("model.onnx", 1e-4)]

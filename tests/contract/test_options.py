@@ -15,7 +15,7 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.fields import literal_values
+from vitrail.base.fields import literal_values
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
 HINTS = get_type_hints(vt.ViTConfig)

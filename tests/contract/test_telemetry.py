@@ -24,9 +24,9 @@ from PIL import Image
 import vitrail as vt
 from tests.support import no_network
 from tests.support.models import add_noise
-from vitrail import telemetry
+from vitrail.base import telemetry
+from vitrail.base.errors import MissingExtra
 from vitrail.cli import app
-from vitrail.errors import MissingExtra
 
 ROOT = Path(__file__).parents[2]
 XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME")
@@ -300,7 +300,7 @@ def importers(folder, packages):
 def test_one_place_imports_onnxruntime():
     folders = ("src", "bench", "docs", "tests")
     files = {name for folder in folders for name in importers(folder, {"onnxruntime"})}
-    assert files == {"src/vitrail/telemetry.py"}
+    assert files == {"src/vitrail/base/telemetry.py"}
 
 
 def test_imports_of_libraries_with_telemetry():
@@ -309,9 +309,13 @@ def test_imports_of_libraries_with_telemetry():
     families = {
         f"src/vitrail/weights/families/{name}.py" for name in ("hf", "timm")
     }  # called by convert.compare
-    own = {"src/vitrail/exporters/onnx.py", "src/vitrail/weights/hub.py", "src/vitrail/training/loggers.py"}
+    own = {
+        "src/vitrail/exporters/onnx.py",
+        "src/vitrail/weights/readers/hub.py",
+        "src/vitrail/training/loggers.py",
+    }
     own |= {"src/vitrail/predict/ray_engine.py", "src/vitrail/evaluation/speed.py"}
-    own |= {"src/vitrail/fast/onnx_graph.py", "src/vitrail/course/errata/note_001_transformers.py"}
+    own |= {"src/vitrail/fast/onnx_graph.py", "course/src/vitrail_course/errata/note_001_transformers.py"}
     assert set(importers("src", reporting)) == own | families
     peers = {
         "bench/peers.py",

@@ -6,12 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from vitrail.base.errors import FileError, InputError, VitrailError
 from vitrail.cli import app
-from vitrail.course.character_model import CharacterModel, load_character_model
-from vitrail.course.labs import characters, lab
-from vitrail.errors import FileError, InputError, VitrailError
 from vitrail.model import Decoder, DecoderConfig
-from vitrail.weights.files import write_safetensors
+from vitrail.weights.readers.files import write_safetensors
+from vitrail_course.character_model import CharacterModel, load_character_model
+from vitrail_course.labs import characters, lab
 
 VOCABULARY = list("\n abcdeROM:")
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from vitrail import ViT, ViTConfig
-from vitrail.course import demo
-from vitrail.inspect import rollout
+from vitrail.experiment import digits_demo as demo
 from vitrail.training.callbacks import NullCallback
-from vitrail.weights.bundle import Bundle
+from vitrail.views import rollout
+from vitrail.weights.bundle.bundle import Bundle
 
 
 @pytest.fixture(scope="module")

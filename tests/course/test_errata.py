@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from docs import errata_page
-from vitrail.course.errata.erratum import ERRATA, NOTES
-from vitrail.course.errata.page import format_value, page
+from vitrail_course.errata.erratum import ERRATA, NOTES
+from vitrail_course.errata.page import format_value, page
 
 SMALL = 1e-9
 OLD_NAMES = [
@@ -216,7 +216,7 @@ def test_the_page_is_up_to_date():
 def test_the_command_prints_the_page():
     """In a process of its own, where nothing has made torchvision importable."""
     done = subprocess.run(
-        [sys.executable, "-m", "vitrail.course.errata"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "vitrail_course.errata"], capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert without_version(done.stdout) == without_version(errata_page.PAGE.read_text())

@@ -6,8 +6,8 @@ import torch
 
 import vitrail as vt
 from tests.support.shared_data import shared
-from vitrail.course import practice
-from vitrail.course.practice_solutions import improve
+from vitrail_course import practice
+from vitrail_course.practice_solutions import improve
 
 CONFIG = vt.ViTConfig(
     width=16, depth=1, heads=2, patch=7, size=28, channels=1, classes=10, position="sincos1d"

@@ -12,7 +12,7 @@ import torch
 import vitrail as vt
 from tests.support.equations import check
 from tests.support.models import add_noise
-from vitrail.course.walk import Stage, token_name, walk
+from vitrail.views.walk import Stage, token_name, walk
 
 # T = 6 + prefix, D = 12 and the head width all differ: a product that fits in two ways would hide a mistake.
 BASE = dict(width=12, depth=2, heads=3, patch=(4, 8), size=(12, 16), channels=2, classes=5)

@@ -6,7 +6,7 @@ import torch
 import vitrail as vt
 from tests.support.equations import check
 from tests.support.models import add_noise
-from vitrail.course.walk import token_name, walk
+from vitrail.views.walk import token_name, walk
 
 # T = 5, S = 7, D = 12, d = 4 and V = 11 all differ: a product that fits in two ways would hide a mistake.
 BASE = dict(vocabulary=11, width=12, depth=2, heads=3, length=8)

@@ -10,11 +10,12 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.models import add_noise
 from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
-from vitrail.course.walk import page, token_name, walk
-from vitrail.course.walk.encoder import Recording
-from vitrail.course.walk.format import finite_or_none, format_number, summarize
-from vitrail.course.walk.mathml import as_mathml, text_with_mathml
-from vitrail.course.walk.overview import paper_equations, top_classes
+from vitrail.views.walk import token_name, walk
+from vitrail.views.walk import walk_page as page
+from vitrail.views.walk.encoder_stages import Recording
+from vitrail.views.walk.format_tensor import finite_or_none, format_number, summarize
+from vitrail.views.walk.mathml import as_mathml, text_with_mathml
+from vitrail.views.walk.overview import paper_equations, top_classes
 
 FIELDS = dict(depth=3)
 

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from docs import inspect as page
-from vitrail.inspect.figures import FIGURES
+from vitrail.views.figures import FIGURES
 
 
 def test_every_figure_has_its_section_and_its_image():

@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from docs import notes as page
-from vitrail.course.labs.lab import LABS, load_results
+from vitrail_course.labs.lab import LABS, load_results
 
 
 def test_the_page_is_that_of_the_results():

@@ -1,7 +1,7 @@
 """docs/recipes.md is what the recipes say of themselves."""
 
 from docs import recipes as page
-from vitrail.recipes import recipes
+from vitrail.training.recipes import recipes
 
 
 def test_the_page_is_that_of_the_code():

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from docs import settings as page
-from vitrail.data.augment import Augment
-from vitrail.data.mixing import Mixing
-from vitrail.recipes.settings import TrainConfig
+from vitrail.images.augment.mixing import Mixing
+from vitrail.images.augment.pipeline import Augment
+from vitrail.training.recipes.settings import TrainConfig
 
 CONFIGS = {"": TrainConfig, "augment.": Augment, "mixing.": Mixing}
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.calibration import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,

@@ -11,10 +11,10 @@ import torch
 
 import vitrail as vt
 from tests.support.evaluation_models import DIGITS, equal_results, train_digits_bundle, write_two_classes
-from vitrail.data.sources import Dataset, open_dataset
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
+from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.evaluation.forward import run_model
-from vitrail.evaluation.run import evaluate
+from vitrail.images.formats.sources import Dataset, open_dataset
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         "import dataclasses, json, sys, torch\n"
         "torch.set_num_threads(1)\n"
         "import torch.distributed as dist\n"
-        "from vitrail.evaluation.run import evaluate\n"
+        "from vitrail.evaluation.evaluate_model import evaluate\n"
         "if len(sys.argv) > 2:\n"
         "    dist.init_process_group('gloo', init_method=sys.argv[2], rank=int(sys.argv[1]), world_size=2)\n"
         "results = [evaluate('two.safetensors', 'data', batch=b, probe=['knn'], workers=0).as_dict() for b in (2, 64)]\n"
@@ -206,7 +206,7 @@ def test_wrong_arguments_are_refused(bundle, digits, tiny):
 
 
 def test_features_that_do_not_fit_in_memory_are_refused(bundle, digits, monkeypatch):
-    monkeypatch.setattr("vitrail.evaluation.run.MAX_BYTES", 100_000)
+    monkeypatch.setattr("vitrail.evaluation.evaluate_model.MAX_BYTES", 100_000)
     with pytest.raises(InputError, match=r"74 numbers for each of 360 images .* probe fewer layers"):
         evaluate(bundle, digits, probe=["knn"], layers="all")
 

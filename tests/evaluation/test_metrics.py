@@ -6,9 +6,9 @@ from sklearn import metrics as sk
 from sklearn.datasets import load_digits
 from sklearn.linear_model import RidgeClassifier
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.metrics import compute_metrics
-from vitrail.weights.scores import Scores
+from vitrail.weights.bundle.scores import Scores
 
 NAMES = [f"class {k}" for k in range(10)]
 

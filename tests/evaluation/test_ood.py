@@ -13,7 +13,7 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import app
 from vitrail.evaluation.ood import SHRINKAGE, fit_statistics
-from vitrail.weights.feature_statistics import FeatureStatistics, parse_statistics
+from vitrail.weights.bundle.feature_statistics import FeatureStatistics, parse_statistics
 
 MUCH = 10**9
 

@@ -7,8 +7,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.data.rng import random_permutation
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation import probes
 from vitrail.evaluation.probes import (
     LabeledFeatures,
@@ -18,6 +17,7 @@ from vitrail.evaluation.probes import (
     run_probes,
     split_columns,
 )
+from vitrail.images.rng import random_permutation
 
 
 def clusters(count, seed, classes=4, width=6):

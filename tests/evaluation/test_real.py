@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.shared_data import shared
-from vitrail.errors import FileError, InputError
+from vitrail.base.errors import FileError, InputError
 from vitrail.evaluation.real import read_real_labels, real_accuracy
 
 

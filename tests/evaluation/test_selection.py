@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.base.errors import InputError
 from vitrail.cli import app
-from vitrail.data.sources import open_dataset
-from vitrail.errors import InputError
-from vitrail.evaluation.run import evaluate
+from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.evaluation.selection import select_images
+from vitrail.images.formats.sources import open_dataset
 
 FLOWERS = ["aster", "daisy", "iris", "lily", "peony", "poppy", "rose", "sage", "tulip", "violet"]
 RNG = np.random.default_rng(0)

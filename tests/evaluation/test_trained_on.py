@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.tiny_runs import train, write_folder
 from vitrail.cli import app
-from vitrail.data.sources import open_dataset
-from vitrail.evaluation.run import evaluate
-from vitrail.training.fingerprint import FILE_NAME
+from vitrail.evaluation.evaluate_model import evaluate
+from vitrail.images.formats.sources import open_dataset
+from vitrail.training.data_fingerprint import FILE_NAME
 
 SMALL = dict(epochs=2, batch=16, lr=3e-3, workers=0, model=dict(width=16, depth=1, heads=2, patch=4, size=8))
 
@@ -158,7 +158,7 @@ def test_the_closing_line_is_of_the_best_epoch(folder, tmp_path, monkeypatch):
         "vitrail.training.session.evaluate_epoch",
         lambda *args, **kwargs: {"val_loss": 1.0, "val_accuracy": next(scores), "val_images": 12},
     )
-    monkeypatch.setattr("vitrail.training.api.write_report", lambda *args: None)
+    monkeypatch.setattr("vitrail.training.start.write_report", lambda *args: None)
     sets = ["--set", "model.width=16", "--set", "model.depth=1", "--set", "model.heads=2", "--size", "16"]
     out = tmp_path / "run"
     done = vitrail("train", folder, "--out", out, "--epochs", 3, "--set", "workers=0", *sets)

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.tiny_runs import RecordingCallback, Signals, file_hashes, one_thread, write_folder
+from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
-from vitrail.errors import ConfigError, FileError, InputError
 from vitrail.experiment.folds import assign_folds
 from vitrail.training.trainer import Interrupted
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vitrail.data.sources import open_dataset
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.experiment.interval import (
     confidence_interval,
     difference_interval,
@@ -24,6 +23,7 @@ from vitrail.experiment.interval import (
 )
 from vitrail.experiment.study import Difference, Study, best_lr, resolve_arm, study
 from vitrail.experiment.trial import Trial
+from vitrail.images.formats.sources import open_dataset
 
 TINY = dict(
     recipe="digits",

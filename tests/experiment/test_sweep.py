@@ -10,16 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.tiny_runs import file_hashes, one_thread, write_arrays
+from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
 from vitrail.cli.train import apply_setting
-from vitrail.data.augment import Augment
-from vitrail.data.mixing import Mixing
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError, FileError, InputError
-from vitrail.experiment import sweep as module
+from vitrail.experiment import halving_sweep as module
+from vitrail.experiment.halving_sweep import draw_candidates, scale_augmentation, sweep
 from vitrail.experiment.lr_finder import find_lr, suggest_lr
-from vitrail.experiment.sweep import draw_candidates, scale_augmentation, sweep
-from vitrail.recipes.settings import TrainConfig
+from vitrail.images.augment.mixing import Mixing
+from vitrail.images.augment.pipeline import Augment
+from vitrail.images.formats.sources import open_dataset
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.resolve import resolve_recipe
 
 __all__ = ["one_thread"]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.classroom import WatchedPage
 from vitrail.exporters.html import write_classroom
-from vitrail.inspect.sample import sample_model
+from vitrail.views.sample import sample_model
 
 
 @pytest.fixture

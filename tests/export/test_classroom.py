@@ -10,10 +10,10 @@ from tests.support.browser import needs_chromium
 from tests.support.classroom import WatchedPage
 from tests.support.models import add_noise
 from vitrail.exporters.html import stored_model
-from vitrail.inspect import positions, rollout
-from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import record
-from vitrail.weights.bundle import Bundle, Card
+from vitrail.views import positions, rollout
+from vitrail.views.sample import sample_images, sample_model
+from vitrail.weights.bundle.bundle import Bundle, Card
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 

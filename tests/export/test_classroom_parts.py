@@ -10,9 +10,9 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.models import add_noise
 from vitrail.exporters.html import stored_model
-from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.model import edit, record
-from vitrail.weights.bundle import Bundle, Card
+from vitrail.views.sample import sample_images, sample_model
+from vitrail.weights.bundle.bundle import Bundle, Card
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 CLOSE = dict(rtol=1e-4, atol=1e-4)

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import vitrail as vt
+from vitrail.base.errors import InputError
 from vitrail.cli import main
-from vitrail.errors import InputError
 from vitrail.exporters import html
-from vitrail.inspect.sample import SAMPLE_FILE
-from vitrail.weights.bundle import Bundle
+from vitrail.views.sample import SAMPLE_FILE
+from vitrail.weights.bundle.bundle import Bundle
 
 SMALL = dict(width=8, depth=1, heads=2, patch=4, size=8, channels=1, classes=3)
 

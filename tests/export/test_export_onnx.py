@@ -13,17 +13,17 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.base.errors import FileError, InputError
+from vitrail.base.telemetry import import_onnxruntime
 from vitrail.cli import main
-from vitrail.errors import FileError, InputError
 from vitrail.exporters import proof as proofs
 from vitrail.exporters.graph import Graph, Plan, plan_for
 from vitrail.exporters.onnx import check_weight_bytes, write_onnx
 from vitrail.exporters.resize import ResizeToInput
 from vitrail.exporters.writing import write_checked
-from vitrail.inspect.sample import SAMPLE_FILE
 from vitrail.model import surgery
-from vitrail.telemetry import import_onnxruntime
-from vitrail.weights.bundle import Source
+from vitrail.views.sample import SAMPLE_FILE
+from vitrail.weights.bundle.bundle import Source
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=(16, 24), classes=5)
 NO_CLASS = dict(class_token=False, pool="mean")

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.models import add_noise
+from vitrail.base.errors import InputError
 from vitrail.cli import app
-from vitrail.errors import InputError
 from vitrail.exporters.torch_export import write_torch
 from vitrail.fast.onnx_graph import quiet
 

@@ -12,11 +12,11 @@ import vitrail as vt
 from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
 from vitrail.fast.gate import GateError, compare
+from vitrail.fast.inference_routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.int8 import choose_scales
 from vitrail.fast.onnx_graph import OnnxForward
 from vitrail.fast.products import Product
 from vitrail.fast.quantize import Observed, block_layers, observe
-from vitrail.fast.routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.smooth import Divide, smooth
 
 
@@ -53,7 +53,7 @@ def use_the_graph(builder, precision, kept=()):
 def int8(trained):
     model, images, labels = trained
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+        patch.setattr("vitrail.fast.inference_routes.Builder.fastest", use_the_graph)
         return vt.accelerate(
             model, "int8", calibrate=images, labels=labels, min_agreement=0.9, remember=False
         )
@@ -97,10 +97,10 @@ def test_int8_reports_agreement_kl_and_top1(trained, int8):
 @pytest.mark.slow
 def test_answers_are_compared_on_images_that_set_no_range(trained, monkeypatch):
     model, images, _ = trained
-    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    monkeypatch.setattr("vitrail.fast.inference_routes.Builder.fastest", use_the_graph)
     seen = []
     monkeypatch.setattr(
-        "vitrail.fast.routes.observe",
+        "vitrail.fast.inference_routes.observe",
         lambda model, images, batch: seen.append(images) or observe(model, images, 8),
     )
     fast = vt.accelerate(model, "int8", calibrate=images, min_agreement=0.0, remember=False)
@@ -120,7 +120,7 @@ def test_int8_does_not_depend_on_the_batch(trained, int8):
 @pytest.mark.slow
 def test_kept_layers_are_not_rounded(trained, monkeypatch):
     model, images, _ = trained
-    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    monkeypatch.setattr("vitrail.fast.inference_routes.Builder.fastest", use_the_graph)
     fast = vt.accelerate(model, "int8", calibrate=images, keep=list(block_layers(model)), remember=False)
     torch.testing.assert_close(logits(fast, images[:50]), logits(model, images[:50]), atol=1e-4, rtol=1e-4)
 
@@ -176,7 +176,7 @@ def test_a_gate_that_fails_names_layers_and_a_remedy(trained, monkeypatch):
     monkeypatch.setattr(
         "vitrail.fast.int8._smoothing", lambda weight, seen, strength: torch.ones_like(seen.low)
     )
-    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", use_the_graph)
+    monkeypatch.setattr("vitrail.fast.inference_routes.Builder.fastest", use_the_graph)
     with pytest.raises(GateError, match=r"blocks\.1\.mlp\.fc2") as caught:
         vt.accelerate(model, "int8", calibrate=images, remember=False)
     gate = caught.value.gate

@@ -76,7 +76,7 @@ def test_images_of_calibration_and_comparison_are_disjoint(model, photos):
 
 
 def test_a_size_is_measured_without_a_file(monkeypatch):
-    monkeypatch.setattr("vitrail.fast.routes.find_spec", lambda name: None)  # PyTorch alone
+    monkeypatch.setattr("vitrail.fast.inference_routes.find_spec", lambda name: None)  # PyTorch alone
     done = run("mu/4", "--batch", "2")
     assert done.exit_code == 0
     assert "PyTorch, as it is" in done.stdout

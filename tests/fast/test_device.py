@@ -17,11 +17,11 @@ from PIL import Image
 import vitrail as vt
 from tests.support.models import add_noise
 from tests.support.tiny_runs import write_arrays
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError, DeviceWarning, InputError
-from vitrail.fast import device as devices
-from vitrail.fast.device import choose_device, find_device, place
+from vitrail.base.errors import ConfigError, DeviceWarning, InputError
 from vitrail.fast.halving import FittingBatches
+from vitrail.images.formats.sources import open_dataset
+from vitrail.model import device as devices
+from vitrail.model.device import choose_device, find_device, place
 from vitrail.training.resolve import resolve_recipe
 
 GB = 10**9

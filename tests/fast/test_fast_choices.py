@@ -10,7 +10,7 @@ from vitrail.fast import choices as choices_module
 from vitrail.fast.accelerate import accelerate_by_default
 from vitrail.fast.choices import Choices, choices_path, forget
 from vitrail.fast.cuda_graph import MAX_SHAPES
-from vitrail.fast.routes import PLAIN, Builder, padded_size, plain_forward
+from vitrail.fast.inference_routes import PLAIN, Builder, padded_size, plain_forward
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_accelerated_is_computed_as_it_is_and_says_why(mo
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr("vitrail.fast.accelerate.has_bf16", lambda device: True)
-    monkeypatch.setattr("vitrail.fast.routes.Builder.fastest", fail)
+    monkeypatch.setattr("vitrail.fast.inference_routes.Builder.fastest", fail)
     model = vt.create("mu/4", classes=3).eval()
     fast = accelerate_by_default(model)
     assert "could not be accelerated (RuntimeError: no C compiler)" in fast.report.sentences()[1]

@@ -44,7 +44,7 @@ def assert_fp8_close(found, expected):
 @pytest.mark.parametrize("shape", [(37, 100), (5, 1024)])
 def test_norm(shape, centered):
     from vitrail.fast import plain
-    from vitrail.fast.kernels.norm import norm
+    from vitrail.fast.kernels.norm_inference import norm
 
     torch.manual_seed(0)
     z, (shift, weight, bias) = torch.randn(shape), torch.randn(3, shape[1])
@@ -115,7 +115,7 @@ def test_products_of_a_chain(centered, gelu):
     """One leaves the statistics of the tokens, with which the next one normalizes."""
     from vitrail.fast import plain
     from vitrail.fast.chain import ChainTiles, FoldedNorm
-    from vitrail.fast.kernels import chain
+    from vitrail.fast.kernels import chain_products as chain
 
     (z, x, down, up), shift, bias = chain_inputs()
     tiles = ChainTiles(rows=64, columns=32, depth=32)
@@ -136,8 +136,8 @@ def test_products_of_a_chain(centered, gelu):
 def test_parts_are_added_up_in_the_norm():
     from vitrail.fast import plain
     from vitrail.fast.chain import ChainTiles
-    from vitrail.fast.kernels import chain
-    from vitrail.fast.kernels.norm import norm
+    from vitrail.fast.kernels import chain_products as chain
+    from vitrail.fast.kernels.norm_inference import norm
 
     (z, x, down, _), shift, _ = chain_inputs()
     tiles = ChainTiles(rows=64, columns=32, depth=32, splits=3)
@@ -154,7 +154,7 @@ def test_parts_are_added_up_in_the_norm():
 @pytest.mark.parametrize(("tokens", "queries"), [(37, 37), (37, 2), (150, 150)])
 def test_attention_of_the_first_tokens(tokens, queries):
     from vitrail.fast import plain
-    from vitrail.fast.kernels import chain
+    from vitrail.fast.kernels import chain_products as chain
 
     torch.manual_seed(0)
     qkv = torch.randn(2, tokens, 3 * 3 * 32)

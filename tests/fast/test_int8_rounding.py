@@ -7,10 +7,10 @@ import torch
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.fast.choices import Choices
+from vitrail.fast.inference_routes import Builder
 from vitrail.fast.onnx_graph import OnnxForward
 from vitrail.fast.quantize import round_to_nearest, row_scales, simulate
 from vitrail.fast.rounding import _DAMPING, round_columns
-from vitrail.fast.routes import Builder
 
 
 def gptq(weight, products):

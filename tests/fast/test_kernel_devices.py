@@ -12,7 +12,7 @@ import torch
 
 import vitrail
 from vitrail.fast.chain import ChainTiles
-from vitrail.fast.device import ComputeDevice
+from vitrail.model.device import ComputeDevice
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 KERNELS = ("chain", "gelu", "norm", "product", "attention", "gelu_training", "norm_training")

@@ -103,10 +103,10 @@ def test_images_in_their_own_shape_take_the_whole_block():
 def test_training_uses_it():
     import numpy as np
 
-    from vitrail.data.sources import open_dataset
-    from vitrail.fast.device import choose_device
+    from vitrail.images.formats.sources import open_dataset
     from vitrail.images.preprocess import Preprocess
-    from vitrail.recipes.settings import TrainConfig
+    from vitrail.model.device import choose_device
+    from vitrail.training.recipes.settings import TrainConfig
     from vitrail.training.trainer import Trainer
 
     rng = np.random.default_rng(0)

@@ -5,9 +5,9 @@ import torch
 
 import vitrail as vt
 from vitrail.fast.choices import Choices
+from vitrail.fast.inference_routes import Builder
 from vitrail.fast.onnx_fuse import fuse_products
 from vitrail.fast.onnx_graph import OnnxForward, build_onnx
-from vitrail.fast.routes import Builder
 
 SIZES = {"width": 48, "depth": 2, "heads": 4, "patch": 8, "size": 32, "classes": 5}
 

@@ -13,9 +13,9 @@ import vitrail as vt
 from tests.support.evaluation_models import train_digits_bundle
 from vitrail.cli import app
 from vitrail.cli.outputs import saving_gate_report
-from vitrail.data.sources import open_dataset
 from vitrail.evaluation.accelerated import read_calibration
 from vitrail.fast.gate import GateError, compare
+from vitrail.images.formats.sources import open_dataset
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ import torch
 import vitrail as vt
 from tests.support.tiny_runs import RecordingCallback, train
 from vitrail.config import ViTConfig
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.fast.device import choose_device
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.training import batch_size
-from vitrail.training.batch_size import build_trial, step_peak
+from vitrail.model.device import choose_device
+from vitrail.training.plan import batch_size
+from vitrail.training.plan.batch_size import build_trial, step_peak
+from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
-from vitrail.training.step_mode import StepMode
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 

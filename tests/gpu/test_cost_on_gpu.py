@@ -5,8 +5,8 @@ import torch
 
 from bench.measure import clock
 from bench.steps import BATCH, large_step
-from vitrail.presets import preset
-from vitrail.training.cost import Cluster, step_cost
+from vitrail.config.presets import preset
+from vitrail.training.plan.cost import Cluster, step_cost
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()
 pytestmark = pytest.mark.skipif(not H200, reason="the plan's numbers are those of an H200")

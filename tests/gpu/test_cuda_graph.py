@@ -7,13 +7,13 @@ import torch
 
 from tests.support.tiny_runs import write_arrays
 from vitrail.config import ViTConfig
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.fast.device import choose_device
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.step_mode import StepMode
+from vitrail.model.device import choose_device
+from vitrail.training.plan.step_mode import StepMode
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_captured_is_computed_plainly(data, monkeypatch):
         assert skipped.item() >= 0
 
     plain = trained(data, cuda_graph=False)
-    monkeypatch.setattr("vitrail.training.metrics.EpochMetrics.add_step", reads_back)
+    monkeypatch.setattr("vitrail.training.metric_values.EpochMetrics.add_step", reads_back)
     other = trained(data, cuda_graph=True)
     assert not other.mode.cuda_graph
     assert "not captured as a CUDA graph, because" in other.notes[0]

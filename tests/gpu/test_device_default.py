@@ -15,9 +15,9 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.course.character_model import CharacterModel
-from vitrail.errors import DeviceWarning, InputError
+from vitrail.base.errors import DeviceWarning, InputError
 from vitrail.model import Decoder, DecoderConfig
+from vitrail_course.character_model import CharacterModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLASSES = ["ant", "bee", "cat"]

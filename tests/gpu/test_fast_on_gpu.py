@@ -26,7 +26,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("rows", "width"), [(50, 768), (197, 1024), (3, 100)])
 def test_norm(rows, width, fp8):
     from vitrail.fast import plain
-    from vitrail.fast.kernels.norm import norm
+    from vitrail.fast.kernels.norm_inference import norm
 
     torch.manual_seed(0)
     z = torch.randn(rows, width, device="cuda").to(BF16)
@@ -74,8 +74,8 @@ def test_product(kind, what):
 def test_kernels_of_a_chain(rows):
     from vitrail.fast import plain
     from vitrail.fast.chain import FoldedNorm, choose_tiles
-    from vitrail.fast.kernels import chain
-    from vitrail.fast.kernels.norm import norm
+    from vitrail.fast.kernels import chain_products as chain
+    from vitrail.fast.kernels.norm_inference import norm
 
     torch.manual_seed(0)
     with torch.device("cuda"):

@@ -10,8 +10,8 @@ import torch
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.fast.cuda_graph import Replay
-from vitrail.fast.routes import PaddedReplay, plain_forward
-from vitrail.inspect import rollout
+from vitrail.fast.inference_routes import PaddedReplay, plain_forward
+from vitrail.views import rollout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from vitrail.images import cores
-from vitrail.images.cores import cpu_quota, usable_cores
+from vitrail.base import cores
+from vitrail.base.cores import cpu_quota, usable_cores
 from vitrail.images.workers import choose_workers
 
 

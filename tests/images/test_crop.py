@@ -10,9 +10,9 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import RandomResizedCrop
 
 from vitrail.images import crop as crops
-from vitrail.images.convert import apply_orientation
 from vitrail.images.crop import CROP_NUMBERS, TRIES, place_crop, place_one_crop, propose_crops, read_crop
 from vitrail.images.decode import open_image
+from vitrail.images.pixels import apply_orientation
 from vitrail.images.preprocess import Preprocess
 
 RATIO = 4 / 3

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.images.decode import FORMATS, BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, open_image
 
 

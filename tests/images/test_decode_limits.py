@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.support.image_corpus import BROKEN, CASES, LARGE, OK, OTHER, saved
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.images import headers
 from vitrail.images.decode import (
     BrokenImage,

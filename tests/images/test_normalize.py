@@ -6,7 +6,7 @@ import torch
 
 from vitrail.images.normalize import build_normalize, channel_statistics, normalize, normalize_batch
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.published import CLIP, IMAGENET
+from vitrail.images.published_preprocess import CLIP, IMAGENET
 
 SPECS = [
     Preprocess(size=16),

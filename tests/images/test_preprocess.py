@@ -22,9 +22,16 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms._presets import ImageClassification
 
 from tests.support.shared_data import SHARED, shared
-from vitrail.errors import ConfigError, InputError
+from vitrail.base.errors import ConfigError, InputError
 from vitrail.images.preprocess import INTERPOLATIONS, Preprocess
-from vitrail.images.published import PUBLISHED, from_hf, from_timm, published_preprocess, to_hf, to_timm
+from vitrail.images.published_preprocess import (
+    PUBLISHED,
+    from_hf,
+    from_timm,
+    published_preprocess,
+    to_hf,
+    to_timm,
+)
 
 INSECTS = SHARED / "data" / "hymenoptera_s160.tar"
 # torchvision resizes uint8 pixels bilinearly only where that is fast, and floats elsewhere.
@@ -584,7 +591,7 @@ def test_strips_give_the_same_pixels(mode, fields, monkeypatch):
     assert image.mode == mode
     settings = Preprocess(size=16, **fields)
     at_once = settings.pixels(image)
-    monkeypatch.setattr("vitrail.images.convert.STRIP", 100)
+    monkeypatch.setattr("vitrail.images.pixels.STRIP", 100)
     assert (settings.pixels(image) == at_once).all()
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data.augment import Augment, augment_batch, crop_numbers
-from vitrail.data.loader import Reader
+from vitrail.images.augment.pipeline import Augment, augment_batch, crop_numbers
 from vitrail.images.crop import place_crop, propose_crops
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import CorruptFiles, ImageReader, read_pixels
 from vitrail.images.workers import look_ahead, submit

@@ -22,11 +22,11 @@ from tests.support.tiny_runs import (
     train,
     write_folder,
 )
-from vitrail.data.augment import Augment
-from vitrail.data.loader import CorruptFiles, Reader
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError, InputError
+from vitrail.base.errors import ConfigError, InputError
 from vitrail.images import workers as workers_module
+from vitrail.images.augment.pipeline import Augment
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.worker_process import BLOCKS, WorkerError, share_results
 from vitrail.images.workers import (
@@ -267,8 +267,8 @@ def test_a_real_small_shared_memory(folder, tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         import torch
-        from vitrail.data.loader import Reader
-        from vitrail.data.sources import open_dataset
+        from vitrail.images.loader import Reader
+        from vitrail.images.formats.sources import open_dataset
         from vitrail.images.preprocess import Preprocess
         from vitrail.images.workers import WorkerPlan, Workers
         split = open_dataset({str(folder)!r}).train
@@ -287,8 +287,8 @@ def test_a_real_small_shared_memory(folder, tmp_path):
 # No `if __name__ == "__main__":` here, on purpose.
 UNGUARDED = """
 import os, sys, torch
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
+from vitrail.images.loader import Reader
+from vitrail.images.formats.sources import open_dataset
 from vitrail.images import workers
 from vitrail.images.preprocess import Preprocess
 workers.MIN_IMAGES = 1
@@ -367,8 +367,8 @@ def test_a_batch_is_copied_by_one_thread(tmp_path):
     program = textwrap.dedent("""
         import os, sys
         import torch
-        from vitrail.data.loader import Reader
-        from vitrail.data.sources import open_dataset
+        from vitrail.images.loader import Reader
+        from vitrail.images.formats.sources import open_dataset
         from vitrail.images.preprocess import Preprocess
         from vitrail.images.workers import WorkerPlan, Workers
 

@@ -13,7 +13,7 @@ from torch import nn
 import vitrail as vt
 from tests.support.models import add_noise
 from tests.support.shared_data import shared
-from vitrail.fields import type_hints
+from vitrail.base.fields import type_hints
 from vitrail.model import attend, attend_explicitly
 from vitrail.model.decoder import (
     CrossBlock,

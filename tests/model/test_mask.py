@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from vitrail.base.errors import InputError
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError
 from vitrail.model import ViT, record
 from vitrail.model.decoder import causal_mask
 

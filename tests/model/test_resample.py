@@ -16,7 +16,7 @@ from transformers.models.dinov2_with_registers.modeling_dinov2_with_registers im
 )
 
 import vitrail as vt
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.model.resample import resize_grid, resize_kernel
 
 GRIDS = [

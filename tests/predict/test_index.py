@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.digit_clip import FILE, save_scenes
+from vitrail.base.errors import FileError, InputError
 from vitrail.cli import app
-from vitrail.errors import FileError, InputError
 from vitrail.predict.index import nearest, read_index, unit
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import app
-from vitrail.images.native import native_preprocess, native_size
+from vitrail.images.any_size import native_preprocess, native_size
 
 LABELS = ["ant", "bee", "cat"]
 

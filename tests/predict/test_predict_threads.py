@@ -12,8 +12,8 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.inspect import rollout
 from vitrail.model.modes import eval_mode
+from vitrail.views import rollout
 
 THREADS = 4
 

@@ -15,12 +15,13 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.data.folders import list_images
-from vitrail.data.loader import CorruptFiles
-from vitrail.data.sources import Split
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.forward import run_model
-from vitrail.predict import Prediction, Predictor, sources
+from vitrail.images.formats.folders import list_images
+from vitrail.images.formats.sources import Split
+from vitrail.images.loader import CorruptFiles
+from vitrail.predict import Prediction, Predictor
+from vitrail.predict import image_sources as sources
 
 LABELS = ["ant", "bee", "cat"]
 
@@ -362,7 +363,7 @@ def test_wrong_arguments_are_refused(bundle):
 
 
 def test_explain_is_the_rollout_over_the_image(bundle, photos, tmp_path):
-    from vitrail.inspect import rollout
+    from vitrail.views import rollout
 
     predict = Predictor(bundle)
     figure = predict.explain(photos / "0.png")

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 import vitrail as vt
-from vitrail.errors import FileError, InputError
+from vitrail.base.errors import FileError, InputError
 from vitrail.exporters.onnx import write_onnx
-from vitrail.inspect.sample import SAMPLE_FILE, sample_images
 from vitrail.predict import Predictor
 from vitrail.predict.onnx_file import EXPORT_KEY, MODEL_KEY
+from vitrail.views.sample import SAMPLE_FILE, sample_images
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ FORGED = {
 }
 CHILD = """
 import sys
-from vitrail.errors import FileError
+from vitrail.base.errors import FileError
 from vitrail.predict import Predictor
 import numpy as np
 for path in sys.argv[1:]:

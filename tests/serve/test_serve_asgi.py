@@ -14,7 +14,7 @@ from tests.support.browser import needs_chromium
 from tests.support.digit_clip import FILE
 from tests.support.serving import Running, form, make_image, serving, toy, until
 from vitrail.serve import asgi
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 TOKEN = "correct-horse-battery-staple"
 

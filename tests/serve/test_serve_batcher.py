@@ -16,7 +16,7 @@ from tests.support.serving import LABELS, PATIENCE, Gated, form, make_image, ser
 from vitrail.predict import Prediction
 from vitrail.serve.batcher import Batcher, DeadlineExceeded
 from vitrail.serve.messages import HTTPError
-from vitrail.serve.metrics import Metrics
+from vitrail.serve.prometheus import Metrics
 
 
 def levels(seed=0):

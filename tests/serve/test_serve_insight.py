@@ -1,4 +1,4 @@
-"""What the page is told of a model is what the figures of vitrail.inspect and vt.record say."""
+"""What the page is told of a model is what the figures of vitrail.views and vt.record say."""
 
 import base64
 import io
@@ -12,12 +12,12 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.errors import InputError
-from vitrail.inspect import filters, lens, positions, rollout
-from vitrail.inspect.sample import sample_images, sample_model
+from vitrail.base.errors import InputError
 from vitrail.serve import insight
 from vitrail.serve.examples import MAX_EXAMPLES, built_in, from_folder
-from vitrail.weights.bundle import Bundle, Card
+from vitrail.views import filters, lens, positions, rollout
+from vitrail.views.sample import sample_images, sample_model
+from vitrail.weights.bundle.bundle import Bundle, Card
 
 SMALL = dict(width=12, depth=3, heads=3, patch=4, size=12, channels=1, classes=5)
 CONFIGS = {
@@ -229,7 +229,7 @@ def test_insight_needs_no_matplotlib():
 
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "import vitrail as vt\nfrom vitrail.inspect.sample import sample_model\n"
+        "import vitrail as vt\nfrom vitrail.views.sample import sample_model\n"
         "from vitrail.serve import insight\nimport numpy as np\n"
         "one = vt.Predictor(sample_model())\n"
         "insight.explain(one, np.zeros((28, 28, 1), np.uint8))\ninsight.filters(one), insight.positions(one)\n"

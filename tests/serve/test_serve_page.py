@@ -15,13 +15,13 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.digit_clip import FILE, save_scenes
 from tests.support.models import add_noise
-from vitrail.inspect import positions, rollout
-from vitrail.inspect.sample import sample_images, sample_model
 from vitrail.serve.app import App
 from vitrail.serve.examples import built_in
 from vitrail.serve.server import Server, bind, page_files
-from vitrail.serve.settings import ServeConfig
-from vitrail.weights.bundle import Bundle, Card
+from vitrail.serve.server_settings import ServeConfig
+from vitrail.views import positions, rollout
+from vitrail.views.sample import sample_images, sample_model
+from vitrail.weights.bundle.bundle import Bundle, Card
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 

@@ -16,9 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from tests.support.serving import Gated, child, make_image, read_all, request, serving, statuses, toy, until
+from vitrail.base.errors import ConfigError, VitrailError
 from vitrail.cli.serve import model_name, serve
-from vitrail.errors import ConfigError, VitrailError
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 GET = request("/healthz", method="GET", Content_Length=None)
 
@@ -215,7 +215,7 @@ EARLY = """
 import os, signal, sys
 import vitrail as vt
 from vitrail.serve.server import run_server
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 run_server(
     {"toy": vt.Predictor(sys.argv[1])},
     ServeConfig(port=0),

@@ -22,9 +22,9 @@ from tests.serve.test_serve_asgi import under_uvicorn
 from tests.support.digit_clip import FILE
 from tests.support.serving import PATIENCE, form, make_image, request, serving, toy, until
 from vitrail.serve import asgi, words
-from vitrail.serve.models import fit_memory
-from vitrail.serve.settings import ServeConfig
-from vitrail.weights.prompts import TEMPLATES
+from vitrail.serve.served_models import fit_memory
+from vitrail.serve.server_settings import ServeConfig
+from vitrail.weights.text.prompts import TEMPLATES
 
 PATH = "/v1/models/words/predict"
 TEXTS = len(TEMPLATES)  # of each class

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 import vitrail as vt
 from tests.support.text_models import save_clip_tokenizer, tiny_vocabulary
-from vitrail.course.labs.datasets import load_dataset
-from vitrail.course.labs.scenes import SCENES, DigitSampler, compose_scenes, scene_digits, small_digit_side
-from vitrail.model.text import TextConfig, TextTower
-from vitrail.weights.clip_tokenizer import ClipTokenizer
+from vitrail.model.text_tower import TextConfig, TextTower
 from vitrail.weights.families.hf_clip import CLIP
-from vitrail.weights.families.text import HF_CLIP
-from vitrail.weights.state import plan_rows, write_state
+from vitrail.weights.families.key_tables import plan_rows, write_state
+from vitrail.weights.families.text_towers import HF_CLIP
+from vitrail.weights.text.clip_tokenizer import ClipTokenizer
+from vitrail_course.labs.datasets import load_dataset
+from vitrail_course.labs.scenes import SCENES, DigitSampler, compose_scenes, scene_digits, small_digit_side
 
 FILE = Path(__file__).parents[1] / "weights" / "digit-clip.safetensors"
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -6,7 +6,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 import vitrail as vt
-from vitrail.inspect.images import ImageBatch
+from vitrail.views.figure_images import ImageBatch
 
 SMALL = dict(width=32, depth=2, heads=2, patch=8, size=24, classes=3)
 LAYOUTS = {

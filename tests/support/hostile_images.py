@@ -7,7 +7,8 @@ from tests.support.serving import make_image
 # A decoder process in which the last bytes of an image are a command.
 COMMANDED = """
 import os, time
-from vitrail.serve import decode_worker, images
+from vitrail.serve import (decode_worker)
+from vitrail.serve import received_images as images
 original = images.decode_image
 def decode(file, *more, **options):
     word = bytes(file.getvalue()[-4:])

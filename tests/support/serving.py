@@ -20,9 +20,9 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.serve.models import build_app
+from vitrail.serve.served_models import build_app
 from vitrail.serve.server import Server, bind, page_files
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 LABELS = ["ant", "bee", "cat", "dog", "elk"]
 PATIENCE = 30  # seconds that no test should need
@@ -32,7 +32,7 @@ import json, os, signal, sys, torch
 torch.set_num_threads(1)
 import vitrail as vt
 from vitrail.serve.server import run_server
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 settings = ServeConfig(**json.loads(sys.argv[2]))
 exec(sys.argv[3])
 predictor = vt.Predictor(sys.argv[1])

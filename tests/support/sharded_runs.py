@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.tiny_runs import SETTINGS, Signals, train
-from vitrail.fast.shards import gather
+from vitrail.fast.parallelism import gather
 from vitrail.training.trainer import Interrupted, Trainer
 
 MODES = ("ddp", "fsdp", "hsdp")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from vitrail.course.exercises.exercise import EXERCISES
-from vitrail.course.exercises.run import STUDENT
+from vitrail_course.exercises.exercise import EXERCISES
+from vitrail_course.exercises.run import STUDENT
 
 _FOLDER = Path(__file__).parents[1] / "course" / "exercises"
 SOLUTION = (_FOLDER / "solution.py").read_text()

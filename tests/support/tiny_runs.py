@@ -18,11 +18,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from vitrail.training import checkpoint, epoch
-from vitrail.training.api import train as train_and_report
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.clock import TIME_COLUMNS
 from vitrail.training.session import TrainingSession
+from vitrail.training.start import train as train_and_report
 from vitrail.training.trainer import Interrupted, Trainer
 
 train = partial(train_and_report, report=False, verbose=False)  # the report takes longer than the run

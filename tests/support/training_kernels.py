@@ -49,7 +49,7 @@ def attend(qkv, norms, cos, sin, eps=1e-6):
 
 def check_attention(case, device, dtype):
     """The heads, and the gradients of q, k and v, of the bias before them and of the norms."""
-    from vitrail.fast.kernels.attention import short_attention
+    from vitrail.fast.kernels.attention_kernel import short_attention
 
     tokens, heads, width, norm, rotary = case
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def check_attention(case, device, dtype):
 
 def check_long_gradients(case, device, dtype):
     """The kernel that follows PyTorch's flash attention, from the exact heads and logarithms of sums."""
-    from vitrail.fast.kernels.attention import short_attention_backward
+    from vitrail.fast.kernels.attention_kernel import short_attention_backward
 
     tokens, heads, width, _, _ = case
     torch.manual_seed(0)

@@ -9,23 +9,23 @@ import torch
 
 import vitrail as vt
 from tests.support.tiny_runs import RecordingCallback, fingerprints, train, write_arrays, write_folder
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError
-from vitrail.fast.device import choose_device
+from vitrail.config.model_memory import step_bytes
+from vitrail.config.presets import preset
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.memory import step_bytes
-from vitrail.presets import preset
-from vitrail.training import batch_size
-from vitrail.training.batch_size import (
+from vitrail.model.device import choose_device
+from vitrail.training.parallel import ProcessGroup
+from vitrail.training.plan import batch_size
+from vitrail.training.plan.batch_size import (
     build_trial,
     choose_batch,
     fitting_batch,
     largest_power,
     step_peak,
 )
-from vitrail.training.parallel import ProcessGroup
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer

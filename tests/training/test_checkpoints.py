@@ -23,7 +23,7 @@ from tests.support.tiny_runs import (
     partial_files,
     train,
 )
-from vitrail.errors import FileError
+from vitrail.base.errors import FileError
 from vitrail.training import checkpoint as files
 from vitrail.training.trainer import Interrupted
 

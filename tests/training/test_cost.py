@@ -9,15 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.memory import estimate
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
-from vitrail.memory import activation_bytes
+from vitrail.config.model_memory import activation_bytes
+from vitrail.config.presets import preset
 from vitrail.model import ViT
-from vitrail.presets import preset
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.cost import Cluster, forward_flops, step_cost
-from vitrail.training.fitting import fitting_mode
 from vitrail.training.optim import build_optimizer
+from vitrail.training.plan.cost import Cluster, forward_flops, step_cost
+from vitrail.training.plan.fitting import fitting_mode
+from vitrail.training.recipes.settings import TrainConfig
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

@@ -18,15 +18,15 @@ from tests.support.tiny_runs import (
     stopped_and_resumed,
     train,
 )
-from vitrail.data.loader import Reader
-from vitrail.data.sources import Split, open_dataset
-from vitrail.errors import ConfigError, InputError
+from vitrail.base.errors import ConfigError, InputError
 from vitrail.evaluation.forward import run_model
-from vitrail.fast.device import choose_device
+from vitrail.images.formats.sources import Split, open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import inputs
+from vitrail.model.device import choose_device
+from vitrail.training import input_pipeline as inputs
 from vitrail.training.objective import distillation_loss
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 

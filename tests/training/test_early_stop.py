@@ -15,9 +15,9 @@ from tests.support.tiny_runs import (
     train,
     write_arrays,
 )
+from vitrail.base.errors import ConfigError
 from vitrail.cli import app
-from vitrail.errors import ConfigError
-from vitrail.fast.device import choose_device
+from vitrail.model.device import choose_device
 from vitrail.training.early_stop import early_stop
 
 FLAT = {**SETTINGS, "epochs": 9, "lr": 1e-9, "ema": None}  # the accuracy hardly changes

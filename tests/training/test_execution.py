@@ -5,15 +5,15 @@ import torch
 
 import vitrail as vt
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, train
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.errors import InputError
-from vitrail.fast.device import choose_device
+from vitrail.base.errors import InputError
 from vitrail.fast.lora import plain_state
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecution
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.recipes.settings import TrainConfig
+from vitrail.model.device import choose_device
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 CONFIG = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

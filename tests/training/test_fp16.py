@@ -14,17 +14,17 @@ from tests.support.tiny_runs import (
     stopped_and_resumed,
     train,
 )
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError
-from vitrail.fast.device import ComputeDevice, choose_device
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.metrics import Diverged, EpochMetrics
+from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.training.metric_values import Diverged, EpochMetrics
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.step_mode import capture_obstacle
+from vitrail.training.plan.step_mode import capture_obstacle
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 CONFIG = ViTConfig(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)

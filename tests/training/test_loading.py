@@ -8,15 +8,15 @@ import torch
 
 from tests.support.tiny_runs import one_thread, write_arrays, write_folder
 from vitrail.config import ViTConfig
-from vitrail.data.sources import open_dataset
-from vitrail.fast.device import choose_device
 from vitrail.images import reader
+from vitrail.images.formats.sources import open_dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import WorkerPlan, Workers
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import loading
-from vitrail.training.plan import training_plan
+from vitrail.model.device import choose_device
+from vitrail.training.plan import loading
+from vitrail.training.plan.summary_of_plan import training_plan
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 __all__ = ["one_thread"]
@@ -67,7 +67,7 @@ def test_a_slow_loader_is_measured_and_named(folder, monkeypatch, workers, at_on
 
 def test_fast_loading_is_not_named(folder, monkeypatch):
     monkeypatch.setattr(loading, "_SECONDS", 0.1)
-    monkeypatch.setattr("vitrail.training.plan.measure_loading", lambda trainer: 1e9)
+    monkeypatch.setattr("vitrail.training.plan.summary_of_plan.measure_loading", lambda trainer: 1e9)
     plan = training_plan(build(folder))
     assert "loading" not in plan
 

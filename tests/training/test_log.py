@@ -15,11 +15,11 @@ from tests.support.tiny_runs import (
     train,
     write_folder,
 )
-from vitrail.data.sources import open_dataset
-from vitrail.errors import FileError
+from vitrail.base.errors import FileError
+from vitrail.images.formats.sources import open_dataset
 from vitrail.training import open_data
 from vitrail.training.callbacks import NullCallback, Progress, epoch_line
-from vitrail.training.console import ConsoleCallback
+from vitrail.training.console_lines import ConsoleCallback
 from vitrail.training.log import LogFile
 from vitrail.training.trainer import Interrupted
 

@@ -13,14 +13,14 @@ from tests.support.tiny_runs import (
     stopped_and_resumed,
     train,
 )
+from vitrail.base.errors import ConfigError, InputError
 from vitrail.cli import app
-from vitrail.errors import ConfigError, InputError
 from vitrail.experiment.folds import cross_validate
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import minutes
 from vitrail.training.callbacks import NullCallback
-from vitrail.training.dry_run import dry_run
-from vitrail.training.minutes import Pace, choose_epochs
+from vitrail.training.plan import minutes
+from vitrail.training.plan.dry_run import dry_run
+from vitrail.training.plan.minutes import Pace, choose_epochs
+from vitrail.training.recipes.settings import TrainConfig
 
 PACE = Pace(first_step=5, step=0.1, evaluation=2, closing=9)  # 100 steps: 12 s for an epoch, 14 s besides
 

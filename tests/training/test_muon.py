@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 import vitrail as vt
-from vitrail.recipes.settings import TrainConfig
 from vitrail.training.muon import MOMENTUM, orthogonalize
 from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
+from vitrail.training.recipes.settings import TrainConfig
 
 
 def test_singular_values_become_about_one_and_vectors_stay():

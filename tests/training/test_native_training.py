@@ -20,11 +20,11 @@ from tests.support.tiny_runs import (
     write_arrays,
 )
 from vitrail.cli import app
-from vitrail.data.augment import Augment
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
+from vitrail.images.augment.pipeline import Augment
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.training.trainer import Interrupted
-from vitrail.weights.native import use_native
+from vitrail.weights.bundle.own_shape import use_native
 
 SHAPES = [(40, 40), (24, 60), (64, 20), (33, 51)]
 HOW = {

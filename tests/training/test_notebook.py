@@ -8,7 +8,7 @@ import pytest
 
 import vitrail as vt
 from tests.support.notebooks import execute
-from vitrail.summary import html_table
+from vitrail.base.summary import html_table
 from vitrail.training.callbacks import NullCallback, Progress
 from vitrail.training.notebook import NotebookCallback, in_notebook
 
@@ -28,7 +28,7 @@ def outputs(data, tmp_path_factory):
         "run.bundle",
         f"vt.evaluate(run.bundle, {data!r})",
         "import numpy as np\nvt.Predictor(run.bundle)(np.zeros((8, 8), np.uint8))",
-        "from vitrail.inspect import filters\nfilters.draw(filters.compute(run.bundle.model))",
+        "from vitrail.views import filters\nfilters.draw(filters.compute(run.bundle.model))",
     )
 
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from tests.support.tiny_runs import RARE, SETTINGS, train, write_arrays
 from tests.training.test_trainer import build_trainer
-from vitrail.data.loader import Reader
-from vitrail.data.sources import Split
-from vitrail.errors import ConfigError
-from vitrail.recipes.settings import TrainConfig
+from vitrail.base.errors import ConfigError
+from vitrail.images.formats.sources import Split
+from vitrail.images.loader import Reader
 from vitrail.training.objective import build_targets, class_weights, per_image_loss
+from vitrail.training.recipes.settings import TrainConfig
 
 
 def split_of(labels):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.tiny_runs import Signals, train, write_arrays
 from vitrail.cli import app
-from vitrail.data.sources import open_dataset
+from vitrail.images.formats.sources import open_dataset
 from vitrail.training.trainer import Interrupted
 
 HOW = dict(batch=16, epochs=1, model=dict(width=16, depth=1, heads=2, patch=4))

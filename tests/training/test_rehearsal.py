@@ -13,9 +13,10 @@ from tests.support.tiny_runs import (
 )
 from tests.training.test_loading import build
 from vitrail.images.workers import WorkerPlan, Workers
-from vitrail.training import plan, rehearsal
 from vitrail.training.callbacks import NullCallback
-from vitrail.training.rehearsal import rehearse_run
+from vitrail.training.plan import rehearsal
+from vitrail.training.plan import summary_of_plan as plan
+from vitrail.training.plan.rehearsal import rehearse_run
 from vitrail.training.trainer import Trainer
 
 __all__ = ["one_thread"]

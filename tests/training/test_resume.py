@@ -24,8 +24,8 @@ from tests.support.tiny_runs import (
     write_folder,
 )
 from tests.support.tiny_runs import __file__ as program
-from vitrail.data import content
-from vitrail.errors import ConfigError, FileError, InputError
+from vitrail.base.errors import ConfigError, FileError, InputError
+from vitrail.images import content
 from vitrail.training.trainer import Interrupted
 
 

@@ -18,8 +18,8 @@ from tests.support.tiny_runs import (
     write_arrays,
     write_folder,
 )
+from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
-from vitrail.errors import ConfigError, FileError, InputError
 from vitrail.training.optim import lr_at
 from vitrail.training.saved_run import read_saved_run
 from vitrail.training.trainer import Interrupted

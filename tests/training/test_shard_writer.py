@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from vitrail.errors import FileError
+from vitrail.base.errors import FileError
 from vitrail.training import checkpoint as files
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.parallel import ProcessGroup

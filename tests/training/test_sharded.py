@@ -24,10 +24,10 @@ from tests.support.sharded_runs import (
     variants,
 )
 from tests.support.tiny_runs import Signals, fingerprints, partial_files, rows, train, write_arrays
-from vitrail.report.run import row_score
 from vitrail.training import checkpoint
 from vitrail.training.sharded_checkpoint import read_shards
 from vitrail.training.trainer import Interrupted
+from vitrail.views.run_page import row_score
 
 pytestmark = pytest.mark.slow  # processes that import torch, on two cores
 

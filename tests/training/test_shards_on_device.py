@@ -6,15 +6,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import vitrail as vt
-from vitrail.fast.device import choose_device
 from vitrail.fast.lora import plain_model
+from vitrail.fast.parallelism import Parallelism, gather, is_sharded, local_part
 from vitrail.fast.prepare import prepare
-from vitrail.fast.shards import Parallelism, gather, is_sharded, local_part
 from vitrail.fast.training import TrainingExecution
-from vitrail.recipes.settings import TrainConfig
+from vitrail.model.device import choose_device
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager, optimizer_tensors
 from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import TrainConfig
 
 DEVICES = [
     "cpu",

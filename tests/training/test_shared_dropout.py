@@ -7,9 +7,9 @@ import vitrail as vt
 from vitrail.fast.draws import draw_for_all
 from vitrail.fast.twin import share_parameters
 from vitrail.model.norm import DropPath
-from vitrail.recipes.settings import TrainConfig
 from vitrail.training.dropout import dropout_seeds
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import TrainConfig
 
 ALL = dict(dropout=0.2, attention_dropout=0.2, patch_dropout=0.25, drop_path=0.5)
 IMAGES = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.errors import ConfigError
-from vitrail.fast import shards
-from vitrail.fast.device import ComputeDevice, choose_device
-from vitrail.memory import activation_bytes
-from vitrail.presets import preset
-from vitrail.recipes.settings import TrainConfig
+from vitrail.base.errors import ConfigError
+from vitrail.config.model_memory import activation_bytes
+from vitrail.config.presets import preset
+from vitrail.fast import parallelism as shards
+from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training import sharding
-from vitrail.training.cost import Cluster, step_cost
-from vitrail.training.fitting import MARGIN
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.plan.cost import Cluster, step_cost
+from vitrail.training.plan.fitting import MARGIN
+from vitrail.training.recipes.settings import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from tests.support.tiny_runs import (
     train,
     write_folder,
 )
-from vitrail.training import api
 from vitrail.training import checkpoint as files
+from vitrail.training import start as api
 from vitrail.training.session import TrainingSession
 from vitrail.training.signals import Interrupted
 from vitrail.training.trainer import Trainer

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, fingerprints, train
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.data.loader import Reader
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError
 from vitrail.fast import variants
-from vitrail.fast.device import choose_device, seed_generators
 from vitrail.fast.variants import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
+from vitrail.images.formats.sources import open_dataset
+from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import step_mode
-from vitrail.training.cuda_graph import StepValues
+from vitrail.model.device import choose_device, seed_generators
+from vitrail.training.captured_step import StepValues
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.step_mode import capture_obstacle
+from vitrail.training.plan import step_mode
+from vitrail.training.plan.step_mode import capture_obstacle
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 CONFIG = ViTConfig(width=16, depth=3, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)

@@ -16,14 +16,14 @@ from tests.support.tiny_runs import (
     fingerprints,
     train,
 )
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError
-from vitrail.fast.device import choose_device
+from vitrail.base.errors import ConfigError
+from vitrail.images.formats.sources import open_dataset
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import threads
+from vitrail.model.device import choose_device
+from vitrail.training.plan import threads
+from vitrail.training.plan.threads import CpuWait, choose_threads
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.resolve import resolve_recipe
-from vitrail.training.threads import CpuWait, choose_threads
 from vitrail.training.trainer import Interrupted, Trainer
 
 

@@ -21,17 +21,18 @@ from tests.support.tiny_runs import (
     without_dropout,
     write_arrays,
 )
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.data.sources import Dataset, open_dataset
-from vitrail.errors import ConfigError
-from vitrail.fast.device import ComputeDevice, choose_device
+from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.images.preprocess import Preprocess
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training import checkpoint, inputs
+from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.training import checkpoint
+from vitrail.training import input_pipeline as inputs
 from vitrail.training import trainer as loop
 from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metrics import Diverged
+from vitrail.training.metric_values import Diverged
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

@@ -15,15 +15,15 @@ from tests.support.tiny_runs import (
     train,
     without_dropout,
 )
-from vitrail.data.sources import open_dataset
-from vitrail.errors import ConfigError
-from vitrail.fast.device import choose_device
+from vitrail.base.errors import ConfigError
 from vitrail.fast.lora import UPDATE, plain_model, with_lora
+from vitrail.images.formats.sources import open_dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.attention import QKV
-from vitrail.recipes.settings import TrainConfig
+from vitrail.model.device import choose_device
 from vitrail.training import checkpoint
 from vitrail.training.optim import parameter_groups
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 import vitrail as vt
 from tests.support.flax_checks import agree, make_images, run_torch, save_npz
 from tests.support.flax_files import Flax, bfloat16, exact_gelu, same_file, widened
-from vitrail.errors import ConfigError, FileError
+from vitrail.base.errors import ConfigError, FileError
 
 PLAIN = Flax("big_vision", "params/", cls=False)
 MODELS = {

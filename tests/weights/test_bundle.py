@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.weights.verify import verify
+from vitrail.weights.bundle.golden import verify
 
 SMALL = dict(width=32, depth=2, heads=2, patch=8, size=32, classes=3)
 GOLDEN = Path(__file__).parent / "golden-1.safetensors"

@@ -13,8 +13,8 @@ from torch import nn
 from tests.support.bits import same_file
 from tests.support.model_files import save_state
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.convert import convert
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.conversion import convert
 from vitrail.weights.load import load
 
 TEXT = {

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.text_models import gemma_like, save_clip_tokenizer, tiny_vocabulary
-from vitrail.errors import FileError, MissingExtra
-from vitrail.weights.clip_tokenizer import ClipTokenizer, byte_symbols
-from vitrail.weights.tokenizer import CLIP_FILE, installed_clip_file, open_tokenizer
+from vitrail.base.errors import FileError, MissingExtra
+from vitrail.weights.text.clip_tokenizer import ClipTokenizer, byte_symbols
+from vitrail.weights.text.tokenizer import CLIP_FILE, installed_clip_file, open_tokenizer
 
 OPEN_CLIP = open_clip.tokenizer.SimpleTokenizer()
 OURS = open_tokenizer({CLIP_FILE: installed_clip_file()}, "openai")
@@ -189,5 +189,5 @@ def test_the_installed_vocabulary_is_found_without_importing_its_package(monkeyp
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert installed_clip_file()
     assert "open_clip" not in sys.modules
-    monkeypatch.setattr("vitrail.weights.tokenizer.find_spec", lambda name: None)
+    monkeypatch.setattr("vitrail.weights.text.tokenizer.find_spec", lambda name: None)
     assert installed_clip_file() is None

@@ -12,8 +12,8 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.hf_models import agree, change_config, from_pretrained, save_pretrained
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError
-from vitrail.weights.convert import ConversionError
+from vitrail.base.errors import ConfigError
+from vitrail.weights.conversion import ConversionError
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=32)
 PATCHES = dict(patch_size=8, num_register_tokens=4)

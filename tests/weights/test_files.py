@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from tests.support.hostile import archive, error_messages, hostile_files, info, npy, npz, state, tensor, text
 from tests.support.hostile import safetensors as safetensors_bytes
-from vitrail.errors import FileError, printable
-from vitrail.io.write import remove_partial
-from vitrail.weights.files import Entry, open_weights, write_npz, write_safetensors
+from vitrail.base.errors import FileError, printable
+from vitrail.base.write import remove_partial
+from vitrail.weights.readers.files import Entry, open_weights, write_npz, write_safetensors
 
 PLAIN = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 UNSIGNED = ["uint16", "uint32", "uint64"]
@@ -126,7 +126,7 @@ def test_entries_and_chunks_do_not_import_torch(tmp_path):
     paths = [str(write(tmp_path / kind, kind, {"w": torch.ones(2, 3)})) for kind in KINDS]
     code = """
         import sys
-        from vitrail.weights.files import open_weights
+        from vitrail.weights.readers.files import open_weights
         for path in sys.argv[1:]:
             with open_weights(path) as file:
                 assert file.entries["w"].shape == (2, 3)
@@ -472,8 +472,8 @@ def test_the_hostile_files_are_derived_from_valid_ones(tmp_path):
 CHILD = """
 import json, os, resource, sys, time
 import numpy
-from vitrail.errors import FileError
-from vitrail.weights.files import open_weights
+from vitrail.base.errors import FileError
+from vitrail.weights.readers.files import open_weights
 
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 try:
@@ -682,8 +682,8 @@ def test_a_full_disk(tmp_path, kind):
     code = """
         import resource, signal, sys
         import numpy, torch
-        from vitrail.errors import FileError
-        from vitrail.weights.files import write_npz, write_safetensors
+        from vitrail.base.errors import FileError
+        from vitrail.weights.readers.files import write_npz, write_safetensors
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:

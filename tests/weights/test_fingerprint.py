@@ -12,12 +12,12 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import vitrail as vt
+from vitrail.base.errors import FileError
 from vitrail.cli import app
-from vitrail.errors import FileError
-from vitrail.weights.fingerprint import MAX_KEYS, fingerprint_of
-from vitrail.weights.folder import open_model
-from vitrail.weights.header import stored_fingerprint
-from vitrail.weights.verify import verify
+from vitrail.images.fingerprint import MAX_KEYS, fingerprint_of
+from vitrail.weights.bundle.bundle_header import stored_fingerprint
+from vitrail.weights.bundle.golden import verify
+from vitrail.weights.readers.folder import open_model
 
 GOLDEN_3 = Path(__file__).parent / "golden-3.safetensors"
 RNG = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_stages_are_joined(monkeypatch):
     assert three.describe() == [1500, 120_000]
     for keys in (small, other, large):
         assert three.contains(keys).all()
-    monkeypatch.setattr("vitrail.weights.fingerprint.MAX_KEYS", 1200)
+    monkeypatch.setattr("vitrail.images.fingerprint.MAX_KEYS", 1200)
     assert not (fingerprint_of(small) | fingerprint_of(other)).is_exact
 
 
@@ -121,7 +121,7 @@ def test_a_new_golden_file_is_the_same_but_for_versions(tmp_path, monkeypatch):
 
 def write_golden(path, monkeypatch):
     keys = np.arange(13, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(7)
-    monkeypatch.setattr("vitrail.weights.fingerprint.MAX_KEYS", 6)
+    monkeypatch.setattr("vitrail.images.fingerprint.MAX_KEYS", 6)
     bundle = bundle_with(fingerprint_of(keys[:5]) | fingerprint_of(keys[5:]))
     bundle.card = vt.Card(name="golden", source="a test", license="Apache-2.0")
     for number, parameter in enumerate(bundle.model.parameters()):

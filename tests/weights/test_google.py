@@ -13,10 +13,10 @@ import vitrail as vt
 from tests.support.flax_checks import agree, make_images, run_torch, save_npz
 from tests.support.flax_files import Flax, bfloat16, drawn, exact_gelu, same_file, stem_shapes, widened
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.convert import ConversionError
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.conversion import ConversionError
 from vitrail.weights.describe import describe
-from vitrail.weights.folder import open_model
+from vitrail.weights.readers.folder import open_model
 
 MODELS = {
     "plain": Flax(),

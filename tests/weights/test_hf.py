@@ -15,8 +15,8 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.hf_models import agree, change_config, from_pretrained, save_pretrained
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.convert import ConversionError
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.conversion import ConversionError
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 SMALL = dict(**SIZES, intermediate_size=48)

@@ -19,15 +19,15 @@ import transformers
 import vitrail as vt
 from tests.support.hub_server import CARD, COMMAND, TOKEN, run_against, serve_hub
 from tests.support.models import add_noise
-from vitrail.errors import FileError, MissingExtra
-from vitrail.weights.hub import fetch_model, license_of
+from vitrail.base.errors import FileError, MissingExtra
+from vitrail.weights.readers.hub import fetch_model, license_of
 
 pytestmark = pytest.mark.slow  # real processes
 
 ASK = """
 import json, sys, time
-from vitrail.errors import VitrailError
-from vitrail.weights.hub import fetch_model
+from vitrail.base.errors import VitrailError
+from vitrail.weights.readers.hub import fetch_model
 
 time.sleep = lambda seconds: None  # between retries of the client
 answers = []

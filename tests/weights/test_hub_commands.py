@@ -15,9 +15,9 @@ import vitrail as vt
 from tests.support.hub_server import CARD, COMMAND, run_against, serve_hub
 from tests.support.shared_data import shared
 from vitrail.training.callbacks import NullCallback
-from vitrail.weights.head_rows import rehead
-from vitrail.weights.hub import _parse_name
-from vitrail.weights.pretrained import PRETRAINED
+from vitrail.weights.bundle.head_rows import rehead
+from vitrail.weights.readers.hub import _parse_name
+from vitrail.weights.readers.pretrained import PRETRAINED
 
 pytestmark = pytest.mark.slow  # real processes
 

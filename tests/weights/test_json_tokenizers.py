@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import vitrail as vt
 from tests.support.hf_models import save_pretrained
 from tests.support.text_models import gemma_like
-from vitrail.weights.tokenizer import JsonTokenizer, open_tokenizer
+from vitrail.weights.text.tokenizer import JsonTokenizer, open_tokenizer
 
 CORPUS = [
     *("a photo of a cat and a dog", "the quick brown fox jumps over the lazy dog", "two small boats at sea"),

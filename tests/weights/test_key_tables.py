@@ -14,9 +14,9 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.model_files import same_logits
 from tests.support.models import add_noise
+from vitrail.base.errors import ConfigError, FileError
 from vitrail.cli import app
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.keys import REQUIRED, read_table
+from vitrail.weights.families.keys import REQUIRED, read_table
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 OWN = {  # our names, and names of no family

@@ -6,10 +6,10 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from typer.testing import CliRunner
 
+from vitrail.base.errors import FileError
 from vitrail.cli import app
-from vitrail.errors import FileError
-from vitrail.weights.files import open_weights, write_safetensors
 from vitrail.weights.load import load
+from vitrail.weights.readers.files import open_weights, write_safetensors
 
 
 def test_which_state_dict_of_several(tmp_path):

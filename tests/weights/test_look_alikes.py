@@ -8,8 +8,8 @@ import timm
 import torch
 
 import vitrail as vt
-from vitrail.errors import FileError
-from vitrail.weights.look_alikes import LOOK_ALIKES, find_look_alike
+from vitrail.base.errors import FileError
+from vitrail.weights.families.look_alikes import LOOK_ALIKES, find_look_alike
 
 MODELS = {
     "hiera_tiny_224": "Hiera",

@@ -15,9 +15,9 @@ from tests.support.bits import same_file
 from tests.support.model_files import mnist_test_set, same_logits, save_state
 from tests.support.models import add_noise
 from tests.support.shared_data import shared
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.convert import ConversionError, convert
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.conversion import ConversionError, convert
 from vitrail.weights.load import load
 
 SIZES = dict(image_size=32, patch_size=8, num_classes=5, dim=32, depth=2, heads=2, mlp_dim=48)

@@ -12,7 +12,7 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.hf_models import agree, from_pretrained, save_pretrained
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError
+from vitrail.base.errors import ConfigError
 
 TINY = dict(embed_dim=32, depth=2, num_heads=2, img_size=56)
 

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.errors import FileError
+from vitrail.base.errors import FileError
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=32)
 NAMES = {"0": "ant", "1": "bee", "2": "cat", "3": "dog", "4": "eel"}

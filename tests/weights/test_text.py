@@ -21,9 +21,9 @@ from tests.support.text_models import (
     save_clip_tokenizer,
     tiny_vocabulary,
 )
-from vitrail.errors import FileError, InputError
-from vitrail.model.text import TextConfig, TextTower
-from vitrail.weights.text import load_text
+from vitrail.base.errors import FileError, InputError
+from vitrail.model.text_tower import TextConfig, TextTower
+from vitrail.weights.text.words import load_text
 
 VOCABULARY = len(tiny_vocabulary()[0])
 TEXTS = ["a photo of a cat", "dog's paw, LARGE", "naïve 42 한국어", "small " * 40]

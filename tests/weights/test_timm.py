@@ -16,9 +16,9 @@ from torch import nn
 import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.models import add_noise
-from vitrail.weights.convert import ConversionError
+from vitrail.weights.conversion import ConversionError
 from vitrail.weights.describe import describe
-from vitrail.weights.folder import open_model
+from vitrail.weights.readers.folder import open_model
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 SILU = dict(act_layer=nn.SiLU)

@@ -14,8 +14,8 @@ from tests.support.bits import same_file
 from tests.support.model_files import mnist_test_set, same_logits, save_state
 from tests.support.models import add_noise
 from tests.support.shared_data import shared
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.convert import convert
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.conversion import convert
 from vitrail.weights.load import load
 
 

@@ -16,9 +16,9 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.model_files import save_state
 from tests.support.models import add_noise
-from vitrail.errors import ConfigError, FileError
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.convert import ConversionError, convert
+from vitrail.base.errors import ConfigError, FileError
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.conversion import ConversionError, convert
 from vitrail.weights.load import load
 
 SIZES = dict(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=48, num_classes=5)

@@ -10,23 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
-from vitrail import __version__
+from vitrail.base.errors import InputError, VitrailError, command_line_names, printable
+from vitrail.base.version import __version__
 from vitrail.cli.bench import bench
-from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.demo import demo
 from vitrail.cli.doctor import doctor
 from vitrail.cli.embed import embed
 from vitrail.cli.evaluate import evaluate
 from vitrail.cli.export import export
-from vitrail.cli.generate import generate
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
-from vitrail.cli.lab import lab, notes
 from vitrail.cli.malloc import keep_freed_memory
 from vitrail.cli.pack import pack
 from vitrail.cli.plan import plan
@@ -39,7 +38,6 @@ from vitrail.cli.sweep import sweep
 from vitrail.cli.train import check_options, train
 from vitrail.cli.verify import verify
 from vitrail.cli.walk import walk
-from vitrail.errors import InputError, VitrailError, command_line_names, printable
 
 app = typer.Typer(
     name="vitrail",
@@ -51,11 +49,11 @@ app = typer.Typer(
 )
 _COMMANDS = (
     *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
-    *(lab, notes, generate, check),
     *(export, bench, info, convert, verify, plan),
 )
-for command in _COMMANDS:
-    app.command()(command)
+for _command in (*_COMMANDS, *(point.load() for point in entry_points(group="vitrail.commands"))):
+    app.command(_command.__name__)(_command)
+_OF_THE_COURSE = ("lab", "notes", "generate", "check")
 
 
 def _print_version(requested: bool) -> None:
@@ -105,6 +103,10 @@ def _check_arguments(arguments: list[str]) -> None:
     """Refuse empty arguments: as a path, "" would mean the current folder. Name options that are settings."""
     if arguments[:1] == ["train"]:
         check_options(arguments[1:])
+    if arguments and arguments[0] in set(_OF_THE_COURSE) - {
+        each.name for each in entry_points(group="vitrail.commands")
+    }:
+        raise InputError(f"vitrail {arguments[0]} is a command of the course; pip install vitrail-course.")
     for number, argument in enumerate(arguments, start=1):
         if not argument:
             before = f" (after {printable(arguments[number - 2])})" if number > 1 else ""
@@ -123,7 +125,7 @@ def _run_app() -> None:
 
 def _report_unexpected(error: Exception) -> None:
     """Report an error that no command handles: out of memory, or a bug."""
-    from vitrail.memory import failed_allocation, format_bytes, is_out_of_memory, memory_limit
+    from vitrail.base.memory import failed_allocation, format_bytes, is_out_of_memory, memory_limit
 
     if "VITRAIL_DEBUG" in os.environ:
         raise error

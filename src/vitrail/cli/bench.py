@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.base.errors import InputError, printable, require_extra, suggest
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model, print_device
+from vitrail.cli.model_arguments import load_model, print_device
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
-from vitrail.errors import InputError, printable, require_extra, suggest
 
 if TYPE_CHECKING:
     import torch
 
     from vitrail.evaluation.speed import SpeedRow, SpeedTable
-    from vitrail.weights.bundle import Bundle
+    from vitrail.weights.bundle.bundle import Bundle
 
 _BATCHES = {"cpu": "1,8", "cuda": "1,8,256"}
 
@@ -100,7 +100,7 @@ def bench(
     )
     _show(table, quiet)
     if json_file is not None:
-        from vitrail.io.write import write_text
+        from vitrail.base.write import write_text
 
         write_text(json_file, json.dumps({"model": model, **table.as_dict()}, indent=1) + "\n")
         print(f"Saved {printable(json_file)}")
@@ -115,7 +115,7 @@ def _usual_precisions(device: torch.device, *, calibrated: bool) -> list[str]:
     """The fastest exact precision; with images to calibrate also the lossy one, where the device has it."""
     import torch
 
-    from vitrail.fast.routes import resolve
+    from vitrail.fast.inference_routes import resolve
 
     exact = resolve("auto", device)
     if not calibrated:
@@ -127,10 +127,10 @@ def _usual_precisions(device: torch.device, *, calibrated: bool) -> list[str]:
 
 def _open(model: str, arguments: dict[str, Any], *, quiet: bool) -> Bundle:
     """The file, or a model of this size with random weights."""
-    from vitrail.build import create
-    from vitrail.fast.device import place
-    from vitrail.presets import preset
-    from vitrail.weights.bundle import Bundle
+    from vitrail.config.presets import preset
+    from vitrail.model.create import create
+    from vitrail.model.device import place
+    from vitrail.weights.bundle.bundle import Bundle
 
     if not Path(model).exists() and not model.startswith("hf:"):
         try:

@@ -10,7 +10,7 @@ FIGURES = (
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    from vitrail.recipes import recipes
+    from vitrail.training.recipes import recipes
 
     return [name for name in recipes() if name.startswith(incomplete)]
 

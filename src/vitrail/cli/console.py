@@ -29,7 +29,7 @@ def training_process(*, quiet: bool = False) -> Iterator[tuple[Callback, bool]]:
     try:
         with stop_early(lambda: "nothing has begun; start it again."), _process_group() as is_main:
             from vitrail.training.callbacks import NullCallback
-            from vitrail.training.console import ConsoleCallback
+            from vitrail.training.console_lines import ConsoleCallback
 
             with ConsoleCallback() as console:
                 yield (console if is_main and not quiet else NullCallback()), is_main

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model, print_device, usual_precision
+from vitrail.cli.model_arguments import load_model, print_device, usual_precision
 
 
 def convert(
@@ -78,7 +78,7 @@ def convert(
     A model with NaN or infinity in its weights is refused. The exit code is 1 if the other library's logits
     are NaN or infinity.
     """
-    from vitrail.errors import InputError, printable
+    from vitrail.base.errors import InputError, printable
 
     if toward is not None:
         heads = {"--classes": classes, "--labels": labels, "--prompts": prompts, "--templates": templates}
@@ -90,11 +90,11 @@ def convert(
     for option, value in (("--data", data), ("--interpolate", at)):
         if value is not None:
             raise InputError(f"{option} is for the way between two models; add --toward, or leave it out.")
-    from vitrail.weights.convert import convert as convert_file
+    from vitrail.weights.conversion import convert as convert_file
 
     arguments = options.load_arguments(family, keys, given, size, classes=classes, channels=channels)
     if labels is not None or prompts or templates is not None:
-        from vitrail.weights.prompts import read_prompts
+        from vitrail.weights.text.prompts import read_prompts
 
         arguments["prompts"] = read_prompts(labels, prompts, templates)
     report = convert_file(source, out, to=to or "vitrail", offline=offline, **arguments)
@@ -119,7 +119,7 @@ def convert(
 
 def _check_as_they_are(given: dict[str, object]) -> None:
     """Refuse options that change a model, where two are interpolated."""
-    from vitrail.errors import InputError
+    from vitrail.base.errors import InputError
 
     for option, value in given.items():
         if value is not None:
@@ -141,9 +141,9 @@ def _interpolate(
     quiet: bool,
 ) -> None:
     """Write the weights between two models; with data, print the accuracy of the way between."""
+    from vitrail.base.errors import printable
     from vitrail.cli.outputs import check_new_files
-    from vitrail.errors import printable
-    from vitrail.weights.bundle import check_suffix
+    from vitrail.weights.bundle.bundle import check_suffix
     from vitrail.weights.interpolate import interpolate
 
     check_suffix(out)
@@ -152,8 +152,8 @@ def _interpolate(
     first, second = (load_model(one, arguments, quiet=quiet) for one in (source, toward))
     mixed = interpolate(first, second, at)
     if data is not None:
-        from vitrail.evaluation.run import evaluate
-        from vitrail.fast.device import place
+        from vitrail.evaluation.evaluate_model import evaluate
+        from vitrail.model.device import place
 
         print("    t  accuracy")
         for t in sorted({*(step / 10 for step in range(11)), at}):

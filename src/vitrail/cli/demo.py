@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.outputs import check_empty_folder, is_empty
-from vitrail.training.console import ConsoleCallback, print_rows
+from vitrail.training.console_lines import ConsoleCallback, print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from vitrail.course.demo import DemoPredictions
+    from vitrail.experiment.digits_demo import DemoPredictions
 
 
 def demo(
@@ -36,7 +36,7 @@ def demo(
     import torch
     from rich.console import Console
 
-    from vitrail.course import demo as steps
+    from vitrail.experiment import digits_demo as steps
     from vitrail.training.signals import Interrupted
 
     steps.check_extras()
@@ -94,7 +94,7 @@ def _show_digits(predictions: DemoPredictions, console: Console) -> None:
     from rich.text import Text
 
     from vitrail.cli.terminal_image import gallery, image
-    from vitrail.course import demo as steps
+    from vitrail.experiment import digits_demo as steps
 
     color = console.color_system is not None and console.encoding.startswith("utf")
     titles = ("Correct", "Wrong, most confident first")

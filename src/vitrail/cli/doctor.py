@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from vitrail.base.errors import InputError, printable
+from vitrail.base.progress import ProgressBars
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model
+from vitrail.cli.model_arguments import load_model
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.overrides import WorkersOption, parse_workers
-from vitrail.errors import InputError, printable
-from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
-    from vitrail.data.doctor import DatasetReport
-    from vitrail.data.sources import Dataset
-    from vitrail.weights.bundle import Bundle
-    from vitrail.weights.fingerprint import Fingerprint
+    from vitrail.images.fingerprint import Fingerprint
+    from vitrail.images.formats.sources import Dataset
+    from vitrail.images.problems import DatasetReport
+    from vitrail.weights.bundle.bundle import Bundle
 
 _MAX_LINES = 5  # of each kind of finding; the JSON has all
 _WIDTH = 80
@@ -94,13 +94,13 @@ def doctor(
     _check_used({"--set": settings, "--size": size, "--family": family, "--keys": keys}, model, features)
     check_new_files({"--html": html_file})
     if html_file is not None:
-        from vitrail.report.page import check_extras
+        from vitrail.views.html_page import check_extras
 
         check_extras()
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
 
-    from vitrail.data.doctor import check_images, count_trained, open_for_check
-    from vitrail.data.sources import open_labeled
+    from vitrail.images.formats.sources import open_labeled
+    from vitrail.images.problems import check_images, count_trained, open_for_check
 
     fingerprint = None if model is None else _read_fingerprint(model, offline)
     count = parse_workers(workers)
@@ -151,8 +151,8 @@ def _compare(
 ) -> None:
     """Compare the images by a model's features: findings into the report, and a page if one is wanted."""
     from vitrail.evaluation.curation import add_findings, curate, embed_dataset
-    from vitrail.report.curation import curation_page
-    from vitrail.report.page import write_page
+    from vitrail.views.curation_page import curation_page
+    from vitrail.views.html_page import write_page
 
     total = sum(map(len, data.splits.values()))
     images = embed_dataset(
@@ -166,9 +166,9 @@ def _compare(
 
 def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
     """Which images a model was trained on, from its file alone."""
-    from vitrail.weights.folder import open_model
-    from vitrail.weights.header import stored_fingerprint
-    from vitrail.weights.hub import fetch_model
+    from vitrail.weights.bundle.bundle_header import stored_fingerprint
+    from vitrail.weights.readers.folder import open_model
+    from vitrail.weights.readers.hub import fetch_model
 
     with open_model(fetch_model(model, offline=offline)[0]) as files:
         return stored_fingerprint(files)
@@ -218,7 +218,7 @@ def _show_report(report: DatasetReport, *, notes: bool) -> None:
 
 def _faults(report: DatasetReport) -> Iterator[_Section]:
     """Findings that make the exit code 1."""
-    from vitrail.data.folders import FAULTS
+    from vitrail.images.formats.folders import FAULTS
 
     if report.problems:
         lines = [line for text in report.problems for line in _wrap(printable(text, 600))]
@@ -239,7 +239,7 @@ def _faults(report: DatasetReport) -> Iterator[_Section]:
 
 def _remarks(report: DatasetReport) -> Iterator[_Section]:
     """Findings that may be intended."""
-    from vitrail.data.folders import HARMLESS
+    from vitrail.images.formats.folders import HARMLESS
 
     yield from _list_groups("the same image twice", report.duplicates)
     for split, names in report.empty_classes.items():

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from vitrail.base.errors import InputError, printable
+from vitrail.base.progress import ProgressBars
 from vitrail.cli import overrides as options
-from vitrail.cli.models import check_trained_native, print_predictor_notes
+from vitrail.cli.model_arguments import check_trained_native, print_predictor_notes
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
+from vitrail.cli.part_options import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error
-from vitrail.errors import InputError, printable
-from vitrail.progress import ProgressBars
 
 _SHOWN = 5  # images that could not be read
 _OF_THIS_MACHINE = ("device", "offline")  # arguments that do not change embeddings
@@ -82,8 +82,8 @@ def embed(
     check_new_files({"--out": file, "the names beside it": beside})
 
     from vitrail.predict import Predictor
+    from vitrail.predict.image_sources import expand_paths
     from vitrail.predict.index import build_index
-    from vitrail.predict.sources import expand_paths
 
     options.expect_files(images, how["workers"])
     predictor = Predictor(model, native=native, **how)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.base.errors import InputError, printable
+from vitrail.base.progress import ProgressBars
 from vitrail.cli import overrides as options
 from vitrail.cli.evaluation_tables import show_evaluation
-from vitrail.cli.models import (
+from vitrail.cli.model_arguments import (
     check_classes,
     load_model,
     open_zero_shot,
@@ -22,13 +24,11 @@ from vitrail.cli.models import (
     usual_precision,
 )
 from vitrail.cli.outputs import check_new_files, saving_gate_report
-from vitrail.errors import InputError, printable
-from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
-    from vitrail.data.sources import Split
-    from vitrail.evaluation.run import Evaluation
-    from vitrail.weights.bundle import Bundle
+    from vitrail.evaluation.evaluate_model import Evaluation
+    from vitrail.images.formats.sources import Split
+    from vitrail.weights.bundle.bundle import Bundle
 
 
 def evaluate(
@@ -138,10 +138,10 @@ def evaluate(
     from rich.console import Console
 
     from vitrail.evaluation.accelerated import Speedup
-    from vitrail.evaluation.run import evaluate as evaluate_model
+    from vitrail.evaluation.evaluate_model import evaluate as evaluate_model
 
     if html_file is not None:
-        from vitrail.report.page import check_extras
+        from vitrail.views.html_page import check_extras
 
         check_extras()
     speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
@@ -220,7 +220,7 @@ def _as_json(result: Evaluation, model: str) -> str:
 
 
 def _save_json(path: Path, result: Evaluation, model: str) -> None:
-    from vitrail.io.write import write_text
+    from vitrail.base.write import write_text
 
     write_text(path, _as_json(result, model) + "\n")
     print(f"Saved {printable(path)}")
@@ -228,8 +228,8 @@ def _save_json(path: Path, result: Evaluation, model: str) -> None:
 
 def _save_csv(path: Path, result: Evaluation) -> None:
     """A row per image: name, label, prediction, and the most likely classes with their scores."""
-    from vitrail.io.write import atomic_file
-    from vitrail.predict.rows import as_csv
+    from vitrail.base.write import atomic_file
+    from vitrail.predict.output_rows import as_csv
 
     if result.predictions is None:
         raise InputError("--csv needs a model with a head; remove --csv.")
@@ -245,8 +245,8 @@ def _save_csv(path: Path, result: Evaluation) -> None:
 
 
 def _save_report(path: Path, result: Evaluation, bundle: Bundle, split: Split, model: str) -> None:
-    from vitrail.report.evaluation import evaluation_page
-    from vitrail.report.page import write_page
+    from vitrail.views.evaluation_page import evaluation_page
+    from vitrail.views.html_page import write_page
 
     command = shlex.join(["vitrail", *sys.argv[1:]])
     write_page(path, evaluation_page(result, bundle, split, model=Path(model).name, command=command))

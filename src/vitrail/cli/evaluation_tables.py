@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import printable
+from vitrail.base.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from vitrail.evaluation.calibration import Calibration, ConfidenceThreshold
+    from vitrail.evaluation.evaluate_model import Evaluation
     from vitrail.evaluation.metrics import ClassificationMetrics
-    from vitrail.evaluation.run import Evaluation
 
 _MAX_CLASSES = 20  # in the table; of more, those with the lowest recall are shown
 _MAX_MISTAKES = 10

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from vitrail.base.errors import printable
 from vitrail.cli import overrides as options
-from vitrail.cli.models import print_guess
+from vitrail.cli.model_arguments import print_guess
 from vitrail.cli.outputs import saving_gate_report
-from vitrail.errors import printable
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig

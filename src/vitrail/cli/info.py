@@ -14,10 +14,10 @@ from vitrail.cli import overrides as options
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
-    from vitrail.weights.arrays import Entry
     from vitrail.weights.describe import FileDescription
-    from vitrail.weights.folder import ModelFiles
-    from vitrail.weights.match import FamilyMatch
+    from vitrail.weights.families.match import FamilyMatch
+    from vitrail.weights.readers.folder import ModelFiles
+    from vitrail.weights.readers.npz import Entry
 
 SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 
@@ -39,8 +39,8 @@ def info(
     With --check, the exit code is 1 if a value is NaN or infinity.
     """
     from vitrail.weights.describe import describe
-    from vitrail.weights.folder import open_model
-    from vitrail.weights.hub import fetch_model, is_hub_name
+    from vitrail.weights.readers.folder import open_model
+    from vitrail.weights.readers.hub import fetch_model, is_hub_name
 
     path, card_fields = fetch_model(file, offline=offline)
     arguments = options.load_arguments(family, keys, given, size)
@@ -63,9 +63,9 @@ def info(
 
 def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
     """Everything that is shown, by name."""
-    from vitrail.errors import printable
-    from vitrail.images.native import native_preprocess
-    from vitrail.weights.feature_statistics import PREFIX
+    from vitrail.base.errors import printable
+    from vitrail.images.any_size import native_preprocess
+    from vitrail.weights.bundle.feature_statistics import PREFIX
 
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
@@ -107,7 +107,7 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
 
 def _trained_on(files: ModelFiles) -> str | None:
     """The number of images in the fingerprint of a vitrail file."""
-    from vitrail.weights.header import read_header
+    from vitrail.weights.bundle.bundle_header import read_header
 
     counts = (read_header(files) or {}).get("fingerprint")
     return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
@@ -115,8 +115,8 @@ def _trained_on(files: ModelFiles) -> str | None:
 
 def _text_tower(files: ModelFiles, match: FamilyMatch) -> str | None:
     """The text tower among the tensors that the image model does not use."""
-    from vitrail.weights.folder import TEXT_PREFIX
-    from vitrail.weights.text import describe_text
+    from vitrail.weights.readers.folder import TEXT_PREFIX
+    from vitrail.weights.text.words import describe_text
 
     beside = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
     inside = [name.removeprefix(TEXT_PREFIX) for name in files.entries if name.startswith(TEXT_PREFIX)]
@@ -132,7 +132,7 @@ def _feature_statistics(means: Entry | None) -> str | None:
 def _size_name(config: ViTConfig) -> str:
     """ "B/16@224x224" for a published size; otherwise its numbers."""
     from vitrail.config import format_sides
-    from vitrail.presets import SIZES
+    from vitrail.config.presets import SIZES
 
     sides = f"/{format_sides(dict.fromkeys(config.patch_pixels))}@{format_sides(config.pixels)}"
     numbers = config.width, config.depth, config.F, config.heads
@@ -158,7 +158,7 @@ def _scan(files: ModelFiles) -> list[str]:
     """The tensors with NaN or infinity, read in chunks."""
     import numpy as np
 
-    from vitrail.errors import printable
+    from vitrail.base.errors import printable
 
     return [
         printable(name)

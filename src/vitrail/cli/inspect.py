@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.base.errors import InputError, printable, suggest
+from vitrail.base.progress import ProgressBars
 from vitrail.cli import overrides as options
 from vitrail.cli.completion import FIGURES, figure_names
-from vitrail.cli.models import load_model
+from vitrail.cli.model_arguments import load_model
 from vitrail.cli.outputs import check_empty_folder
-from vitrail.errors import InputError, printable, suggest
-from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
-    from vitrail.weights.bundle import Bundle
+    from vitrail.weights.bundle.bundle import Bundle
 
 _FIGURES = f"{', '.join(FIGURES[:2])}; with images also {', '.join(FIGURES[2:])}"
 
@@ -63,9 +63,9 @@ def inspect(
     Without images, only the figures of the weights are drawn. Images that cannot be read are listed and
     skipped; the exit code is then 1.
     """
-    from vitrail.data.folders import expand_folders
-    from vitrail.inspect.figure import InspectionRequest
-    from vitrail.report.inspection import write_inspection
+    from vitrail.images.formats.folders import expand_folders
+    from vitrail.views.figure import InspectionRequest
+    from vitrail.views.inspection_page import write_inspection
 
     check_empty_folder("--out", out)
     paths = expand_folders(images or [])

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
-from vitrail.errors import InputError, printable
-from vitrail.io.write import check_new, write_text
+from vitrail.base.errors import InputError, printable
+from vitrail.base.write import check_new, write_text
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.base.errors import DeviceWarning, InputError, printable, suggest
 from vitrail.cli.completion import family_names
-from vitrail.errors import DeviceWarning, InputError, printable, suggest
 
 Family = Annotated[
     str | None, typer.Option(help="Read the file as one of this family.", autocompletion=family_names)
@@ -152,8 +152,8 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
 
     A field is a field of ViTConfig, "preprocess" or "preprocess." with a field of it, or checkpoint_key.
     """
+    from vitrail.base.fields import type_hints
     from vitrail.config import ViTConfig
-    from vitrail.fields import type_hints
     from vitrail.images.preprocess import Preprocess
 
     model, images = type_hints(ViTConfig), type_hints(Preprocess)
@@ -182,7 +182,7 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
 
 def _parse_field(text: str, hint: Any) -> Any:
     """One of the field's allowed values, even "none"; comma-separated numbers; or a plain value."""
-    from vitrail.fields import literal_values
+    from vitrail.base.fields import literal_values
 
     if text in literal_values(hint):
         return text
@@ -235,7 +235,7 @@ def expect_files(inputs: list[str], workers: Any) -> None:
     """Let worker processes get ready while the model is loaded, if these paths have work for them."""
     from vitrail.images.workers import MIN_IMAGES
     from vitrail.images.workers import expect_files as expect
-    from vitrail.predict.sources import expand_paths
+    from vitrail.predict.image_sources import expand_paths
 
     if "-" not in inputs:
         expect(workers, sum(1 for _ in islice(expand_paths(inputs), MIN_IMAGES)))
@@ -243,7 +243,7 @@ def expect_files(inputs: list[str], workers: Any) -> None:
 
 def parse_workers(text: str) -> Any:
     """A number of workers, or "auto"."""
-    from vitrail.errors import ConfigError
+    from vitrail.base.errors import ConfigError
     from vitrail.images.workers import check_workers
 
     try:
@@ -262,7 +262,7 @@ def parse_sides(text: str) -> Any:
 
 def _read_keys(path: Path) -> list[Any]:
     """The rows of the user's key table."""
-    from vitrail.weights.folder import read_json
+    from vitrail.weights.readers.folder import read_json
 
     rows = read_json(path)
     if not isinstance(rows, list):

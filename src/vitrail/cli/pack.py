@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.base.errors import InputError, printable, suggest
+from vitrail.base.progress import ProgressBars
 from vitrail.cli.overrides import Quiet, WorkersOption, parse_workers
-from vitrail.errors import InputError, printable, suggest
-from vitrail.progress import ProgressBars
 
 _FORMATS = ("file", "shards")
 _MOST = 5  # names that are printed of a kind
@@ -75,8 +75,8 @@ def pack(
     if to == "shards":
         _pack_shards(data, out, shard_size, quiet)
         return
-    from vitrail.data.pack import SIZE, pack_dataset
-    from vitrail.data.sources import read_data
+    from vitrail.images.formats.pack_writer import SIZE, pack_dataset
+    from vitrail.images.formats.sources import read_data
 
     count = parse_workers(workers)
     with ProgressBars(enabled=not quiet) as bars:
@@ -109,8 +109,8 @@ def _check_options(to: str, of_file: dict[str, Any], shard_size: int | None) -> 
 
 
 def _pack_shards(data: str, out: Path, shard_size: int | None, quiet: bool) -> None:
-    from vitrail.data.pack_shards import SHARD_SIZE, pack_shards
-    from vitrail.data.sources import read_data
+    from vitrail.images.formats.pack_shards import SHARD_SIZE, pack_shards
+    from vitrail.images.formats.sources import read_data
 
     with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
@@ -132,8 +132,8 @@ def _pack_shards(data: str, out: Path, shard_size: int | None, quiet: bool) -> N
 
 
 def _check(data: str, out: Path, quiet: bool) -> None:
-    from vitrail.data.pack_check import check_packed
-    from vitrail.data.sources import read_data
+    from vitrail.images.formats.pack_check import check_packed
+    from vitrail.images.formats.sources import read_data
 
     with ProgressBars(enabled=not quiet) as bars:
         check = check_packed(read_data(data), out, lambda done, total: bars("checking images", done, total))
@@ -148,8 +148,8 @@ def _check(data: str, out: Path, quiet: bool) -> None:
 
 
 def _clear_cache(given: bool) -> None:
-    from vitrail.data.pack_cache import clear_cache
-    from vitrail.io.cache import cache_folder
+    from vitrail.base.cache import cache_folder
+    from vitrail.images.formats.pack_cache import clear_cache
 
     if given:
         raise InputError("--clear-cache takes neither DATA nor OUT; run vitrail pack --clear-cache.")

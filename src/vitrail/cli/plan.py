@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.errors import ConfigError
+from vitrail.base.errors import ConfigError
 
 _ASSUMED = (
     "compute is measured on one H200 for B/16 and L/16, and extrapolated for other widths; links, latency, "
@@ -46,10 +46,10 @@ def plan(
 
     A small cost model, not a measurement: `vitrail train DATA --dry-run` plans a run by the machine it is on.
     """
-    from vitrail.presets import preset
+    from vitrail.config.presets import preset
     from vitrail.training.clock import format_seconds
-    from vitrail.training.console import print_rows
-    from vitrail.training.cost import Cluster, describe_cost, step_cost
+    from vitrail.training.console_lines import print_rows
+    from vitrail.training.plan.cost import Cluster, describe_cost, step_cost
 
     config = preset(model)
     cluster = Cluster(

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from vitrail.base.errors import InputError, printable, require_extra
+from vitrail.base.progress import ProgressBars
+from vitrail.base.write import naming_file
 from vitrail.cli import overrides as options
-from vitrail.cli.models import check_classes, open_zero_shot, print_predictor_notes
+from vitrail.cli.model_arguments import check_classes, open_zero_shot, print_predictor_notes
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
-from vitrail.cli.parts import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
+from vitrail.cli.part_options import EngineOption, Part, PartSize, check_alone, parse_parts, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
-from vitrail.errors import InputError, printable, require_extra
-from vitrail.io.write import naming_file
-from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor
@@ -125,8 +125,8 @@ def predict(
 
     from vitrail.predict import Predictor
     from vitrail.predict.embeddings import writing_rows
-    from vitrail.predict.rows import format_rows
-    from vitrail.predict.sources import EMPTY_FOLDER
+    from vitrail.predict.image_sources import EMPTY_FOLDER
+    from vitrail.predict.output_rows import format_rows
 
     form = form or ("table" if request is None else "csv")
     if request is None:
@@ -221,7 +221,7 @@ def _check_headless(top: int | None, embeddings: Path | None) -> None:
 
 def _count_images(inputs: list[str]) -> int | None:
     """The number of images; None if some paths are read from stdin."""
-    from vitrail.predict.sources import expand_paths
+    from vitrail.predict.image_sources import expand_paths
 
     return None if "-" in inputs else sum(1 for _ in expand_paths(inputs))
 

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from vitrail.base.errors import InputError, printable
+from vitrail.base.progress import ProgressBars
 from vitrail.cli import overrides as options
-from vitrail.cli.models import load_model
+from vitrail.cli.model_arguments import load_model
 from vitrail.cli.outputs import check_new_files
-from vitrail.errors import InputError, printable
-from vitrail.progress import ProgressBars
 
 
 def probe(
@@ -50,8 +50,8 @@ def probe(
         raise InputError(f"--save must name a .safetensors file, not {printable(save)}; change its ending.")
     check_new_files({"--save": save})
 
-    from vitrail.data.sources import open_dataset
     from vitrail.evaluation.probe_head import probe_head
+    from vitrail.images.formats.sources import open_dataset
 
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
     with ProgressBars(enabled=not quiet) as bars:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.base.errors import InputError, printable
 from vitrail.cli import overrides as options
-from vitrail.cli.models import print_predictor_notes
+from vitrail.cli.model_arguments import print_predictor_notes
 from vitrail.cli.outputs import check_new_files
-from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,14 +53,14 @@ def search(
     """
     check_new_files({"--html": html_file})
 
-    from vitrail.data.folders import SUFFIXES
+    from vitrail.images.formats.folders import SUFFIXES
     from vitrail.predict import Predictor
     from vitrail.predict.index import read_index
-    from vitrail.weights.hub import is_hub_name
+    from vitrail.weights.readers.hub import is_hub_name
 
     is_image = Path(query).exists() or Path(query).suffix.lower() in SUFFIXES
     if html_file is not None:
-        from vitrail.report.page import check_extras
+        from vitrail.views.html_page import check_extras
 
         check_extras()
     opened = read_index(index)
@@ -85,8 +85,8 @@ def search(
         for hit in hits:
             print(f"{hit.score:6.4f}  {printable(hit.name)}")
     if html_file is not None:
-        from vitrail.report.page import write_page
-        from vitrail.report.search import search_page
+        from vitrail.views.html_page import write_page
+        from vitrail.views.search_page import search_page
 
         command = shlex.join(["vitrail", *sys.argv[1:]])
         found = [(opened.path(hit.name), hit.score) for hit in hits]

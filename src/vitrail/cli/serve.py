@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.base.errors import InputError, printable, require_extra
 from vitrail.cli import overrides as options
-from vitrail.cli.models import check_trained_native, print_predictor_notes
-from vitrail.errors import InputError, printable, require_extra
+from vitrail.cli.model_arguments import check_trained_native, print_predictor_notes
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
-    from vitrail.serve.settings import ServeConfig
+    from vitrail.serve.server_settings import ServeConfig
 
 _TOKEN = "VITRAIL_TOKEN"
 _MAX_TOKEN = 4096  # bytes of its file
@@ -82,7 +82,7 @@ def serve(
     with require_extra("serve"):
         import h11  # noqa: F401
 
-    from vitrail.serve.settings import ServeConfig
+    from vitrail.serve.server_settings import ServeConfig
 
     config = ServeConfig(
         host=host,
@@ -180,7 +180,7 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
-    from vitrail.serve.models import fit_memory
+    from vitrail.serve.served_models import fit_memory
 
     rows = []
     for name, predictor in predictors.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
-from vitrail.errors import DeviceWarning, InputError, printable
+from vitrail.base.errors import DeviceWarning, InputError, printable
 
 _MAX_MESSAGE = 2000  # characters
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.base.errors import printable
+from vitrail.base.progress import ProgressBars
 from vitrail.cli.overrides import Offline, Quiet, TrainingDevice, parse_sides
 from vitrail.cli.train import apply_setting
-from vitrail.errors import printable
-from vitrail.progress import ProgressBars
 
 if TYPE_CHECKING:
-    from vitrail.experiment.sweep import Sweep
+    from vitrail.experiment.halving_sweep import Sweep
 
 
 def sweep(
@@ -73,7 +73,7 @@ def sweep(
         if lr_only:
             _find_lr(data, out, {**changes, "seed": seed}, bars)
             return
-        from vitrail.experiment.sweep import sweep as run_sweep
+        from vitrail.experiment.halving_sweep import sweep as run_sweep
 
         result = run_sweep(
             data,

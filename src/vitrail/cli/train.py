@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vitrail.base.errors import InputError, printable
 from vitrail.cli.completion import recipe_names
 from vitrail.cli.console import training_process
 from vitrail.cli.overrides import (
@@ -20,7 +21,6 @@ from vitrail.cli.overrides import (
     parse_value,
 )
 from vitrail.cli.streams import outlasting
-from vitrail.errors import InputError, printable
 
 _PARTS = ("model", "augment", "mixing")  # settings with fields of their own
 
@@ -29,7 +29,7 @@ def _list_recipes(requested: bool) -> None:
     """Print each recipe with the first line of its docstring."""
     if not requested:
         return
-    from vitrail.recipes import recipes
+    from vitrail.training.recipes import recipes
 
     functions = recipes()
     longest = max(map(len, functions))
@@ -42,7 +42,7 @@ def _list_pretrained(requested: bool) -> None:
     """Print the small models on the hub with size and license; nothing is downloaded."""
     if not requested:
         return
-    from vitrail.weights.pretrained import PRETRAINED
+    from vitrail.weights.readers.pretrained import PRETRAINED
 
     for one in PRETRAINED:
         print(one.name)  # on a line of its own, to be copied
@@ -257,8 +257,8 @@ def train(
 
 def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
     """Print what a run would do: its plan, and its settings by the names that --set takes."""
-    from vitrail.training.console import print_rows
-    from vitrail.training.dry_run import dry_run
+    from vitrail.training.console_lines import print_rows
+    from vitrail.training.plan.dry_run import dry_run
 
     with training_process(quiet=quiet) as (callback, is_main):
         settings = dry_run(data, out=out, callback=callback, **changes)
@@ -268,7 +268,7 @@ def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: 
 
 def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
     """Train; only the main process prints."""
-    from vitrail.training.api import train as run_training
+    from vitrail.training.start import train as run_training
 
     with training_process(quiet=quiet) as (callback, is_main):
         run = run_training(data, out=out, callback=callback, verbose=False, **changes)
@@ -312,8 +312,8 @@ def check_options(arguments: list[str]) -> None:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         if not argument.startswith("--") or name in known:
             continue
-        from vitrail.fields import FOREIGN_NAMES
-        from vitrail.recipes.settings import TrainConfig
+        from vitrail.base.fields import FOREIGN_NAMES
+        from vitrail.training.recipes.settings import TrainConfig
 
         ours = FOREIGN_NAMES.get(name, name)
         if ours in TrainConfig.__dataclass_fields__:
@@ -332,7 +332,7 @@ def _parse_batch(text: str | None) -> int | str | None:
 
 def apply_setting(changes: dict[str, Any], text: str) -> None:
     """Add NAME=VALUE: a training setting, or a FIELD of model, augment, mixing or preprocess."""
-    from vitrail.recipes.settings import TrainConfig, unknown_setting
+    from vitrail.training.recipes.settings import TrainConfig, unknown_setting
 
     path, equals, value = text.partition("=")
     part, dot, name = path.rpartition(".")
@@ -361,11 +361,11 @@ def _apply_preprocess(changes: dict[str, Any], text: str) -> None:
 
 def _parse_field(part: str, name: str, value: str) -> Any:
     """The text if it is one of the field's allowed values (some have "none"), else what it parses to."""
+    from vitrail.base.fields import literal_values, type_hints
     from vitrail.config import ViTConfig
-    from vitrail.data.augment import Augment
-    from vitrail.data.mixing import Mixing
-    from vitrail.fields import literal_values, type_hints
-    from vitrail.recipes.settings import TrainConfig
+    from vitrail.images.augment.mixing import Mixing
+    from vitrail.images.augment.pipeline import Augment
+    from vitrail.training.recipes.settings import TrainConfig
 
     config = {"": TrainConfig, "model": ViTConfig, "augment": Augment, "mixing": Mixing}[part]
     return value if value in literal_values(type_hints(config).get(name)) else parse_value(value)

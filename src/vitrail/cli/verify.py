@@ -19,9 +19,9 @@ def verify(
     The model is computed in fp32, also on a GPU, and the tolerance is the same everywhere.
     The exit code is 0 if the logits agree, and 1 if they differ or are NaN or infinity.
     """
-    from vitrail import __version__
-    from vitrail.errors import printable
-    from vitrail.weights.verify import verify as verify_file
+    from vitrail.base.errors import printable
+    from vitrail.base.version import __version__
+    from vitrail.weights.bundle.golden import verify as verify_file
 
     result = verify_file(file, device)  # imports torch only once the file is known to be a vitrail file
 

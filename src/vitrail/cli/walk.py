@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.models import load_model, print_device
+from vitrail.base.errors import InputError, printable
+from vitrail.cli.model_arguments import load_model, print_device
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.overrides import Device, Set, load_arguments
 from vitrail.cli.walk_table import show_walk
-from vitrail.errors import InputError, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.config import ViTConfig
-    from vitrail.course.walk import Stage
     from vitrail.images.preprocess import Preprocess
-    from vitrail.weights.bundle import Bundle
+    from vitrail.views.walk import Stage
+    from vitrail.weights.bundle.bundle import Bundle
 
 _WEIGHT_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
 _MAX_TOKENS = 5_000  # the scores of every head are recorded: T x T numbers each
@@ -66,15 +66,15 @@ def walk(
     """
     check_new_files({"--json": json_file, "--html": html_file})
     if html_file is not None:
-        from vitrail.report.page import check_extras
+        from vitrail.views.html_page import check_extras
 
         check_extras()
 
     from rich.console import Console
 
-    from vitrail.course import walk as steps
-    from vitrail.course.walk.overview import top_classes
-    from vitrail.io.write import write_text
+    from vitrail.base.write import write_text
+    from vitrail.views import walk as steps
+    from vitrail.views.walk.overview import top_classes
 
     arguments = load_arguments(given=settings, device=device)
     bundle, weights = _load_model(model, seed, arguments, labels)
@@ -93,8 +93,8 @@ def walk(
         write_text(json_file, as_json(stages, summary))
         print(f"Saved {printable(json_file)}")
     if html_file is not None:
-        from vitrail.course.walk.encoder import Recording
-        from vitrail.course.walk.page import fits_one_page, walk_page
+        from vitrail.views.walk.encoder_stages import Recording
+        from vitrail.views.walk.walk_page import fits_one_page, walk_page
 
         blocks = range(vit.config.depth) if fits_one_page(vit.config) else [block]
         titles["files"] = [printable(image), printable(model)]
@@ -108,11 +108,11 @@ def _load_model(
     """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
-    from vitrail.fast.device import place
+    from vitrail.config.presets import preset
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
-    from vitrail.presets import preset
-    from vitrail.weights.bundle import Bundle
+    from vitrail.model.device import place
+    from vitrail.weights.bundle.bundle import Bundle
     from vitrail.weights.preprocessing import override_preprocess
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
@@ -122,7 +122,7 @@ def _load_model(
             )
         bundle = load_model(name, overrides, quiet=False, precision=None)
         if labels is not None:
-            from vitrail.course.walk.labels import name_classes
+            from vitrail.views.walk.label_file import name_classes
 
             bundle = name_classes(bundle, labels)
         _check_tokens(name, bundle.model.config)
@@ -179,7 +179,7 @@ def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
 
 def as_json(stages: list[Stage], summary: dict[str, Any]) -> str:
     """The summary and the stages; tensors with many values only as statistics."""
-    from vitrail.course.walk.format import finite_or_none, summarize
+    from vitrail.views.walk.format_tensor import finite_or_none, summarize
 
     entries = []
     for stage in stages:

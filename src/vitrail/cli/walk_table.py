@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import printable
+from vitrail.base.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from vitrail.config import ViTConfig
-    from vitrail.course.walk import Stage
+    from vitrail.views.walk import Stage
 
 _MAX_COLUMNS = 36  # of an attention map; without color a value takes two characters
 _TITLES = {1: "from pixels to tokens", 2: "attention", 3: "MLP", 4: "to one vector", None: "The head"}
@@ -21,7 +21,7 @@ def show_walk(stages: list[Stage], summary: dict[str, Any], config: ViTConfig, c
     """A table that fits 80 columns, the attention of the chosen token, and the most likely classes."""
     from rich.text import Text
 
-    from vitrail.course.walk.overview import NUMBERING
+    from vitrail.views.walk.overview import NUMBERING
 
     console.print(Text(f"\n{summary['image']} through {summary['model']}, stage by stage", style="bold"))
     console.print(Text(summary["weights"]))
@@ -41,7 +41,7 @@ def _stage_table(stages: list[Stage], block: int, config: ViTConfig) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from vitrail.course.walk.overview import paper_equations
+    from vitrail.views.walk.overview import paper_equations
 
     table = Table(box=None, padding=(0, 2, 1, 0), pad_edge=False)
     table.add_column("stage\nshape", width=27, overflow="fold")
@@ -96,7 +96,7 @@ def _add_stage(table: Table, stage: Stage) -> None:
 
 def _numbers(stage: Stage) -> str:
     """Two lines: mean and std, min and max; of one or two values, the values."""
-    from vitrail.course.walk.format import format_number, summarize
+    from vitrail.views.walk.format_tensor import format_number, summarize
 
     shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
     numbers = [*(format_number(number) for number in shown), "", "", ""]
@@ -114,7 +114,7 @@ def _show_attention(
     from torch.nn.functional import adaptive_avg_pool2d, adaptive_max_pool2d
 
     from vitrail.cli.terminal_image import gallery, image
-    from vitrail.course.walk import token_name
+    from vitrail.views.walk import token_name
 
     named = {stage.name: stage.tensor for stage in stages}
     row = named[f"blocks.{summary['block']}.attention.row"]

@@ -11,11 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from vitrail.config.checks import POSITIONS as POSITIONS
-from vitrail.config.checks import STEM_STRIDES as STEM_STRIDES
-from vitrail.config.checks import check_config
-from vitrail.config.checks import format_sides as format_sides
-from vitrail.fields import (
+from vitrail.base.fields import (
     Config,
     boolean,
     choice,
@@ -26,6 +22,10 @@ from vitrail.fields import (
     probability,
     side_lengths,
 )
+from vitrail.config.checks import POSITIONS as POSITIONS
+from vitrail.config.checks import STEM_STRIDES as STEM_STRIDES
+from vitrail.config.checks import check_config
+from vitrail.config.checks import format_sides as format_sides
 
 AXES = {
     "image": ("height", "width"),

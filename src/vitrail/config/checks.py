@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from vitrail.errors import ConfigError
+from vitrail.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.data.folders import list_images
-from vitrail.errors import InputError, option, printable
+from vitrail.base.errors import InputError, option, printable
 from vitrail.fast.accelerate import accelerate, accelerate_by_default
 from vitrail.fast.gate import MIN_AGREEMENT
-from vitrail.fast.routes import LOSSY, Accelerated, Goal
+from vitrail.fast.inference_routes import LOSSY, Accelerated, Goal
+from vitrail.images.formats.folders import list_images
 from vitrail.images.reader import read_pixels
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 MAX_CALIBRATION = 512
 """Images used of a folder, half of them for ranges: more change these little, and take long."""

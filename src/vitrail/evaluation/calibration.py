@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.weights.bundle import Bundle
-    from vitrail.weights.scores import Activation
+    from vitrail.weights.bundle.bundle import Bundle
+    from vitrail.weights.bundle.scores import Activation
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # the range in which a temperature is searched
 _BINS = 15

@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.data.loader import CorruptFiles
-from vitrail.data.rng import random_permutation
-from vitrail.data.sources import Dataset
-from vitrail.errors import InputError, printable
+from vitrail.base.errors import InputError, printable
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.probes import logistic_probabilities
 from vitrail.evaluation.same_image import SIDE, correlations, thumbnails
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.feature_statistics import unit_length
+from vitrail.images.formats.sources import Dataset
+from vitrail.images.loader import CorruptFiles
+from vitrail.images.rng import random_permutation
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.feature_statistics import unit_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.data.doctor import DatasetReport
+    from vitrail.images.problems import DatasetReport
 
 SAME = 0.96
 MARGIN = 0.4

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import CorruptFiles, Reader
-from vitrail.data.sources import Split
 from vitrail.fast.halving import FittingBatches
+from vitrail.images.formats.sources import Split
+from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins, sigmoid, subtract_row_max
-from vitrail.weights.scores import Scores
+from vitrail.weights.bundle.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.weights.feature_statistics import FeatureStatistics, unit_length
+from vitrail.weights.bundle.feature_statistics import FeatureStatistics, unit_length
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.data.content import Progress, content_keys
-from vitrail.data.sources import Split
 from vitrail.evaluation.metrics import compute_metrics
-from vitrail.weights.fingerprint import Fingerprint
+from vitrail.images.content import Progress, content_keys
+from vitrail.images.fingerprint import Fingerprint
+from vitrail.images.formats.sources import Split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

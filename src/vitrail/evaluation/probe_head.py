@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail.data.loader import CorruptFiles
-from vitrail.data.sources import Dataset, Split
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.probes import fit_head, select_l2
 from vitrail.evaluation.selection import Progress
+from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT, surgery
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.native import reading_preprocess
-from vitrail.weights.scores import Scores
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.own_shape import reading_preprocess
+from vitrail.weights.bundle.scores import Scores
 
 if TYPE_CHECKING:
     from vitrail.images.preprocess import Preprocess

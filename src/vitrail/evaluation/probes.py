@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.rng import random_permutation
-from vitrail.errors import InputError, suggest
+from vitrail.base.errors import InputError, suggest
+from vitrail.images.rng import random_permutation
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig
     from vitrail.model import ViT
-    from vitrail.weights.feature_statistics import FeatureStatistics
+    from vitrail.weights.bundle.feature_statistics import FeatureStatistics
 
 PROBES = ("knn", "linear", "fewshot")
 _NEIGHBORS = (10, 20, 100, 200)

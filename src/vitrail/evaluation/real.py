@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import InputError
-from vitrail.io.read import parse_json, read_limited
+from vitrail.base.errors import InputError
+from vitrail.base.read import parse_json, read_limited
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

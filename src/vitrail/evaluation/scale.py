@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vitrail.config import ViTConfig
-    from vitrail.weights.bundle import Card
-    from vitrail.weights.scores import Activation, Scores
+    from vitrail.weights.bundle.bundle import Card
+    from vitrail.weights.bundle.scores import Activation, Scores
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.class_names import ClassNames, rename_classes
-from vitrail.data.classes import class_counts, relabel
-from vitrail.data.holdout import hold_out_validation
-from vitrail.data.sources import Dataset, Split, concatenate, open_labeled
-from vitrail.errors import InputError, printable, suggest
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.labels import map_classes, match_labels
-from vitrail.weights.match import join_names
+from vitrail.base.errors import InputError, printable, suggest
+from vitrail.images.class_names import ClassNames, rename_classes
+from vitrail.images.classes import class_counts, relabel
+from vitrail.images.formats.sources import Dataset, Split, concatenate, open_labeled
+from vitrail.images.holdout import hold_out_validation
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.labels import map_classes, match_labels
+from vitrail.weights.families.match import join_names
 
 SPLITS = ("train", "val", "test", "all")
 Progress = Callable[[str, int, int | None], None]

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.data.folders import list_images
-from vitrail.errors import InputError, VitrailError, printable
+from vitrail.base.errors import InputError, VitrailError, printable
+from vitrail.base.telemetry import disable_telemetry
 from vitrail.evaluation.accelerated import read_images
 from vitrail.fast.accelerate import accelerate
 from vitrail.fast.choices import describe_machine
 from vitrail.fast.gate import MIN_AGREEMENT, compare, run_batches
-from vitrail.fast.routes import LOSSY
+from vitrail.fast.inference_routes import LOSSY
+from vitrail.images.formats.folders import list_images
 from vitrail.model.modes import eval_mode
-from vitrail.telemetry import disable_telemetry
-from vitrail.weights.bundle import Bundle, versions
+from vitrail.weights.bundle.bundle import Bundle, versions
 
 _SECONDS, _LEAST, _MOST = 3.0, 5, 200  # of a measurement
 _CHECK_BATCH = 16

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.classes import check_empty_classes
-from vitrail.data.content import content_keys
-from vitrail.data.sources import Dataset, concatenate, open_dataset
-from vitrail.errors import FileError, InputError, MissingExtra, option, printable
+from vitrail.base.errors import FileError, InputError, MissingExtra, option, printable
+from vitrail.base.fields import as_integer
+from vitrail.base.summary import Summary
+from vitrail.base.write import PARTIAL, write_text
 from vitrail.experiment.interval import fraction_interval
-from vitrail.fields import as_integer
-from vitrail.io.write import PARTIAL, write_text
-from vitrail.report.folds import folds_page
-from vitrail.report.page import check_extras, write_page
-from vitrail.summary import Summary
-from vitrail.training.api import train
+from vitrail.images.classes import check_empty_classes
+from vitrail.images.content import content_keys
+from vitrail.images.formats.sources import Dataset, concatenate, open_dataset
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.display import show_run
 from vitrail.training.parallel import init_process_group
 from vitrail.training.run_directory import environment
+from vitrail.training.start import train
+from vitrail.views.folds_page import folds_page
+from vitrail.views.html_page import check_extras, write_page
 
 _RECORD, _REPORT = "folds.json", "report.html"
 _MAX_FOLDS = 100

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, InputError, printable
-from vitrail.fast.device import choose_device
-from vitrail.fields import as_integer, is_real, short_repr
-from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
-from vitrail.io.write import write_text
+from vitrail.base.errors import FileError, InputError, printable
+from vitrail.base.fields import as_integer, is_real, short_repr
+from vitrail.base.summary import Summary
+from vitrail.base.write import write_text
+from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
-from vitrail.summary import Summary
+from vitrail.model.device import choose_device
 from vitrail.training.callbacks import NullCallback
-from vitrail.training.metrics import Diverged
+from vitrail.training.metric_values import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.signals import Interrupted
 from vitrail.training.trainer import Trainer
+from vitrail.views.canvas import FAINT, LINES, new_figure, save_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

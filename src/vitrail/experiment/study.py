@@ -29,18 +29,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.data.sources import Dataset, open_dataset
-from vitrail.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.base.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.base.fields import as_integer, is_real, short_repr
+from vitrail.base.summary import Summary
+from vitrail.base.write import PARTIAL, write_text
 from vitrail.experiment.interval import difference_interval, fraction_interval
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
-from vitrail.fields import as_integer, is_real, short_repr
-from vitrail.inspect.canvas import FAINT, LINES, new_figure, save_figure, styled
-from vitrail.io.write import PARTIAL, write_text
+from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.model import ViT
-from vitrail.recipes.settings import Recipe
-from vitrail.summary import Summary
+from vitrail.training.recipes.settings import Recipe
 from vitrail.training.resolve import resolve_recipe, run_context
 from vitrail.training.run_directory import environment
+from vitrail.views.canvas import FAINT, LINES, new_figure, save_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

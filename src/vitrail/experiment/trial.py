@@ -16,16 +16,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
+from vitrail.base.write import write_text
+from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
-from vitrail.io.write import write_text
-from vitrail.recipes.settings import Recipe
-from vitrail.training.metrics import Diverged
+from vitrail.training.metric_values import Diverged
+from vitrail.training.recipes.settings import Recipe
 from vitrail.training.run import run_training
 from vitrail.training.run_directory import check_same_run, describe_run
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.digest import bundle_digest
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.digest import bundle_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

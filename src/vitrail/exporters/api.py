@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from vitrail.base.errors import InputError, option, printable, setting, suggest
+from vitrail.base.summary import Summary
 from vitrail.config import format_sides
-from vitrail.data.folders import expand_folders
-from vitrail.errors import InputError, option, printable, setting, suggest
 from vitrail.fast.gate import MIN_AGREEMENT
-from vitrail.summary import Summary
-from vitrail.weights.bundle import Bundle
+from vitrail.images.formats.folders import expand_folders
+from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import as_bundle
-from vitrail.weights.zero_shot import check_classes
+from vitrail.weights.text.zero_shot import check_classes
 
 if TYPE_CHECKING:
     from vitrail.config import ViTConfig

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from vitrail.base.errors import InputError, option
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError, option
 from vitrail.exporters.resize import Normalize, ResizeToInput, check_resize
 from vitrail.fast.onnx_graph import explain_errors, quiet
-from vitrail.fields import short_repr
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.describe import position_resize_options
 
 

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from vitrail import __version__
+from vitrail.base.errors import InputError, MissingExtra, printable
+from vitrail.base.fields import short_repr
+from vitrail.base.version import __version__
+from vitrail.base.write import check_new, write_text
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import InputError, MissingExtra, printable
-from vitrail.fields import short_repr
-from vitrail.inspect.filters import is_smooth, smoothness
-from vitrail.inspect.images import from_files
-from vitrail.inspect.rollout import pooled_tokens
-from vitrail.inspect.sample import sample_images
-from vitrail.io.write import check_new, write_text
 from vitrail.model import ViT
 from vitrail.model.attention import attention_scale
-from vitrail.report.gallery import evenly_spaced
-from vitrail.weights.bundle import Bundle, golden_inputs
+from vitrail.views.figure_images import from_files
+from vitrail.views.filters import is_smooth, smoothness
+from vitrail.views.gallery import evenly_spaced
+from vitrail.views.rollout import pooled_tokens
+from vitrail.views.sample import sample_images
+from vitrail.weights.bundle.bundle import Bundle, golden_inputs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitrail.errors import InputError, option, require_extra
+from vitrail.base.errors import InputError, option, require_extra
+from vitrail.base.telemetry import import_onnxruntime
 from vitrail.exporters.graph import Graph, Plan, plan_for, trace
 from vitrail.exporters.proof import Proof, Run, prove
 from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.onnx_graph import OPSET, open_session, to_onnx
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MAX_BYTES, MODEL_KEY
-from vitrail.telemetry import import_onnxruntime
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
     from onnx import ModelProto

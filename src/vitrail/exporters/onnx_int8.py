@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.evaluation.accelerated import read_calibration
 from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
@@ -20,10 +20,10 @@ from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.accelerate import pass_gate
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
+from vitrail.fast.inference_routes import Accelerated, Acceleration, Builder
 from vitrail.fast.onnx_graph import OPSET, open_session
-from vitrail.fast.routes import Accelerated, Acceleration, Builder
 from vitrail.predict.engine import OnnxEngine
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
     from onnx import ModelProto

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vitrail.base.errors import FileError, printable
 from vitrail.config import format_sides
-from vitrail.errors import FileError, printable
 from vitrail.exporters.graph import Plan
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT, surgery
 from vitrail.predict.engine import output_names
-from vitrail.weights.bundle import Bundle, golden_inputs
-from vitrail.weights.verify import LOGIT_TOLERANCE
+from vitrail.weights.bundle.bundle import Bundle, golden_inputs
+from vitrail.weights.bundle.golden import LOGIT_TOLERANCE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import InputError, option
-from vitrail.fields import short_repr
+from vitrail.base.errors import InputError, option
+from vitrail.base.fields import short_repr
 from vitrail.images.normalize import channel_statistics, normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import resample

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-from vitrail.errors import InputError, option
+from vitrail.base.errors import InputError, option
 from vitrail.exporters.graph import Graph, plan_for, trace
 from vitrail.exporters.onnx import build_metadata
 from vitrail.exporters.proof import Proof, Run, prove
 from vitrail.exporters.writing import check_output, write_checked
 from vitrail.fast.onnx_graph import explain_errors, quiet
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 
 def write_torch(

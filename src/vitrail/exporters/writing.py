@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import InputError, VitrailError, printable
+from vitrail.base.errors import InputError, VitrailError, printable
+from vitrail.base.write import atomic_file, check_new, write_text
 from vitrail.exporters.proof import Proof, check_failed
-from vitrail.io.write import atomic_file, check_new, write_text
-from vitrail.weights.bundle import versions
+from vitrail.weights.bundle.bundle import versions
 
 
 def check_output(path: Path, suffix: str) -> Path:

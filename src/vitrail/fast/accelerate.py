@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError, option, suggest
+from vitrail.base.errors import InputError, option, suggest
+from vitrail.base.fields import as_integer, short_repr
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import (
     MIN_AGREEMENT,
@@ -27,9 +28,7 @@ from vitrail.fast.gate import (
     run_batches,
     split_images,
 )
-from vitrail.fast.merge import MergedForward, why_not_merged
-from vitrail.fast.quantize import find_worst, propose
-from vitrail.fast.routes import (
+from vitrail.fast.inference_routes import (
     GATE_BATCH,
     LOSSY,
     PLAIN,
@@ -44,7 +43,8 @@ from vitrail.fast.routes import (
     plain_forward,
     resolve,
 )
-from vitrail.fields import as_integer, short_repr
+from vitrail.fast.merge import MergedForward, why_not_merged
+from vitrail.fast.quantize import find_worst, propose
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 

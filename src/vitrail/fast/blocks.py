@@ -43,12 +43,12 @@ class Norm:
     def __call__(
         self, z: Tensor, *, kernels: bool, parts: Tensor | None = None, dependent: bool = False
     ) -> Tensor:
-        """Of tokens (M, D), to which `parts` are added first; see `vitrail.fast.kernels.norm`."""
+        """Of tokens (M, D), to which `parts` are added first; see `vitrail.fast.kernels.norm_inference`."""
         arguments = z, self.shift, self.weight, self.bias, self.eps
         how: dict[str, Any] = {"centered": self.centered, "factor": self.factor, "parts": parts}
         if not kernels:
             return plain.norm(*arguments, **how)
-        from vitrail.fast.kernels.norm import norm
+        from vitrail.fast.kernels.norm_inference import norm
 
         return norm(*arguments, **how, dependent=dependent)
 

@@ -140,7 +140,7 @@ class Chain:
     def _run_block(self, index: int, block: FusedBlock, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 2 and 3, but for the sum of the parts that are returned."""
         if self.kernels:
-            from vitrail.fast.kernels import chain as ops
+            from vitrail.fast.kernels import chain_products as ops
         else:
             from vitrail.fast import plain as ops  # type: ignore[no-redef]
         assert block.fc1 is not None

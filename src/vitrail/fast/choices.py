@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from vitrail.io.cache import cache_folder
-from vitrail.io.write import write_text
+from vitrail.base.cache import cache_folder
+from vitrail.base.write import write_text
 
 _MAX_BYTES = 2**22
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.model import ViT
 
 

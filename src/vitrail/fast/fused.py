@@ -29,7 +29,7 @@ from vitrail.fast.variants import tokens_read
 from vitrail.model import ViT
 from vitrail.model.attention import Attention, attend
 from vitrail.model.block import Block
-from vitrail.model.inputs import check_input
+from vitrail.model.check_input import check_input
 from vitrail.model.position import Rotate
 from vitrail.model.tokens import PatchTokens, cut_patches
 

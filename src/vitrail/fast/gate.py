@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.errors import InputError, option
-from vitrail.fields import short_repr
+from vitrail.base.errors import InputError, option
+from vitrail.base.fields import short_repr
 
 MIN_AGREEMENT = 0.99
 

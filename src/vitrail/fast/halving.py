@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from vitrail.errors import DeviceWarning, InputError, option
-from vitrail.memory import is_out_of_memory
+from vitrail.base.errors import DeviceWarning, InputError, option
+from vitrail.base.memory import is_out_of_memory
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from vitrail.base.errors import ConfigError
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
-from vitrail.fast.shards import gather
+from vitrail.fast.parallelism import gather
 from vitrail.fast.twin import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV

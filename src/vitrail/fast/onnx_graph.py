@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from vitrail.errors import InputError, printable, require_extra
+from vitrail.base.errors import InputError, printable, require_extra
+from vitrail.base.telemetry import import_onnxruntime
 from vitrail.fast.onnx_fuse import fuse_attention
 from vitrail.fast.variants import shorten_last_block
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
-from vitrail.telemetry import import_onnxruntime
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -31,7 +31,7 @@ def norm(
     factor: float | None = None,
     parts: Tensor | None = None,
 ) -> Tensor:
-    """The norm of z + shift over the last axis; see `vitrail.fast.kernels.norm`."""
+    """The norm of z + shift over the last axis; see `vitrail.fast.kernels.norm_inference`."""
     if parts is not None:
         z.copy_(z + parts.sum(0))
     x = z.float() + shift
@@ -65,7 +65,7 @@ def product(
     return out.copy_(y.to(out.dtype) if factor is None else to_fp8(y, factor))
 
 
-# ---- the chain of kernels for few images; see `vitrail.fast.kernels.chain` ------------------------------
+# ---- the chain of kernels for few images; see `vitrail.fast.kernels.chain_products` --------------------
 
 
 def project(

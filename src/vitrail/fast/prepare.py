@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import overload
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
+from vitrail.base.fields import short_repr
 from vitrail.fast.accelerate import InferenceExecution, accelerate_as
 from vitrail.fast.executable import Executable
-from vitrail.fast.routes import Accelerated
+from vitrail.fast.inference_routes import Accelerated
 from vitrail.fast.training import TrainingExecutable, TrainingExecution
-from vitrail.fields import short_repr
 from vitrail.model import ViT
 
 

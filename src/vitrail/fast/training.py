@@ -20,7 +20,7 @@ from torch import nn
 from vitrail.fast.draws import Rows, draw_for_all
 from vitrail.fast.executable import Executable
 from vitrail.fast.lora import plain_state
-from vitrail.fast.shards import Parallelism
+from vitrail.fast.parallelism import Parallelism
 from vitrail.fast.twin import share_parameters
 from vitrail.fast.variants import shorten_last_block, use_bf16_residual, use_fused_kernels
 from vitrail.model import ViT

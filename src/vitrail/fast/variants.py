@@ -190,7 +190,7 @@ class ShortAttention(Attention):
         special = special or (len(self.cos) != tokens if rotates else rotate is not identity)
         if special or not (self.training and _in_bf16(z)):
             return super().forward(z, context, mask=mask, rotate=rotate)
-        from vitrail.fast.kernels.attention import short_attention
+        from vitrail.fast.kernels.attention_kernel import short_attention
 
         bias, norms, eps = self.qkv.masked_bias(), self.nothing, 0.0
         if isinstance(self.q_norm, nn.LayerNorm) and isinstance(self.k_norm, nn.LayerNorm):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.images.convert import apply_orientation, resize_array
 from vitrail.images.decode import open_image
-from vitrail.images.packed import PackedImage
-from vitrail.images.stored import StoredImage
+from vitrail.images.formats.packed_images import PackedImage
+from vitrail.images.formats.stored_images import StoredImage
+from vitrail.images.pixels import apply_orientation, resize_array
 
 if TYPE_CHECKING:
     from pathlib import Path

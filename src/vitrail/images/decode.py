@@ -11,7 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from vitrail.errors import VitrailError, printable
+from vitrail.base.errors import VitrailError, printable
+from vitrail.base.read import open_regular
+from vitrail.images.formats.packed_images import PackedImage, as_image
+from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.headers import (
     FORMATS,
     MAX_EXIF,
@@ -31,9 +34,6 @@ from vitrail.images.limits import (
     check_size,
     check_work,
 )
-from vitrail.images.packed import PackedImage, as_image
-from vitrail.images.stored import StoredImage
-from vitrail.io.read import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
 from vitrail.images.preprocess import MEMORY
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from vitrail.errors import ConfigError, InputError
-from vitrail.fields import (
+from vitrail.base.errors import ConfigError, InputError
+from vitrail.base.fields import (
     Config,
     choice,
     declare,
@@ -161,7 +161,7 @@ class Preprocess(Config):
         (C, h, w): uint8, or floats from 0 to 1."""
         from PIL import Image
 
-        from vitrail.images.convert import resize_array
+        from vitrail.images.pixels import resize_array
 
         source = self._convert(image)
         height, width = source.size[::-1] if isinstance(source, Image.Image) else source.shape[:2]
@@ -198,7 +198,7 @@ class Preprocess(Config):
         """The image for `resize_array`: RGB images stay in Pillow if it resizes them, which saves a copy."""
         from PIL import Image
 
-        from vitrail.images.convert import apply_orientation
+        from vitrail.images.pixels import apply_orientation
 
         stays = self.backend == "pillow" and self.channels == 3 and isinstance(image, Image.Image)
         return apply_orientation(image, 3) if stays and all(image.size) else self.to_array(image)
@@ -207,7 +207,7 @@ class Preprocess(Config):
         """The pixels of an image, uint8 (h, w, C), before they are resized."""
         from PIL import Image
 
-        from vitrail.images.convert import array_to_uint8, to_uint8
+        from vitrail.images.pixels import array_to_uint8, to_uint8
 
         pixels = array_to_uint8(to_uint8(image, self.channels) if isinstance(image, Image.Image) else image)
         if pixels.shape[2] != self.channels:

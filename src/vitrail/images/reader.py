@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.errors import InputError, printable, setting
+from vitrail.base.errors import InputError, printable, setting
 from vitrail.images.decode import MinSize, open_image, suppress_warnings
-from vitrail.images.packed import PackedImage
-from vitrail.images.stored import StoredImage
+from vitrail.images.formats.packed_images import PackedImage
+from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.workers import Results, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LoadImage = Callable[[Path | StoredImage], "NDArray[np.uint8]"]
 
 
 class ImageSource(Protocol):
-    """Images to read: files or an array. `vitrail.data.sources.Split` is one."""
+    """Images to read: files or an array. `vitrail.images.formats.sources.Split` is one."""
 
     @property
     def names(self) -> Sequence[str]: ...

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.images.decode import suppress_warnings
 
 PREFETCH = 4  # tasks that each worker has in hand: one may be slow, and results come in order

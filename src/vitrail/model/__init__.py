@@ -5,7 +5,7 @@ from vitrail.model.attention import Attention, attend, attend_explicitly
 from vitrail.model.block import Block
 from vitrail.model.decoder import Decoder, DecoderConfig, generate
 from vitrail.model.tap import edit, record
-from vitrail.model.text import TextConfig, TextTower
+from vitrail.model.text_tower import TextConfig, TextTower
 from vitrail.model.vit import Encoded, ViT
 
 __all__ = [

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.base.errors import ConfigError, InputError
+from vitrail.base.fields import Config, as_integer, boolean, choice, documented, integer, number, probability
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, InputError
-from vitrail.fields import Config, as_integer, boolean, choice, documented, integer, number, probability
 from vitrail.model.attention import Attention
 from vitrail.model.block import Block, build_block
-from vitrail.model.inputs import check_dtype, check_token_ids
+from vitrail.model.check_input import check_dtype, check_token_ids
 from vitrail.model.modes import eval_mode
 from vitrail.model.norm import build_norm
 from vitrail.model.position import Grid, LearnedPosition, Rotate, identity

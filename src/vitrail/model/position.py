@@ -19,8 +19,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from vitrail.base.errors import InputError
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import InputError
 from vitrail.model.position_parts import PairwiseBias, RelativeBias, apply_rotary, side_by_side, sincos
 from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.errors import InputError, suggest
+from vitrail.base.errors import InputError, suggest
 from vitrail.model.modes import has_values
 
 Method = Literal["bicubic", "bilinear"]

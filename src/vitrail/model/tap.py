@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import InputError, suggest
+from vitrail.base.errors import InputError, suggest
 
 _hooks_lock = threading.Lock()  # torch numbers its hooks without one, and `explicit` is a count
 

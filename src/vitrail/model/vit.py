@@ -22,17 +22,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from vitrail.base.errors import InputError
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError
-from vitrail.fields import short_repr
-from vitrail.memory import check_parameters
+from vitrail.config.model_memory import check_parameters
 from vitrail.model.block import build_block
+from vitrail.model.check_input import check_input, check_mask
 from vitrail.model.head import build_head
 from vitrail.model.init import initialize
-from vitrail.model.inputs import check_input, check_mask
 from vitrail.model.modes import run_block
 from vitrail.model.norm import build_norm
-from vitrail.model.packed import encode_packed
+from vitrail.model.packing import encode_packed
 from vitrail.model.pool import build_pool
 from vitrail.model.position import build_position
 from vitrail.model.resample import check_resize_options

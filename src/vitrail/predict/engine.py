@@ -12,23 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail.base.errors import FileError, InputError, printable
+from vitrail.base.telemetry import import_onnxruntime
 from vitrail.config import ViTConfig
-from vitrail.errors import FileError, InputError, printable
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.halving import FittingBatches
+from vitrail.fast.inference_routes import Accelerated
 from vitrail.fast.onnx_graph import open_session
-from vitrail.fast.routes import Accelerated
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
-from vitrail.telemetry import import_onnxruntime
-from vitrail.weights.bundle import Bundle, Card
-from vitrail.weights.feature_statistics import FeatureStatistics
+from vitrail.weights.bundle.bundle import Bundle, Card
+from vitrail.weights.bundle.feature_statistics import FeatureStatistics
+from vitrail.weights.bundle.own_shape import reading_preprocess
+from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.load import as_bundle
-from vitrail.weights.native import reading_preprocess
-from vitrail.weights.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,12 +7,19 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vitrail.data.content import Progress
-from vitrail.data.lazy import LARGE
-from vitrail.data.shards import ShardImages, ShardNames, ShardTable, is_shards, list_shards, open_shards
-from vitrail.errors import InputError
-from vitrail.images.shard import ShardImage
-from vitrail.predict.sources import Source, expand_paths
+from vitrail.base.errors import InputError
+from vitrail.images.content import Progress
+from vitrail.images.formats.lazy import LARGE
+from vitrail.images.formats.shard_images import ShardImage
+from vitrail.images.formats.shards import (
+    ShardImages,
+    ShardNames,
+    ShardTable,
+    is_shards,
+    list_shards,
+    open_shards,
+)
+from vitrail.predict.image_sources import Source, expand_paths
 
 
 class ImageList:

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.errors import FileError, InputError, option, printable
-from vitrail.fields import as_tuples, short_repr
-from vitrail.io.read import parse_json
+from vitrail.base.errors import FileError, InputError, option, printable
+from vitrail.base.fields import as_tuples, short_repr
+from vitrail.base.read import parse_json
 from vitrail.predict.predictor import Predictor
-from vitrail.weights.bundle import golden_inputs
-from vitrail.weights.files import open_weights, write_safetensors
-from vitrail.weights.folder import INDEX_KEY
+from vitrail.weights.bundle.bundle import golden_inputs
+from vitrail.weights.readers.files import open_weights, write_safetensors
+from vitrail.weights.readers.folder import INDEX_KEY
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,7 +117,7 @@ class Index:
         write_safetensors(path, tensors, {INDEX_KEY: json.dumps(about)})
 
     def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
-        from vitrail.io.write import write_array, write_text
+        from vitrail.base.write import write_array, write_text
 
         write_array(path, self.embeddings, overwrite=True)
         about |= {"golden": self.golden.tolist(), "names": self.names}

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from vitrail.base.errors import ConfigError, FileError, printable
+from vitrail.base.read import open_regular
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, printable
 from vitrail.images.preprocess import Preprocess
-from vitrail.io.read import open_regular
-from vitrail.weights.bundle import Card
-from vitrail.weights.feature_statistics import FeatureStatistics, parse_statistics
-from vitrail.weights.folder import unique_keys
-from vitrail.weights.header import parse_header, read_header
-from vitrail.weights.scores import Scores
+from vitrail.weights.bundle.bundle import Card
+from vitrail.weights.bundle.bundle_header import parse_header, read_header
+from vitrail.weights.bundle.feature_statistics import FeatureStatistics, parse_statistics
+from vitrail.weights.bundle.scores import Scores
+from vitrail.weights.readers.folder import unique_keys
 
 if TYPE_CHECKING:
-    from vitrail.weights.folder import ModelFiles
+    from vitrail.weights.readers.folder import ModelFiles
 
 MODEL_KEY, EXPORT_KEY, FEATURES_KEY = "vitrail", "vitrail.export", "vitrail.features"  # keys of the metadata
 MAX_BYTES = 2**31 - 1  # the largest protobuf message

@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from vitrail import __version__
-from vitrail.errors import FileError, InputError, option, printable
-from vitrail.io.lock import lock
-from vitrail.io.read import open_regular, parse_json, read_limited
-from vitrail.io.write import remove_partial, write_text
+from vitrail.base.errors import FileError, InputError, option, printable
+from vitrail.base.lock import lock
+from vitrail.base.read import open_regular, parse_json, read_limited
+from vitrail.base.version import __version__
+from vitrail.base.write import remove_partial, write_text
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.part_files import is_complete, write_errors, write_part
 from vitrail.predict.predictor import Predictor
-from vitrail.weights.digest import bundle_digest
+from vitrail.weights.bundle.digest import bundle_digest
 
 MANIFEST, FORMAT = "manifest.json", 1
 PART_SIZE = 10_000

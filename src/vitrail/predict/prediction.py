@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitrail.errors import InputError
+from vitrail.base.errors import InputError
+from vitrail.base.summary import Summary
 from vitrail.evaluation.scale import Scale
-from vitrail.summary import Summary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,30 +20,31 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from torch import Tensor
 
-from vitrail.errors import InputError, printable
+from vitrail.base.errors import InputError, printable
+from vitrail.base.fields import short_repr
+from vitrail.base.memory import memory_limit
+from vitrail.config.model_memory import check_fits, forward_bytes
 from vitrail.evaluation.accelerated import Speedup
 from vitrail.evaluation.scale import load_scale
 from vitrail.fast.gate import MIN_AGREEMENT
-from vitrail.fast.routes import Acceleration
-from vitrail.fields import short_repr
-from vitrail.images.convert import check_pixel_range
+from vitrail.fast.inference_routes import Acceleration
+from vitrail.images.pixels import check_pixel_range
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers, in_background
-from vitrail.memory import check_fits, forward_bytes, memory_limit
 from vitrail.model import ViT
 from vitrail.predict.engine import open_engine
+from vitrail.predict.image_sources import describe_error, expand_paths, prefetch
 from vitrail.predict.prediction import Prediction
-from vitrail.predict.sources import describe_error, expand_paths, prefetch
-from vitrail.weights.bundle import Bundle
+from vitrail.weights.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-    from vitrail.inspect.rollout import Method
     from vitrail.predict.engine import Outputs
-    from vitrail.predict.sources import PixelsOrReason
+    from vitrail.predict.image_sources import PixelsOrReason
+    from vitrail.views.rollout import Method
 
 MAX_BATCH = 1_000_000
 PREFETCH = 3  # batches that are read ahead of the model
@@ -222,8 +223,8 @@ class Predictor:
         return self.bundle
 
     def explain(self, image: Any, *, method: Method = "rollout") -> Figure:
-        """The image with its attention rollout, see `vitrail.inspect.rollout`."""
-        from vitrail.inspect import rollout
+        """The image with its attention rollout, see `vitrail.views.rollout`."""
+        from vitrail.views import rollout
 
         bundle = self.require_bundle()
         model, preprocess = bundle.model, bundle.preprocess or self.preprocess  # at the model's own size

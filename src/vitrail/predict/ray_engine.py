@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import InputError, option, require_extra
+from vitrail.base.errors import InputError, option, require_extra
+from vitrail.base.telemetry import disable_telemetry
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.parts import PartOptions, PartResult, Parts, Progress
 from vitrail.predict.predictor import Predictor
-from vitrail.telemetry import disable_telemetry
 
 
 class PartWorker:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
     from vitrail.serve.asgi_app import AsgiApp
-    from vitrail.serve.settings import ServeConfig
+    from vitrail.serve.server_settings import ServeConfig
 
 
 def asgi(

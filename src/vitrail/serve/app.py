@@ -15,20 +15,20 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import InputError, VitrailError
+from vitrail.base.errors import InputError, VitrailError
 from vitrail.serve import insight
 from vitrail.serve.batcher import Batcher, DeadlineExceeded
 from vitrail.serve.decode_pool import DecodePool
 from vitrail.serve.forms import integer_parameter, read_form
 from vitrail.serve.http import Application
-from vitrail.serve.images import unfit_image
 from vitrail.serve.messages import Client, HTTPError, Request, Response, as_json
-from vitrail.serve.metrics import Gauge, Metrics
 from vitrail.serve.multipart import Form, Part
 from vitrail.serve.openapi import build_openapi
+from vitrail.serve.prometheus import Gauge, Metrics
+from vitrail.serve.received_images import unfit_image
 from vitrail.serve.responses import embedding_json, model_json, prediction_json
 from vitrail.serve.routes import MODEL_ROUTES, RequestTimer, Route, template_of
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 from vitrail.serve.words import Words, ZeroShot
 
 if TYPE_CHECKING:

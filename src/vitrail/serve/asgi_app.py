@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from vitrail.serve.app import App
 from vitrail.serve.http import SECURITY, BodyCount, check_headers, client_network
 from vitrail.serve.messages import Client, HTTPError, Request, Response, timed_out
-from vitrail.serve.models import build_app, close_decoders, warm_up
+from vitrail.serve.served_models import build_app, close_decoders, warm_up
 from vitrail.serve.server import page_files
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor

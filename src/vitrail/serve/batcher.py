@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vitrail.serve.messages import busy
-from vitrail.serve.metrics import Metrics
+from vitrail.serve.prometheus import Metrics
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from vitrail.images.native import NativePreprocess
+from vitrail.images.any_size import NativePreprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.serve.decode_process import DecoderProcess, ProcessEnded, Template
 from vitrail.serve.decode_queue import QUICK, DecodeJob, DecodeQueue
 from vitrail.serve.messages import Client, HTTPError
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.prometheus import Metrics
+from vitrail.serve.server_settings import ServeConfig
 
 if TYPE_CHECKING:
     from vitrail.serve.decode_process import Pixels

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 from PIL import Image
 
-from vitrail.images.native import build_preprocess
-from vitrail.serve.images import DecodeTask, decode_pixels
+from vitrail.images.any_size import build_preprocess
 from vitrail.serve.messages import HTTPError
+from vitrail.serve.received_images import DecodeTask, decode_pixels
 
 LENGTH = struct.Struct("!Q")  # before the setup, and before the bytes of an image
 REPLY = struct.Struct("!BIII")  # before a reply: its kind, then (H, W, C) of pixels or (bytes, 0, 0)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitrail.data.folders import list_images
-from vitrail.errors import InputError, MissingExtra, printable
+from vitrail.base.errors import InputError, MissingExtra, printable
+from vitrail.base.read import open_regular
 from vitrail.images.decode import decode_image
-from vitrail.io.read import open_regular
+from vitrail.images.formats.folders import list_images
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -100,7 +100,7 @@ def digits(margin: int) -> list[Example]:
     """Ten digits of scikit-learn; without that package, some drawn with a few strokes."""
     from PIL import Image
 
-    from vitrail.inspect.sample import sample_images
+    from vitrail.views.sample import sample_images
 
     try:
         sample = sample_images(10)

@@ -24,7 +24,7 @@ from vitrail.serve.messages import (
     timed_out,
     too_large,
 )
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 MAX_CHUNKS = 2**14  # chunks of one body
 MAX_UNREAD = 2**16  # bytes that may arrive before they are needed

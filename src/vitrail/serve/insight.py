@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vitrail.errors import InputError, VitrailError
+from vitrail.base.errors import InputError, VitrailError
 from vitrail.images.normalize import normalize_batch
-from vitrail.inspect import filters as filter_figure
-from vitrail.inspect import positions as position_figure
-from vitrail.inspect.attention import POOL_WEIGHTS, over_all_tokens
-from vitrail.inspect.images import check_finite, check_index
-from vitrail.inspect.rollout import (
+from vitrail.model import edit, record
+from vitrail.model.modes import eval_mode
+from vitrail.predict.prediction import Prediction
+from vitrail.serve.responses import prediction_json
+from vitrail.views import filters as filter_figure
+from vitrail.views import positions as position_figure
+from vitrail.views.attention_maps import POOL_WEIGHTS, over_all_tokens
+from vitrail.views.figure_images import check_finite, check_index
+from vitrail.views.rollout import (
     BLOCK_WEIGHTS,
     fuse_heads,
     mixing_matrix,
@@ -28,10 +32,6 @@ from vitrail.inspect.rollout import (
     pooled_tokens,
     residual_weight,
 )
-from vitrail.model import edit, record
-from vitrail.model.modes import eval_mode
-from vitrail.predict.prediction import Prediction
-from vitrail.serve.responses import prediction_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -95,7 +95,7 @@ def trace(
     """One forward pass: attention of a layer (k, T, T), rollout (L, h, w) and logits (L, K) after each layer.
 
     "After layer i" treats that layer as the last one: its tokens go through the model's own norm, pool and
-    head (vitrail.inspect.lens), and rollout covers the layers so far (vitrail.inspect.rollout).
+    head (vitrail.views.lens), and rollout covers the layers so far (vitrail.views.rollout).
     """
     config, channels_first = model.config, torch.from_numpy(pixels).permute(2, 0, 1)
     images = normalize_batch(channels_first[None], preprocess, next(model.parameters()))

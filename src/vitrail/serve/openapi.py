@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitrail import __version__
+from vitrail.base.version import __version__
 from vitrail.serve.routes import MODEL_ROUTES
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 Schema = dict[str, Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vitrail.fields import is_real
+from vitrail.base.fields import is_real
 from vitrail.serve.messages import HTTPError
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.server_settings import ServeConfig
 
 if TYPE_CHECKING:
     import numpy as np

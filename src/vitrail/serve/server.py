@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import InputError, printable
+from vitrail.base.errors import InputError, printable
 from vitrail.serve.app import App
 from vitrail.serve.http import Connection
-from vitrail.serve.models import build_app, close_decoders, warm_up
-from vitrail.serve.settings import ServeConfig
+from vitrail.serve.served_models import build_app, close_decoders, warm_up
+from vitrail.serve.server_settings import ServeConfig
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor

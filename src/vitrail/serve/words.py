@@ -17,14 +17,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.evaluation.scale import Scale
 from vitrail.predict.index import Embedder, unit
 from vitrail.predict.prediction import Prediction
 from vitrail.serve.batcher import Batcher
 from vitrail.serve.messages import Client, HTTPError, busy
-from vitrail.weights.prompts import fill_templates
-from vitrail.weights.zero_shot import embedding_projection
+from vitrail.weights.text.prompts import fill_templates
+from vitrail.weights.text.zero_shot import embedding_projection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

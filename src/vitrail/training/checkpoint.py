@@ -23,13 +23,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitrail.errors import FileError, option, printable
-from vitrail.fast.shards import copy_into
-from vitrail.io.write import atomic_folder, remove_partial, write_text
+from vitrail.base.errors import FileError, option, printable
+from vitrail.base.write import atomic_folder, remove_partial, write_text
+from vitrail.fast.parallelism import copy_into
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.files import write_safetensors
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.readers.files import write_safetensors
 
 _ONE_PROCESS = ProcessGroup()
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")

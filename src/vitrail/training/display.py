@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vitrail.errors import InputError
-from vitrail.fields import short_repr
+from vitrail.base.errors import InputError
+from vitrail.base.fields import short_repr
 from vitrail.training.callbacks import Callback, NullCallback, Progress
-from vitrail.training.console import ConsoleCallback
+from vitrail.training.console_lines import ConsoleCallback
 from vitrail.training.notebook import NotebookCallback, in_notebook
 from vitrail.training.parallel import init_process_group
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.data.rng import random_integer
-from vitrail.fast.device import seed_generators
-from vitrail.recipes.settings import TrainConfig
+from vitrail.images.rng import random_integer
+from vitrail.model.device import seed_generators
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import TrainConfig
 
 
 @dataclass

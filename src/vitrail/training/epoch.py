@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from vitrail.data.loader import CorruptFiles
-from vitrail.data.sources import Split
 from vitrail.evaluation.forward import run_model
-from vitrail.fast.device import ComputeDevice
+from vitrail.images.formats.sources import Split
+from vitrail.images.loader import CorruptFiles
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
 from vitrail.model import ViT
+from vitrail.model.device import ComputeDevice
 from vitrail.training.objective import correct_predictions
 from vitrail.training.parallel import ProcessGroup
 

@@ -8,7 +8,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from vitrail.errors import FileError, option, printable
+from vitrail.base.errors import FileError, option, printable
 from vitrail.training.callbacks import Callback, Progress, epoch_line, progress_line
 from vitrail.training.clock import Interval
 

@@ -17,9 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from vitrail.errors import printable, require_extra
-from vitrail.io.write import write_text
-from vitrail.telemetry import disable_telemetry
+from vitrail.base.errors import printable, require_extra
+from vitrail.base.telemetry import disable_telemetry
+from vitrail.base.write import write_text
 from vitrail.training.callbacks import Callback
 
 Row = Mapping[str, Any]

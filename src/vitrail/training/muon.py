@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.fast.shards import gather, local_part, part_of, sharded_like
+from vitrail.fast.parallelism import gather, local_part, part_of, sharded_like
 
 MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial of singular values

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from vitrail.errors import printable
-from vitrail.summary import html_table
+from vitrail.base.errors import printable
+from vitrail.base.summary import html_table
 from vitrail.training.callbacks import Progress, epoch_line, format_rate
 from vitrail.training.clock import Interval, format_seconds
 
@@ -129,7 +129,7 @@ class NotebookCallback:
         """Draw the curves, and do so again only when it costs little compared with the training."""
         if find_spec("matplotlib") is None:
             return
-        from vitrail.report.charts import curve_figure
+        from vitrail.views.charts import curve_figure
 
         start = time.monotonic()
         loss = {"loss": "training", "val_loss": "held out"}
@@ -154,7 +154,7 @@ def _cells(metrics: Mapping[str, Any]) -> list[str]:
 
 def _image(figure: Figure, alt: str) -> str:
     """A figure as an HTML image: on a dark page, too, it is drawn on white."""
-    from vitrail.inspect.canvas import png_bytes
+    from vitrail.views.canvas import png_bytes
 
     data = b64encode(png_bytes(figure)).decode()
     return f'<img src="data:image/png;base64,{data}" alt="{alt}" style="max-width:23em">'

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.classes import class_counts
-from vitrail.data.sources import Split
-from vitrail.recipes.settings import TrainConfig
+from vitrail.images.classes import class_counts
+from vitrail.images.formats.sources import Split
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import TrainConfig
 
 
 def build_targets(labels: Tensor, classes: int, smoothing: float) -> Tensor:

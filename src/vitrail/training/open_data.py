@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vitrail.data.class_names import ClassNames, rename_classes
-from vitrail.data.classes import check_empty_classes
-from vitrail.data.holdout import VAL_FRACTION
-from vitrail.data.sources import Dataset, open_dataset
-from vitrail.progress import ProgressBars
+from vitrail.base.progress import ProgressBars
+from vitrail.images.class_names import ClassNames, rename_classes
+from vitrail.images.classes import check_empty_classes
+from vitrail.images.formats.sources import Dataset, open_dataset
+from vitrail.images.holdout import VAL_FRACTION
 from vitrail.training.callbacks import Callback
 
 SPLIT_FIELDS = {"val_fraction": VAL_FRACTION, "split_seed": 0}  # of TrainConfig, with their defaults

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.fast.lora import UPDATE
-from vitrail.fast.shards import is_sharded, local_part
+from vitrail.fast.parallelism import is_sharded, local_part
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
 from vitrail.training.muon import Muon
+from vitrail.training.recipes.settings import TrainConfig
 
 
 def build_optimizer(model: ViT, settings: TrainConfig) -> torch.optim.Optimizer:

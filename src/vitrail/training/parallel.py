@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, VitrailError, option, setting
-from vitrail.recipes.settings import TrainConfig
+from vitrail.base.errors import ConfigError, VitrailError, option, setting
+from vitrail.images.formats.sources import Dataset
+from vitrail.training.recipes.settings import TrainConfig
 
 T = TypeVar("T")
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")  # of gloo

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, MissingExtra, VitrailError, option, printable
-from vitrail.evaluation.run import Evaluation, evaluate
-from vitrail.io.write import DISK_FULL
-from vitrail.report.page import check_extras, write_page
-from vitrail.report.run import REPORT_NAME, run_page
+from vitrail.base.errors import FileError, MissingExtra, VitrailError, option, printable
+from vitrail.base.write import DISK_FULL
+from vitrail.evaluation.evaluate_model import Evaluation, evaluate
+from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import Callback
 from vitrail.training.parallel import ProcessGroup
-from vitrail.weights.bundle import Bundle
+from vitrail.views.html_page import check_extras, write_page
+from vitrail.views.run_page import REPORT_NAME, run_page
+from vitrail.weights.bundle.bundle import Bundle
 
 
 def write_report(

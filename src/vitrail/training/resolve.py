@@ -9,24 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vitrail.base.errors import ConfigError, option
+from vitrail.base.fields import short_repr
 from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.data.mixing import Mixing
-from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, option
-from vitrail.fast.device import find_device
-from vitrail.fields import short_repr
-from vitrail.images.fit import fit_preprocess
+from vitrail.config.presets import preset
+from vitrail.images.augment.mixing import Mixing
+from vitrail.images.fit_preprocess import fit_preprocess
+from vitrail.images.formats.sources import Dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
-from vitrail.presets import preset
-from vitrail.recipes import recipe as recipe_for
-from vitrail.recipes.auto import MAX_SIDE, RunContext
-from vitrail.recipes.settings import Recipe, TrainConfig, unknown_setting
+from vitrail.model.device import find_device
 from vitrail.training.parallel import ProcessGroup, global_batch_size
-from vitrail.weights.bundle import Bundle
+from vitrail.training.recipes import recipe as recipe_for
+from vitrail.training.recipes.auto import MAX_SIDE, RunContext
+from vitrail.training.recipes.settings import Recipe, TrainConfig, unknown_setting
+from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
 from vitrail.weights.preprocessing import override_preprocess
-from vitrail.weights.pretrained import FEW_IMAGES, pretrained_note
+from vitrail.weights.readers.pretrained import FEW_IMAGES, pretrained_note
 
 AUTO_BATCH = "auto"
 _DROPOUT_FIELDS = ("dropout", "attention_dropout", "patch_dropout", "drop_path")  # in no weight file

@@ -8,30 +8,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import ConfigError, setting
-from vitrail.fast.device import ComputeDevice, choose_device
+from vitrail.base.errors import ConfigError, setting
+from vitrail.base.summary import Summary
+from vitrail.config.model_memory import check_fits, training_bytes
 from vitrail.fast.lora import check_rank
-from vitrail.memory import check_fits, training_bytes
-from vitrail.recipes.settings import Recipe
-from vitrail.report.run import best_row
-from vitrail.summary import Summary
-from vitrail.training.build import build_trainer, fit_recipe
+from vitrail.images.formats.sources import Dataset
+from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.training.build_model import build_trainer, fit_recipe
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.checkpoint import CheckpointManager
-from vitrail.training.fingerprint import run_fingerprint
+from vitrail.training.data_fingerprint import run_fingerprint
 from vitrail.training.log import LogFile
 from vitrail.training.loggers import check_loggers
-from vitrail.training.minutes import TimeBudget
 from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
+from vitrail.training.plan.minutes import TimeBudget
+from vitrail.training.plan.threads import choose_threads, use_threads
+from vitrail.training.recipes.settings import Recipe
 from vitrail.training.run_directory import Origin, prepare_run_directory, record_resolved
 from vitrail.training.saved_run import read_config
 from vitrail.training.session import TrainingSession
 from vitrail.training.sharding import check_processes
 from vitrail.training.teacher import Teacher
-from vitrail.training.threads import choose_threads, use_threads
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.digest import bundle_digest
+from vitrail.views.run_page import best_row
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.digest import bundle_digest
 from vitrail.weights.load import load
 
 

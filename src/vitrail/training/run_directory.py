@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from vitrail import __version__
-from vitrail.data.lazy import LARGE, LazySequence
-from vitrail.data.sources import Dataset
-from vitrail.errors import FileError, option, printable
-from vitrail.io.write import PARTIAL, remove_partial, write_text
-from vitrail.recipes.settings import Recipe
-from vitrail.report.run import REPORT_NAME
+from vitrail.base.errors import FileError, option, printable
+from vitrail.base.version import __version__
+from vitrail.base.write import PARTIAL, remove_partial, write_text
+from vitrail.images.formats.lazy import LARGE, LazySequence
+from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import Callback
 from vitrail.training.checkpoint import list_checkpoints
-from vitrail.training.fingerprint import check_contents
+from vitrail.training.data_fingerprint import check_contents
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import Recipe
 from vitrail.training.saved_run import (
     CHANGES_BITS,
     MAY_CHANGE,
@@ -33,6 +32,7 @@ from vitrail.training.saved_run import (
     different_setting,
     read_config,
 )
+from vitrail.views.run_page import REPORT_NAME
 
 _NOT_COMPARED = ("version", "request", "resolved", "extended")  # parts of config.json
 

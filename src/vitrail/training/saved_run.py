@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vitrail.base.errors import ConfigError, FileError, InputError, call, option, printable
+from vitrail.base.fields import as_tuples, short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, FileError, InputError, call, option, printable
-from vitrail.fields import as_tuples, short_repr
 from vitrail.images.preprocess import Preprocess
-from vitrail.recipes.settings import Recipe, TrainConfig
 from vitrail.training.checkpoint import list_checkpoints
-from vitrail.weights.bundle import Bundle
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.weights.bundle.bundle import Bundle
 
 VERSION = 3  # of a run directory; 0.1 wrote none, 0.2 held out other images
 MAY_CHANGE = (

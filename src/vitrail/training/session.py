@@ -10,30 +10,30 @@ from typing import Any
 
 import torch
 
+from vitrail.base.errors import ConfigError, VitrailError, option, setting
+from vitrail.base.memory import is_out_of_memory
+from vitrail.base.write import write_text
 from vitrail.config import format_sides
-from vitrail.data.loader import CorruptFiles
-from vitrail.errors import ConfigError, VitrailError, option, setting
-from vitrail.io.write import write_text
-from vitrail.memory import is_out_of_memory
+from vitrail.images.fingerprint import Fingerprint
+from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT
-from vitrail.report.run import row_score
-from vitrail.training.batch_size import fitting_batch
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.early_stop import early_stop
 from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.loading import read_unused
+from vitrail.training.head_scores import FinishedModel, initial_scores
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
-from vitrail.training.plan import training_plan
+from vitrail.training.plan.batch_size import fitting_batch
+from vitrail.training.plan.loading import read_unused
+from vitrail.training.plan.summary_of_plan import training_plan
+from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
 from vitrail.training.run_directory import explain_errors, record_resolved
 from vitrail.training.saved_run import call_to_resume
-from vitrail.training.scores import FinishedModel, initial_scores
 from vitrail.training.signals import Interrupted, StopSignal
-from vitrail.training.threads import CpuWait, Threads, describe_busy
 from vitrail.training.trainer import Trainer
-from vitrail.weights.bundle import Bundle, Card
-from vitrail.weights.fingerprint import Fingerprint
+from vitrail.views.run_page import row_score
+from vitrail.weights.bundle.bundle import Bundle, Card
 from vitrail.weights.load import load
 
 _BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said

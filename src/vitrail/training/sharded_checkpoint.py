@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitrail.errors import FileError
-from vitrail.fast.shards import is_sharded
+from vitrail.base.errors import FileError
+from vitrail.fast.parallelism import is_sharded
 from vitrail.training.parallel import ProcessGroup
 
 _CLOSE_SECONDS = 30.0

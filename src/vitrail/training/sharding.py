@@ -1,4 +1,4 @@
-"""Choosing how the processes of a run share its model (`vitrail.fast.shards` has the ways)."""
+"""Choosing how the processes of a run share its model (`vitrail.fast.parallelism` has the ways)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from vitrail.errors import ConfigError
-from vitrail.fast.device import ComputeDevice
-from vitrail.fast.shards import Parallelism
-from vitrail.memory import format_bytes, memory_limit
+from vitrail.base.errors import ConfigError
+from vitrail.base.memory import format_bytes, memory_limit
+from vitrail.fast.parallelism import Parallelism
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
-from vitrail.training.fitting import MARGIN, StepMemory, fitting_mode
+from vitrail.model.device import ComputeDevice
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.plan.fitting import MARGIN, StepMemory, fitting_mode
+from vitrail.training.recipes.settings import TrainConfig
 
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too
 

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.data.sources import Dataset
-from vitrail.errors import InputError
-from vitrail.fast.device import ComputeDevice
+from vitrail.base.errors import InputError
+from vitrail.images.formats.sources import Dataset
 from vitrail.images.normalize import build_normalize
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.device import ComputeDevice
 from vitrail.model.head import DistilledHead
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.digest import bundle_digest
-from vitrail.weights.labels import match_labels
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.digest import bundle_digest
+from vitrail.weights.bundle.labels import match_labels
 
 
 class Teacher:

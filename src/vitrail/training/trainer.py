@@ -16,26 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.data.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
-from vitrail.data.order import Order
-from vitrail.data.sources import Dataset
-from vitrail.errors import InputError
-from vitrail.fast.device import ComputeDevice
+from vitrail.base.errors import InputError
 from vitrail.fast.lora import plain_model, with_lora
+from vitrail.fast.parallelism import gather
 from vitrail.fast.prepare import prepare
-from vitrail.fast.shards import gather
 from vitrail.fast.training import TrainingExecutable, TrainingExecution
+from vitrail.images.formats.sources import Dataset
+from vitrail.images.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.images.order import Order
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import start_workers
 from vitrail.model import ViT
-from vitrail.recipes.settings import TrainConfig
+from vitrail.model.device import ComputeDevice
 from vitrail.training.callbacks import Progress
+from vitrail.training.captured_step import CapturedStep, CaptureError, StepValues
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
-from vitrail.training.cuda_graph import CapturedStep, CaptureError, StepValues
 from vitrail.training.dropout import dropout_seeds
-from vitrail.training.inputs import build_inputs
-from vitrail.training.metrics import LOG_EVERY, LOG_SECONDS, EpochMetrics
+from vitrail.training.input_pipeline import build_inputs
+from vitrail.training.metric_values import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import (
     class_weights,
     correct_predictions,
@@ -53,11 +52,12 @@ from vitrail.training.optim import (
     update_ema,
 )
 from vitrail.training.parallel import ProcessGroup, SharedSignal, global_batch_size
+from vitrail.training.plan.step_mode import StepMode, choose_step_mode
+from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.sharding import choose_parallelism
 from vitrail.training.signals import Interrupted
-from vitrail.training.step_mode import StepMode, choose_step_mode
 from vitrail.training.teacher import Student, Teacher
-from vitrail.weights.native import use_native
+from vitrail.weights.bundle.own_shape import use_native
 
 
 @dataclass

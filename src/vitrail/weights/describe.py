@@ -7,26 +7,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, suggest
+from vitrail.base.fields import per_axis, short_repr
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import ConfigError, FileError, VitrailError, printable, suggest
-from vitrail.fields import per_axis, short_repr
-from vitrail.images.fit import default_preprocess
+from vitrail.images.fit_preprocess import default_preprocess
 from vitrail.images.preprocess import Preprocess
-from vitrail.weights.bundle import Card, Source
+from vitrail.weights.bundle.bundle import Card, Source
+from vitrail.weights.bundle.bundle_header import parse_header, read_header
+from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.families import FAMILIES
+from vitrail.weights.families.config_json import check_sizes, read_labels
+from vitrail.weights.families.family import Family
+from vitrail.weights.families.infer import infer_config
+from vitrail.weights.families.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
+from vitrail.weights.families.layout import Sizes
+from vitrail.weights.families.look_alikes import LookAlike, find_by_name, find_look_alike
+from vitrail.weights.families.match import FamilyMatch, join_names, match_family
+from vitrail.weights.families.plain_state_dict import infer_own_config
 from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
-from vitrail.weights.family import Family
-from vitrail.weights.folder import INDEX_KEY, ModelFiles
-from vitrail.weights.header import parse_header, read_header
-from vitrail.weights.infer import infer_config
-from vitrail.weights.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
-from vitrail.weights.layout import Sizes
-from vitrail.weights.look_alikes import LookAlike, find_by_name, find_look_alike
-from vitrail.weights.match import FamilyMatch, join_names, match_family
 from vitrail.weights.preprocessing import find_preprocess, override_preprocess
-from vitrail.weights.scores import Scores
-from vitrail.weights.settings import check_sizes, read_labels
-from vitrail.weights.state_dict import infer_own_config
+from vitrail.weights.readers.folder import INDEX_KEY, ModelFiles
 
 _DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
 _STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")

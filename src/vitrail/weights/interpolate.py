@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from vitrail.base.errors import InputError
+from vitrail.base.fields import is_real, short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import InputError
-from vitrail.fields import is_real, short_repr
-from vitrail.weights.bundle import Bundle
-from vitrail.weights.head_rows import rehead
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.head_rows import rehead
 
 if TYPE_CHECKING:
     from vitrail.model import ViT

@@ -7,23 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.errors import ConfigError, FileError, InputError, printable
+from vitrail.base.fields import per_axis
 from vitrail.config import POSITIONS, format_sides
-from vitrail.errors import ConfigError, FileError, InputError, printable
-from vitrail.fields import per_axis
-from vitrail.images.fit import fit_preprocess
-from vitrail.weights.bundle import Bundle
+from vitrail.images.fit_preprocess import fit_preprocess
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.bundle_header import stored_fingerprint
+from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
+from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.describe import FileDescription, describe
+from vitrail.weights.families.key_tables import read_state
+from vitrail.weights.families.keys import Keys
+from vitrail.weights.families.match import join_names
 from vitrail.weights.families.vitrail import VITRAIL
-from vitrail.weights.feature_statistics import PREFIX, FeatureStatistics
-from vitrail.weights.folder import ModelFiles, open_model
-from vitrail.weights.header import stored_fingerprint
-from vitrail.weights.hub import fetch_model, is_hub_name
-from vitrail.weights.keys import Keys
-from vitrail.weights.match import join_names
 from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
-from vitrail.weights.scores import Scores
-from vitrail.weights.state import read_state
-from vitrail.weights.text import add_clip_file, has_text
+from vitrail.weights.readers.folder import ModelFiles, open_model
+from vitrail.weights.readers.hub import fetch_model, is_hub_name
+from vitrail.weights.text.words import add_clip_file, has_text
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +60,9 @@ def load(
         device, dtype: of the model; float32 on the CPU by default. "auto" is a GPU if one can be used.
         family: read the file as one of this family, instead of recognizing it.
         keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
-            "{i}" is the block index. Layouts: vitrail.weights.layout.LAYOUTS. (pattern, None) ignores
-            tensors. Without a family, a table that names every tensor is sufficient.
+            "{i}" is the block index. (pattern, None) ignores
+            tensors. Layouts: those of vitrail.weights.families.layout.LAYOUTS.
+            Without a family, a table that names every tensor is sufficient.
         checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
         preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}; or the
             name of a published preprocessing: "deit", "augreg", "google", "clip", "dinov2", ...
@@ -70,7 +71,7 @@ def load(
 
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
-    from vitrail.fast.device import find_device, place
+    from vitrail.model.device import find_device, place
 
     device = "cpu" if device is None else device
     if device != "auto":
@@ -224,7 +225,7 @@ def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str,
 
 def _rename_head(model: ViT, bundle: Bundle, names: list[str]) -> ViT:
     """A head for classes of these names: its own, or a new one with the rows that the file has."""
-    from vitrail.weights.head_rows import rehead
+    from vitrail.weights.bundle.head_rows import rehead
 
     count, labels = model.config.classes, bundle.labels
     if names == labels or (labels is None and len(names) == count):

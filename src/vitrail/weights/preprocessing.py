@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from vitrail.base.errors import ConfigError, VitrailError, printable, setting, suggest
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig, format_sides
-from vitrail.errors import ConfigError, VitrailError, printable, setting, suggest
-from vitrail.fields import short_repr
-from vitrail.images.fit import default_preprocess, fit_preprocess
+from vitrail.images.fit_preprocess import default_preprocess, fit_preprocess
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.published import PUBLISHED, complete_hf, from_hf, from_timm, published_preprocess
-from vitrail.weights.folder import ModelFiles
-from vitrail.weights.settings import model_names, split_words
+from vitrail.images.published_preprocess import (
+    PUBLISHED,
+    complete_hf,
+    from_hf,
+    from_timm,
+    published_preprocess,
+)
+from vitrail.weights.families.config_json import model_names, split_words
+from vitrail.weights.readers.folder import ModelFiles
 
 # Published for weights whose tensors look the same as those of the first.
 _SAME_TENSORS = {"augreg": ("deit",), "google": ("deit",)}

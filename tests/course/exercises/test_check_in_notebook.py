@@ -5,8 +5,8 @@ import torch
 
 import vitrail as vt
 from tests.support.notebooks import execute
-from vitrail.course.exercises import reference
-from vitrail.course.exercises.run import NAMES
+from vitrail_course.exercises import reference
+from vitrail_course.exercises.run import NAMES
 
 
 def wrong_layer_norm(x, weight, bias, eps=1e-6):

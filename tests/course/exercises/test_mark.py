@@ -7,9 +7,9 @@ import torch
 
 from tests.support.mistakes import ATTEND, FIRST, NORM1, NORM2, SECOND, TOKENS
 from tests.support.students import EXERCISE, OTHER_SOLUTION, run_student
-from vitrail.course.exercises.compare import describe_difference
-from vitrail.course.exercises.mark import check_exercise, describe_error
-from vitrail.course.exercises.run import STUDENT
+from vitrail_course.exercises.compare import describe_difference
+from vitrail_course.exercises.mark import check_exercise, describe_error
+from vitrail_course.exercises.run import STUDENT
 
 
 def check(name, *changes):

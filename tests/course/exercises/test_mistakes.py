@@ -18,8 +18,8 @@ from tests.support.mistakes import (
     TURNED,
 )
 from tests.support.students import EXERCISE, OTHER_SOLUTION, SOLUTION, run_student
-from vitrail.course.exercises.exercise import EXERCISES
-from vitrail.course.exercises.mark import check_exercise
+from vitrail_course.exercises.exercise import EXERCISES
+from vitrail_course.exercises.mark import check_exercise
 
 
 @pytest.mark.parametrize("text", [SOLUTION, OTHER_SOLUTION], ids=["solution", "other"])

@@ -10,10 +10,10 @@ import torch
 import vitrail as vt
 from tests.support import oracle
 from tests.support.models import add_noise
-from vitrail.course.exercises import mistakes, mistakes_model, reference, template
-from vitrail.course.exercises.exercise import EXERCISES
-from vitrail.course.exercises.run import NAMES
 from vitrail.model.position import sincos
+from vitrail_course.exercises import mistakes, mistakes_model, reference, template
+from vitrail_course.exercises.exercise import EXERCISES
+from vitrail_course.exercises.run import NAMES
 
 
 @pytest.fixture

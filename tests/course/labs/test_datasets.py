@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs.datasets import (
+from vitrail_course.labs.datasets import (
     arm_recipe,
     describe_dataset,
     input_fields,

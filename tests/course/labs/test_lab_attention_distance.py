@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs import attention_distance as lab
-from vitrail.course.labs.datasets import lecture_model_fields, load_dataset
 from vitrail.experiment.study import resolve_arm
 from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import attention_distance as lab
+from vitrail_course.labs.datasets import lecture_model_fields, load_dataset
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from vitrail.course.labs import blocks
-from vitrail.course.labs.blocks import WIDER_SHAPES, WIDTH, shape_fields, shape_name
-from vitrail.course.labs.datasets import arm_recipe, load_dataset, plain_settings
 from vitrail.experiment.study import count_parameters
 from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import blocks
+from vitrail_course.labs.blocks import WIDER_SHAPES, WIDTH, shape_fields, shape_name
+from vitrail_course.labs.datasets import arm_recipe, load_dataset, plain_settings
 
 
 @pytest.fixture(scope="module")

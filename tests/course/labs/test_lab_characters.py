@@ -9,12 +9,12 @@ import torch
 
 from tests.support.shared_data import shared
 from tests.support.slide_003 import WHEN, XB, YB
-from vitrail.course.labs import characters
-from vitrail.course.labs.characters import SETTINGS, context_lines, decide_verdict, slide_mask_weights
-from vitrail.course.labs.text import encode_text, read_text
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.experiment.trial import one_thread
 from vitrail.model import Decoder, DecoderConfig
+from vitrail_course.labs import characters
+from vitrail_course.labs.characters import SETTINGS, context_lines, decide_verdict, slide_mask_weights
+from vitrail_course.labs.text import encode_text, read_text
 
 WORSE, BETTER = [2.5, 2.6, 2.7], [2.0, 2.01, 2.02]
 
@@ -64,7 +64,7 @@ def test_constants_are_those_of_the_slide():
 
 
 def test_python_without_sources(monkeypatch):
-    monkeypatch.setattr("vitrail.course.labs.text._MODULES", ["argparse", "sys"])  # sys has no file
+    monkeypatch.setattr("vitrail_course.labs.text._MODULES", ["argparse", "sys"])  # sys has no file
     with pytest.raises(VitrailError, match=r"standard library.*--data a text file"):
         read_text(None)
 
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read(tmp_path, content, message):
 
 
 def test_long_text_is_truncated(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitrail.course.labs.text._MAX_LENGTH", 1500)
+    monkeypatch.setattr("vitrail_course.labs.text._MAX_LENGTH", 1500)
     (tmp_path / "long.txt").write_text("abc\n" * 1000)
     text = read_text(tmp_path / "long.txt")
     assert (len(text.ids), text.name) == (1500, "long.txt, the first part")

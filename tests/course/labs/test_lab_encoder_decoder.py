@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from vitrail.course.labs import encoder_decoder
-from vitrail.course.labs.encoder_decoder import (
+from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import encoder_decoder
+from vitrail_course.labs.encoder_decoder import (
     SETTINGS,
     VARIANTS,
     TranslationSettings,
@@ -16,7 +17,7 @@ from vitrail.course.labs.encoder_decoder import (
     sentence_accuracy,
     train_translator,
 )
-from vitrail.course.labs.grammar import (
+from vitrail_course.labs.grammar import (
     BEGIN,
     END,
     PAD,
@@ -26,7 +27,6 @@ from vitrail.course.labs.grammar import (
     phrases,
     sentences,
 )
-from vitrail.experiment.trial import one_thread
 
 
 @pytest.fixture(scope="module")

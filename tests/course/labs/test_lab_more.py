@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs import convolution, filters, gelu_relu, heads, recurrent, subwords
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
+from vitrail_course.labs import convolution, filters, gelu_relu, heads, recurrent, subwords
 
 
 @pytest.mark.parametrize("lab", [convolution, filters, gelu_relu, heads, recurrent, subwords])

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from vitrail.config import ViTConfig
-from vitrail.course.labs import norms
-from vitrail.course.labs.datasets import load_dataset, plain_settings
-from vitrail.course.labs.norms import ARMS
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
+from vitrail_course.labs import norms
+from vitrail_course.labs.datasets import load_dataset, plain_settings
+from vitrail_course.labs.norms import ARMS
 
 
 @pytest.fixture(scope="module")

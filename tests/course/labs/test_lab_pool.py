@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from vitrail.course.labs import pool as lab
 from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import pool as lab
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_verdict_for_every_outcome():
 
 
 def test_one_arm_has_no_class_token():
-    from vitrail.course.labs.datasets import input_fields, load_dataset
     from vitrail.experiment.study import resolve_arm
+    from vitrail_course.labs.datasets import input_fields, load_dataset
 
     data = load_dataset(None, 40, 20)
     mean_model, class_model = (

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs import neighbors
-from vitrail.course.labs import positions as lab
-from vitrail.course.labs.custom_run import CustomRun, train_run
-from vitrail.course.labs.datasets import load_dataset
-from vitrail.data.sources import Dataset, Split
 from vitrail.experiment.study import resolve_arm, study
 from vitrail.experiment.trial import map_in_processes, one_thread
+from vitrail.images.formats.sources import Dataset, Split
+from vitrail_course.labs import neighbors
+from vitrail_course.labs import positions as lab
+from vitrail_course.labs.custom_run import CustomRun, train_run
+from vitrail_course.labs.datasets import load_dataset
 
 TINY = dict(epochs=2, batch=30, model=dict(width=8, depth=1, heads=2, patch=2, size=8))
 

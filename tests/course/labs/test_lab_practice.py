@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs import practice as lab
-from vitrail.course.labs.datasets import load_dataset
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
-from vitrail.recipes import recipes
+from vitrail.training.recipes import recipes
+from vitrail_course.labs import practice as lab
+from vitrail_course.labs.datasets import load_dataset
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_verdict_for_every_outcome():
 
 
 def test_the_accuracy_of_the_recipe_is_that_of_its_docstring(result):
-    from vitrail.course.labs.published_results import recipe_docstring
+    from vitrail_course.labs.published_results import recipe_docstring
 
     assert "mean 98.62" in recipe_docstring("mnist-notes")
     assert "98.6 %" in result.sentence

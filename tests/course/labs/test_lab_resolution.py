@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs import resolution as lab
-from vitrail.course.labs.custom_run import CustomRun, initial_accuracy, train_run
-from vitrail.course.labs.datasets import load_dataset
 from vitrail.experiment.study import Difference, resolve_arm
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
 from vitrail.model.resample import resize_grid
+from vitrail_course.labs import resolution as lab
+from vitrail_course.labs.custom_run import CustomRun, initial_accuracy, train_run
+from vitrail_course.labs.datasets import load_dataset
 
 BETTER = Difference(0.1, (0.08, 0.12), 3)
 UNCLEAR = Difference(0.01, (-0.02, 0.04), 3)

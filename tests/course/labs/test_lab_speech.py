@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.course.labs import speech, spoken_digits
-from vitrail.course.labs.spoken_digits import (
+from vitrail.base.errors import InputError
+from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import speech, spoken_digits
+from vitrail_course.labs.spoken_digits import (
     SAMPLE_RATE,
     SAMPLES,
     Recording,
@@ -21,8 +23,6 @@ from vitrail.course.labs.spoken_digits import (
     split_by_index,
     split_by_speaker,
 )
-from vitrail.errors import InputError
-from vitrail.experiment.trial import one_thread
 
 
 def tone(hertz, seconds=0.4, volume=0.5):

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vitrail.course.labs import scenes, towers
-from vitrail.course.labs.contrastive import Towers, build_tower, contrastive_loss
-from vitrail.course.labs.datasets import load_dataset
-from vitrail.course.labs.scenes import (
+from vitrail.base.errors import InputError
+from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import scenes, towers
+from vitrail_course.labs.contrastive import Towers, build_tower, contrastive_loss
+from vitrail_course.labs.datasets import load_dataset
+from vitrail_course.labs.scenes import (
     SCENES,
     UNSEEN,
     DigitSampler,
@@ -19,9 +21,7 @@ from vitrail.course.labs.scenes import (
     encode_captions,
     scene_digits,
 )
-from vitrail.course.labs.spoken_digits import Recording, build_dataset
-from vitrail.errors import InputError
-from vitrail.experiment.trial import one_thread
+from vitrail_course.labs.spoken_digits import Recording, build_dataset
 
 # ---- lab ------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vitrail.course.labs import translation
-from vitrail.course.labs.datasets import load_dataset
-from vitrail.course.labs.equivariance import CNN, builders_for, feature_change, influenced_pixels, surround
-from vitrail.course.labs.translation import EQUIVARIANCE_CONDITION, decide_verdict, load_inputs, log_odds
-from vitrail.errors import VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.experiment.trial import one_thread
+from vitrail_course.labs import translation
+from vitrail_course.labs.datasets import load_dataset
+from vitrail_course.labs.equivariance import CNN, builders_for, feature_change, influenced_pixels, surround
+from vitrail_course.labs.translation import EQUIVARIANCE_CONDITION, decide_verdict, load_inputs, log_odds
 
 
 @pytest.fixture(autouse=True)

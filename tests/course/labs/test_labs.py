@@ -13,9 +13,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from vitrail.cli.lab import lab as lab_command
-from vitrail.cli.lab import notes as notes_command
-from vitrail.course.labs import (
+from vitrail.base.errors import VitrailError
+from vitrail_course.cli.lab_command import lab as lab_command
+from vitrail_course.cli.lab_command import notes as notes_command
+from vitrail_course.labs import (
     activation,
     association,
     convolution,
@@ -25,10 +26,9 @@ from vitrail.course.labs import (
     scale,
     walk,
 )
-from vitrail.course.labs import lab as labs
-from vitrail.course.labs.collect import merge_results
-from vitrail.course.labs.lab import LABS, find_lab, load_results, run_lab
-from vitrail.errors import VitrailError
+from vitrail_course.labs import lab as labs
+from vitrail_course.labs.collect import merge_results
+from vitrail_course.labs.lab import LABS, find_lab, load_results, run_lab
 
 VERDICTS = ("holds", "partly", "does not hold", "not clear here")
 EXPECTED = {  # the verdict of each lab without training, and a telling part of its condition
@@ -305,7 +305,7 @@ def test_notes_command():
     for result in results:
         assert result["size"] == "full"
         assert result["verdict"] in VERDICTS
-        assert result["claim"] == find_lab(result["name"]).CLAIM, "run python -m vitrail.course.labs.collect"
+        assert result["claim"] == find_lab(result["name"]).CLAIM, "run python -m vitrail_course.labs.collect"
         assert result["note"] == find_lab(result["name"]).NOTE
         if result["name"] in EXPECTED:
             check_expected(result)
@@ -336,7 +336,7 @@ def test_notes_overview_and_one_note():
 
 
 def test_notes_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("vitrail.course.labs.collect.LABS", {"activation": "activation"})
+    monkeypatch.setattr("vitrail_course.labs.collect.LABS", {"activation": "activation"})
     before = labs.RESULTS.read_bytes()
     output = run_cli("notes", "--run", "--small", "--out", tmp_path / "new")
     assert "activation: too small to judge" in output

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.course.labs.lab import process_count
-from vitrail.course.labs.lr_sweep import (
+from vitrail.base.errors import InputError
+from vitrail.experiment.trial import ProcessPool, map_in_processes, one_thread
+from vitrail_course.labs.lab import process_count
+from vitrail_course.labs.lr_sweep import (
     BATCH,
     ClassifierRun,
     iterate_batches,
     sweep_learning_rates,
     train_classifier,
 )
-from vitrail.course.labs.training_loop import lr_factor, train_model
-from vitrail.errors import InputError
-from vitrail.experiment.trial import ProcessPool, map_in_processes, one_thread
+from vitrail_course.labs.training_loop import lr_factor, train_model
 
 
 @pytest.fixture(autouse=True)

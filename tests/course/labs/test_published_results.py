@@ -6,14 +6,14 @@ import re
 import pytest
 
 from tests.support.shared_data import shared
-from vitrail.course.labs import published_results
-from vitrail.course.labs.published_results import (
+from vitrail.config.presets import preset
+from vitrail_course.labs import published_results
+from vitrail_course.labs.published_results import (
     PUBLISHED,
     load_published_rows,
     print_published,
     published_markdown,
 )
-from vitrail.presets import preset
 
 
 @pytest.fixture(scope="module")

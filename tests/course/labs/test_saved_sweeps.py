@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from vitrail.course.labs.lab import LABS, find_lab
-from vitrail.course.labs.lr_sweep import SweepResult
-from vitrail.course.labs.translation import _edge_notes
 from vitrail.experiment.study import edge_note, scores_by_lr
 from vitrail.experiment.trial import Trial, one_thread
+from vitrail_course.labs.lab import LABS, find_lab
+from vitrail_course.labs.lr_sweep import SweepResult
+from vitrail_course.labs.translation import _edge_notes
 
 SWEEPING = [  # labs that choose a learning rate; the others use one, or train nothing
     *("blocks", "encoder-decoder", "gelu-relu", "norms", "pool", "positions", "recurrent", "resolution"),

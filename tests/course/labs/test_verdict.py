@@ -5,9 +5,11 @@ import math
 
 import pytest
 
-from vitrail.course.labs import collect
-from vitrail.course.labs.lab import find_lab, format_number, load_results, run_lab, verdict_fields
-from vitrail.course.labs.verdict import (
+from vitrail.base.errors import InputError
+from vitrail.experiment.study import Difference
+from vitrail_course.labs import collect
+from vitrail_course.labs.lab import find_lab, format_number, load_results, run_lab, verdict_fields
+from vitrail_course.labs.verdict import (
     TOO_SMALL,
     Statement,
     Verdict,
@@ -24,8 +26,6 @@ from vitrail.course.labs.verdict import (
     is_above,
     reaches,
 )
-from vitrail.errors import InputError
-from vitrail.experiment.study import Difference
 
 TRUE, FALSE, UNCLEAR = (
     Statement(name, true, name) for name, true in (("A", True), ("B", False), ("C", None))
@@ -140,7 +140,7 @@ def test_small_runs_give_no_verdict(tmp_path):
 
 @pytest.mark.parametrize("result", load_results(), ids=lambda result: result["name"])
 def test_saved_verdicts_are_what_the_saved_numbers_give(result):
-    """`python -m vitrail.course.labs.collect --verdicts` decides them again."""
+    """`python -m vitrail_course.labs.collect --verdicts` decides them again."""
     assert verdict_fields(result["name"], result["numbers"], "full") == {
         "verdict": result["verdict"],
         "condition": result["condition"],

@@ -20,8 +20,8 @@ from vitrail.weights.families import (
     torch_encoder,
     torchvision,
 )
+from vitrail.weights.families.family import Family
 from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
-from vitrail.weights.family import Family
 
 # Other libraries' files.
 LIBRARIES: tuple[Family, ...] = (

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     OURS,
     build_peer,
@@ -21,11 +22,10 @@ from vitrail.weights.families.hf import (
     read_fields,
     shared_keys,
 )
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead
+from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
 
 if TYPE_CHECKING:
     from torch import Tensor

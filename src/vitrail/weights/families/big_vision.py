@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.google import (
     EMBEDDING,
     FIELDS,
@@ -18,10 +19,9 @@ from vitrail.weights.families.google import (
     mlp,
     norm,
 )
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import row
+from vitrail.weights.families.key_rows import row
+from vitrail.weights.families.layout import lead
+from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
     from torch import Tensor

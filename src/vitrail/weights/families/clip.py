@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import same, tokens, transposed
 from vitrail.weights.families.timm import TIMM
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import same, tokens, transposed
-from vitrail.weights.rows import layer, row
 
 B, OURS = "{w}{p}transformer.resblocks.{i}.", "blocks.{i}."
 ROWS = (

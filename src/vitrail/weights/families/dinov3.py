@@ -12,9 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.errors import ConfigError
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
-from vitrail.fields import short_repr
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     ACTIVATIONS,
     OURS,
@@ -25,11 +26,10 @@ from vitrail.weights.families.hf import (
     read_fields,
     shared_keys,
 )
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import tokens
+from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import B
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import tokens
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
 
 if TYPE_CHECKING:
     from torch import Tensor

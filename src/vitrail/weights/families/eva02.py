@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vitrail.errors import ConfigError
+from vitrail.base.errors import ConfigError
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import TIMM, B
-from vitrail.weights.family import Detection, Family, KeyMap, Profile
-from vitrail.weights.layout import lead, tokens
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
 
 OURS = "blocks.{i}."
 _QKV = tuple(f"{B}attn.{name}_proj" for name in "qkv")

@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from vitrail.base.errors import ConfigError, printable
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError, printable
-from vitrail.fields import short_repr
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import (
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import Row, row
+from vitrail.weights.families.layout import (
     Layout,
     flax_conv,
     flax_heads,
@@ -22,8 +23,7 @@ from vitrail.weights.layout import (
     tokens,
     transposed,
 )
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import Row, row
+from vitrail.weights.families.match import FamilyMatch
 
 TOP, B, OURS = "{w}{p}", "{w}{p}Transformer/encoderblock_{i}/", "blocks.{i}."
 UNITS = (3, 4, 9)  # in the stem's three stages; model/stem.py has the table of names

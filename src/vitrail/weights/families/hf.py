@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.errors import ConfigError
+from vitrail.base.fields import as_integer, short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
-from vitrail.fields import as_integer, short_repr
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead, tokens
-from vitrail.weights.rows import Row, layer, row
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import Row, layer, row
+from vitrail.weights.families.layout import lead, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -166,7 +166,7 @@ def folder_settings(
     config_json: Callable[[ViTConfig], dict[str, Any]],
 ) -> dict[str, Any]:
     """The JSON files beside the weights. transformers always rounds the start of a center crop down."""
-    from vitrail.images.published import to_hf
+    from vitrail.images.published_preprocess import to_hf
 
     preprocess = replace(preprocess, crop_rounding="down" if preprocess.crops else "even")
     return {

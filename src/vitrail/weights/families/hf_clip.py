@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.errors import ConfigError
+from vitrail.base.fields import short_repr
 from vitrail.config import ViTConfig
-from vitrail.errors import ConfigError
-from vitrail.fields import short_repr
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     EXPRESSES,
     build_peer,
@@ -21,9 +22,8 @@ from vitrail.weights.families.hf import (
     shared_keys,
     strip_wrapper,
 )
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead, tokens
-from vitrail.weights.rows import layer, row
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

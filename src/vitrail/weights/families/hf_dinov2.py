@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
+from vitrail.weights.families.family import Detection, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     ATTENTION,
     EXPRESSES,
@@ -26,9 +27,8 @@ from vitrail.weights.families.hf import (
     shared_keys,
     strip_wrapper,
 )
-from vitrail.weights.family import Detection, KeyMap, Profile, Writer
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
     from torch import Tensor

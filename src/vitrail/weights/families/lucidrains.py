@@ -14,12 +14,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.errors import FileError
 from vitrail.config import ViTConfig
-from vitrail.errors import FileError
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import patch_rows, patch_vector, tokens
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import patch_rows, patch_vector, tokens
+from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
     from torch import Tensor

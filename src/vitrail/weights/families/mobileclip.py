@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vitrail.weights.families.family import Detection, Family, KeyMap
+from vitrail.weights.families.key_rows import Row, layer, row
+from vitrail.weights.families.layout import lead, tokens, transposed
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 from vitrail.weights.families.timm import TIMM as TIMM_VIT
-from vitrail.weights.family import Detection, Family, KeyMap
-from vitrail.weights.layout import lead, tokens, transposed
-from vitrail.weights.rows import Row, layer, row
 
 OURS = "blocks.{i}."
 

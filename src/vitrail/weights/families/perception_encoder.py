@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitrail.weights.families import clip
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead
+from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
-from vitrail.weights.family import Detection, Family, KeyMap, Profile
-from vitrail.weights.layout import lead
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
 
 _POOL = "{w}{p}attn_pool."
 ROWS = (

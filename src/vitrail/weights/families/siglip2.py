@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
 from vitrail.weights.families import hf_clip
+from vitrail.weights.families.family import KeyMap
 from vitrail.weights.families.hf import build_peer, folder_settings, shared_keys
 from vitrail.weights.families.hf_clip import SIGLIP, E
-from vitrail.weights.family import KeyMap
-from vitrail.weights.layout import patch_rows
-from vitrail.weights.rows import row
+from vitrail.weights.families.key_rows import row
+from vitrail.weights.families.layout import patch_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

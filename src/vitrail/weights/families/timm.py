@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead, tokens
-from vitrail.weights.match import FamilyMatch
-from vitrail.weights.rows import layer, row
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,7 @@ def _unsupported(config: ViTConfig) -> list[str]:
 
 def _settings(config: ViTConfig, preprocess: Preprocess, labels: list[str] | None) -> dict[str, Any]:
     """config.json, for timm's `local-dir:` and the hub."""
-    from vitrail.images.published import to_timm
+    from vitrail.images.published_preprocess import to_timm
 
     arguments = _arguments(config)
     del arguments["num_classes"]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vitrail.config import ViTConfig, format_sides
-from vitrail.weights.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.layout import lead, tokens
-from vitrail.weights.rows import layer, row
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, row
+from vitrail.weights.families.layout import lead, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ description, and its config is inferred (state_dict.py).
 
 from __future__ import annotations
 
-from vitrail.weights.family import Detection, Family, KeyMap
+from vitrail.weights.families.family import Detection, Family, KeyMap
 
 VITRAIL = Family(
     "vitrail",

@@ -1,0 +1,1 @@
+"""Commands of the course, which `vitrail` finds by their entry points."""

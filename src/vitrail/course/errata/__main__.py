@@ -1,4 +1,0 @@
-from vitrail.course.errata.page import page
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,1 +1,0 @@
-"""Images and where they come from."""

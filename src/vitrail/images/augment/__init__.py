@@ -1,0 +1,1 @@
+"""Augmentation in training: the same for an image whatever the workers, processes and restarts."""

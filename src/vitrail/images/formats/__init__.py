@@ -1,0 +1,1 @@
+"""Where images come from: folders, tables, arrays, packed files, tar shards, Parquet."""

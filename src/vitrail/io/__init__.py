@@ -1,1 +1,0 @@
-"""Atomic writes and safe reads of files. No torch, no file formats."""

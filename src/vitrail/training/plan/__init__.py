@@ -1,0 +1,1 @@
+"""What a run will cost, and what follows from that: batch, memory, threads, epochs for a budget."""

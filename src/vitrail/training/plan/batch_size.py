@@ -1,0 +1,157 @@
+"""The largest batch that fits into memory: tried on a GPU, estimated on a CPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import repeat
+
+import torch
+
+from vitrail.base.memory import is_out_of_memory, memory_limit
+from vitrail.config import ViTConfig
+from vitrail.config.model_memory import step_bytes
+from vitrail.images.formats.sources import Dataset
+from vitrail.images.loader import Batch
+from vitrail.model import ViT
+from vitrail.model.device import ComputeDevice
+from vitrail.training.parallel import ProcessGroup
+from vitrail.training.plan.step_mode import StepMode
+from vitrail.training.recipes.settings import Recipe
+from vitrail.training.teacher import Teacher
+from vitrail.training.trainer import Trainer
+
+MIN_STEPS = 10
+"""Steps that an epoch keeps, however large a batch could be."""
+_GPU_MARGIN, _CPU_MARGIN = 0.85, 0.5  # of the memory; on a CPU, the data and other programs need some too
+
+Measure = Callable[[Callable[[], None]], int]
+"""Calls a function and returns the bytes that were in use at most."""
+
+
+def choose_batch(
+    recipe: Recipe,
+    data: Dataset,
+    teacher: Teacher | None,
+    compute: ComputeDevice,
+    ranks: ProcessGroup,
+    measure: Measure | None = None,
+) -> tuple[int, str]:
+    """The largest batch that fits, as a power of two per process and micro-batch; and a sentence about it.
+
+    Args:
+        measure: measures the steps that are tried; by default a GPU's memory. On a CPU none are tried.
+    """
+    parts = ranks.count * recipe.train.accumulate
+    most = len(data.train) // MIN_STEPS // parts
+    if measure is None and compute.device.type == "cuda":
+        measure = partial(_gpu_peak, compute.device)
+    trial = cache(lambda: build_trial(recipe, data, teacher, compute))
+
+    def fits(images: int) -> bool:
+        if measure is None:
+            fitting = estimated_to_fit(recipe.model, compute, images)
+        else:
+            fitting = _step_fits(trial, images, measure, shared=ranks.count > 1)
+        return not ranks.any(not fitting)
+
+    images = largest_power(fits, most)
+    trial.cache_clear()
+    _free_memory()
+    how = "the largest that fits in memory"
+    if 2 * images > most:
+        steps = len(data.train) // (images * parts)
+        how = f"an epoch then has {steps} steps, and fewer than {MIN_STEPS} with more"
+    return images * parts, f"Batch {images * parts}: {how}."
+
+
+def largest_power(fits: Callable[[int], bool], most: int) -> int:
+    """The largest power of two up to `most` for which all smaller ones fit as well; at least 2."""
+    images = 2
+    while 2 * images <= most and fits(2 * images):
+        images *= 2
+    return images
+
+
+def fitting_batch(config: ViTConfig, compute: ComputeDevice, too_many: int) -> int:
+    """Half of the images that did not fit, or fewer: the largest power of two that is estimated to fit."""
+    return largest_power(lambda images: estimated_to_fit(config, compute, images), too_many // 2)
+
+
+def estimated_to_fit(config: ViTConfig, compute: ComputeDevice, images: int) -> bool:
+    """Whether a step of so many images should fit; True if the memory of the machine is unknown."""
+    return step_bytes(config, images, compute.dtype.itemsize) <= _usable_memory(compute)
+
+
+def _usable_memory(compute: ComputeDevice) -> float:
+    """The bytes that a step may take."""
+    if compute.device.type == "cuda":
+        return _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
+    installed = memory_limit()
+    return math.inf if installed is None else _CPU_MARGIN * installed
+
+
+# ---- steps that are tried -------------------------------------------------------------------
+
+
+def build_trial(recipe: Recipe, data: Dataset, teacher: Teacher | None, compute: ComputeDevice) -> Trainer:
+    """The trainer of a run with these settings, of one process and with new weights; it reads no images.
+
+    Its steps are neither compiled nor captured, which would take minutes and save memory rather than need it.
+    """
+    settings = replace(recipe.train, batch=2 * recipe.train.accumulate, workers=0)
+    trainer = Trainer(ViT(recipe.model), recipe.preprocess, data, settings, compute, teacher=teacher)
+    trainer.use_mode(StepMode(compile=False, cuda_graph=False))
+    return trainer
+
+
+def step_peak(trainer: Trainer, images: int, measure: Measure) -> int:
+    """The bytes that a step of the trainer takes at most, with so many random images in a micro-batch."""
+    batch = _random_batch(trainer, images)
+    return measure(lambda: trainer.take_step(repeat(batch)))
+
+
+def _random_batch(trainer: Trainer, images: int) -> Batch:
+    arrays, channels = trainer.data.train.images, trainer.preprocess.channels
+    height, width = trainer.preprocess.target if arrays is None else arrays.shape[1:3]
+    pixels = torch.randint(0, 256, (images, channels, height, width), dtype=torch.uint8)
+    indices = torch.arange(images) % len(trainer.data.train)
+    if not trainer.settings.native:
+        return Batch(indices, pixels, torch.ones(images))
+    return Batch(indices, pixels.flatten(), torch.ones(images), [(height, width, channels)] * images)
+
+
+def _step_fits(trial: Callable[[], Trainer], images: int, measure: Measure, *, shared: bool) -> bool:
+    """Whether a step leaves a margin of the memory free.
+
+    Args:
+        shared: whether several processes average their gradients, in a buffer of the size of these.
+    """
+    try:
+        trainer = trial()
+        peak = step_peak(trainer, images, measure)
+        arrays = trainer.data.train.images
+        stored = 0 if arrays is None else arrays.nbytes  # on the device, during a run
+        trained = sum(p.nbytes for p in trainer.trained.parameters() if p.requires_grad)
+        return peak + stored + shared * trained <= _usable_memory(trainer.compute)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        _free_memory()
+
+
+def _gpu_peak(device: torch.device, step: Callable[[], None]) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

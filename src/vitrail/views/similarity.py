@@ -1,0 +1,173 @@
+"""Similarity of the representations in all layers: linear CKA (Kornblith et al. 2019).
+
+    CKA(X, Y) = |Y^T X|^2 / (|X^T X| |Y^T Y|)
+
+with Frobenius norms, where X and Y (n, D) have one row per token of each image and centered columns. It is 1
+if Y is a rotated and isotropically scaled X. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from torch import Tensor
+
+from vitrail.base.errors import InputError, printable, suggest
+from vitrail.model import ViT, record
+from vitrail.model.modes import eval_mode
+from vitrail.views.canvas import ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure_images import check_finite, check_images
+from vitrail.views.sample import sample_images, sample_model, show_sample
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+_OVER = ("patches", "pooled")
+
+
+@dataclass(frozen=True, eq=False)
+class Similarity:
+    """CKA between all pairs of layers."""
+
+    names: list[str]
+    """embed, then the blocks numbered from 0, then final: the tokens after the final norm."""
+    cka: Floats
+    """(layers, layers), from 0 to 1; NaN for a layer whose vectors are all equal."""
+    rows: int
+    """n, the number of vectors per layer."""
+    width: int
+    """D, the dimension of the vectors."""
+    over: str
+
+
+def compute(model: ViT, images: Tensor, over: Literal["patches", "pooled"] = "patches") -> Similarity:
+    """Compare layers by their patch tokens, or by the pooled vector of each image.
+
+    The pooled vectors are computed with the final norm, as the input of the head is; so the last block is
+    `final`.
+    """
+    check_images(model, images)
+    if over not in _OVER:
+        raise InputError(f"unknown vectors to compare, over={printable(over)!r}. {suggest(str(over), _OVER)}")
+    features = dict(zip(_layer_names(model, over), _layer_features(model, images, over), strict=True))
+    for name, rows in features.items():
+        check_finite(f"The vectors of {name}", rows)
+    count, width = next(iter(features.values())).shape
+    if count < 2:
+        kind = "image" if over == "pooled" else "patch"
+        raise InputError(
+            f"CKA needs at least two vectors, but there is only {count} {kind}; pass more images."
+        )
+    return Similarity(list(features), linear_cka(list(features.values())), count, width, over)
+
+
+def _layer_names(model: ViT, over: str) -> list[str]:
+    blocks = [str(index) for index in range(model.config.depth)]
+    return ["embed", *blocks, "final"] if over == "patches" else ["embed", *blocks[:-1], "final"]
+
+
+def _layer_features(model: ViT, images: Tensor, over: str) -> list[Floats]:
+    """One array (n, D) per layer, with centered columns."""
+    with eval_mode(model), record(model, "embed", "blocks.*.out") as tape:
+        last = model.encode(images.to(model.tokens.proj.weight.device))
+        if over == "pooled":
+            layers = [model.finish(z).pooled for z in list(tape.values())]
+        else:
+            tokens = [*tape.values(), last.tokens]
+            layers = [z[:, last.prefix_count :].flatten(0, 1) for z in tokens]
+    arrays = [layer.double().cpu().numpy() for layer in layers]
+    return [array - array.mean(axis=0) for array in arrays]
+
+
+def linear_cka(features: list[Floats]) -> Floats:
+    """Linear CKA between all pairs of centered arrays (n, D)."""
+    count = len(features)
+    products = np.empty((count, count))
+    for i, x in enumerate(features):
+        for j, y in enumerate(features[: i + 1]):
+            products[i, j] = products[j, i] = np.square(y.T @ x).sum()
+    norms = np.sqrt(np.diagonal(products))
+    largest = np.array([np.square(x).max() for x in features])
+    norms = np.where(norms > 1e-20 * max(largest.max(), 1e-300), norms, np.nan)  # below: rounding errors only
+    return (products / norms[:, None] / norms).clip(0, 1)
+
+
+@styled
+def draw(similarity: Similarity) -> Figure:
+    """The matrix of CKA between layers."""
+    count = len(similarity.names)
+    side = min(7.0, max(3.4, 1.6 + 0.32 * count))
+    vectors = "patch tokens" if similarity.over == "patches" else "pooled vectors"
+    figure = new_figure(side + 1.2, side + 0.4, f"Linear CKA between layers, {similarity.rows} {vectors}")
+    axis = figure.subplots()
+    axis.set_facecolor("#bbbbbb")  # shows where the value is NaN
+    image = axis.imshow(similarity.cka, cmap=SEQUENTIAL, vmin=0, vmax=1)
+    step = -(-count // 20)
+    ticks = [n for n in range(count) if n in (0, count - 1) or ((n - 1) % step == 0 and n < count - step)]
+    labels = [similarity.names[n] for n in ticks]
+    axis.set_xticks(ticks, labels, rotation=90 if count > 5 else 0)
+    axis.set_yticks(ticks, labels)
+    axis.set(xlabel="layer", ylabel="layer")
+    axis.spines[:].set_visible(False)
+    if count <= 8:
+        for (i, j), value in np.ndenumerate(similarity.cka):
+            shade = ON_DATA[int(value <= 0.6)]
+            axis.text(j, i, "-" if np.isnan(value) else f"{value:.2f}", ha="center", va="center", color=shade)
+    add_colorbar(figure, image, axis, "CKA")
+    return figure
+
+
+def caption(similarity: Similarity) -> str:
+    """How to read the matrix, and where representations change most."""
+    vectors = "patch tokens" if similarity.over == "patches" else "pooled vectors"
+    noise = similarity.width / (similarity.width + similarity.rows)
+    text = (
+        f"Linear CKA between every two layers, over {similarity.rows} {vectors} of dimension "
+        f"{similarity.width}: 1 means equal up to rotation and scaling; independent noise of this size would "
+        f"have {noise:.2f}."
+    )
+    diagonal = zip(similarity.names, np.diagonal(similarity.cka), strict=True)
+    constant = [name for name, value in diagonal if np.isnan(value)]
+    if constant:
+        text += f" In {', '.join(constant)} all vectors are equal, so CKA is undefined."
+    return f"{text} {_describe_changes(similarity)}".rstrip()
+
+
+def _describe_changes(similarity: Similarity) -> str:
+    """The mean CKA of consecutive layers, the largest change, and the least similar pair."""
+    steps = np.diagonal(similarity.cka, offset=1)
+    if np.isnan(steps).all():
+        return ""
+    names = [f"block {name}" if name.isdigit() else name for name in similarity.names]
+    largest = int(np.nanargmin(steps))
+    i, j = np.unravel_index(np.nanargmin(similarity.cka), similarity.cka.shape)
+    return (
+        f"Consecutive layers have a CKA of {np.nanmean(steps):.2f} on average; the largest change is from "
+        f"{names[largest]} to {names[largest + 1]} ({steps[largest]:.2f}), and the least similar layers are "
+        f"{names[min(i, j)]} and {names[max(i, j)]} ({similarity.cka[i, j]:.2f})."
+    )
+
+
+def table(similarity: Similarity) -> tuple[list[str], list[list[object]]]:
+    """The matrix, one row per layer."""
+    rows = zip(similarity.names, similarity.cka, strict=True)
+    return ["layer", *similarity.names], [[name, *map(float, values)] for name, values in rows]
+
+
+def _make(request: InspectionRequest) -> tuple[object, Figure]:
+    similarity = compute(request.model, request.drawn().images)
+    return similarity, draw(similarity)
+
+
+FIGURE = FigureSpec("similarity", "Similarity of the blocks (CKA)", _make, caption, table)
+
+
+if __name__ == "__main__":
+    similarity = compute(sample_model().model, sample_images().images)
+    show_sample("similarity", lambda: (draw(similarity), caption(similarity)))

@@ -1,0 +1,161 @@
+"""A stage of the forward pass, the terms for each kind of input, and the recording of activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vitrail.base.errors import InputError
+from vitrail.config import ViTConfig
+from vitrail.model import Decoder, DecoderConfig, ViT, record
+
+_OF_ATTENTION = (
+    "position",
+    "norm1",
+    "attention",
+    "scale1",
+    "residual1",
+    "norm_cross",
+    "cross",
+    "residual_cross",
+)
+NORM_NAMES = {"layer": "LN", "rms": "RMS", "none": ""}
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One step of the forward pass."""
+
+    name: str
+    """Its place in the model: the name of the tap, if there is one."""
+    equation: str
+    """What is computed, in the paper's letters."""
+    meaning: str
+    """The same in a sentence."""
+    tensor: Tensor
+    """The result for this input, without a batch axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def number(self) -> int | None:
+        """Which of the paper's Eq. (1) to (4) the stage belongs to; None for the head, which follows them."""
+        first, *rest = self.name.split(".")
+        match first:
+            case "blocks":
+                return 2 if rest[1].startswith(_OF_ATTENTION) else 3
+            case "encoded" | "pool" | "pooled":
+                return 4
+            case "logits" | "probabilities" | "next":
+                return None
+        return 1
+
+
+@dataclass(frozen=True)
+class InputTerms:
+    """The terms for one kind of input."""
+
+    name: str
+    stage: str
+    """The name of the first stage."""
+    meaning: str
+    patch: str
+    patches: str
+    axes: tuple[str, ...] = ()
+    """Axes of the patch grid."""
+
+
+INPUT_TERMS = {
+    "image": InputTerms(
+        *("image", "pixels", "The image: one value for each channel and pixel."),
+        *("patch", "patches", ("row", "column")),
+    ),
+    "video": InputTerms(
+        *("video", "frames", "The video: one value for each channel and pixel of each frame."),
+        *("tubelet", "tubelets", ("frame", "row", "column")),
+    ),
+    "audio": InputTerms(
+        *("sound", "samples", "The sound: one value for each sample in time."),
+        *("patch", "patches", ("frequency row", "time column")),
+    ),
+    "text": InputTerms(
+        *("text", "numbers", "The text: the index of each token in the vocabulary."),
+        *("token", "tokens"),
+    ),
+}
+
+
+def encoder_config(config: ViTConfig | DecoderConfig) -> ViTConfig:
+    """The config of the tokens and blocks; a decoder's are those of a ViT for text."""
+    return config.as_vit_config if isinstance(config, DecoderConfig) else config
+
+
+def token_name(config: ViTConfig | DecoderConfig, token: int) -> str:
+    """The name of a token: "the class token", "patch 5 (row 1, column 2)"; all counted from 0.
+
+    A tubelet of a video also has a frame, counted in tubelets. The rows of a sound are frequencies and its
+    columns are times. A token of a text is just "token 5".
+    """
+    config = encoder_config(config)
+    if token < config.prefix:
+        name = config.prefix_names[token]
+        return name if name.startswith("register") else f"the {name} token"
+    index, terms = token - config.prefix, INPUT_TERMS[config.input]
+    coordinates: list[str] = []
+    rest = index
+    for axis, side in reversed([*zip(terms.axes, config.grid, strict=False)]):  # a text has no axes
+        rest, coordinate = divmod(rest, side)
+        coordinates.insert(0, f"{axis} {coordinate}")
+    return f"{terms.patch} {index}" + (f" ({', '.join(coordinates)})" if coordinates else "")
+
+
+class Walk:
+    """Builds the list of stages. Each method adds stages and returns the name of the result in equations."""
+
+    model: ViT | Decoder
+
+    def __init__(
+        self, model: ViT | Decoder, activations: dict[str, Tensor], block: int, head: int, token: int
+    ) -> None:
+        self.model, self.config, self.activations = model, encoder_config(model.config), activations
+        self.block, self.head, self.token = block, head, token
+        self.stages: list[Stage] = []
+
+    def add(self, name: str, equation: str, meaning: str, tensor: Tensor | None = None) -> str:
+        """Add a stage, with the recorded activation of that name by default; returns its left side."""
+        tensor = self.activations[name] if tensor is None else tensor
+        self.stages.append(Stage(name, equation, meaning, tensor.detach()))
+        return equation.partition(" = ")[0]
+
+    def add_norm(self, name: str, z: str, what: str) -> str:
+        """A norm over the last axis; nothing for a config without norms."""
+        if not (norm := NORM_NAMES[self.config.norm]):
+            return z
+        right = f"g ({z} - mu) / sqrt(var + eps) + b" if norm == "LN" else f"g {z} / sqrt(ms + eps)"
+        return self.add(name, f"{norm}({z}) = {right}", f"{what}, each normalized by its own statistics.")
+
+    def add_token_indices(self, x: Tensor) -> None:
+        last = (self.config.vocabulary or 0) - 1
+        self.add("numbers", f"x in {{0, ..., {last}}}^{len(x)}", INPUT_TERMS["text"].meaning, x)
+
+
+# ---- recording ------------------------------------------------------------------------------
+
+
+def record_activations(model: nn.Module, names: list[str], *inputs: Tensor | None) -> dict[str, Tensor]:
+    """Run the model and return the activations of these taps, without the batch axis."""
+    with record(model, *names) as tape:
+        model(*inputs)
+    # The bias of the scores is a parameter, which has no batch axis.
+    return {name: t if name.endswith("attention.bias") else t[0] for name, t in tape.items()}
+
+
+def check_index(name: str, index: int, count: int, owner: str = "this model") -> None:
+    if not isinstance(index, int) or index not in range(count):
+        raise InputError(
+            f"{name} must be an integer from 0 to {count - 1}, not {index!r}; {owner} has {count} "
+            f"{name}{'s' if count > 1 else ''}, counted from 0."
+        )

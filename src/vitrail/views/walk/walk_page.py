@@ -1,0 +1,215 @@
+"""The page of `vitrail walk --html`: the answer, the four equations, and every stage of any block and head.
+
+All stages are in the page as HTML; a small script (page.js) shows those of the chosen block and head and
+draws the attention of the chosen token. Without a script the page shows what was chosen on the command line.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrail.base.errors import printable, require_extra
+from vitrail.base.version import __version__
+from vitrail.views import html_page as report_page
+from vitrail.views.walk.format_tensor import format_number, summarize
+from vitrail.views.walk.mathml import as_mathml, text_with_mathml
+from vitrail.views.walk.overview import NUMBERING, paper_equations
+from vitrail.views.walk.stage import token_name
+from vitrail.views.walk.tensor_images import pixels_image, png, stage_image
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from vitrail.views.walk.encoder_stages import Recording
+    from vitrail.views.walk.stage import Stage
+
+_PARTS = Path(__file__).parent
+_MAX_WEIGHTS = 6_000_000  # attention weights in a page, two bytes each; a B/16 has 5.6 million
+_OF_HEAD = ("q", "k", "v", "bias", "scores", "weights", "row", "head")  # stages of one head
+_OF_TOKEN = ("norm1.before", "norm1.standard", "norm1.after", "attention.row")
+_TITLES = {
+    1: "From pixels to tokens",
+    2: "Attention",
+    3: "MLP",
+    4: "From the last block to one vector",
+    None: "The head",
+}
+
+
+def fits_one_page(config: Any) -> bool:
+    """Whether a page can hold the attention weights of all blocks and heads."""
+    return bool(config.depth * config.heads * config.tokens**2 <= _MAX_WEIGHTS)
+
+
+def walk_page(
+    recording: Recording, facts: dict[str, Any], answer: Sequence[tuple[str, float]], *, command: str = ""
+) -> str:
+    """The page of a walk as HTML.
+
+    Args:
+        recording: with the activations of all blocks, or of the chosen one if they do not fit one page.
+        facts: the names of model and image, weights, block, head, token and token_name; in "files", the
+            paths of image and model, if any.
+        answer: the most likely classes and their probabilities.
+    """
+    config = recording.model.config
+    block, head, token = (facts[name] for name in ("block", "head", "token"))
+    every = fits_one_page(config)
+    shown = recording.stages(block, head, token)
+    script = (_PARTS / "page.js").read_text(encoding="utf-8") if every else ""
+    equations = paper_equations(config)
+    return _template().render(
+        facts={"files": [], **facts},
+        answer=answer,
+        numbering=_markup(text_with_mathml(NUMBERING)),
+        equations=[(number, _markup(as_mathml(text))) for number, text in equations.items()],
+        titles=_TITLES,
+        groups=_groups(recording, shown, block, head, token, every),
+        every=every,
+        choices={"block": range(config.depth), "head": range(config.heads)},
+        tokens=[token_name(config, index) for index in range(config.tokens)],
+        data=_markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
+        image=_uri(png(pixels_image(shown[0].tensor))),
+        script=_markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        command=command,
+        version=__version__,
+    )
+
+
+# ---- stages ---------------------------------------------------------------------------------
+
+
+def _groups(
+    recording: Recording, shown: list[Stage], block: int, head: int, token: int, every: bool
+) -> list[tuple[int | None, list[dict[str, Any]]]]:
+    """The stages by the number of their equation, each with what the template needs."""
+    config = recording.model.config
+    blocks, heads = (range(config.depth), range(config.heads)) if every else ([block], [head])
+    images = len(blocks) * (10 + len(_OF_HEAD) * len(heads))
+    max_side = 256 if images <= 100 else 128 if images <= 400 else 64
+    groups: dict[int | None, list[dict[str, Any]]] = {number: [] for number in _TITLES}
+    for stage in shown:
+        if not stage.name.startswith("blocks."):
+            groups[stage.number].append(_entry(stage, config, 256))
+    for index in blocks:
+        for stage, of_head in _block_stages(recording, index, heads, token):
+            entry = _entry(stage, config, max_side)
+            entry |= {
+                "block": index,
+                "head": of_head,
+                "hidden": index != block or of_head not in (None, head),
+            }
+            groups[stage.number].append(entry)
+    return list(groups.items())
+
+
+def _block_stages(
+    recording: Recording, block: int, heads: Iterable[int], token: int
+) -> Iterable[tuple[Stage, int | None]]:
+    """The stages of one block in their order; those of a head once for each head."""
+    walks = {head: recording.stages(block, head, token) for head in heads}
+    for together in zip(*walks.values(), strict=True):
+        stage = together[0]
+        if not stage.name.startswith(f"blocks.{block}."):
+            continue
+        if stage.name.startswith(tuple(f"blocks.{block}.attention.{part}" for part in _OF_HEAD)) and (
+            stage.name.rpartition(".")[2] in _OF_HEAD
+        ):
+            yield from zip(together, walks, strict=True)
+        else:
+            yield stage, None
+
+
+def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
+    """What the template shows of one stage."""
+    entry: dict[str, Any] = {
+        "name": stage.name,
+        "math": _markup(as_mathml(stage.equation)),
+        "meaning": _markup(text_with_mathml(stage.meaning)),
+        "shape": " × ".join(map(str, stage.shape)),
+        "block": None,
+        "head": None,
+        "hidden": False,
+        "of_token": next((part for part in _OF_TOKEN if stage.name.endswith(part)), ""),
+        "image": None,
+    }
+    if stage.tensor.numel() <= 2:  # the values themselves say more than their mean
+        entry["numbers"] = ", ".join(format_number(value) for value in stage.tensor.tolist())
+        return entry
+    entry["numbers"] = ", ".join(
+        f"{name} {format_number(value)}" for name, value in summarize(stage.tensor).items()
+    )
+    if entry["of_token"] in ("", "attention.row"):
+        image, width, height = stage_image(stage, config, max_side)
+        entry["image"] = {"uri": _uri(image), "width": width, "height": height}
+    return entry
+
+
+# ---- data for the script --------------------------------------------------------------------
+
+
+def _data(recording: Recording, facts: dict[str, Any]) -> dict[str, Any]:
+    """The attention weights of all blocks and heads, and the statistics of every token around norm1."""
+    import torch
+
+    config, activations = recording.model.config, recording.activations
+    rows = torch.stack([activations[f"blocks.{n}.attention.weights"] for n in range(config.depth)])
+    most = rows.amax(dim=-1, keepdim=True).clamp_min(1e-12)  # (L, k, T, 1)
+    codes = (rows / most * 65535).round().int().cpu().numpy().astype("<u2")
+    statistics = []
+    for index in range(config.depth):
+        before = activations["embed" if index == 0 else f"blocks.{index - 1}.out"]
+        after = activations.get(f"blocks.{index}.norm1", before)
+        columns = [before.mean(-1), before.var(-1, correction=0), after.mean(-1), after.var(-1, correction=0)]
+        statistics.append([[_short(value) for value in row] for row in torch.stack(columns, dim=-1).tolist()])
+    return {
+        **{name: facts[name] for name in ("block", "head", "token")},
+        **{"prefix": config.prefix, "grid": config.grid, "heads": config.heads, "tokens": config.tokens},
+        "is_plain": config.block == "pre-norm" and config.norm == "layer" and config.position_at == "start",
+        "most": [_short(value) for value in most.flatten().tolist()],
+        "weights": base64.b64encode(codes.tobytes()).decode(),
+        "statistics": statistics,
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+# ---- the template ---------------------------------------------------------------------------
+
+
+@cache
+def _template() -> Template:
+    with require_extra("inspect"):
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+
+    def finalize(value: Any) -> Any:
+        return value if isinstance(value, Markup) else printable(value, 2000)
+
+    folders = [_PARTS, Path(report_page.__file__).parent / "templates"]
+    environment = Environment(
+        loader=FileSystemLoader(folders), autoescape=True, finalize=finalize, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("walk.html")
+
+
+def _markup(text: str) -> Any:
+    """Markup of our own, which is not escaped."""
+    with require_extra("inspect"):
+        from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _uri(image: bytes) -> Any:
+    return _markup(f"data:image/png;base64,{base64.b64encode(image).decode()}")

@@ -1,0 +1,1 @@
+"""Our own format: one file with weights, config, preprocessing, labels and card."""

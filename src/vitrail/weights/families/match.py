@@ -1,0 +1,252 @@
+"""Matching a file against a family: its names, through the family's key table, become ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import count
+
+from vitrail.base.errors import printable
+from vitrail.weights.bundle.feature_statistics import PREFIX
+from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
+from vitrail.weights.families.key_rows import Row
+from vitrail.weights.families.layout import Shape, Sizes
+from vitrail.weights.readers.npz import Entry
+
+MAX_BLOCKS = 10_000
+_MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
+_PREFIX_TOKENS = ("class", "distillation", "registers")  # in our order
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a tensor is in the file: a tensor of its own, or one block of a stack."""
+
+    original: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class RowMatch:
+    """A row that applies to this file, with its names filled in."""
+
+    row: Row
+    theirs: tuple[str, ...]
+    ours: str
+
+
+@dataclass
+class FamilyMatch:
+    """A file, read through a family's key table."""
+
+    family: Family
+    placeholders: dict[str, str]
+    """What {w} and {p} stand for."""
+    entries: dict[str, Entry]
+    """By the names in the file."""
+    locations: dict[str, TensorLocation]
+    """Where each name of the table is in the file."""
+    rows: list[RowMatch] = field(default_factory=list)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    """The shapes of our tensors."""
+    prefix: dict[str, int] = field(default_factory=dict)
+    """The number of prefix tokens of each kind."""
+    extras: dict[str, str] = field(default_factory=dict)
+    """Tensors kept beside the model: their name in a bundle, and in the file."""
+    unknown: list[str] = field(default_factory=list)
+    """Tensors of the file that the table does not know."""
+    used: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    """What the family's `choose` reports about this file, a sentence each."""
+
+    def __post_init__(self) -> None:
+        self._names = {(at.original, at.index): name for name, at in self.locations.items()}
+
+    def name_in_table(self, original: str, block: int | None) -> str:
+        """The table's name for a name in the file; of a stack, that of the block's slice."""
+        return self._names.get((original, None)) or self._names.get((original, block)) or original
+
+    def has(self, template: str) -> bool:
+        """Whether the file holds a tensor of this name; {i} is block 0."""
+        return template.format(**self.placeholders, i=0) in self.locations
+
+    @property
+    def depth(self) -> int:
+        blocks = [int(name.split(".")[1]) for name in self.shapes if name.startswith("blocks.")]
+        return max(blocks, default=-1) + 1
+
+
+def join_names(names: Iterable[str]) -> str:
+    """The first five names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(printable(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def match_family(
+    family: Family,
+    entries: Mapping[str, Entry],
+    sizes: Sizes,
+    wrapper: str = "",
+    metadata: Collection[str] = (),
+) -> FamilyMatch | None:
+    """Match a file's names and shapes against a family's table; None if the file is of another family.
+
+    Args:
+        wrapper: the key of a torch.save file under which the tensors are.
+        metadata: the keys of the file's metadata.
+    """
+    detect = family.detect
+    if detect.wrapper not in ("", wrapper) or (detect.metadata and detect.metadata not in metadata):
+        return None
+    if family.keys.own:
+        return _match_own(family, entries)
+    locations, shapes = _spread_stacks(family, entries)
+    # A user's rows, and the anchors they rename, go by the names in the file.
+    names = {*locations, *entries} if any(row.custom for row in family.keys.rows) else locations.keys()
+    placeholders = _find_placeholders(family, names) if detect.anchors else {"w": "", "p": ""}
+    if placeholders is None or not _has_axes(detect, placeholders, shapes):
+        return None
+    match = FamilyMatch(family, placeholders, dict(entries), locations)
+    _match_rows(match, family.keys.rows, shapes, sizes)
+    left = dict.fromkeys(locations[name].original for name in locations if name not in match.used)
+    patterns = [pattern.format(**placeholders) for pattern in family.keys.extras]
+    for name in left:
+        if any(fnmatchcase(family.keys.respell(name), pattern) for pattern in patterns):
+            match.extras[name] = name
+        else:
+            match.unknown.append(name)
+    return match
+
+
+def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
+    """Match a file of our own names: the model's tensors, and extras/..., golden/... beside them."""
+    placeholders = _find_placeholders(family, entries) if family.detect.anchors else {"w": "", "p": ""}
+    if placeholders is None:
+        return None
+    match = FamilyMatch(family, placeholders, dict(entries), {n: TensorLocation(n) for n in entries})
+    for name, entry in entries.items():
+        ours = name.removeprefix(placeholders["w"])
+        if not name.startswith(placeholders["w"]):
+            match.unknown.append(name)
+        elif name.startswith("extras/"):
+            match.extras[name.removeprefix("extras/")] = name
+        elif not name.startswith(("golden/", "fingerprint/", "text/", PREFIX)):
+            match.shapes[ours] = entry.shape
+            match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
+    return match
+
+
+# ---- detection ------------------------------------------------------------------------------
+
+
+def _find_placeholders(family: Family, names: Iterable[str]) -> dict[str, str] | None:
+    """What {w} and {p} stand for in a file with these names, if it is of this family."""
+    names = set(names)
+    fitting = [one for one in _candidates(family.detect, names) if _has_anchors(family.detect, one, names)]
+    return max(fitting, key=lambda one: _count_names(family, one, names), default=None)
+
+
+def _candidates(detect: Detection, names: Collection[str]) -> Iterator[dict[str, str]]:
+    """Every {w} and {p} that may precede the first anchor; the longest {p} first."""
+    for p in sorted(detect.prefixes, key=len)[::-1]:
+        suffix = detect.anchors[0].format(w="", p="" if p == ANY_PREFIX else p, i=0)
+        ending = sorted((n for n in names if n.endswith(suffix)), key=lambda n: (len(n), n))
+        for name in ending[:_MAX_CANDIDATES]:
+            before = name.removesuffix(suffix)
+            if before and before[-1] not in "./":
+                continue
+            if p != ANY_PREFIX:
+                yield {"w": before, "p": p}
+                continue
+            *parts, _ = re.split(r"(?<=\.)", before)
+            for cut in range(max(len(parts) - _MAX_NESTED, 0), len(parts) + 1):
+                yield {"w": "".join(parts[:cut]), "p": "".join(parts[cut:])}
+
+
+def _has_anchors(detect: Detection, placeholders: Mapping[str, str], names: Collection[str]) -> bool:
+    excluded = [pattern.format(**placeholders) for pattern in detect.without]
+    return all(anchor.format(**placeholders, i=0) in names for anchor in detect.anchors) and not any(
+        fnmatchcase(name, pattern) for pattern in excluded for name in names
+    )
+
+
+def _has_axes(detect: Detection, placeholders: Mapping[str, str], shapes: Mapping[str, Shape]) -> bool:
+    wanted = ((name.format(**placeholders, i=0), axes) for name, axes in detect.axes.items())
+    return all(len(shapes.get(name, ())) == axes for name, axes in wanted)
+
+
+def _count_names(family: Family, placeholders: Mapping[str, str], names: Collection[str]) -> int:
+    """How many names of the table are present, outside the blocks and in the first one."""
+    table = {name.format(**placeholders, i=0) for row in family.keys.rows for name in row.theirs}
+    return sum(name in names for name in table)
+
+
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def _spread_stacks(
+    family: Family, entries: Mapping[str, Entry]
+) -> tuple[dict[str, TensorLocation], dict[str, Shape]]:
+    """Where each name of the family's table is in the file, and its shape; a stack is split by block."""
+    locations, shapes = {}, {}
+    for original, entry in entries.items():
+        name = family.keys.respell(original)
+        if name in locations:  # in two spellings: the second is unknown
+            name = f"{original} again"
+        stacked = family.keys.stacked
+        if stacked and (stack := re.fullmatch(stacked, name)) and entry.shape:
+            for index in range(min(entry.shape[0], MAX_BLOCKS)):
+                slice_name = f"{stack[1]}_{index}{stack[2]}"
+                locations[slice_name] = TensorLocation(original, index)
+                shapes[slice_name] = entry.shape[1:]
+        else:
+            locations[name], shapes[name] = TensorLocation(original), entry.shape
+    return locations, shapes
+
+
+def _match_rows(match: FamilyMatch, rows: Iterable[Row], shapes: Mapping[str, Shape], sizes: Sizes) -> None:
+    """Fill in every row that applies: once, or for each block from 0 while there are any."""
+    rows = list(rows)
+    for row in rows:
+        if not row.by_block:
+            _match_row(match, row, None, shapes, sizes)
+    for block in count():
+        before = len(match.rows)
+        for row in rows:
+            if row.by_block:
+                _match_row(match, row, block, shapes, sizes)
+        if len(match.rows) == before or block >= MAX_BLOCKS:
+            return
+
+
+def _match_row(
+    match: FamilyMatch, row: Row, block: int | None, shapes: Mapping[str, Shape], sizes: Sizes
+) -> None:
+    """Fill in a row if its tensors are present and ours has not come from another row."""
+    names = tuple(name.format(**match.placeholders, i=block) for name in row.theirs)
+    if row.custom:
+        names = tuple(match.name_in_table(name, block) for name in names)
+    present = tuple(name for name in names if 0 not in shapes.get(name, (0,)))  # empty counts as missing
+    wanted = tuple(name for name in names if name)  # without gaps
+    ours, required = row.ours.format(i=block), row.requires.format(**match.placeholders, i=block)
+    if ours in match.shapes or not present or (row.parts != "prefix" and present != wanted):
+        return
+    if (required and required not in shapes) or not match.used.isdisjoint(present):
+        return
+    try:
+        pieces = [row.layout.shape(shapes[name], sizes) for name in present]
+    except IndexError:  # too few axes for this layout, so it is another tensor
+        return
+    if row.parts == "prefix":
+        for kind, name in zip(_PREFIX_TOKENS, names, strict=False):
+            if name in present:
+                match.prefix[kind] = pieces[present.index(name)][0]
+    if row.gaps:
+        match.shapes[ours] = (len(names) * pieces[0][0], *pieces[0][1:])
+    else:
+        match.shapes[ours] = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if pieces[0] else ()
+    match.rows.append(RowMatch(row, present, ours))
+    match.used.update(present)

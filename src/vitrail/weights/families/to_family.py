@@ -1,0 +1,203 @@
+"""A model in another family: whether it can be expressed, its tensors under their names, its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitrail.base.errors import ConfigError, FileError, VitrailError, printable
+from vitrail.base.fields import short_repr
+from vitrail.base.read import parse_json
+from vitrail.base.write import atomic_folder, write_bytes, write_text
+from vitrail.config import ViTConfig
+from vitrail.images.preprocess import Preprocess
+from vitrail.images.published_preprocess import from_hf
+from vitrail.weights.bundle.bundle import Bundle, Source, cast_exactly, in_source_dtype
+from vitrail.weights.families.family import Family
+from vitrail.weights.families.key_tables import plan_rows, restack, sizes_of, write_state
+from vitrail.weights.families.keys import read_table, with_rows
+from vitrail.weights.families.match import FamilyMatch, RowMatch, join_names, match_family
+from vitrail.weights.readers.files import Entry, write_npz, write_safetensors
+from vitrail.weights.text.tokenizer import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Fields that the shapes show, or that matter only in training: every family supports them.
+_ALWAYS_SUPPORTED = (
+    *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "layer_scale"),
+    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "vocabulary"),
+)
+
+
+class ConversionError(VitrailError, ValueError):
+    """A model that the other library cannot express."""
+
+
+def unsupported(family: Family, config: ViTConfig) -> list[str]:
+    """Why the family's library cannot compute what this model computes, a reason each."""
+    supported = family.writer.expresses or {}
+    reasons = []
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        allowed = supported.get(one.name, (one.default,))
+        if one.name == "remainder" and _has_no_remainder(config):
+            continue
+        if one.name not in _ALWAYS_SUPPORTED and allowed is not ... and value not in allowed:
+            only = " or ".join(short_repr(choice) for choice in allowed)
+            reasons.append(f"{one.name} is {only} there, and {short_repr(value)} here")
+    return reasons + family.writer.unsupported(config)
+
+
+def _has_no_remainder(config: ViTConfig) -> bool:
+    """Whether the patches cover the image: then it does not matter how remaining pixels are treated."""
+    return all(side % step == 0 for side, step in zip(config.pixels, config.patch_pixels, strict=True))
+
+
+# ---- tensors --------------------------------------------------------------------------------
+
+
+def family_tensors(bundle: Bundle, family: Family) -> tuple[list[RowMatch], dict[str, Tensor]]:
+    """The model's tensors under the family's names; for the family it came from, exactly as they were."""
+    state = {name: tensor.detach().cpu() for name, tensor in bundle.model.state_dict().items()}
+    if bundle.source and bundle.source.family == family.name:
+        return _original_tensors(bundle, family, bundle.source, state)
+    config, placeholders = bundle.model.config, {"w": "", "p": family.detect.prefixes[0]}
+    rows, left = plan_rows(family, state, config, placeholders)
+    if left:
+        raise ConversionError(
+            f"{family.name} has no tensors for {join_names(left)} of this model; write another family."
+        )
+    theirs = write_state(rows, in_source_dtype(state, bundle.source), config)
+    some = next(iter(theirs.values()))
+    for name, shape in family.keys.zeros.items():
+        theirs.setdefault(name.format(**placeholders), some.new_zeros(shape(config)))
+    return rows, theirs
+
+
+def _original_tensors(
+    bundle: Bundle, family: Family, source: Source, state: Mapping[str, Tensor]
+) -> tuple[list[RowMatch], dict[str, Tensor]]:
+    """The tensors for the file that the model came from, with its names, shapes and dtypes."""
+    config = bundle.model.config
+    match = _match_source(family, source, config)
+    done = {row.ours for row in match.rows} | _unchanged(state, family.profile.computed(config, "cpu"))
+    fresh, _ = plan_rows(family, [name for name in state if name not in done], config, match.placeholders)
+    rows = [row for row in (*match.rows, *fresh) if row.ours in state]
+    theirs = restack(write_state(rows, state, config), match)
+    return rows, {
+        name: _as_stored(tensor, source.tensors.get(name))
+        for name, tensor in [*theirs.items(), *bundle.extras.items()]
+    }
+
+
+def _unchanged(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> set[str]:
+    """Tensors that still equal those the library computes, so that its files omit them."""
+    import torch
+
+    return {name for name in computed if name in state and torch.equal(state[name].float(), computed[name])}
+
+
+def _match_source(family: Family, source: Source, config: ViTConfig) -> FamilyMatch:
+    """The file a model came from, matched by the same table as when it was read."""
+    entries = {name: Entry(dtype, shape) for name, (dtype, shape) in source.tensors.items()}
+    table = read_table(source.keys)
+    extended = with_rows(family, table.rows) if table.rows else family
+    match = match_family(extended, table.without_ignored(entries), sizes_of(config), family.detect.wrapper)
+    if match is None:
+        raise FileError(
+            f"The model claims to come from a file of the family {family.name}, but the tensor names it "
+            "lists are not of that family; write another family, or convert the original file."
+        )
+    return match
+
+
+def _as_stored(tensor: Tensor, before: tuple[str, tuple[int, ...]] | None) -> Tensor:
+    """A tensor in the shape and dtype it had in its file, if it still fits them."""
+    import torch
+
+    if before is None:
+        return tensor
+    dtype, shape = before
+    if math.prod(shape) == tensor.numel():
+        tensor = tensor.reshape(shape)
+    return cast_exactly(tensor, getattr(torch, dtype))
+
+
+# ---- files ----------------------------------------------------------------------------------
+
+
+def write_family(out: Path, family: Family, tensors: dict[str, Tensor], bundle: Bundle) -> None:
+    """Write the file, or the folder with its settings, completely or not at all."""
+    if out.suffix == ".npz":
+        write_npz(out, {name: _as_numpy(tensor) for name, tensor in tensors.items()})
+    elif out.suffix == ".safetensors":
+        write_safetensors(out, tensors, {"format": "pt"})
+    elif family.writer.settings is None or bundle.preprocess is None:
+        raise ConfigError(
+            f"The family {family.name} is written as one file, and {printable(out)} would be a folder; use a "
+            f"name that ends in {family.writer.suffix}."
+        )
+    else:
+        settings = family.writer.settings(bundle.model.config, bundle.preprocess, bundle.labels)
+        bundle.notes += _preprocess_notes(bundle.preprocess, settings)
+        tokenizer: Mapping[str, bytes] = {}
+        if bundle.source and bundle.source.family == family.name and bundle.has_text:
+            settings, tokenizer = _add_text(bundle, settings)
+        try:
+            out.absolute().parent.stat()  # a missing parent folder is an error, not created
+            with atomic_folder(out) as partial:
+                write_safetensors(partial / "model.safetensors", tensors, {"format": "pt"})
+                for name, content in settings.items():
+                    write_text(partial / name, json.dumps(content, indent=2) + "\n")
+                for name, data in tokenizer.items():
+                    write_bytes(partial / name, data)
+        except OSError as error:
+            raise FileError(
+                f"{printable(out)} cannot be written: {error.strerror or error}. Check the folder it is in."
+            ) from error
+
+
+def _add_text(bundle: Bundle, settings: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, bytes]]:
+    """The settings of both towers, as transformers has them in one config.json, and the tokenizer's files.
+
+    The text tower's settings are those that were beside the weights; without them, a note says so.
+    """
+    files = bundle.text_files
+    tokenizer = {name: files[name] for name in TOKENIZER_FILES if name in files}
+    both = parse_json(files["config.json"], "config.json", allow_nan=True) if "config.json" in files else None
+    if not isinstance(both, dict) or not isinstance(both.get("text_config"), dict):
+        bundle.notes.append(
+            "The text tower is written, too, but config.json describes the image tower alone: the settings "
+            "of the text tower were not beside the weights."
+        )
+        return dict(settings), tokenizer
+    not_sizes = ("architectures", "id2label", "label2id")
+    vision = {name: value for name, value in settings["config.json"].items() if name not in not_sizes}
+    both["vision_config"] = {**(both.get("vision_config") or {}), **vision}
+    return {**settings, "config.json": both}, tokenizer
+
+
+def _preprocess_notes(preprocess: Preprocess, settings: Mapping[str, Any]) -> list[str]:
+    """A note for each field of the preprocessing that transformers cannot express."""
+    if "preprocessor_config.json" not in settings:
+        return []
+    written = dataclasses.asdict(from_hf(settings["preprocessor_config.json"]))
+    return [
+        f"The preprocessing was written with {name}={short_repr(written[name])}, since transformers has no "
+        f"{short_repr(value)}."
+        for name, value in dataclasses.asdict(preprocess).items()
+        if written[name] != value
+    ]
+
+
+def _as_numpy(tensor: Tensor) -> Any:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # as numpy without ml_dtypes has it: two untyped bytes
+        return tensor.contiguous().view(torch.int16).numpy().view("V2")
+    return tensor.numpy()

@@ -1,0 +1,1 @@
+"""Safe reading of weight files: their tensors and settings, whoever wrote them."""

@@ -1,0 +1,217 @@
+"""A model on disk: one weight file, or a folder of weight files and their settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from vitrail.base.errors import FileError, InputError, printable
+from vitrail.base.read import parse_json, read_limited
+from vitrail.weights.readers.files import Entry, WeightFile, open_weights
+from vitrail.weights.text.tokenizer import MAX_BYTES, TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+SETTINGS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
+TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
+TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
+INDEX_KEY = "vitrail.index"  # in the metadata of an index of vitrail embed, which is no model
+BEST = "best.safetensors"  # of a training run
+_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
+_MAX_JSON = 10_000_000  # bytes
+
+
+class ModelFiles:
+    """The weight files of one model as if they were one, and its settings by file name."""
+
+    def __init__(
+        self, path: Path, files: list[WeightFile], settings: dict[str, dict[str, Any]], alone: bool = True
+    ) -> None:
+        self.path, self.files, self.settings, self.alone = path, files, settings, alone
+        self._file_of = {name: file for file in files for name in file.entries}
+        self.metadata = files[0].metadata if len(files) == 1 else {}
+        self.wrapper = files[0].wrapper
+        self.kind = files[0].kind
+        self.notes = [_checkpoint_key_note(files[0])] if files[0].others else []
+        if len(self._file_of) != sum(len(file.entries) for file in files):
+            self.close()
+            raise FileError(f"{printable(path)} holds a tensor in two of its files; save it again.")
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        return {name: file.entries[name] for name, file in self._file_of.items()}
+
+    @cached_property
+    def text_files(self) -> dict[str, bytes]:
+        """The settings and the tokenizer of a text tower, by file name; a vitrail file holds them itself."""
+        if not self.path.is_dir():
+            names = [name for name in self._file_of if name.startswith(TEXT_PREFIX)]
+            return {name.removeprefix(TEXT_PREFIX): self.tensor(name).numpy().tobytes() for name in names}
+        paths = {name: self.path / name for name in TEXT_FILES if (self.path / name).is_file()}
+        return {name: read_limited(path, MAX_BYTES, "a tokenizer") for name, path in paths.items()}
+
+    def settings_beside(self, notes: list[str]) -> dict[str, dict[str, Any]]:
+        """The settings in the folder of a single file, which tell its preprocessing.
+
+        They are those of a file with a usual name, or of the only one in the folder. Settings that cannot be
+        read are skipped, with a note: the file alone was asked for.
+        """
+        if self.alone or (self.path.name not in WEIGHTS and not _is_only_one(self.path)):
+            return {}
+        found = {}
+        for path in (self.path.parent / name for name in SETTINGS):
+            try:
+                if path.exists():
+                    found[path.name] = _read_object(path)
+            except FileError as error:
+                notes.append(f"{path.name} beside the file was not used: {error}")
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file_of[name].tensor(name)
+
+    def chunks(self, name: str) -> Iterator[np.ndarray]:
+        return self._file_of[name].chunks(name)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _checkpoint_key_note(file: WeightFile) -> str:
+    """Which of several state dicts is read: teacher or student, model or its average."""
+    return (
+        f"The file holds weights under {', '.join([file.wrapper, *file.others])}; {file.wrapper} was read. "
+        "Give checkpoint_key for another."
+    )
+
+
+def open_model(
+    path: str | os.PathLike[str], checkpoint_key: str | None = None, *, alone: bool = False
+) -> ModelFiles:
+    """Open the model at a path and read its headers. Of a run directory, these are the best weights.
+
+    Args:
+        checkpoint_key: the key of a torch.save file that holds the weights, if not the usual one.
+        alone: whether a single file says nothing about its neighbours, as in a cache of the hub.
+    """
+    path = Path(path)
+    if (path / BEST).is_file() and (path / "metrics.jsonl").is_file():
+        path = path / BEST  # a run directory; its config.json is not the model's
+    if not path.is_dir():
+        return ModelFiles(path, [open_weights(path, checkpoint_key)], {}, alone)
+    settings = {name: _read_object(path / name) for name in SETTINGS if (path / name).exists()}
+    files: list[WeightFile] = []
+    try:
+        index, names = _find_weights(path)
+        for name in names:
+            files.append(open_weights(path / name, checkpoint_key))
+        if index is not None:
+            _check_index(index, files)
+        return ModelFiles(path, files, settings)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _find_weights(folder: Path) -> tuple[Path | None, list[str]]:
+    """The index of a folder, if it has one, and its weight files.
+
+    They are those the index lists, the one with a usual name, or the only one.
+    """
+    for name in WEIGHTS:
+        if (index := folder / f"{name}.index.json").exists():
+            return index, list_shards(index)
+        if (folder / name).exists():
+            return None, [name]
+    files = _list_weights(folder)
+    if len(files) == 1:
+        return None, files
+    raise FileError(
+        f"{printable(folder)} holds {len(files)} weight files, and neither {' nor '.join(WEIGHTS)}; "
+        + ("pass the file itself." if files else "check the path.")
+    )
+
+
+def _list_weights(folder: Path) -> list[str]:
+    """The names of all weight files in a folder."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
+
+
+def _is_only_one(file: Path) -> bool:
+    """Whether a folder holds no other weight file, so that its settings are those of this one."""
+    try:
+        return _list_weights(file.parent) == [file.name]
+    except OSError:  # a folder that may not be listed
+        return False
+
+
+def _check_index(index: Path, files: list[WeightFile]) -> None:
+    """Check that an index and its shards agree on the tensors and their files."""
+    listed: dict[str, str] = _read_object(index)["weight_map"]
+    held = {(name, file.path.name) for file in files for name in file.entries}
+    for name, file in listed.items():
+        if (name, file) not in held:
+            raise FileError(
+                f"{printable(index)} lists {printable(name)} in {printable(file)}, which holds no such "
+                "tensor; download the folder again."
+            )
+    for name, file in sorted(held):
+        if name not in listed:
+            raise FileError(
+                f"{printable(file)} holds {printable(name)}, which {printable(index)} does not list; "
+                "download the folder again."
+            )
+
+
+def list_shards(index: Path) -> list[str]:
+    """The file names in an index. Only files of the same folder are allowed."""
+    listed = _read_object(index).get("weight_map")
+    names = listed.values() if isinstance(listed, dict) else []
+    files = sorted(set(names)) if all(isinstance(name, str) for name in names) else []
+    plain = [name for name in files if name not in ("", ".", "..") and not set(name) & set("/\\\0")]
+    if not files or plain != files:
+        raise FileError(
+            f"{printable(index)} must list weight files of its own folder, but lists "
+            f"{printable(files[:3])}; download the folder again."
+        )
+    return files
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise FileError(f"{printable(path)} must be a JSON object, not {type(value).__name__}; correct it.")
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """JSON from a regular file of at most 10 MB, without duplicate keys."""
+    try:
+        return parse_json(read_limited(path, _MAX_JSON, "a JSON file"), str(path), allow_nan=True)
+    except OSError as error:
+        raise FileError(f"{printable(path)} cannot be read: {error.strerror or error}.") from error
+    except InputError as error:
+        raise FileError(str(error)) from error
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's object_pairs_hook: an object without duplicate keys."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return dict(pairs)

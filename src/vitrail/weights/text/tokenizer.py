@@ -1,0 +1,178 @@
+"""A text tower's tokenizer, from the files that were published beside the weights.
+
+| files                                          | tokenizer                            |
+|------------------------------------------------|--------------------------------------|
+| vocab.json and merges.txt, or OpenAI's .txt.gz | CLIP's byte pairs, clip_tokenizer.py |
+| tokenizer.json whose pairs end in `</w>`       | the same                             |
+| any other tokenizer.json (SigLIP's, Gemma's)   | the package `tokenizers`             |
+
+Without any, the vocabulary of CLIP is read from an installed open_clip. The files are kept with the model and
+written into a vitrail file, so that one file is complete.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from vitrail.base.errors import FileError, require_extra
+from vitrail.base.read import parse_json
+from vitrail.weights.text.clip_tokenizer import (
+    END_OF_WORD,
+    ClipTokenizer,
+    Style,
+    published_vocabulary,
+    repair_text,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CLIP_FILE = "bpe_simple_vocab_16e6.txt.gz"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", CLIP_FILE)
+MAX_BYTES = 100_000_000  # of a tokenizer's file; Gemma's has 34 MB
+CLIP_VOCABULARY = 49_408
+Clean = Literal["lower", "letters", "openclip"]
+
+
+class Tokenizer(Protocol):
+    """Texts to token ids (B, length)."""
+
+    def __call__(self, texts: Sequence[str], length: int) -> NDArray[np.int64]: ...
+
+
+def open_tokenizer(files: Mapping[str, bytes], style: Style | Clean) -> Tokenizer:
+    """The tokenizer in these files.
+
+    Args:
+        files: by their names.
+        style: whose cleaning of texts to follow: "openai" or "transformers" for CLIP; for others "lower"
+            (SigLIP 2), "letters" (SigLIP, which has no punctuation) or "openclip" (OpenCLIP's SigLIP).
+    """
+    clip_style: Style = style if style in ("openai", "transformers") else "transformers"
+    if "tokenizer.json" in files:
+        model = _json(files, "tokenizer.json").get("model")
+        if isinstance(model, dict) and model.get("end_of_word_suffix") == END_OF_WORD:
+            return _clip_tokenizer(model.get("vocab"), model.get("merges"), clip_style)
+        return JsonTokenizer.open(files, style)
+    if "vocab.json" in files and "merges.txt" in files:
+        lines = _text(files["merges.txt"], "merges.txt").split("\n")
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        return _clip_tokenizer(_json(files, "vocab.json"), merges, clip_style)
+    if CLIP_FILE in files:
+        return _clip_tokenizer(*published_vocabulary(_unpack(files[CLIP_FILE])), clip_style)
+    raise FileError(
+        "The model has a text tower, but no tokenizer is beside its weights: load the folder with its "
+        "tokenizer.json, or with vocab.json and merges.txt. CLIP's own is also read from an installed "
+        "open_clip_torch."
+    )
+
+
+def installed_clip_file() -> bytes | None:
+    """OpenAI's vocabulary from an installed open_clip or clip, which is not imported."""
+    for package in ("open_clip", "clip"):
+        spec = find_spec(package)
+        folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+        for path in (folder / CLIP_FILE for folder in folders):
+            if path.is_file():
+                return path.read_bytes()
+    return None
+
+
+# ---- CLIP -----------------------------------------------------------------------------------
+
+
+def _clip_tokenizer(vocabulary: Any, merges: Any, style: Style) -> ClipTokenizer:
+    """A tokenizer from a JSON vocabulary, and from merges as pairs or as lines of two symbols."""
+    pairs = merges if isinstance(merges, list) else []
+    pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in pairs]
+    valid = isinstance(vocabulary, dict) and all(type(number) is int for number in vocabulary.values())
+    if not valid or not pairs or any(len(pair) != 2 for pair in pairs):
+        raise FileError(
+            "A CLIP tokenizer needs a vocabulary of symbols with their ids, and merges of two symbols each; "
+            "use the files that were published with the model."
+        )
+    return ClipTokenizer(vocabulary, pairs, style)
+
+
+def _unpack(data: bytes) -> list[str]:
+    with gzip.open(io.BytesIO(data)) as file:
+        try:
+            content = file.read(MAX_BYTES)
+        except (OSError, EOFError) as error:
+            raise FileError(f"{CLIP_FILE} is damaged ({error}); install open_clip_torch again.") from error
+    return _text(content, CLIP_FILE).split("\n")
+
+
+def _text(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{name} is not UTF-8 text; download it again.") from error
+
+
+def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    value = parse_json(files[name], name) if name in files else {}
+    if not isinstance(value, dict):
+        raise FileError(f"{name} must be a JSON object, not {type(value).__name__}; download it again.")
+    return value
+
+
+# ---- the package tokenizers -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class JsonTokenizer:
+    """A tokenizer.json, run by the package `tokenizers`: always padded to the full length, as SigLIP's."""
+
+    tokenizer: Any
+    pad: int
+    side: Literal["left", "right"]
+    style: str
+
+    @classmethod
+    def open(cls, files: Mapping[str, bytes], style: str) -> JsonTokenizer:
+        with require_extra("text"):
+            from tokenizers import Tokenizer as Backend
+            from tokenizers import normalizers
+        try:
+            backend = Backend.from_str(_text(files["tokenizer.json"], "tokenizer.json"))
+        except Exception as error:  # the package raises plain Exceptions
+            raise FileError(
+                f"tokenizer.json cannot be read: {str(error)[:200]}; download it again."
+            ) from error
+        if style == "lower":
+            # As a step of the tokenizer: "<EOS>" in a text must not become the special token.
+            steps = [normalizers.Lowercase(), backend.normalizer]
+            backend.normalizer = normalizers.Sequence([step for step in steps if step is not None])
+        settings = _json(files, "tokenizer_config.json")
+        name = settings.get("pad_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        known = backend.padding["pad_id"] if backend.padding else 0
+        number = backend.token_to_id(name) if isinstance(name, str) else known
+        side: Any = settings.get("padding_side", "right")
+        return cls(backend, known if number is None else number, "left" if side == "left" else "right", style)
+
+    def __call__(self, texts: Sequence[str], length: int) -> NDArray[np.int64]:
+        self.tokenizer.enable_truncation(length)
+        self.tokenizer.enable_padding(direction=self.side, pad_id=self.pad, length=length)
+        encoded = self.tokenizer.encode_batch([_clean(text, self.style) for text in texts])
+        return np.array([one.ids for one in encoded], np.int64).reshape(len(texts), length)
+
+
+def _clean(text: str, style: str) -> str:
+    """A text as the model's own code cleans it before the tokenizer."""
+    if style == "lower":
+        return text  # the tokenizer lowers it
+    if style == "openclip":
+        text = repair_text(text).replace("_", " ")
+    without = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(without.split())

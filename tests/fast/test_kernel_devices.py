@@ -15,7 +15,10 @@ from vitrail.fast.chain import ChainTiles
 from vitrail.model.device import ComputeDevice
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
-KERNELS = ("chain", "gelu", "norm", "product", "attention", "gelu_training", "norm_training")
+KERNELS = (
+    *("chain_products", "gelu", "norm_inference", "product", "attention_kernel"),
+    *("gelu_training", "norm_training"),
+)
 MODULES = [f"fast.kernels.{name}" for name in KERNELS]
 
 

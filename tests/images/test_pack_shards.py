@@ -151,7 +151,7 @@ def test_keys_are_relative_and_occur_once():
 
 def test_a_killed_pack_resumes(folder, tmp_path, small):
     code = (
-        "import sys, time; from pathlib import Path; from vitrail.images import pack_shards as m\n"
+        "import sys, time; from pathlib import Path; from vitrail.images.formats import pack_shards as m\n"
         "from vitrail.images.formats.sources import read_data\n"
         "ranges, read = m._ranges, m._read_source\n"
         "m._ranges = lambda sizes, most: ranges(sizes, 8_000)\n"

@@ -101,6 +101,14 @@ class Launcher:
             self.socket.settimeout(None)
 
 
+def _forget_helper():
+    """In a child of a test: its commands and those of its parent would get each other's answers."""
+    Launcher._running = None
+
+
+os.register_at_fork(after_in_child=_forget_helper)
+
+
 # ---- in the helper process ------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from tests.support.tiny_runs import (
 )
 from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
+from vitrail.images.formats.sources import open_dataset
 from vitrail.training.optim import lr_at
 from vitrail.training.saved_run import read_saved_run
 from vitrail.training.trainer import Interrupted
@@ -137,7 +138,7 @@ def test_no_run_and_no_data(tmp_path, complete):
 
 
 def test_a_data_set_of_the_callers(data, complete, tmp_path):
-    open_data = vt.data.sources.open_dataset(data)
+    open_data = open_dataset(data)
     out = interrupted(open_data, tmp_path / "run", **HOW)
     with pytest.raises(InputError, match=r"was an object in Python.*vt\.train\(data=\.\.\., out="):
         train(out=out, resume=True)

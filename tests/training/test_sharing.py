@@ -23,7 +23,7 @@ from vitrail.training.recipes.settings import TrainConfig
 class Ranks(ProcessGroup):
     """Processes that are all like this one."""
 
-    def any(self, flag, device):
+    def any(self, flag):
         return flag
 
 

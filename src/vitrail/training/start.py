@@ -164,24 +164,26 @@ def new_setup(
 ) -> _Setup:
     """The settings of a recipe with the changes applied, and the data."""
     dataset = open_training_data(data, classes, changes, callback)
-    resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
-    teacher_bundle = _load_teacher(teacher)
+
+    def resolve(changes: Mapping[str, Any]) -> tuple[Recipe, Bundle | None]:
+        resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
+        settings = resolve_distillation(resolved.train, changes, teacher is not None)
+        return replace(resolved, train=settings), start
+
+    resolved, start = resolve(changes)
+    teacher_bundle = _load_teacher(teacher)  # after the settings are known to be right
     if changes.get("batch") == AUTO_BATCH:
-        batch, note = _largest_batch(resolved, dataset, teacher_bundle, changes)
-        resolved, start = resolve_recipe(recipe, dataset, from_, {**changes, "batch": batch}, size, minutes)
+        batch, note = _largest_batch(resolved, dataset, teacher_bundle)
+        resolved, start = resolve({**changes, "batch": batch})
         resolved = replace(resolved, notes=(*resolved.notes, note))
-    resolved = replace(resolved, train=resolve_distillation(resolved.train, changes, teacher is not None))
     request = describe_request(data, recipe, from_, teacher, size, changes)
     request["minutes"] = minutes
     request["classes"] = None if classes is None else dataset.classes
     return _Setup(dataset, resolved, start, teacher_bundle, request, {})
 
 
-def _largest_batch(
-    recipe: Recipe, dataset: Dataset, teacher: Bundle | None, changes: Mapping[str, Any]
-) -> tuple[int, str]:
+def _largest_batch(recipe: Recipe, dataset: Dataset, teacher: Bundle | None) -> tuple[int, str]:
     """The largest batch of a run with these settings that fits in memory, and a sentence about it."""
-    recipe = replace(recipe, train=resolve_distillation(recipe.train, changes, teacher is not None))
     ranks = init_process_group()
     compute = choose_device(recipe.train.precision, ranks.local_rank, recipe.train.device)
     if recipe.train.tune == "lora":

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from vitrail_course.errata import (  # noqa: F401 they register their errata
+    note_000,
+    note_001,
+    note_001_transformers,
+    note_002,
+    note_003,
+    note_004,
+)
 from vitrail_course.errata.erratum import ERRATA, NOTES
 
 _OPENING = """# Errata of the lecture notes
 
 The claims of the five lecture notes that are wrong or imprecise, as far as code can show it. For each there
-is a function in `src/vitrail/course/errata/` that computes the numbers under *Evidence*. The command
+is a function in `course/src/vitrail_course/errata/` that computes the numbers under *Evidence*. The command
 `python -m vitrail_course.errata` runs them all and prints this page; `python -m docs.errata_page` updates it.
 *Wrong* claims contradict what they describe. *Imprecise* ones do not state a condition, use a loose term, or
 follow another convention. All claims are paraphrased. Claims about trained models are tested in the labs.

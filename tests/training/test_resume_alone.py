@@ -6,7 +6,6 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-import vitrail as vt
 from tests.support.tiny_runs import (
     SETTINGS,
     RecordingCallback,

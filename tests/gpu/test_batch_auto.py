@@ -81,6 +81,7 @@ def test_a_tried_step_needs_the_memory_of_a_step_of_the_run(name, data, teacher)
     def measure(step):
         return batch_size._gpu_peak(compute.device, step)
 
+    batch_size._free_memory()  # of the runs before
     trial = build_trial(recipe, opened, taught, compute)
     tried = step_peak(trial, 256, measure)
     del trial

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -261,3 +262,17 @@ def test_what_is_recorded_of_an_accelerated_model_is_the_models(trained):
     torch.testing.assert_close(logits, fast(images), rtol=0, atol=1e-4)
     (message,) = said
     assert "recorded or edited" in message
+
+
+def test_what_another_thread_records_leaves_the_fast_way(trained):
+    """Otherwise answers of one thread would be in another precision, by what the others do."""
+    model, images = trained[0], trained[1][:3]
+    fast, said = vt.accelerate(model, remember=False), []
+    fast.say = said.append
+    with ThreadPoolExecutor(1) as other, vt.record(model, "blocks.*.attention.weights") as tape:
+        assert other.submit(lambda: fast.watched).result() is False
+        other.submit(fast, images).result()
+        assert not tape
+        assert not said
+        assert fast.watched
+    assert not fast.watched

@@ -8,6 +8,7 @@ from torch import nn
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT
+from vitrail.model.tap import is_watched
 
 
 class Executable(nn.Module):
@@ -26,8 +27,8 @@ class Executable(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """Whether activations of the model are recorded or edited, so that it must compute them itself."""
-        if not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self._watchable):
+        """Whether this thread records or edits activations, so that the model must compute them itself."""
+        if not is_watched(self._watchable):
             return False
         if (what := self.why_not_watched()) is not None:
             raise InputError(

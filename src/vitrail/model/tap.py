@@ -162,12 +162,21 @@ def _attach(
         ours = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
         return function(name, output) if ours else None
 
+    hook.thread = thread  # type: ignore[attr-defined]
     with _hooks_lock:
         stack.callback(_locked, module.register_forward_hook(hook).remove)
     if isinstance(module, Tap) and module.explicit:
         parent: Any = model.get_submodule(name.rpartition(".")[0])
         _locked(_count_explicit, parent, 1)
         stack.callback(_locked, _count_explicit, parent, -1)
+
+
+def is_watched(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward pass in this thread calls a hook of one of these modules."""
+    hooked = [m for m in modules if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks]
+    kinds = [kind for m in hooked for kind in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)]
+    here = threading.get_ident()  # `record` and `edit` of another thread do not concern this one
+    return any(getattr(hook, "thread", here) == here for kind in kinds for hook in list(kind.values()))
 
 
 def _locked(function: Callable[..., object], *args: object) -> None:

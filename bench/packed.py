@@ -1,7 +1,7 @@
 """Images of different shapes: packed into one sequence, against padded ones and one after the other.
 
     python -m bench.packed
-    python -m bench.packed --images 256 --device cuda --dtype bfloat16 --model B/16
+    python -m bench.packed --images 256 --dtype bfloat16 --model B/16
 
 Shapes are those of NaFlex: aspect ratios from 1:2 to 2:1, and either at most 196 patches each ("one budget")
 or from 49 to 196 ("budgets"). "padded sequences" pads token lists to the longest, with a mask; "padded
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--model", default="Ti/16")
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="default: bench/results/packed-DEVICE.json")
     args = parser.parse_args()

@@ -21,8 +21,8 @@ from torch import nn
 
 from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
+from vitrail.model.config import ViTConfig
+from vitrail.model.presets import preset
 
 # task: batch, rounds. A round is one step of each library: short, so that what slows the machine
 # slows neighbors alike, and many, so that the median of their ratios settles.

@@ -22,10 +22,10 @@ import torch
 import vitrail as vt
 from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.config.presets import preset
 from vitrail.fast.choices import Choices
 from vitrail.fast.inference_routes import Builder
 from vitrail.fast.onnx_graph import OnnxForward
+from vitrail.model.presets import preset
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from torch import nn
 
 from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
+from vitrail.model.config import ViTConfig
+from vitrail.model.presets import preset
 from vitrail.training.plan.cost import forward_flops
 
 sync = torch.cuda.synchronize

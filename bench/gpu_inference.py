@@ -29,7 +29,7 @@ import torch
 
 from bench.measure import clock, environment, save
 from bench.peers import make_torchvision_importable, ours, timm
-from vitrail.config.presets import preset
+from vitrail.model.presets import preset
 
 ROWS = ("timm", "timm-max", "timm-reduce", "ours", "bf16", "fp8", "latency")
 _MODES = {"timm": None, "timm-max": "max-autotune", "timm-reduce": "reduce-overhead", "ours": None}

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.measure import environment, save
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
 from vitrail.fast.parallelism import Parallelism
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecution
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.model.presets import preset
 from vitrail.training.optim import build_optimizer
 from vitrail.training.plan.fitting import StepMemory
 from vitrail.training.recipes.settings import TrainConfig

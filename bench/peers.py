@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 
 disable_telemetry()  # before any of them is loaded
 

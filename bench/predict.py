@@ -35,8 +35,8 @@ from bench.loading import CLASSES, write_images
 from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.base.cores import usable_cores
-from vitrail.config.presets import preset
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.presets import preset
 
 ROWS = ("vitrail", "vitrail, fp32", "timm", "timm, compiled")
 FEW = 32

@@ -32,14 +32,14 @@ from torch import nn
 
 from bench.measure import capture, clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecution
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import Batch, Reader
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.model.presets import preset
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.recipes import recipe
 from vitrail.training.trainer import Trainer

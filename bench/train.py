@@ -56,15 +56,15 @@ from bench.train_peers import (
     Answer,
     timed,
 )
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.pack_writer import pack_dataset
 from vitrail.images.formats.sources import Dataset, read_data
 from vitrail.images.loader import Batch, Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.model.presets import preset
 from vitrail.training.epoch import evaluate_epoch
 from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.trainer import Trainer

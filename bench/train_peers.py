@@ -18,8 +18,8 @@ import torch
 
 from bench.peers import PEERS, Logits
 from vitrail.base.cores import usable_cores
-from vitrail.config import ViTConfig
 from vitrail.images.augment.mixing import Mixing
+from vitrail.model.config import ViTConfig
 
 BATCH = 256
 LR = 5e-4

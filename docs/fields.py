@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from vitrail.base.fields import literal_values
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 
 PAGE = Path(__file__).parent / "config.md"
 

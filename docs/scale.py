@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.config.presets import preset
+from vitrail.model.presets import preset
 from vitrail.training.plan.cost import Cluster, step_cost
 
 PAGE = Path(__file__).parent / "scale.md"

@@ -28,7 +28,7 @@ _MODULES = {
     "Preprocess": "vitrail.images.preprocess",
     "Scores": "vitrail.weights.bundle.scores",
     "ViT": "vitrail.model",
-    "ViTConfig": "vitrail.config",
+    "ViTConfig": "vitrail.model.config",
     "VitrailError": "vitrail.base.errors",
     "accelerate": "vitrail.fast.accelerate",
     "check": "vitrail_course.exercises.notebook",
@@ -41,7 +41,7 @@ _MODULES = {
     "find_lr": "vitrail.experiment.lr_finder",
     "generate": "vitrail.model",
     "load": "vitrail.weights.load",
-    "preset": "vitrail.config.presets",
+    "preset": "vitrail.model.presets",
     "record": "vitrail.model",
     "study": "vitrail.experiment.study",
     "surgery": "vitrail.model",
@@ -87,8 +87,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError
-    from vitrail.config import ViTConfig
-    from vitrail.config.presets import preset
     from vitrail.evaluation.evaluate_model import evaluate
     from vitrail.experiment.folds import cross_validate
     from vitrail.experiment.halving_sweep import sweep
@@ -98,7 +96,9 @@ if TYPE_CHECKING:
     from vitrail.fast.accelerate import accelerate
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
+    from vitrail.model.config import ViTConfig
     from vitrail.model.create import create
+    from vitrail.model.presets import preset
     from vitrail.predict import Predictor
     from vitrail.training.start import train
     from vitrail.views.walk import walk

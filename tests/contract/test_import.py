@@ -15,8 +15,7 @@ ROOT = Path(vitrail.__file__).parent
 # From the bottom up, with what belongs in each room. A room may import from those above it in this list.
 ROOMS = {
     "base": "What every room stands on: errors, checks of fields, safe files, progress. No torch.",
-    "config": "What a model is, as plain data, and the memory it needs. No torch.",
-    "model": "The paper with every option. Imports only torch, base and config.",
+    "model": "The paper with every option, and its settings, which do without torch. Imports only torch and base.",
     "images": "Images, where they come from, augmentation, and their order.",
     "weights": "Weight files: other libraries' and our own.",
     "fast": "How a model is executed: another executable beside it, with a check of its answers.",
@@ -152,10 +151,10 @@ def test_every_form_of_import_is_found(tmp_path, monkeypatch):
     file = tmp_path / "model" / "x.py"
     file.parent.mkdir()
     file.write_text(
-        "from vitrail import ViT\nfrom ..cli import main\nimport vitrail.config.presets\nimport numpy as n\n"
+        "from vitrail import ViT\nfrom ..cli import main\nimport vitrail.model.presets\nimport numpy as n\n"
         "def f():\n    import vitrail\n    vitrail.load('x')\n    importlib.import_module('vitrail.serve')\n"
     )
-    assert sorted(packages(file)) == ["cli", "config", "model", "serve", "weights"]
+    assert sorted(packages(file)) == ["cli", "model", "model", "serve", "weights"]
     assert ("numpy", False) in list(imports(file))
 
 
@@ -176,5 +175,5 @@ def test_imports_go_down_the_layers(path):
     if package == "model":
         others = {name.split(".")[0] for name, _ in imports(path)} - sys.stdlib_module_names
         assert others <= {"torch", "vitrail"}
-        assert imported <= {"model", "config", "base"}
+        assert imported <= {"model", "base"}
     assert "vitrail_course" not in {name.split(".")[0] for name, _ in imports(path)}

@@ -8,7 +8,7 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.config.presets import SIZES
+from vitrail.model.presets import SIZES
 
 # At 224 pixels unless the name says otherwise: without a head, and with 1000 classes. Equal to the counts of
 # torchvision, timm and keras-hub where they have the model.

@@ -9,10 +9,10 @@ import torch
 
 import vitrail as vt
 from tests.support.tiny_runs import RecordingCallback, train
-from vitrail.config import ViTConfig
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import build_trial, step_peak

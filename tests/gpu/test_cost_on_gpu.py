@@ -5,7 +5,7 @@ import torch
 
 from bench.measure import clock
 from bench.steps import BATCH, large_step
-from vitrail.config.presets import preset
+from vitrail.model.presets import preset
 from vitrail.training.plan.cost import Cluster, step_cost
 
 H200 = torch.cuda.is_available() and "H200" in torch.cuda.get_device_name()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.support.tiny_runs import write_arrays
-from vitrail.config import ViTConfig
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.recipes.settings import TrainConfig

@@ -13,9 +13,9 @@ from tests.support.training_kernels import (
     check_layer_norm,
     check_long_gradients,
 )
-from vitrail.config import ViTConfig
 from vitrail.fast.variants import use_fused_kernels
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a GPU")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
 from vitrail.model import ViT, record
+from vitrail.model.config import ViTConfig
 from vitrail.model.decoder import causal_mask
 
 CONFIG = dict(width=16, depth=2, heads=2, patch=4, size=12, channels=1, classes=5)

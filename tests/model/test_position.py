@@ -9,7 +9,7 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.config import POSITIONS as CONFIG_POSITIONS
+from vitrail.model.config import POSITIONS as CONFIG_POSITIONS
 from vitrail.model.position import POSITIONS
 
 BASE = dict(width=16, depth=3, heads=2, patch=4, size=(8, 12), channels=1, classes=0)

@@ -10,13 +10,13 @@ import torch
 import vitrail as vt
 from tests.support.tiny_runs import RecordingCallback, fingerprints, train, write_arrays, write_folder
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
-from vitrail.config.model_memory import step_bytes
-from vitrail.config.presets import preset
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.model.model_memory import step_bytes
+from vitrail.model.presets import preset
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import (

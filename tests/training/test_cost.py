@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.memory import estimate
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
-from vitrail.config.model_memory import activation_bytes
-from vitrail.config.presets import preset
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
+from vitrail.model.model_memory import activation_bytes
+from vitrail.model.presets import preset
 from vitrail.training.optim import build_optimizer
 from vitrail.training.plan.cost import Cluster, forward_flops, step_cost
 from vitrail.training.plan.fitting import fitting_mode

@@ -15,11 +15,11 @@ from tests.support.tiny_runs import (
     train,
 )
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training.metric_values import Diverged, EpochMetrics
 from vitrail.training.parallel import ProcessGroup

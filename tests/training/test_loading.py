@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.support.tiny_runs import one_thread, write_arrays, write_folder
-from vitrail.config import ViTConfig
 from vitrail.images import reader
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import WorkerPlan, Workers
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.training.plan import loading
 from vitrail.training.plan.summary_of_plan import training_plan

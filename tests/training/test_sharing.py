@@ -8,10 +8,10 @@ import torch
 
 import vitrail as vt
 from vitrail.base.errors import ConfigError
-from vitrail.config.model_memory import activation_bytes
-from vitrail.config.presets import preset
 from vitrail.fast import parallelism as shards
 from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.model.model_memory import activation_bytes
+from vitrail.model.presets import preset
 from vitrail.training import sharding
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan.cost import Cluster, step_cost

@@ -8,13 +8,13 @@ import torch
 
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, fingerprints, train
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
 from vitrail.fast import variants
 from vitrail.fast.variants import FusedNorm, ShortAttention, use_bf16_residual, use_fused_kernels
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device, seed_generators
 from vitrail.training.captured_step import StepValues
 from vitrail.training.parallel import ProcessGroup

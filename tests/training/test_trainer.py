@@ -22,9 +22,9 @@ from tests.support.tiny_runs import (
     write_arrays,
 )
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
 from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training import checkpoint
 from vitrail.training import input_pipeline as inputs

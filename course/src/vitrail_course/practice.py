@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.base.errors import InputError, suggest
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail_course import practice_solutions
 from vitrail_course.labs.datasets import load_dataset, resize_dataset
 

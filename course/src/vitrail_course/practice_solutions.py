@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,9 +13,9 @@ from vitrail.cli.model_arguments import print_guess
 from vitrail.cli.outputs import saving_gate_report
 
 if TYPE_CHECKING:
-    from vitrail.config import ViTConfig
     from vitrail.exporters.api import Format
     from vitrail.exporters.proof import Proof
+    from vitrail.model.config import ViTConfig
 
 _FILE_NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "html": "classroom.html"}
 

@@ -13,7 +13,7 @@ import typer
 from vitrail.cli import overrides as options
 
 if TYPE_CHECKING:
-    from vitrail.config import ViTConfig
+    from vitrail.model.config import ViTConfig
     from vitrail.weights.describe import FileDescription
     from vitrail.weights.families.match import FamilyMatch
     from vitrail.weights.readers.folder import ModelFiles
@@ -131,8 +131,8 @@ def _feature_statistics(means: Entry | None) -> str | None:
 
 def _size_name(config: ViTConfig) -> str:
     """ "B/16@224x224" for a published size; otherwise its numbers."""
-    from vitrail.config import format_sides
-    from vitrail.config.presets import SIZES
+    from vitrail.model.config import format_sides
+    from vitrail.model.presets import SIZES
 
     sides = f"/{format_sides(dict.fromkeys(config.patch_pixels))}@{format_sides(config.pixels)}"
     numbers = config.width, config.depth, config.F, config.heads

@@ -153,8 +153,8 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
     A field is a field of ViTConfig, "preprocess" or "preprocess." with a field of it, or checkpoint_key.
     """
     from vitrail.base.fields import type_hints
-    from vitrail.config import ViTConfig
     from vitrail.images.preprocess import Preprocess
+    from vitrail.model.config import ViTConfig
 
     model, images = type_hints(ViTConfig), type_hints(Preprocess)
     names = [*model, "preprocess", *(f"preprocess.{name}" for name in images), "checkpoint_key"]

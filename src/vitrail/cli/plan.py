@@ -46,7 +46,7 @@ def plan(
 
     A small cost model, not a measurement: `vitrail train DATA --dry-run` plans a run by the machine it is on.
     """
-    from vitrail.config.presets import preset
+    from vitrail.model.presets import preset
     from vitrail.training.clock import format_seconds
     from vitrail.training.console_lines import print_rows
     from vitrail.training.plan.cost import Cluster, describe_cost, step_cost

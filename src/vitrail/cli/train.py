@@ -362,9 +362,9 @@ def _apply_preprocess(changes: dict[str, Any], text: str) -> None:
 def _parse_field(part: str, name: str, value: str) -> Any:
     """The text if it is one of the field's allowed values (some have "none"), else what it parses to."""
     from vitrail.base.fields import literal_values, type_hints
-    from vitrail.config import ViTConfig
     from vitrail.images.augment.mixing import Mixing
     from vitrail.images.augment.pipeline import Augment
+    from vitrail.model.config import ViTConfig
     from vitrail.training.recipes.settings import TrainConfig
 
     config = {"": TrainConfig, "model": ViTConfig, "augment": Augment, "mixing": Mixing}[part]

@@ -17,8 +17,8 @@ from vitrail.cli.walk_table import show_walk
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitrail.config import ViTConfig
     from vitrail.images.preprocess import Preprocess
+    from vitrail.model.config import ViTConfig
     from vitrail.views.walk import Stage
     from vitrail.weights.bundle.bundle import Bundle
 
@@ -108,10 +108,10 @@ def _load_model(
     """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
-    from vitrail.config.presets import preset
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import ViT
     from vitrail.model.device import place
+    from vitrail.model.presets import preset
     from vitrail.weights.bundle.bundle import Bundle
     from vitrail.weights.preprocessing import override_preprocess
 

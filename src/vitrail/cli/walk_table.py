@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vitrail.config import ViTConfig
+    from vitrail.model.config import ViTConfig
     from vitrail.views.walk import Stage
 
 _MAX_COLUMNS = 36  # of an attention map; without color a value takes two characters

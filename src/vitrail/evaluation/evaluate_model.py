@@ -20,7 +20,6 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary
-from vitrail.config.model_memory import check_fits, forward_bytes
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
@@ -49,6 +48,7 @@ from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT
+from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics
 from vitrail.weights.bundle.own_shape import reading_preprocess

@@ -24,8 +24,8 @@ from vitrail.base.errors import InputError, suggest
 from vitrail.images.rng import random_permutation
 
 if TYPE_CHECKING:
-    from vitrail.config import ViTConfig
     from vitrail.model import ViT
+    from vitrail.model.config import ViTConfig
     from vitrail.weights.bundle.feature_statistics import FeatureStatistics
 
 PROBES = ("knn", "linear", "fewshot")

@@ -13,7 +13,7 @@ from vitrail.evaluation.calibration import MAX_TEMPERATURE, MIN_TEMPERATURE, sig
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vitrail.config import ViTConfig
+    from vitrail.model.config import ViTConfig
     from vitrail.weights.bundle.bundle import Card
     from vitrail.weights.bundle.scores import Activation, Scores
 

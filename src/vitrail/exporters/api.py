@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.base.errors import InputError, option, printable, setting, suggest
 from vitrail.base.summary import Summary
-from vitrail.config import format_sides
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.images.formats.folders import expand_folders
+from vitrail.model.config import format_sides
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import as_bundle
 from vitrail.weights.text.zero_shot import check_classes
 
 if TYPE_CHECKING:
-    from vitrail.config import ViTConfig
     from vitrail.exporters.proof import Proof
     from vitrail.model import ViT
+    from vitrail.model.config import ViTConfig
 
 Format = Literal["onnx", "torch-export", "html"]
 SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch-export": ".pt2", "html": ".html"}

@@ -13,11 +13,11 @@ from torch.export import Dim, ExportedProgram
 
 from vitrail.base.errors import InputError, option
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig
 from vitrail.exporters.resize import Normalize, ResizeToInput, check_resize
 from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.describe import position_resize_options
 

@@ -23,9 +23,9 @@ from vitrail.base.errors import InputError, MissingExtra, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.version import __version__
 from vitrail.base.write import check_new, write_text
-from vitrail.config import ViTConfig, format_sides
 from vitrail.model import ViT
 from vitrail.model.attention import attention_scale
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.views.figure_images import from_files
 from vitrail.views.filters import is_smooth, smoothness
 from vitrail.views.gallery import evenly_spaced

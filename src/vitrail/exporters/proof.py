@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from vitrail.base.errors import FileError, printable
-from vitrail.config import format_sides
 from vitrail.exporters.graph import Plan
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT, surgery
+from vitrail.model.config import format_sides
 from vitrail.predict.engine import output_names
 from vitrail.weights.bundle.bundle import Bundle, golden_inputs
 from vitrail.weights.bundle.golden import LOGIT_TOLERANCE

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vitrail.base.errors import ConfigError
-from vitrail.config import ViTConfig
 from vitrail.fast.parallelism import gather
 from vitrail.fast.twin import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
+from vitrail.model.config import ViTConfig
 from vitrail.model.empty import build_empty_model
 
 UPDATE = ".parametrizations.weight.0."  # in the names of A and B

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.fast.twin import replace_modules, take_parts
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
 from vitrail.model.block import Block
+from vitrail.model.config import ViTConfig
 from vitrail.model.mlp import MLP
 from vitrail.model.pool import ClassPool
 from vitrail.model.position import RotaryPosition, Rotate, identity

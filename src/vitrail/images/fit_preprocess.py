@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitrail.config import ViTConfig
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 
 
 def fit_preprocess(preprocess: Preprocess, config: ViTConfig) -> Preprocess:

@@ -1,12 +1,37 @@
-"""The Vision Transformer. Start with vit.py, which names the file of each part."""
+"""The Vision Transformer. Start with vit.py, which names the file of each part.
 
-from vitrail.model import surgery
-from vitrail.model.attention import Attention, attend, attend_explicitly
-from vitrail.model.block import Block
-from vitrail.model.decoder import Decoder, DecoderConfig, generate
-from vitrail.model.tap import edit, record
-from vitrail.model.text_tower import TextConfig, TextTower
-from vitrail.model.vit import Encoded, ViT
+config.py, config_checks.py, presets.py and model_memory.py do without torch, so the names below are imported
+on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.model import surgery
+    from vitrail.model.attention import Attention, attend, attend_explicitly
+    from vitrail.model.block import Block
+    from vitrail.model.decoder import Decoder, DecoderConfig, generate
+    from vitrail.model.tap import edit, record
+    from vitrail.model.text_tower import TextConfig, TextTower
+    from vitrail.model.vit import Encoded, ViT
+
+_MODULES = {
+    "Attention": "attention",
+    "Block": "block",
+    "Decoder": "decoder",
+    "DecoderConfig": "decoder",
+    "Encoded": "vit",
+    "TextConfig": "text_tower",
+    "TextTower": "text_tower",
+    "ViT": "vit",
+    "attend": "attention",
+    "attend_explicitly": "attention",
+    "edit": "tap",
+    "generate": "decoder",
+    "record": "tap",
+    "surgery": "surgery",
+}
 
 __all__ = [
     "Attention",
@@ -24,3 +49,12 @@ __all__ = [
     "record",
     "surgery",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'vitrail.model' has no attribute {name!r}")
+    module = import_module(f"vitrail.model.{_MODULES[name]}")
+    value = module if name == _MODULES[name] else getattr(module, name)
+    globals()[name] = value  # so that __getattr__ is not called again
+    return value

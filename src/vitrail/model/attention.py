@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.norm import build_norm
 from vitrail.model.position import Rotate, identity
 from vitrail.model.segments import Segments

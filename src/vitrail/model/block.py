@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.model.attention import Attention
+from vitrail.model.config import ViTConfig
 from vitrail.model.mlp import build_mlp
 from vitrail.model.norm import DropPath, LayerScale, build_norm
 from vitrail.model.position import Rotate, build_bias, identity

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import has_values
 
 _AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts

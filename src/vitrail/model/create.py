@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from vitrail.config.presets import preset
-from vitrail.model import ViT
+from vitrail.model.presets import preset
+from vitrail.model.vit import ViT
 
 
 def create(
@@ -21,7 +21,7 @@ def create(
     """Build a ViT by name, with random weights: `create("B/16@384", classes=10)`.
 
     Args:
-        name: a size of `vitrail.config.presets` with patch size and, after "@", image size.
+        name: a size of `vitrail.model.presets` with patch size and, after "@", image size.
         device: the device of its parameters; "meta" allocates no memory.
         dtype: the dtype of its parameters; float32 by default.
         fields: fields of ViTConfig, which override those of the name.

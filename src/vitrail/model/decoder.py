@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from vitrail.base.errors import ConfigError, InputError
 from vitrail.base.fields import Config, as_integer, boolean, choice, documented, integer, number, probability
-from vitrail.config import ViTConfig
 from vitrail.model.attention import Attention
 from vitrail.model.block import Block, build_block
 from vitrail.model.check_input import check_dtype, check_token_ids
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.model.norm import build_norm
 from vitrail.model.position import Grid, LearnedPosition, Rotate, identity

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.vit import ViT
 
 

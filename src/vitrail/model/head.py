@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.mlp import build_activation
 
 

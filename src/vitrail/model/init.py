@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import has_values
 
 _TABLE = """

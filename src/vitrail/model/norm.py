@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.segments import Segments
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.model.attention import Attention
+from vitrail.model.config import ViTConfig
 from vitrail.model.mlp import build_mlp
 from vitrail.model.norm import build_norm
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig, format_sides
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.model.position_parts import PairwiseBias, RelativeBias, apply_rotary, side_by_side, sincos
 from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
 

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 
 
 def sincos(index: Tensor, width: int) -> Tensor:

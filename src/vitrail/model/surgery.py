@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError, suggest
-from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.config.model_memory import check_parameters
+from vitrail.model.config import STEM_STRIDES, ViTConfig
+from vitrail.model.model_memory import check_parameters
 from vitrail.model.position import POSITIONS
 from vitrail.model.resample import resize_kernel
 from vitrail.model.vit import ViT

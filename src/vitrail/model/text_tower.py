@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
 from vitrail.base.fields import Config, boolean, choice, documented, integer, number
-from vitrail.config import ViTConfig
 from vitrail.model.block import build_block
 from vitrail.model.check_input import check_token_ids
+from vitrail.model.config import ViTConfig
 from vitrail.model.decoder import SequencePosition, causal_mask
 from vitrail.model.norm import build_norm
 from vitrail.model.tap import Tap, TappedModule

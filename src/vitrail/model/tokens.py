@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import STEM_STRIDES, ViTConfig
+from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.model.norm import build_norm
 from vitrail.model.stem import ConvStem, MobileStem, ResNetStem, initialize_stem
 from vitrail.model.tap import TappedModule

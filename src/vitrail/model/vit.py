@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig
-from vitrail.config.model_memory import check_parameters
 from vitrail.model.block import build_block
 from vitrail.model.check_input import check_input, check_mask
+from vitrail.model.config import ViTConfig
 from vitrail.model.head import build_head
 from vitrail.model.init import initialize
+from vitrail.model.model_memory import check_parameters
 from vitrail.model.modes import run_block
 from vitrail.model.norm import build_norm
 from vitrail.model.packing import encode_packed

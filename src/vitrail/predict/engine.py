@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.telemetry import import_onnxruntime
-from vitrail.config import ViTConfig
 from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.fast.halving import FittingBatches
 from vitrail.fast.inference_routes import Accelerated
@@ -22,6 +21,7 @@ from vitrail.fast.onnx_graph import open_session
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.weights.bundle.bundle import Bundle, Card

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.base.errors import ConfigError, FileError, printable
 from vitrail.base.read import open_regular
-from vitrail.config import ViTConfig
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Card
 from vitrail.weights.bundle.bundle_header import parse_header, read_header
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics, parse_statistics

@@ -23,7 +23,6 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.memory import memory_limit
-from vitrail.config.model_memory import check_fits, forward_bytes
 from vitrail.evaluation.accelerated import Speedup
 from vitrail.evaluation.scale import load_scale
 from vitrail.fast.gate import MIN_AGREEMENT
@@ -32,6 +31,7 @@ from vitrail.images.pixels import check_pixel_range
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers, in_background
 from vitrail.model import ViT
+from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.predict.engine import open_engine
 from vitrail.predict.image_sources import describe_error, expand_paths, prefetch
 from vitrail.predict.prediction import Prediction

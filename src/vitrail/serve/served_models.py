@@ -16,7 +16,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError, VitrailError, printable
 from vitrail.base.memory import format_bytes
-from vitrail.config.model_memory import forward_bytes
+from vitrail.model.model_memory import forward_bytes
 from vitrail.serve.app import App
 from vitrail.serve.server_settings import ServeConfig
 from vitrail.serve.words import MAX_TEXTS

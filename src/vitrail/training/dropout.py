@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.images.rng import random_integer
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import seed_generators
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.recipes.settings import TrainConfig

@@ -11,14 +11,14 @@ import torch
 
 from vitrail.base.errors import ConfigError, option
 from vitrail.base.fields import short_repr
-from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.config.presets import preset
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.model.device import find_device
+from vitrail.model.presets import preset
 from vitrail.training.parallel import ProcessGroup, global_batch_size
 from vitrail.training.recipes import recipe as recipe_for
 from vitrail.training.recipes.auto import MAX_SIDE, RunContext

@@ -10,10 +10,10 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, setting
 from vitrail.base.summary import Summary
-from vitrail.config.model_memory import check_fits, training_bytes
 from vitrail.fast.lora import check_rank
 from vitrail.images.formats.sources import Dataset
 from vitrail.model.device import ComputeDevice, choose_device
+from vitrail.model.model_memory import check_fits, training_bytes
 from vitrail.training.build_model import build_trainer, fit_recipe
 from vitrail.training.callbacks import Callback, NullCallback
 from vitrail.training.checkpoint import CheckpointManager

@@ -10,8 +10,8 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, FileError, InputError, call, option, printable
 from vitrail.base.fields import as_tuples, short_repr
-from vitrail.config import ViTConfig
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.training.checkpoint import list_checkpoints
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.weights.bundle.bundle import Bundle

@@ -13,10 +13,10 @@ import torch
 from vitrail.base.errors import ConfigError, VitrailError, option, setting
 from vitrail.base.memory import is_out_of_memory
 from vitrail.base.write import write_text
-from vitrail.config import format_sides
 from vitrail.images.fingerprint import Fingerprint
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT
+from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
 from vitrail.training.early_stop import early_stop

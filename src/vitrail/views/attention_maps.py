@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
-from vitrail.config import ViTConfig
 from vitrail.model import ViT, record
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
 from vitrail.model import ViT, edit
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest

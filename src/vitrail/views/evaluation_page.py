@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vitrail.base.errors import printable
-from vitrail.config import format_sides
 from vitrail.evaluation.evaluate_model import Evaluation
 from vitrail.images.formats.sources import Split
+from vitrail.model.config import format_sides
 from vitrail.views.calibration_chart import calibration_section
 from vitrail.views.class_table import class_section, confusion_section
 from vitrail.views.gallery import example_section, mistake_section

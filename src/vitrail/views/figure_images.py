@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
-from vitrail.config.model_memory import attention_bytes, check_fits
 from vitrail.images.decode import open_image, suppress_warnings
 from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.model_memory import attention_bytes, check_fits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

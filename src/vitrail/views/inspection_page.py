@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vitrail.base.errors import printable
 from vitrail.base.write import atomic_folder
-from vitrail.config import format_sides
+from vitrail.model.config import format_sides
 from vitrail.views.figure import InspectionRequest
 from vitrail.views.figures import Inspection, MadeFigure, inspect_model
 from vitrail.views.html_page import Figure, Page, Section, check_extras, write_page

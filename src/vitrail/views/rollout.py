@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
-from vitrail.config import ViTConfig
 from vitrail.model import ViT, edit, record
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.views.attention_maps import (
     POOL_WEIGHTS,

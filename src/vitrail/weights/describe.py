@@ -9,9 +9,9 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.base.fields import per_axis, short_repr
-from vitrail.config import ViTConfig, format_sides
 from vitrail.images.fit_preprocess import default_preprocess
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle import Card, Source
 from vitrail.weights.bundle.bundle_header import parse_header, read_header
 from vitrail.weights.bundle.scores import Scores

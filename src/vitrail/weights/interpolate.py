@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vitrail.base.errors import InputError
 from vitrail.base.fields import is_real, short_repr
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.head_rows import rehead
 

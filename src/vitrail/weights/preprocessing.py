@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, VitrailError, printable, setting, suggest
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig, format_sides
 from vitrail.images.fit_preprocess import default_preprocess, fit_preprocess
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published_preprocess import (
@@ -19,6 +18,7 @@ from vitrail.images.published_preprocess import (
     from_timm,
     published_preprocess,
 )
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.families.config_json import model_names, split_words
 from vitrail.weights.readers.folder import ModelFiles
 

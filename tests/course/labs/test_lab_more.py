@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail_course.labs import convolution, filters, gelu_relu, heads, recurrent, subwords
 
 

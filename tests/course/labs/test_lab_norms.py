@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail_course.labs import norms
 from vitrail_course.labs.datasets import load_dataset, plain_settings
 from vitrail_course.labs.norms import ARMS

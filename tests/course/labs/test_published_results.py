@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.support.shared_data import shared
-from vitrail.config.presets import preset
+from vitrail.model.presets import preset
 from vitrail_course.labs import published_results
 from vitrail_course.labs.published_results import (
     PUBLISHED,

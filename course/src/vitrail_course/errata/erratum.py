@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.trial import one_thread
 from vitrail.model import ViT, record
+from vitrail.model.config import ViTConfig
 from vitrail.model.create import create
 
 Kind = Literal["wrong", "imprecise"]

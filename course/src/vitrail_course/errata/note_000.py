@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.config.presets import preset
 from vitrail.model import record
+from vitrail.model.presets import preset
 from vitrail_course.errata.erratum import Evidence, count_parameters, erratum, max_difference, normal, tiny
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config.presets import preset
 from vitrail.model.create import create
+from vitrail.model.presets import preset
 from vitrail_course.errata.erratum import Evidence, embedded, erratum, max_difference, normal, outcome, tiny
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.config import ViTConfig
 from vitrail.model.attention import Attention
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.hf import VIT_NAMES
 from vitrail_course.errata.erratum import Evidence, erratum, max_difference, normal, outcome, tiny
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vitrail.config.presets import preset
 from vitrail.model import ViT, record
 from vitrail.model.create import create
 from vitrail.model.decoder import Decoder, DecoderConfig
+from vitrail.model.presets import preset
 from vitrail_course.errata.erratum import Evidence, erratum, max_difference, normal, outcome, tiny
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.decoder import Decoder, DecoderConfig
 from vitrail_course.errata.erratum import (
     Evidence,

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
+from vitrail.model.presets import preset
 from vitrail_course.errata.erratum import (
     Evidence,
     count_parameters,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.model.mlp import build_activation
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize

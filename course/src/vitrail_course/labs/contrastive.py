@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 
 _INITIAL_SCALE, _MAX_SCALE = 1 / 0.07, 100.0  # factor on cosine similarities, as in CLIP
 

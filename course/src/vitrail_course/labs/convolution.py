@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.interval import confidence_interval, share_interval
 from vitrail.experiment.trial import map_in_processes
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
+from vitrail.model.config import ViTConfig
 from vitrail.views.canvas import LINES, new_figure, show_map, styled
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
 from vitrail_course.labs.verdict import Statement, Verdict, decide, format_interval, is_above, reaches

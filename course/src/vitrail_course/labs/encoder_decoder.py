@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import edge_note
 from vitrail.experiment.trial import ProcessPool
 from vitrail.model import Decoder, DecoderConfig, ViT, generate, record
+from vitrail.model.config import ViTConfig
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.grammar import (
     ARTICLES,

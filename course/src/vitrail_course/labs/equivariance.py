@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 
 STRIDE = 4  # the patch size, and the total stride of the stem and of the CNN's pooling
 # Without the hybrid: its stem pads with zeros, which differ from circular shifts.

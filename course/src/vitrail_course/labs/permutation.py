@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.tokens import patchify
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize, load_images

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.config import format_sides
 from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference, resolve_arm
 from vitrail.experiment.trial import map_in_processes
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
+from vitrail.model.config import format_sides
 from vitrail.training.recipes.settings import Recipe
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.custom_run import CustomRun, train_run

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.config import format_sides
 from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference, best_lr, edge_note, resolve_arm, scores_by_lr
 from vitrail.experiment.trial import Trial, map_in_processes
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT, surgery
+from vitrail.model.config import format_sides
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.custom_run import CustomRun, initial_accuracy, set_weights, train_run
 from vitrail_course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset

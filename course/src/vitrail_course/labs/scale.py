@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.experiment.interval import share_interval
 from vitrail.model.attention import attention_scale
+from vitrail.model.config import ViTConfig
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize
 from vitrail_course.labs.verdict import Verdict, decide, fact

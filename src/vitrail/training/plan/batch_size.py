@@ -12,12 +12,12 @@ from itertools import repeat
 import torch
 
 from vitrail.base.memory import is_out_of_memory, memory_limit
-from vitrail.config import ViTConfig
-from vitrail.config.model_memory import step_bytes
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import Batch
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice
+from vitrail.model.model_memory import step_bytes
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.recipes.settings import Recipe

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.memory import format_bytes
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.training.plan.fitting import MARGIN, Mode, StepMemory, fitting_mode
 
 # By width, of the matrix product: in bf16, with 256 images.

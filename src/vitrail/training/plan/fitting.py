@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.config import ViTConfig
-from vitrail.config.model_memory import activation_bytes, state_bytes
+from vitrail.model.config import ViTConfig
+from vitrail.model.model_memory import activation_bytes, state_bytes
 
 Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vitrail.base.errors import VitrailError
-from vitrail.config import STEM_STRIDES, ViTConfig
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
+from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.training.recipes.mnist import mnist
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.training.recipes.small import choose_patch, cifar10, preprocess_for, small

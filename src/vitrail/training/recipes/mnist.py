@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vitrail.config import ViTConfig
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 
 _MEAN, _STD = (0.1307,), (0.3081,)  # of the 60,000 training images

@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from vitrail.config import ViTConfig
-from vitrail.config.presets import preset
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.fit_preprocess import fit_preprocess
@@ -16,6 +14,8 @@ from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import steps_in_epoch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published_preprocess import IMAGENET, published_preprocess
+from vitrail.model.config import ViTConfig
+from vitrail.model.presets import preset
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 
 _IMAGENET_IMAGES = 1_281_167

@@ -24,12 +24,12 @@ from vitrail.base.fields import (
     short_repr,
     unknown_field,
 )
-from vitrail.config import ViTConfig
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.holdout import VAL_FRACTION
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import check_workers
+from vitrail.model.config import ViTConfig
 
 MAX_SEED = 2**63 - 1  # what torch takes
 _MAX_THREADS = 1024

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vitrail.config import ViTConfig
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 
 _IMAGES_SEEN = 60_000  # by `small` in all its epochs, about: smaller data sets get more epochs

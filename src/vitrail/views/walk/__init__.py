@@ -22,8 +22,8 @@ from typing import cast
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
 from vitrail.model import Decoder, DecoderConfig, ViT
+from vitrail.model.config import ViTConfig
 from vitrail.views.walk.decoder_stages import walk_decoder
 from vitrail.views.walk.encoder_stages import walk_encoder
 from vitrail.views.walk.stage import Stage, token_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitrail.config import POSITIONS
+from vitrail.model.config import POSITIONS
 from vitrail.model.position import RotaryPosition
 from vitrail.views.walk.stage import NORM_NAMES, Walk, token_name
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.model.modes import eval_mode
 from vitrail.model.position import AddedPosition
 from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, TextTokens, patchify

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitrail.config import POSITIONS, ViTConfig
+from vitrail.model.config import POSITIONS, ViTConfig
 from vitrail.views.walk.stage import NORM_NAMES
 
 if TYPE_CHECKING:

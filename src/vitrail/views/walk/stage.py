@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
-from vitrail.config import ViTConfig
 from vitrail.model import Decoder, DecoderConfig, ViT, record
+from vitrail.model.config import ViTConfig
 
 _OF_ATTENTION = (
     "position",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from vitrail.config import ViTConfig
+    from vitrail.model.config import ViTConfig
     from vitrail.views.walk import Stage
 
 _SHOWN_SIDE = 192  # CSS pixels of the longer side of a small image

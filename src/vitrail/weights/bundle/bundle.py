@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import ConfigError, FileError, InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary, first_names
-from vitrail.config import ViTConfig
 from vitrail.images.fingerprint import Fingerprint
 from vitrail.images.fit_preprocess import default_preprocess
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.readers.files import write_safetensors

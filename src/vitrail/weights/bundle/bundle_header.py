@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import FileError, printable
 from vitrail.base.fields import as_tuples
 from vitrail.base.read import parse_json
-from vitrail.config import ViTConfig
 from vitrail.images.fingerprint import Fingerprint, read_fingerprint
 from vitrail.images.preprocess import Preprocess
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import FORMAT, Card, Source, check_labels, check_preprocess
 from vitrail.weights.bundle.scores import parse_scores
 from vitrail.weights.readers.folder import ModelFiles

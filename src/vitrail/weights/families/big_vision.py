@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.google import (
     EMBEDDING,

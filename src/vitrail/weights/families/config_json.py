@@ -9,7 +9,7 @@ from typing import Any
 
 from vitrail.base.errors import FileError
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.match import join_names
 
 # Our fields by transformers' or timm's names. The tensors show all of these.

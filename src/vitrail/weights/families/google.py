@@ -9,7 +9,7 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, printable
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.key_rows import Row, row
 from vitrail.weights.families.layout import (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer, short_repr
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.key_rows import Row, layer, row
 from vitrail.weights.families.layout import lead, tokens

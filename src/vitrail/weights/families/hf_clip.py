@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import short_repr
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     EXPRESSES,

@@ -12,7 +12,7 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer, per_axis
-from vitrail.config import POSITIONS, ViTConfig
+from vitrail.model.config import POSITIONS, ViTConfig
 from vitrail.weights.families.layout import Shape
 from vitrail.weights.families.match import FamilyMatch
 

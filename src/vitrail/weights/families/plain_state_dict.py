@@ -12,8 +12,8 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, setting
 from vitrail.base.fields import per_axis, short_repr
-from vitrail.config import STEM_STRIDES, ViTConfig
-from vitrail.config.presets import SIZES
+from vitrail.model.config import STEM_STRIDES, ViTConfig
+from vitrail.model.presets import SIZES
 from vitrail.weights.families.infer import find_grid, shape_fields
 from vitrail.weights.families.layout import Shape
 from vitrail.weights.families.match import FamilyMatch

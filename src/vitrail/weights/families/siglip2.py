@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families import hf_clip
 from vitrail.weights.families.family import KeyMap
 from vitrail.weights.families.hf import build_peer, folder_settings, shared_keys

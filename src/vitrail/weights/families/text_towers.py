@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap
 from vitrail.weights.families.key_rows import Row, layer, row
 from vitrail.weights.families.layout import Layout, lead, same, transposed

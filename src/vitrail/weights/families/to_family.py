@@ -13,9 +13,9 @@ from vitrail.base.errors import ConfigError, FileError, VitrailError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.read import parse_json
 from vitrail.base.write import atomic_folder, write_bytes, write_text
-from vitrail.config import ViTConfig
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published_preprocess import from_hf
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle, Source, cast_exactly, in_source_dtype
 from vitrail.weights.families.family import Family
 from vitrail.weights.families.key_tables import plan_rows, restack, sizes_of, write_state

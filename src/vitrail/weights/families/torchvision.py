@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vitrail.config import ViTConfig, format_sides
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.key_rows import layer, row
 from vitrail.weights.families.layout import lead, tokens

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.read import parse_json
-from vitrail.config import ViTConfig, format_sides
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.families.key_tables import read_state
 from vitrail.weights.families.layout import Sizes
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family

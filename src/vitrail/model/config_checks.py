@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from vitrail.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.config import ViTConfig
+    from vitrail.model.config import ViTConfig
 
 # The largest published ViT has 22 billion parameters. A config far above that is a typing mistake or a
 # malicious file; it is refused before any memory is allocated.

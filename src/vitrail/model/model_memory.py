@@ -11,7 +11,7 @@ import math
 
 from vitrail.base.errors import InputError
 from vitrail.base.memory import format_bytes, memory_limit
-from vitrail.config import ViTConfig, format_sides
+from vitrail.model.config import ViTConfig, format_sides
 
 _FLOAT_BYTES = 4  # models compute in float32 on a CPU
 

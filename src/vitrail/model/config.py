@@ -22,10 +22,10 @@ from vitrail.base.fields import (
     probability,
     side_lengths,
 )
-from vitrail.config.checks import POSITIONS as POSITIONS
-from vitrail.config.checks import STEM_STRIDES as STEM_STRIDES
-from vitrail.config.checks import check_config
-from vitrail.config.checks import format_sides as format_sides
+from vitrail.model.config_checks import POSITIONS as POSITIONS
+from vitrail.model.config_checks import STEM_STRIDES as STEM_STRIDES
+from vitrail.model.config_checks import check_config
+from vitrail.model.config_checks import format_sides as format_sides
 
 AXES = {
     "image": ("height", "width"),

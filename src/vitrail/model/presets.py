@@ -13,7 +13,7 @@ import re
 from typing import Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, printable, suggest
-from vitrail.config import ViTConfig
+from vitrail.model.config import ViTConfig
 
 
 class Size(NamedTuple):

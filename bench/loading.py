@@ -2,10 +2,8 @@
 
     python -m bench.loading --images 12800 --workers 0,2,4,8,16
 
-The images are photographs (../shared/data/hymenoptera_s160.tar where it is there, else the two of
-scikit-learn), each enlarged to 500 x 375 from another crop and saved as a JPEG of about 35 kB. Training reads
-random crops of 8 to 100 % of the area at 224 x 224, evaluation a short side of 256 and the center of 224.
-Batches have 256 images, on the GPU where there is one; nothing is computed on them. A rate is that of five
+The images are those of bench.photos. Training reads random crops of 8 to 100 % of the area at 224 x 224,
+evaluation a short side of 256 and the center of 224. Batches have 256 images, on the GPU where there is one; nothing is computed on them. A rate is that of five
 passes over the images, after one that fills the caches and starts the workers. `independent` is the same
 decoding in as many processes that exchange nothing: the limit of the machine.
 """
@@ -13,9 +11,7 @@ decoding in as many processes that exchange nothing: the limit of the machine.
 from __future__ import annotations
 
 import argparse
-import io
 import multiprocessing
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 from bench.measure import environment, save
+from bench.photos import HIGH, WIDE, write_images
 from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import propose_crops, read_crop
 from vitrail.images.formats.pack_writer import pack_dataset
@@ -37,11 +32,8 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.images.reader import read_pixels
 from vitrail.images.workers import WorkerPlan, Workers
 
-PHOTOGRAPHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "hymenoptera_s160.tar"
-WIDE, HIGH, QUALITY = 500, 375, 84
 BATCH = 256
 PASSES = 5
-CLASSES = 8
 SPEC = Preprocess(size=224, resize="shortest", resize_to=256)
 CROP = Augment(crop=0.08)
 TASKS = {"training": CROP, "evaluation": None}
@@ -73,50 +65,6 @@ def print_row(row: dict[str, Any]) -> dict[str, Any]:
         flush=True,
     )
     return row
-
-
-# ---- images ---------------------------------------------------------------------------------
-
-
-def write_images(folder: Path, count: int) -> float:
-    """Write the JPEGs into a folder per class; return their average size in kB."""
-    for number in range(CLASSES):
-        (folder / f"class{number}").mkdir(parents=True)
-    photographs = list(_photographs())
-    jobs = [
-        (folder / f"class{i % CLASSES}" / f"{i:06d}.jpg", photographs[i % len(photographs)], i)
-        for i in range(count)
-    ]
-    with multiprocessing.get_context("spawn").Pool() as pool:
-        sizes = pool.starmap(_write_image, jobs, chunksize=64)
-    return sum(sizes) / count / 1000
-
-
-def _photographs() -> Iterator[bytes]:
-    """The bytes of image files."""
-    if PHOTOGRAPHS.exists():
-        with tarfile.open(PHOTOGRAPHS) as tar:
-            for member in tar:
-                if member.name.lower().endswith(".jpg") and (file := tar.extractfile(member)):
-                    yield file.read()
-        return
-    from sklearn.datasets import load_sample_images
-
-    for pixels in load_sample_images().images:
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        yield buffer.getvalue()
-
-
-def _write_image(path: Path, photograph: bytes, number: int) -> int:
-    """An enlarged crop of a photograph, another one for each number."""
-    image = Image.open(io.BytesIO(photograph)).convert("RGB")
-    rng = np.random.default_rng(number)
-    w, h = (side * rng.uniform(0.8, 1.0) for side in image.size)
-    left, top = rng.uniform(0, image.width - w), rng.uniform(0, image.height - h)
-    box = (left, top, left + w, top + h)
-    image.resize((WIDE, HIGH), Image.Resampling.BICUBIC, box=box).save(path, quality=QUALITY)
-    return path.stat().st_size
 
 
 # ---- rates ----------------------------------------------------------------------------------

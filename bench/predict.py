@@ -2,7 +2,7 @@
 
     python -m bench.predict --out bench/results
 
-The images are those of bench.loading: 500 x 375 pixels, about 35 kB. A B/16 with random weights in 8 classes;
+The images are those of bench.photos: 500 x 375 pixels, about 35 kB. A B/16 with random weights in 8 classes;
 the short side is resized to 256 pixels (bilinear) and the center of 224 is cropped by all. Every row is a
 process of its own that reads the files, and writes a CSV file with the class and score of each:
 
@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 
-from bench.loading import CLASSES, write_images
 from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
+from bench.photos import CLASSES, write_images
 from vitrail.base.cores import usable_cores
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.presets import preset

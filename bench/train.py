@@ -4,7 +4,7 @@
 
 A B/16 at 224 pixels, batch 256, bf16, compiled; random crops of 8 to 100 % of the area, flips, RandAugment
 (two operations of magnitude 9 of 30), random erasing, mixup and CutMix; AdamW, gradients clipped. The images
-are those of bench.loading. Rows:
+are those of bench.photos. Rows:
 
 vitrail, files               the trainer of `vitrail train`, from JPEG files
 vitrail, packed              the same from a packed file (`vitrail pack`)
@@ -41,9 +41,9 @@ from typing import Any
 
 import torch
 
-from bench.loading import CLASSES, write_images
 from bench.measure import environment, interleave, rates, save
 from bench.peers import make_torchvision_importable
+from bench.photos import CLASSES, write_images
 from bench.train_peers import (
     BATCH,
     CLIP,

@@ -3,9 +3,10 @@
     python -m bench.loading --images 12800 --workers 0,2,4,8,16
 
 The images are those of bench.photos. Training reads random crops of 8 to 100 % of the area at 224 x 224,
-evaluation a short side of 256 and the center of 224. Batches have 256 images, on the GPU where there is one; nothing is computed on them. A rate is that of five
-passes over the images, after one that fills the caches and starts the workers. `independent` is the same
-decoding in as many processes that exchange nothing: the limit of the machine.
+evaluation a short side of 256 and the center of 224. Batches have 256 images, on the GPU where there is one;
+nothing is computed on them. A rate is that of five passes over the images, after one that fills the caches
+and starts the workers. `independent` is the same decoding in as many processes that exchange nothing: the
+limit of the machine.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ import torch
 from bench.measure import environment, save
 from bench.peers import PEERS, make_torchvision_importable
 from bench.photos import CLASSES, write_images
-from vitrail.base.cores import usable_cores
+from vitrail.base.machine import usable_cores
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.presets import preset
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from bench.peers import PEERS, Logits
-from vitrail.base.cores import usable_cores
+from vitrail.base.machine import usable_cores
 from vitrail.images.augment.mixing import Mixing
 from vitrail.model.config import ViTConfig
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.command import run_command
 from tests.support.tiny_runs import forked, write_folder
 from vitrail.base.errors import FileError, InputError
-from vitrail.base.lock import lock, locked_file, open_own
+from vitrail.base.safe_files import lock, locked_file, open_own
 from vitrail.images.formats import pack_writer as pack
 from vitrail.images.formats.pack_writer import pack_dataset
 from vitrail.images.formats.sources import read_data
@@ -89,7 +89,7 @@ def test_a_lock_is_held_against_other_processes(tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from vitrail.base.lock import locked_file
+from vitrail.base.safe_files import locked_file
 
 with locked_file(Path(sys.argv[1]), Path(sys.argv[1]), wait=True) as file:
     file.truncate()

@@ -12,7 +12,7 @@ from PIL import Image
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.tiny_runs import train, without_dropout, write_arrays
-from vitrail.base.memory import failed_allocation, is_out_of_memory
+from vitrail.base.machine import failed_allocation, is_out_of_memory
 from vitrail.predict.image_sources import describe_error
 from vitrail.training.plan import summary_of_plan as plan
 from vitrail.training.trainer import Trainer
@@ -134,7 +134,7 @@ def test_the_parameter_estimate_is_a_lower_bound(name, position, fields):
 def test_the_forward_pass_estimate_is_a_lower_bound(tmp_path):
     code = (
         "import re, torch, vitrail as vt\n"
-        "from vitrail.base.memory import forward_bytes\n"
+        "from vitrail.base.machine import forward_bytes\n"
         "model = vt.create('Ti/16', size=512).eval()\n"
         # not ru_maxrss, which starts at the peak of the process that forked this one
         "def peak(): return 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

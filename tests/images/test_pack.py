@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.support.command import run_command
 from tests.support.tiny_runs import SETTINGS, RecordingCallback, one_thread, train, write_folder
 from vitrail.base.errors import FileError, InputError
-from vitrail.base.lock import locked_file
+from vitrail.base.safe_files import locked_file
 from vitrail.cli import app
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.content import content_keys

@@ -8,7 +8,7 @@ import pytest
 from tests.predict.test_prediction_parts import model, photos, predict, rows_of
 from tests.support.command import run_command
 from tests.support.tiny_runs import forked
-from vitrail.base.write import atomic_file
+from vitrail.base.safe_files import atomic_file
 from vitrail.predict import Predictor
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.parts import PartOptions, Parts

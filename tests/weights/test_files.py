@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.hostile import archive, error_messages, hostile_files, info, npy, npz, state, tensor, text
 from tests.support.hostile import safetensors as safetensors_bytes
 from vitrail.base.errors import FileError, printable
-from vitrail.base.write import remove_partial
+from vitrail.base.safe_files import remove_partial
 from vitrail.weights.readers.files import Entry, open_weights, write_npz, write_safetensors
 
 PLAIN = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]

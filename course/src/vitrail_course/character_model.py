@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError, FileError, InputError, printable
-from vitrail.base.read import parse_json
+from vitrail.base.safe_files import parse_json
 from vitrail.weights.bundle.bundle import check_suffix, not_finite
 from vitrail.weights.readers.files import WeightFile, open_weights, write_safetensors
 

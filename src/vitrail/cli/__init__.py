@@ -125,7 +125,7 @@ def _run_app() -> None:
 
 def _report_unexpected(error: Exception) -> None:
     """Report an error that no command handles: out of memory, or a bug."""
-    from vitrail.base.memory import failed_allocation, format_bytes, is_out_of_memory, memory_limit
+    from vitrail.base.machine import failed_allocation, format_bytes, is_out_of_memory, memory_limit
 
     if "VITRAIL_DEBUG" in os.environ:
         raise error

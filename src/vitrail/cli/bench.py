@@ -100,7 +100,7 @@ def bench(
     )
     _show(table, quiet)
     if json_file is not None:
-        from vitrail.base.write import write_text
+        from vitrail.base.safe_files import write_text
 
         write_text(json_file, json.dumps({"model": model, **table.as_dict()}, indent=1) + "\n")
         print(f"Saved {printable(json_file)}")

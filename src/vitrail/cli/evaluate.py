@@ -220,7 +220,7 @@ def _as_json(result: Evaluation, model: str) -> str:
 
 
 def _save_json(path: Path, result: Evaluation, model: str) -> None:
-    from vitrail.base.write import write_text
+    from vitrail.base.safe_files import write_text
 
     write_text(path, _as_json(result, model) + "\n")
     print(f"Saved {printable(path)}")
@@ -228,7 +228,7 @@ def _save_json(path: Path, result: Evaluation, model: str) -> None:
 
 def _save_csv(path: Path, result: Evaluation) -> None:
     """A row per image: name, label, prediction, and the most likely classes with their scores."""
-    from vitrail.base.write import atomic_file
+    from vitrail.base.safe_files import atomic_file
     from vitrail.predict.output_rows import as_csv
 
     if result.predictions is None:

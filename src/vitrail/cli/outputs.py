@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from vitrail.base.errors import InputError, printable
-from vitrail.base.write import check_new, write_text
+from vitrail.base.safe_files import check_new, write_text
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def _check(data: str, out: Path, quiet: bool) -> None:
 
 
 def _clear_cache(given: bool) -> None:
-    from vitrail.base.cache import cache_folder
+    from vitrail.base.safe_files import cache_folder
     from vitrail.images.formats.pack_cache import clear_cache
 
     if given:

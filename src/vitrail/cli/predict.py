@@ -14,7 +14,7 @@ import typer
 
 from vitrail.base.errors import InputError, printable, require_extra
 from vitrail.base.progress import ProgressBars
-from vitrail.base.write import naming_file
+from vitrail.base.safe_files import naming_file
 from vitrail.cli import overrides as options
 from vitrail.cli.model_arguments import check_classes, open_zero_shot, print_predictor_notes
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report

@@ -72,7 +72,7 @@ def walk(
 
     from rich.console import Console
 
-    from vitrail.base.write import write_text
+    from vitrail.base.safe_files import write_text
     from vitrail.views import walk as steps
     from vitrail.views.walk.overview import top_classes
 

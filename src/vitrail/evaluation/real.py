@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError
-from vitrail.base.read import parse_json, read_limited
+from vitrail.base.safe_files import parse_json, read_limited
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

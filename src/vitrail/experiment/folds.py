@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from vitrail.base.errors import FileError, InputError, MissingExtra, option, printable
 from vitrail.base.fields import as_integer
+from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.base.summary import Summary
-from vitrail.base.write import PARTIAL, write_text
 from vitrail.experiment.interval import fraction_interval
 from vitrail.images.classes import check_empty_classes
 from vitrail.images.content import content_keys

@@ -18,8 +18,8 @@ from typing import Any
 
 from vitrail.base.errors import FileError, option, printable
 from vitrail.base.fields import as_integer
+from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.base.summary import Summary
-from vitrail.base.write import PARTIAL, write_text
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment

@@ -18,8 +18,8 @@ import torch
 
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.fields import as_integer, is_real, short_repr
+from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
-from vitrail.base.write import write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
 from vitrail.model.device import choose_device

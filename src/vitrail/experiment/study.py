@@ -31,8 +31,8 @@ import torch
 
 from vitrail.base.errors import ConfigError, FileError, InputError, printable, suggest
 from vitrail.base.fields import as_integer, is_real, short_repr
+from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.base.summary import Summary
-from vitrail.base.write import PARTIAL, write_text
 from vitrail.experiment.interval import difference_interval, fraction_interval
 from vitrail.experiment.trial import StudyPool, Trial, TrialTask
 from vitrail.images.formats.sources import Dataset, open_dataset

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from vitrail.base.errors import InputError
-from vitrail.base.write import write_text
+from vitrail.base.safe_files import write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
 from vitrail.training.metric_values import Diverged

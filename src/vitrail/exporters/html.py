@@ -21,8 +21,8 @@ import numpy as np
 
 from vitrail.base.errors import InputError, MissingExtra, printable
 from vitrail.base.fields import short_repr
+from vitrail.base.safe_files import check_new, write_text
 from vitrail.base.version import __version__
-from vitrail.base.write import check_new, write_text
 from vitrail.model import ViT
 from vitrail.model.attention import attention_scale
 from vitrail.model.config import ViTConfig, format_sides

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, VitrailError, printable
-from vitrail.base.write import atomic_file, check_new, write_text
+from vitrail.base.safe_files import atomic_file, check_new, write_text
 from vitrail.exporters.proof import Proof, check_failed
 from vitrail.weights.bundle.bundle import versions
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from vitrail.base.cache import cache_folder
-from vitrail.base.write import write_text
+from vitrail.base.safe_files import cache_folder, write_text
 
 _MAX_BYTES = 2**22
 

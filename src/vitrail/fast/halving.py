@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from vitrail.base.errors import DeviceWarning, InputError, option
-from vitrail.base.memory import is_out_of_memory
+from vitrail.base.machine import is_out_of_memory
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, VitrailError, printable
-from vitrail.base.read import parse_json, read_limited
+from vitrail.base.safe_files import parse_json, read_limited
 from vitrail.images.classes import listed
 from vitrail.images.formats.sources import MAX_CLASSES, Dataset
 

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitrail.base.cache import cache_folder
 from vitrail.base.errors import VitrailError
-from vitrail.base.read import open_regular, read_limited
-from vitrail.base.write import write_bytes
+from vitrail.base.safe_files import cache_folder, open_regular, read_limited, write_bytes
 from vitrail.images.formats.lazy import LazySequence, RelativePaths
 from vitrail.images.formats.stored_images import StoredImage
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from vitrail.base.errors import VitrailError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.formats.packed_images import PackedImage, as_image
 from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.headers import (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vitrail.base.errors import InputError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.classes import check_empty_classes, class_counts, quoted, similar_names, without_images
 from vitrail.images.content import content_keys
 from vitrail.images.decode import decode_image, open_image

@@ -16,9 +16,9 @@ from queue import Full, Queue
 from threading import Event, Thread
 from typing import Any, Literal, TypeVar, cast
 
-from vitrail.base.cores import usable_cores
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer
+from vitrail.base.machine import usable_cores
 from vitrail.images.worker_process import (
     BLOCKS,
     PREFETCH,

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.base.errors import ConfigError, DeviceWarning, option, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.memory import format_bytes
+from vitrail.base.machine import format_bytes
 
 _SPARE = 256 << 20
 """Bytes of a GPU that must be free beside the model: the activations of an image, and what libraries take."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from vitrail.base.errors import InputError
-from vitrail.base.memory import format_bytes, memory_limit
+from vitrail.base.machine import format_bytes, memory_limit
 from vitrail.model.config import ViTConfig, format_sides
 
 _FLOAT_BYTES = 4  # models compute in float32 on a CPU

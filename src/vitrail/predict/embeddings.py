@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitrail.base.write import atomic_file
+from vitrail.base.safe_files import atomic_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

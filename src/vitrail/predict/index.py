@@ -23,7 +23,7 @@ import numpy as np
 
 from vitrail.base.errors import FileError, InputError, option, printable
 from vitrail.base.fields import as_tuples, short_repr
-from vitrail.base.read import parse_json
+from vitrail.base.safe_files import parse_json
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.bundle.bundle import golden_inputs
 from vitrail.weights.readers.files import open_weights, write_safetensors
@@ -117,7 +117,7 @@ class Index:
         write_safetensors(path, tensors, {INDEX_KEY: json.dumps(about)})
 
     def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
-        from vitrail.base.write import write_array, write_text
+        from vitrail.base.safe_files import write_array, write_text
 
         write_array(path, self.embeddings, overwrite=True)
         about |= {"golden": self.golden.tolist(), "names": self.names}

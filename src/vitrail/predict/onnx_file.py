@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.base.errors import ConfigError, FileError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Card

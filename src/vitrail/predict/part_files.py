@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import InputError, printable, require_extra, suggest
-from vitrail.base.write import atomic_file, write_array, write_text
+from vitrail.base.safe_files import atomic_file, write_array, write_text
 from vitrail.predict.index import Embedder
 from vitrail.predict.output_rows import cells, columns, format_rows
 from vitrail.predict.prediction import Prediction

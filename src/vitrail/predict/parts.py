@@ -18,10 +18,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from vitrail.base.errors import FileError, InputError, option, printable
-from vitrail.base.lock import lock
-from vitrail.base.read import open_regular, parse_json, read_limited
+from vitrail.base.safe_files import lock, open_regular, parse_json, read_limited, remove_partial, write_text
 from vitrail.base.version import __version__
-from vitrail.base.write import remove_partial, write_text
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.image_list import ImageList
 from vitrail.predict.part_files import is_complete, write_errors, write_part

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.memory import memory_limit
+from vitrail.base.machine import memory_limit
 from vitrail.evaluation.accelerated import Speedup
 from vitrail.evaluation.scale import load_scale
 from vitrail.fast.gate import MIN_AGREEMENT

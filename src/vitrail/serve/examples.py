@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vitrail.base.errors import InputError, MissingExtra, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.decode import decode_image
 from vitrail.images.formats.folders import list_images
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitrail.base.errors import InputError, VitrailError, printable
-from vitrail.base.memory import format_bytes
+from vitrail.base.machine import format_bytes
 from vitrail.model.model_memory import forward_bytes
 from vitrail.serve.app import App
 from vitrail.serve.server_settings import ServeConfig

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitrail.base.memory import is_out_of_memory
+from vitrail.base.machine import is_out_of_memory
 from vitrail.images.loader import Batch
 
 WARM_UP = 3

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.base.errors import FileError, option, printable
-from vitrail.base.write import atomic_folder, remove_partial, write_text
+from vitrail.base.safe_files import atomic_folder, remove_partial, write_text
 from vitrail.fast.parallelism import copy_into
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from vitrail.base.errors import printable, require_extra
+from vitrail.base.safe_files import write_text
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.base.write import write_text
 from vitrail.training.callbacks import Callback
 
 Row = Mapping[str, Any]

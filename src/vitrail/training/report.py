@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from vitrail.base.errors import FileError, MissingExtra, VitrailError, option, printable
-from vitrail.base.write import DISK_FULL
+from vitrail.base.safe_files import DISK_FULL
 from vitrail.evaluation.evaluate_model import Evaluation, evaluate
 from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import Callback

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from vitrail.base.errors import FileError, option, printable
+from vitrail.base.safe_files import PARTIAL, remove_partial, write_text
 from vitrail.base.version import __version__
-from vitrail.base.write import PARTIAL, remove_partial, write_text
 from vitrail.images.formats.lazy import LARGE, LazySequence
 from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import Callback

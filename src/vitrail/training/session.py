@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vitrail.base.errors import ConfigError, VitrailError, option, setting
-from vitrail.base.memory import is_out_of_memory
-from vitrail.base.write import write_text
+from vitrail.base.machine import is_out_of_memory
+from vitrail.base.safe_files import write_text
 from vitrail.images.fingerprint import Fingerprint
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from vitrail.base.errors import ConfigError
-from vitrail.base.memory import format_bytes, memory_limit
+from vitrail.base.machine import format_bytes, memory_limit
 from vitrail.fast.parallelism import Parallelism
 from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base import write
 from vitrail.base.errors import printable, require_extra
+from vitrail.base.safe_files import write_text
 from vitrail.base.version import __version__
 
 if TYPE_CHECKING:
@@ -193,4 +193,4 @@ def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path
     Args:
         overwrite: whether an existing file may be overwritten.
     """
-    return write.write_text(path, render(page), overwrite=overwrite)
+    return write_text(path, render(page), overwrite=overwrite)

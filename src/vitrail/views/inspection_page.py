@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.base.errors import printable
-from vitrail.base.write import atomic_folder
+from vitrail.base.safe_files import atomic_folder
 from vitrail.model.config import format_sides
 from vitrail.views.figure import InspectionRequest
 from vitrail.views.figures import Inspection, MadeFigure, inspect_model

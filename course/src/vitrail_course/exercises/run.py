@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitrail.base.errors import FileError, InputError, printable, suggest
-from vitrail.base.write import check_new, write_text
+from vitrail.base.safe_files import check_new, write_text
 
 NAMES = (
     *("patches", "positions", "layer_norm", "attention"),

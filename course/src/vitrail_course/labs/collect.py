@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from vitrail.base.errors import InputError
-from vitrail.base.write import write_text
+from vitrail.base.safe_files import write_text
 from vitrail_course.labs.lab import LABS, RESULTS, LabSize, find_lab, load_results, run_lab, verdict_fields
 
 

@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from vitrail.base.cores import usable_cores
 from vitrail.base.errors import InputError, printable, require_extra, suggest
-from vitrail.base.write import write_text
+from vitrail.base.machine import usable_cores
+from vitrail.base.safe_files import write_text
 from vitrail.experiment.trial import one_thread
 from vitrail_course.labs.verdict import TOO_SMALL, Verdict, distinct_form, format_interval, format_verdict
 
@@ -187,7 +187,7 @@ def run_lab(
 
 def _check_save(name: str, file: Path) -> None:
     """Check a file for a lab's model before the experiment."""
-    from vitrail.base.write import check_new
+    from vitrail.base.safe_files import check_new
     from vitrail.weights.bundle.bundle import check_suffix
 
     if name not in KEEPS_MODEL:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitrail.base.errors import InputError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.formats.sources import Dataset, Split
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import FileError, InputError, printable, require_extra
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.classes import listed
 from vitrail.images.formats.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitrail.base.cache import cache_folder
 from vitrail.base.errors import FileError, printable
+from vitrail.base.safe_files import cache_folder
 from vitrail.images.formats.pack_writer import pack_dataset, pack_identity
 from vitrail.images.formats.packed_file import read_packed
 from vitrail.images.formats.sources import Dataset, Split

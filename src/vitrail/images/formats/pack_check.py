@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vitrail.base.errors import VitrailError
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.content import file_key
 from vitrail.images.formats.pack_writer import source_state
 from vitrail.images.formats.packed_file import SPLIT_NAMES, read_index

@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import InputError, printable
-from vitrail.base.lock import locked_file
-from vitrail.base.read import open_regular
-from vitrail.base.write import atomic_file, remove_partial, write_text
+from vitrail.base.safe_files import atomic_file, locked_file, open_regular, remove_partial, write_text
 from vitrail.images.class_names import are_numbers
 from vitrail.images.content import bytes_key, name_key
 from vitrail.images.formats.folders import SUFFIXES

@@ -21,8 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.base.errors import FileError, InputError, option, printable
-from vitrail.base.lock import locked_file, open_own
-from vitrail.base.write import DISK_FULL, check_new, sync_folder
+from vitrail.base.safe_files import DISK_FULL, check_new, locked_file, open_own, sync_folder
 from vitrail.images.content import content_keys
 from vitrail.images.decode import open_image
 from vitrail.images.formats.packed_file import HEADER, MAGIC, ROW, SPLIT_NAMES, VERSION, PackIndex

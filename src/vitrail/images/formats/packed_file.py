@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import FileError, VitrailError, printable
-from vitrail.base.read import open_regular, parse_json
+from vitrail.base.safe_files import open_regular, parse_json
 from vitrail.images.formats.packed_images import PackedImage
 from vitrail.images.formats.sources import Dataset, Split
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import FileError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.formats.stored_images import StoredImage, Version, read_at
 from vitrail.images.limits import BrokenImage
 

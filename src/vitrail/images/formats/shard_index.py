@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from vitrail.base.cache import cache_folder
 from vitrail.base.errors import FileError, InputError, VitrailError, printable
-from vitrail.base.read import open_regular, parse_json
-from vitrail.base.write import atomic_file
+from vitrail.base.safe_files import atomic_file, cache_folder, open_regular, parse_json
 from vitrail.images.content import bytes_key, name_key
 from vitrail.images.formats.folders import SUFFIXES
 from vitrail.images.formats.shard_images import (

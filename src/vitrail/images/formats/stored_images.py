@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from vitrail.base.errors import printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 from vitrail.images.limits import BrokenImage
 
 if TYPE_CHECKING:

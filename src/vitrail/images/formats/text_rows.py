@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, printable
-from vitrail.base.read import open_regular
+from vitrail.base.safe_files import open_regular
 
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")  # the byte order marks; those of UTF-32 start like these
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.memory import memory_limit
+from vitrail.base.machine import memory_limit
 from vitrail.images.formats.arrays import build_split, numbered_classes
 from vitrail.images.formats.sources import Dataset, Split
 

@@ -11,7 +11,7 @@ from itertools import repeat
 
 import torch
 
-from vitrail.base.memory import is_out_of_memory, memory_limit
+from vitrail.base.machine import is_out_of_memory, memory_limit
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import Batch
 from vitrail.model import ViT

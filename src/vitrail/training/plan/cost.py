@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from vitrail.base.errors import ConfigError
-from vitrail.base.memory import format_bytes
+from vitrail.base.machine import format_bytes
 from vitrail.model.config import ViTConfig
 from vitrail.training.plan.fitting import MARGIN, Mode, StepMemory, fitting_mode
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError
-from vitrail.base.memory import is_out_of_memory
+from vitrail.base.machine import is_out_of_memory
 from vitrail.model.device import choose_device
 from vitrail.training.build_model import build_trainer, fit_recipe
 from vitrail.training.callbacks import Callback

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from vitrail.base.cores import usable_cores
+from vitrail.base.machine import usable_cores
 from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.reader import AHEAD
 from vitrail.images.worker_process import PREFETCH

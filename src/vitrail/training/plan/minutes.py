@@ -10,7 +10,7 @@ import torch
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import is_real, short_repr
-from vitrail.base.memory import is_out_of_memory
+from vitrail.base.machine import is_out_of_memory
 from vitrail.training.clock import format_seconds
 from vitrail.training.plan.rehearsal import Pace, rehearse
 from vitrail.training.plan.threads import Threads, choose_threads, use_threads

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from vitrail.base.cores import usable_cores
+from vitrail.base.machine import usable_cores
 from vitrail.training.plan.step_mode import rehearse_pass
 from vitrail.training.plan.summary_of_plan import estimate_seconds
 from vitrail.training.trainer import Trainer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import FileError, printable
 from vitrail.base.fields import as_tuples
-from vitrail.base.read import parse_json
+from vitrail.base.safe_files import parse_json
 from vitrail.images.fingerprint import Fingerprint, read_fingerprint
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig

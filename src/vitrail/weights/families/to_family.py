@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.read import parse_json
-from vitrail.base.write import atomic_folder, write_bytes, write_text
+from vitrail.base.safe_files import atomic_folder, parse_json, write_bytes, write_text
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.published_preprocess import from_hf
 from vitrail.model.config import ViTConfig

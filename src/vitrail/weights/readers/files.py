@@ -15,8 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from vitrail.base.errors import FileError, VitrailError, printable
-from vitrail.base.read import open_regular
-from vitrail.base.write import atomic_file, folder_beside
+from vitrail.base.safe_files import atomic_file, folder_beside, open_regular
 from vitrail.weights.readers import npz as arrays
 from vitrail.weights.readers.file_kind import is_zip, kind_of_zip
 from vitrail.weights.readers.npz import Entry, MalformedFile, Span

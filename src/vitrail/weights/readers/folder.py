@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from vitrail.base.errors import FileError, InputError, printable
-from vitrail.base.read import parse_json, read_limited
+from vitrail.base.safe_files import parse_json, read_limited
 from vitrail.weights.readers.files import Entry, WeightFile, open_weights
 from vitrail.weights.text.tokenizer import MAX_BYTES, TOKENIZER_FILES
 

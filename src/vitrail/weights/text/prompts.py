@@ -16,7 +16,7 @@ from typing import Any
 
 from vitrail.base.errors import InputError, option, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.read import parse_json, read_limited
+from vitrail.base.safe_files import parse_json, read_limited
 
 TEMPLATES = (
     "a photo of a {}",

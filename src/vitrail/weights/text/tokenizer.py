@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from vitrail.base.errors import FileError, require_extra
-from vitrail.base.read import parse_json
+from vitrail.base.safe_files import parse_json
 from vitrail.weights.text.clip_tokenizer import (
     END_OF_WORD,
     ClipTokenizer,

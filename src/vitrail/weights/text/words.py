@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError, printable
 from vitrail.base.fields import short_repr
-from vitrail.base.read import parse_json
+from vitrail.base.safe_files import parse_json
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.families.key_tables import read_state
 from vitrail.weights.families.layout import Sizes

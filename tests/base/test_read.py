@@ -5,7 +5,7 @@ import os
 import pytest
 
 from vitrail.base.errors import FileError, InputError
-from vitrail.base.read import open_regular, parse_json, read_limited
+from vitrail.base.safe_files import open_regular, parse_json, read_limited
 
 
 def test_regular_files_and_links_to_them(tmp_path):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from vitrail.base.errors import InputError
-from vitrail.base.write import atomic_file, atomic_folder, remove_partial, write_bytes, write_text
+from vitrail.base.safe_files import atomic_file, atomic_folder, remove_partial, write_bytes, write_text
 
 
 def names(folder):

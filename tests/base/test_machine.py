@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from vitrail.base import cores
-from vitrail.base.cores import cpu_quota, usable_cores
+from vitrail.base import machine
+from vitrail.base.machine import cpu_quota, usable_cores
 from vitrail.images.workers import choose_workers
 
 
@@ -52,8 +52,8 @@ def test_a_container_of_two_cores_on_a_large_machine_has_two_cores(tmp_path, mon
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     for quota, want in (("200000 100000", 2), ("150000 100000", 2), ("10000 100000", 1), ("max 100000", 64)):
         groups, membership = write_files(tmp_path, {"membership": "0::/", "cgroup/cpu.max": quota})
-        monkeypatch.setattr(cores, "CGROUPS", groups)
-        monkeypatch.setattr(cores, "MEMBERSHIP", membership)
+        monkeypatch.setattr(machine, "CGROUPS", groups)
+        monkeypatch.setattr(machine, "MEMBERSHIP", membership)
         assert usable_cores() == want
     write_files(tmp_path, {"cgroup/cpu.max": "1600000 100000"})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -4,7 +4,7 @@
     python -m docs.lab_figures speech --data fsdd.zip
 
 For use when a label or the style has changed. The other labs either run in seconds, or their figures show a
-trained model (positions, characters, encoder-decoder): run those again (`vitrail_course.labs.collect`).
+trained model (positions, characters): run those again (`vitrail_course.labs.collect`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from vitrail_course.labs import (
     recurrent,
     resolution,
     speech,
-    towers,
     translation,
 )
 from vitrail_course.labs.datasets import load_dataset, plain_settings
@@ -119,14 +118,6 @@ def _speech(numbers: Numbers, data: str) -> Figure:
     )
 
 
-def _towers(numbers: Numbers) -> Figure:
-    captions, letters, sounds = (
-        [towers.RetrievalResult(**one) for one in numbers[kind]]
-        for kind in ("captions", "random letters", "sounds")
-    )
-    return towers.draw(load_dataset(None, *towers.MAX_IMAGES), captions, letters, sounds)
-
-
 def _translation(numbers: Numbers) -> Figure:
     def results(saved: Mapping[str, Mapping[str, Numbers]]) -> dict[float, dict[str, SweepResult]]:
         return {
@@ -154,7 +145,6 @@ FIGURES: dict[str, Callable[[Numbers], Figure]] = {
     "practice": _practice,
     "recurrent": recurrent.draw,
     "resolution": _resolution,
-    "towers": _towers,
     "translation": _translation,
 }
 

@@ -14,12 +14,12 @@ import vitrail as vt
 from tests.support.command import run_command
 from tests.support.digit_clip import DIGITS, FILE, scenes
 from tests.support.models import add_noise
+from tests.support.scenes import scene_digits
 from tests.support.shared_data import shared
 from vitrail.cli import app
 from vitrail.evaluation.curation import curate, embed_dataset
 from vitrail.evaluation.same_image import SIDE, correlations, thumbnails
 from vitrail.images.formats.sources import open_labeled
-from vitrail_course.labs.scenes import scene_digits
 
 
 @pytest.fixture(scope="module")

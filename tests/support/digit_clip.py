@@ -1,4 +1,4 @@
-"""A real, tiny CLIP: digit scenes and captions in one space, as the lab `towers` has them, in CLIP's format.
+"""A real, tiny CLIP: digit scenes and captions in one space, in CLIP's format.
 
 `python -m tests.support.digit_clip OUT.safetensors` trained tests/weights/digit-clip.safetensors: 24 pixel
 scenes of scikit-learn's digits (small or large, at one of four positions), with captions that may leave out
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vitrail as vt
+from tests.support.scenes import SCENES, DigitSampler, compose_scenes, scene_digits, small_digit_side
 from tests.support.text_models import save_clip_tokenizer, tiny_vocabulary
 from vitrail.model.text_tower import TextConfig, TextTower
 from vitrail.weights.families.hf_clip import CLIP
@@ -25,7 +26,6 @@ from vitrail.weights.families.key_tables import plan_rows, write_state
 from vitrail.weights.families.text_towers import HF_CLIP
 from vitrail.weights.text.clip_tokenizer import ClipTokenizer
 from vitrail_course.labs.datasets import load_dataset
-from vitrail_course.labs.scenes import SCENES, DigitSampler, compose_scenes, scene_digits, small_digit_side
 
 FILE = Path(__file__).parents[1] / "weights" / "digit-clip.safetensors"
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 import vitrail as vt
 from tests.support.digit_clip import DIGITS, FILE, save_hf_folder, save_scenes, scenes, towers
+from tests.support.scenes import scene_digits
 from tests.support.text_models import gemma_like, noisy
 from vitrail.base.errors import InputError
 from vitrail.cli import app
 from vitrail.predict import Predictor
 from vitrail.weights.interpolate import interpolate
 from vitrail.weights.text.prompts import TEMPLATES, fill_templates, read_prompts
-from vitrail_course.labs.scenes import scene_digits
 
 
 @pytest.fixture(scope="module")

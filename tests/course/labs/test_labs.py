@@ -10,12 +10,10 @@ import re
 import numpy as np
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from vitrail.base.errors import VitrailError
-from vitrail_course.cli.lab_command import lab as lab_command
-from vitrail_course.cli.lab_command import notes as notes_command
+from vitrail.cli import app
 from vitrail_course.labs import (
     activation,
     association,
@@ -40,10 +38,6 @@ EXPECTED = {  # the verdict of each lab without training, and a telling part of 
     "association": ("partly", "orthogonal.*at most one patch.*sink token.*threshold 0.01"),
     "double-if": ("partly", "orthogonal.*Not true: self-attention counts.*reaches all patches"),
 }
-
-app = typer.Typer()
-app.command()(lab_command)
-app.command()(notes_command)
 
 
 def check_expected(result):

@@ -11,7 +11,7 @@ from vitrail_course.labs.lr_sweep import SweepResult
 from vitrail_course.labs.translation import _edge_notes
 
 SWEEPING = [  # labs that choose a learning rate; the others use one, or train nothing
-    *("blocks", "encoder-decoder", "gelu-relu", "norms", "pool", "positions", "recurrent", "resolution"),
+    *("blocks", "gelu-relu", "norms", "pool", "positions", "recurrent", "resolution"),
     *("speech", "translation"),
 ]
 

@@ -2,11 +2,9 @@
 
     python -m vitrail_course.labs.collect characters --data characters=tinyshakespeare.txt --images new
     python -m vitrail_course.labs.collect --verdicts
-    python -m vitrail_course.labs.collect --take new/*.json
 
 Updates results.json, which `vitrail notes` prints; the results of labs that are not run are unchanged. With
---verdicts nothing is run: the verdicts on the saved numbers are decided again. With --take, results of
-`vitrail lab` are taken from their files.
+--verdicts nothing is run: the verdicts on the saved numbers are decided again.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vitrail.base.errors import InputError
 from vitrail.base.safe_files import write_text
 from vitrail_course.labs.lab import LABS, RESULTS, LabSize, find_lab, load_results, run_lab, verdict_fields
 
@@ -59,14 +56,6 @@ def decide_again(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def read_result(file: Path) -> dict[str, Any]:
-    """The result of a complete lab, as `vitrail lab` wrote it."""
-    result = json.loads(file.read_text(encoding="utf-8"))
-    if result["size"] != "full":
-        raise InputError(f"{file.name} is the result of a small run; run the lab without --small.")
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run labs and update the results.json of the package.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="the labs to run; all by default")
@@ -74,11 +63,9 @@ def main() -> None:
     parser.add_argument("--images", type=Path, help="a folder for the figures and each lab's numbers")
     parser.add_argument("--device", default="auto", help="where models are trained: auto, cpu or cuda")
     parser.add_argument("--verdicts", action="store_true", help="decide the saved verdicts again")
-    parser.add_argument("--take", nargs="+", type=Path, metavar="FILE", help="results to take from files")
     options = parser.parse_args()
-    if options.verdicts or options.take:
-        taken = [read_result(file) for file in options.take or ()]
-        write_results(decide_again(merge_results(load_results(), taken)), RESULTS)
+    if options.verdicts:
+        write_results(decide_again(load_results()), RESULTS)
         return
     data = dict(item.split("=", 1) for item in options.data)
     for name in (*options.names, *data):

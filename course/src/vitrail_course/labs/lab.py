@@ -68,9 +68,7 @@ LABS = {
     "characters": "characters",
     "subwords": "subwords",
     "recurrent": "recurrent",
-    "encoder-decoder": "encoder_decoder",
     "speech": "speech",
-    "towers": "towers",
 }
 KEEPS_MODEL = ("characters",)  # labs whose result has a model to save
 RESULTS = Path(__file__).with_name("results.json")

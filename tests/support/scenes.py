@@ -1,17 +1,14 @@
-"""Images composed of digits, and captions that describe them: the data of the lab `towers`."""
+"""Images composed of digits, and captions that describe them: for a tiny CLIP."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.base.errors import InputError
-from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.formats.sources import Split
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _POSITIONS = ("on the left", "on the right", "at the top", "at the bottom")
@@ -41,22 +38,6 @@ class Scene:
 
 SCENES = [Scene(d, p, s) for d in range(10) for p in range(len(_POSITIONS)) for s in range(len(_SIZES))]
 UNSEEN = torch.tensor([scene.is_unseen for scene in SCENES])
-
-
-def check_digits(data: Dataset) -> None:
-    if data.train.images is None or data.channels != 1 or len(data.classes) != 10 or data.multilabel:
-        raise InputError(
-            "This lab takes the ten digits as gray images in arrays, or recordings of them, not "
-            f"{len(data.classes)} classes with {data.channels or 'files of any'} channel(s); pass MNIST as "
-            "IDX files, or remove --data."
-        )
-    for split in (data.train, data.eval_split):
-        missing = sorted(set(range(10)) - set(split.labels.tolist()))
-        if missing:
-            raise InputError(
-                "Every digit must occur in the training and in the held-out images, but one of them has no "
-                f"{', '.join(map(str, missing))}; add some."
-            )
 
 
 class DigitSampler:
@@ -109,30 +90,3 @@ def compose_scenes(images: Tensor, scenes: Tensor, small: int, rng: torch.Genera
         left, top = min(max(left, 0), margin), min(max(top, 0), margin)
         canvas[n, :, top : top + digit.shape[1], left : left + digit.shape[2]] = digit
     return canvas
-
-
-def random_shift(images: Tensor, rng: torch.Generator) -> Tensor:
-    """Spectrograms shifted a little in time and frequency, as an augmentation."""
-    padded = F.pad(images, (6, 6, 3, 3), value=-1.0)
-    H, W = images.shape[2:]
-    tops, lefts = (
-        torch.randint(2 * maximum + 1, (len(images),), generator=rng).tolist() for maximum in (3, 6)
-    )
-    crops = [
-        one[:, top : top + H, left : left + W] for one, top, left in zip(padded, tops, lefts, strict=True)
-    ]
-    return torch.stack(crops)
-
-
-def encode_captions(captions: Sequence[str]) -> Tensor:
-    """Captions as token ids, 0 for spaces and padding: (captions, length)."""
-    length = max(map(len, captions))
-    return torch.tensor(
-        [[max(0, ord(c) - ord("a") + 1) for c in caption.ljust(length)] for caption in captions]
-    )
-
-
-def random_captions() -> list[str]:
-    """Random letters for every scene, as long as its caption: captions without structure."""
-    rng = np.random.default_rng(0)
-    return ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), len(scene.caption))) for scene in SCENES]

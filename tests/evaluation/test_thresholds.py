@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from vitrail.evaluation.calibration import sigmoid
-from vitrail.evaluation.thresholds import choose_thresholds
+from vitrail.weights.bundle.scores import choose_thresholds, sigmoid
 
 
 def test_no_other_threshold_has_a_better_f1():

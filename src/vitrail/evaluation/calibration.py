@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import InputError
+from vitrail.weights.bundle.scores import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Activation,
+    sigmoid,
+    subtract_row_max,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vitrail.weights.bundle.bundle import Bundle
-    from vitrail.weights.bundle.scores import Activation
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # the range in which a temperature is searched
 _BINS = 15
-_CHUNK_ROWS = 8192  # rows of logits in float64 at a time
 
 
 @dataclass(frozen=True)
@@ -126,18 +130,6 @@ def predict_top1(
         return predicted, sigmoid(logits.max(axis=1).astype(np.float64) / temperature)
     chunks = [1 / np.exp(z / temperature).sum(axis=1) for z in subtract_row_max(logits)]
     return predicted, np.concatenate([np.zeros(0), *chunks])
-
-
-def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 / (1 + exp(-z)) without overflow."""
-    return np.asarray(1 / (1 + np.exp(-np.clip(logits, -700, 700))))
-
-
-def subtract_row_max(logits: NDArray[Any]) -> list[NDArray[np.float64]]:
-    """Chunks of the logits in float64, minus the maximum of each row, so that exp cannot overflow."""
-    starts = range(0, len(logits), _CHUNK_ROWS)
-    chunks = [logits[start : start + _CHUNK_ROWS].astype(np.float64) for start in starts]
-    return [chunk - chunk.max(axis=1, keepdims=True) for chunk in chunks]
 
 
 # ---- ECE ------------------------------------------------------------------------------------

@@ -40,9 +40,7 @@ from vitrail.evaluation.probes import (
     split_columns,
 )
 from vitrail.evaluation.real import read_real_labels, real_accuracy
-from vitrail.evaluation.scale import Scale, load_scale
 from vitrail.evaluation.selection import Progress, Selection, select_images
-from vitrail.evaluation.thresholds import DEFAULT
 from vitrail.fast.inference_routes import Accelerated
 from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.sources import Split
@@ -52,7 +50,7 @@ from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics
 from vitrail.weights.bundle.own_shape import reading_preprocess
-from vitrail.weights.bundle.scores import Scores
+from vitrail.weights.bundle.scores import DEFAULT_THRESHOLD, Scores
 from vitrail.weights.load import as_bundle
 from vitrail.weights.text.zero_shot import check_classes
 
@@ -222,8 +220,7 @@ def evaluate(
     if columns is not None:
         matched = logits.numpy()[:, columns]
         scale = match_scale(bundle, columns, multilabel)
-        how = Scores(activation=scale.activation, thresholds=scale.thresholds)
-        metrics = compute_metrics(matched, images.labels, names, valid, images.names, scores=how)
+        metrics = compute_metrics(matched, images.labels, names, valid, images.names, scores=scale)
         predictions = predict_images(matched, images.labels, names, valid, images.names, scale)
         if not multilabel:
             stored = dict(bundle.card.metrics)
@@ -362,12 +359,14 @@ def _all_reduce(
     return sums[0], sums[1]
 
 
-def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scale:
+def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scores:
     """How the logits of these columns become scores, as `predict` computes them.
 
     Multi-label data needs sigmoid scores: a file that does not record thresholds is evaluated at 0.5.
     """
-    scale = load_scale(bundle.model.config, bundle.labels, bundle.card, bundle.scores).select(columns)
+    classes, metrics = bundle.model.config.classes, bundle.card.metrics
+    scale = bundle.scores.calibrated(bundle.labels, classes, metrics).select(columns)
     if multilabel and not scale.multilabel:
-        return Scale(scale.labels, activation="sigmoid", thresholds=(DEFAULT,) * len(columns))
+        thresholds = (DEFAULT_THRESHOLD,) * len(columns)
+        return Scores(labels=scale.labels, activation="sigmoid", thresholds=thresholds)
     return scale

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import InputError
-from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins, sigmoid, subtract_row_max
-from vitrail.weights.bundle.scores import Scores
+from vitrail.evaluation.calibration import ece, predict_top1, reliability_bins
+from vitrail.weights.bundle.scores import Scores, sigmoid, subtract_row_max
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

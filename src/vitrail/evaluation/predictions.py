@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.evaluation.scale import Scale
+from vitrail.weights.bundle.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,7 +73,7 @@ def predict_images(
     classes: Sequence[str],
     valid: NDArray[np.bool_],
     names: Sequence[str],
-    scale: Scale,
+    scale: Scores,
 ) -> ImagePredictions:
     """Predictions from logits (N, K), whose columns are the classes of the data.
 
@@ -89,7 +89,7 @@ def predict_images(
     thresholds = np.full(len(classes), 0.5) if scale.thresholds is None else np.array(scale.thresholds)
     for start in range(0, len(rows), _ROWS):
         part = slice(start, start + _ROWS)
-        scores = scale.scores(logits[rows[part]])
+        scores = scale.compute(logits[rows[part]])
         best[part] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         top_scores[part] = np.take_along_axis(scores, best[part].astype(np.int64), axis=1)
         if predicted is not None:

@@ -83,7 +83,7 @@ def _scores(predictions: Sequence[Prediction], predictor: Predictor) -> NDArray[
     scores = np.full((len(predictions), predictor.config.classes), np.nan, np.float32)
     for row, one in zip(scores, predictions, strict=True):
         if one.logits is not None:
-            row[:] = one.scale.scores(one.logits[None])[0]
+            row[:] = one.scale.compute(one.logits[None])[0]
     return scores
 
 

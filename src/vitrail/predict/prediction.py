@@ -9,7 +9,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError
 from vitrail.base.summary import Summary
-from vitrail.evaluation.scale import Scale
+from vitrail.weights.bundle.scores import Scores
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class Prediction(Summary):
     """The pooled vector, (D,)."""
     logits: NDArray[np.float32] | None = None
     """Before any temperature, (K,)."""
-    scale: Scale = field(default=Scale(()))
+    scale: Scores = field(default=Scores())
 
     @property
     def unsure(self) -> bool:
@@ -58,7 +58,7 @@ class Prediction(Summary):
         """
         if self.logits is None:
             return []
-        scores = self.scale.scores(self.logits[None])[0]
+        scores = self.scale.compute(self.logits[None])[0]
         return [(self.scale.labels[k], float(scores[k])) for k in self.scale.predicted(scores)]
 
     def summary(self) -> dict[str, str]:
@@ -87,6 +87,6 @@ class Prediction(Summary):
                 "This model has no head, so there are no classes to rank; use .embedding, or add a head with "
                 "vitrail.surgery.reclass."
             )
-        scores = self.scale.scores(self.logits[None])[0]
+        scores = self.scale.compute(self.logits[None])[0]
         best = np.argsort(-scores, kind="stable")[:count]  # ties go to the first class
         return [(self.scale.labels[i], float(scores[i])) for i in best]

@@ -24,7 +24,6 @@ from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.machine import memory_limit
 from vitrail.evaluation.accelerated import Speedup
-from vitrail.evaluation.scale import load_scale
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.inference_routes import Acceleration
 from vitrail.images.pixels import check_pixel_range
@@ -93,7 +92,7 @@ class Predictor:
         self.engine = engine = open_engine(model, options, speedup, native=native)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
-        self.scale = load_scale(engine.config, engine.labels, engine.card, engine.scores)
+        self.scale = engine.scores.calibrated(engine.labels, engine.config.classes, engine.card.metrics)
         self.batch, self.workers = 1 if engine.one_by_one else batch, check_workers(workers)
         self.check_fits(1)
 
@@ -182,7 +181,7 @@ class Predictor:
 
     def _label(self, logits: np.ndarray) -> dict[str, Any]:
         """Label and score for logits (K,)."""
-        scores = self.scale.scores(logits[None])[0]
+        scores = self.scale.compute(logits[None])[0]
         predicted = self.scale.predicted(scores)
         label = self.scale.labels[predicted[0]] if predicted else None
         return {"label": label, "score": float(scores.max()), "logits": logits, "scale": self.scale}

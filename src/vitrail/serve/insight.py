@@ -173,7 +173,7 @@ def _as_lens(predictor: Predictor, logits: NDArray[np.float32]) -> list[dict[str
         return {"reason": "This model has no head, so there is no prediction after each layer."}
     if not np.isfinite(logits).all():
         return {"reason": "The logits after some layer are NaN or infinite."}
-    scores = predictor.scale.scores(logits)
+    scores = predictor.scale.compute(logits)
     return [
         {"label": predictor.scale.labels[best], "score": float(row[best])}
         for row, best in zip(scores, logits.argmax(axis=1), strict=True)

@@ -18,11 +18,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from vitrail.base.errors import VitrailError
-from vitrail.evaluation.scale import Scale
 from vitrail.predict.index import Embedder, unit
 from vitrail.predict.prediction import Prediction
 from vitrail.serve.batcher import Batcher
 from vitrail.serve.messages import Client, HTTPError, busy
+from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.text.prompts import fill_templates
 from vitrail.weights.text.zero_shot import embedding_projection
 
@@ -47,7 +47,7 @@ class Words:
     labels: Labels
     rows: NDArray[np.float32]
     bias: float
-    scale: Scale
+    scale: Scores
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class ZeroShot:
             waiting.requests -= 1
         text = self.predictor.require_bundle().text
         rows = np.float32(text.scale) * unit(np.stack([one.sum for one in classes.values()]))
-        return Words(labels, rows, float(text.bias or 0), Scale(labels, activation=text.activation))
+        return Words(labels, rows, float(text.bias or 0), Scores(labels=labels, activation=text.activation))
 
     async def _encode_piece(self, classes: Mapping[str, _Class], deadline: float) -> None:
         piece = [(label, text) for label, one in classes.items() for text in one.left][: self.piece]
@@ -180,7 +180,7 @@ class ZeroShot:
     def predict(self, prediction: Prediction, words: Words) -> Prediction:
         """The prediction for these classes, from that of the image tower."""
         logits = self.vector(prediction) @ words.rows.T + np.float32(words.bias)
-        scores = words.scale.scores(logits[None])[0]
+        scores = words.scale.compute(logits[None])[0]
         best = int(scores.argmax())
         return Prediction(
             prediction.name,

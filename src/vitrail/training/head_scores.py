@@ -12,7 +12,6 @@ import torch
 
 from vitrail.evaluation.forward import run_model
 from vitrail.evaluation.ood import fit_statistics
-from vitrail.evaluation.thresholds import DEFAULT, choose_thresholds
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model.device import ComputeDevice
@@ -20,7 +19,7 @@ from vitrail.training.parallel import ProcessGroup
 from vitrail.training.recipes.settings import TrainConfig
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.own_shape import reading_preprocess
-from vitrail.weights.bundle.scores import Scores
+from vitrail.weights.bundle.scores import DEFAULT_THRESHOLD, Scores, choose_thresholds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +32,7 @@ def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
     """Softmax, or sigmoid with binary cross-entropy; multi-label models start with thresholds of 0.5."""
     if settings.loss != "bce":
         return Scores()
-    thresholds = (DEFAULT,) * len(data.classes) if data.multilabel else None
+    thresholds = (DEFAULT_THRESHOLD,) * len(data.classes) if data.multilabel else None
     return Scores(activation="sigmoid", thresholds=thresholds)
 
 

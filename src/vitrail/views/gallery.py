@@ -67,7 +67,7 @@ def example_section(evaluation: Evaluation, bundle: Bundle, split: Split) -> lis
     explained = explain_images(bundle, split, evenly_spaced(len(split), _EXAMPLES))
     tiles = []
     for image in explained:
-        scores = scale.scores(image.logits[None, columns])[0]
+        scores = scale.compute(image.logits[None, columns])[0]
         predicted = [evaluation.classes[k] for k in scale.predicted(scores)]
         true = _true_classes(split, image.index, evaluation.classes)
         wrong = f"Wrong; true class{'es' * (split.labels.ndim == 2)}: {_join(true)}"

@@ -90,8 +90,10 @@ class Scores:
             return named
         if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             return named
-        usable = isinstance(threshold, (int, float)) and 0 <= threshold <= 2  # above 1 no score reaches it
-        return replace(named, temperature=float(temperature), threshold=float(threshold) if usable else None)
+        named = replace(named, temperature=float(temperature))
+        if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 2:  # above 1 no score reaches it
+            return named
+        return replace(named, threshold=float(threshold))
 
     def check_classes(self, classes: int) -> None:
         """Check that there is a threshold for each class."""

@@ -134,7 +134,7 @@ def test_the_parameter_estimate_is_a_lower_bound(name, position, fields):
 def test_the_forward_pass_estimate_is_a_lower_bound(tmp_path):
     code = (
         "import re, torch, vitrail as vt\n"
-        "from vitrail.base.machine import forward_bytes\n"
+        "from vitrail.model.model_memory import forward_bytes\n"
         "model = vt.create('Ti/16', size=512).eval()\n"
         # not ru_maxrss, which starts at the peak of the process that forked this one
         "def peak(): return 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vitrail.model.config import ViTConfig
     from vitrail.weights.bundle.bundle_header import FileDescription
     from vitrail.weights.readers.folder import ModelFiles
-    from vitrail.weights.readers.npz import Entry
+    from vitrail.weights.readers.tensor_entries import Entry
 
 SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 

@@ -13,7 +13,7 @@ from vitrail.weights.bundle.bundle_header import split_own
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
 from vitrail.weights.families.key_rows import Row
 from vitrail.weights.families.layout import Shape, Sizes
-from vitrail.weights.readers.npz import Entry
+from vitrail.weights.readers.tensor_entries import Entry
 
 MAX_BLOCKS = 10_000
 _MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours

@@ -40,7 +40,7 @@ class ModelFiles:
         self, path: Path, files: list[WeightFile], settings: dict[str, dict[str, Any]], alone: bool = True
     ) -> None:
         self.path, self.files, self.settings, self.alone = path, files, settings, alone
-        self.card = dict[str, str]()
+        self.card = dict[str, Any]()
         self._file_of = {name: file for file in files for name in file.entries}
         self.metadata = files[0].metadata if len(files) == 1 else {}
         self.wrapper = files[0].wrapper

@@ -15,7 +15,7 @@ from tests.support.flax_files import Flax, bfloat16, drawn, exact_gelu, same_fil
 from tests.support.models import add_noise
 from vitrail.base.errors import ConfigError, FileError
 from vitrail.weights.conversion import ConversionError
-from vitrail.weights.describe import describe
+from vitrail.weights.load import describe
 from vitrail.weights.readers.folder import open_model
 
 MODELS = {

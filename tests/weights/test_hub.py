@@ -20,7 +20,7 @@ import vitrail as vt
 from tests.support.hub_server import CARD, COMMAND, TOKEN, run_against, serve_hub
 from tests.support.models import add_noise
 from vitrail.base.errors import FileError, MissingExtra
-from vitrail.weights.readers.hub import fetch_model, license_of
+from vitrail.weights.readers.folder import is_hub_name, license_of, open_model
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -363,14 +363,14 @@ def test_invalid_names_are_refused_without_a_request(hub, ask):
     assert hub.log == []
 
 
-def test_other_paths_are_returned_unchanged(monkeypatch):
+def test_other_paths_are_not_fetched(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for path in ("x.safetensors", Path("folder"), "./hf:a/b"):
-        assert fetch_model(path) == (path, {})
+        assert not is_hub_name(path)
     with pytest.raises(FileError, match="hf:a is not the name"):
-        fetch_model(Path("hf:a"))
+        open_model(Path("hf:a"))
     with pytest.raises(MissingExtra, match=r'install it with: pip install "vitrail\[hub\]"'):
-        fetch_model(Path("hf:a/b"))
+        open_model(Path("hf:a/b"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.support.command import run_command
 from tests.support.hf_models import save_pretrained
 from tests.support.shared_data import shared
 from vitrail.images.published_preprocess import published_preprocess
-from vitrail.weights.describe import describe
+from vitrail.weights.load import describe
 from vitrail.weights.readers.folder import open_model
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5)

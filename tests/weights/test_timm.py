@@ -17,7 +17,7 @@ import vitrail as vt
 from tests.support.bits import same_file
 from tests.support.models import add_noise
 from vitrail.weights.conversion import ConversionError
-from vitrail.weights.describe import describe
+from vitrail.weights.load import describe
 from vitrail.weights.readers.folder import open_model
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
@@ -345,4 +345,4 @@ def test_describe(tmp_path):
     with open_model(path) as files:
         description = describe(files, heads=2)
     config = description.config
-    assert (description.family.name, config.depth, config.classes) == ("timm", 2, 5)
+    assert (description.family, config.depth, config.classes) == ("timm", 2, 5)

@@ -168,9 +168,8 @@ def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
     """Which images a model was trained on, from its file alone."""
     from vitrail.weights.bundle.bundle_header import stored_fingerprint
     from vitrail.weights.readers.folder import open_model
-    from vitrail.weights.readers.hub import fetch_model
 
-    with open_model(fetch_model(model, offline=offline)[0]) as files:
+    with open_model(model, offline=offline) as files:
         return stored_fingerprint(files)
 
 

@@ -14,10 +14,9 @@ from vitrail.cli import overrides as options
 
 if TYPE_CHECKING:
     from vitrail.model.config import ViTConfig
-    from vitrail.weights.describe import FileDescription
-    from vitrail.weights.families.match import FamilyMatch
+    from vitrail.weights.bundle.bundle_header import FileDescription
     from vitrail.weights.readers.folder import ModelFiles
-    from vitrail.weights.readers.npz import Entry
+    from vitrail.weights.readers.tensor_entries import Entry
 
 SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 
@@ -38,17 +37,14 @@ def info(
 
     With --check, the exit code is 1 if a value is NaN or infinity.
     """
-    from vitrail.weights.describe import describe
+    from vitrail.weights.load import describe
     from vitrail.weights.readers.folder import open_model
-    from vitrail.weights.readers.hub import fetch_model, is_hub_name
 
-    path, card_fields = fetch_model(file, offline=offline)
     arguments = options.load_arguments(family, keys, given, size)
-    with open_model(path, arguments.pop("checkpoint_key", None), alone=is_hub_name(file)) as files:
+    with open_model(file, arguments.pop("checkpoint_key", None), offline=offline) as files:
         description = describe(files, **arguments)
         changes = {name: arguments[name] for name in SHAPES if name in arguments}
         replace(description.config, **changes)  # raises for an impossible shape
-        description = replace(description, card=replace(description.card, **card_fields))
         facts = _collect(files, description)
         bad = _scan(files) if check else None
     if bad is not None:
@@ -69,16 +65,16 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
 
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
-    text = _text_tower(files, match)
+    text = _text_tower(files, description)
     by_words = text is not None and labels is None  # then what looks like a head is CLIP's projection
     if preprocess is not None and description.native is not None:
         down, across = config.patch_pixels
         preprocess = native_preprocess(preprocess, (down, across), config.patches)
     return {
         "file": printable(files.path),
-        "family": f"{match.family.name}: {match.family.title}",
+        "family": f"{description.family}: {description.title}",
         "model": _size_name(config),
-        "parameters": sum(math.prod(shape) for shape in match.shapes.values()),
+        "parameters": sum(math.prod(shape) for shape in description.shapes.values()),
         "classes": None if by_words else config.classes,
         "zero-shot": "classes by words: vitrail predict --labels cat,dog" if by_words else None,
         "labels": [printable(label) for label in labels] if labels else None,
@@ -98,8 +94,8 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         ),
         "feature statistics": _feature_statistics(files.entries.get(f"{PREFIX}means")),
         "text tower": text,
-        "extra tensors": [printable(name) for name in match.extras.values()] or None,
-        "follows": match.family.profile.follows or None,
+        "extra tensors": [printable(name) for name in description.extras.values()] or None,
+        "follows": (match and match.family.profile.follows) or None,
         "notes": [printable(note, 500) for note in description.notes] or None,
         "config": _non_default(config),
     }
@@ -113,14 +109,14 @@ def _trained_on(files: ModelFiles) -> str | None:
     return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
 
 
-def _text_tower(files: ModelFiles, match: FamilyMatch) -> str | None:
+def _text_tower(files: ModelFiles, description: FileDescription) -> str | None:
     """The text tower among the tensors that the image model does not use."""
     from vitrail.weights.readers.folder import TEXT_PREFIX
     from vitrail.weights.text.words import describe_text
 
     beside = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
     inside = [name.removeprefix(TEXT_PREFIX) for name in files.entries if name.startswith(TEXT_PREFIX)]
-    others = {name: files.entries[original] for name, original in match.extras.items()}
+    others = {name: files.entries[original] for name, original in description.extras.items()}
     return describe_text(others, [*beside, *inside])
 
 

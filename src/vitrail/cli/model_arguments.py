@@ -87,11 +87,9 @@ def open_zero_shot(
 
 def check_classes(bundle: Bundle | None) -> None:
     """The outputs of a CLIP's image tower are no classes; words make some. An ONNX file is no bundle."""
-    from vitrail.weights.text import zero_shot
-
     advice = "name some with --labels cat,dog, or save the embeddings of the images with vitrail embed."
     if bundle is not None:
-        zero_shot.check_classes(bundle, advice)
+        bundle.require_classes(advice)
 
 
 def check_trained_native(predictor: Predictor, native: bool | None) -> None:

@@ -56,7 +56,7 @@ def search(
     from vitrail.images.formats.folders import SUFFIXES
     from vitrail.predict import Predictor
     from vitrail.predict.index import read_index
-    from vitrail.weights.readers.hub import is_hub_name
+    from vitrail.weights.readers.folder import is_hub_name
 
     is_image = Path(query).exists() or Path(query).suffix.lower() in SUFFIXES
     if html_file is not None:

@@ -52,7 +52,6 @@ from vitrail.weights.bundle.feature_statistics import FeatureStatistics
 from vitrail.weights.bundle.own_shape import reading_preprocess
 from vitrail.weights.bundle.scores import DEFAULT_THRESHOLD, Scores
 from vitrail.weights.load import as_bundle
-from vitrail.weights.text.zero_shot import check_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -186,7 +185,7 @@ def evaluate(
     bundle = as_bundle(bundle, default_device="auto")
     config = bundle.model.config
     if config.classes or not probes:
-        check_classes(bundle, 'give it some with bundle.zero_shot(["cat", "dog"]).')
+        bundle.require_classes('give it some with bundle.zero_shot(["cat", "dog"]).')
     selected = select_images(bundle, data, split, map, probes, classes, progress)
     name, images, names, columns = selected.split, selected.images, selected.classes, selected.columns
     notes, multilabel = selected.notes, images.labels.ndim == 2

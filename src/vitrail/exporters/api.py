@@ -15,7 +15,6 @@ from vitrail.images.formats.folders import expand_folders
 from vitrail.model.config import format_sides
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import as_bundle
-from vitrail.weights.text.zero_shot import check_classes
 
 if TYPE_CHECKING:
     from vitrail.exporters.proof import Proof
@@ -144,8 +143,7 @@ def _open_classifier(model: Any, options: dict[str, Any], device: str = "cpu") -
     """The model; one of CLIP or SigLIP without classes only if it has no outputs that look like classes."""
     bundle = as_bundle(model, default_device=device, **options)
     if bundle.model.config.classes:
-        check_classes(
-            bundle,
+        bundle.require_classes(
             "write some into its head first, with vitrail convert MODEL NEW.safetensors --labels cat,dog; or "
             f"remove its projection with {setting('classes', 0)} to export pooled vectors.",
         )

@@ -19,7 +19,7 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.describe import position_resize_options
+from vitrail.weights.families.recognize import position_resize_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,11 @@ from vitrail.base.errors import ConfigError, FileError, printable, suggest
 from vitrail.base.fields import short_repr
 from vitrail.base.telemetry import disable_telemetry
 from vitrail.weights.bundle.bundle import Bundle, check_suffix, golden_inputs, not_finite
-from vitrail.weights.families import FAMILIES
+from vitrail.weights.families import FAMILIES, LIBRARIES
 from vitrail.weights.families.family import Family
 from vitrail.weights.families.keys import CUSTOM
 from vitrail.weights.families.match import join_names
 from vitrail.weights.families.to_family import ConversionError, family_tensors, unsupported, write_family
-from vitrail.weights.families.vitrail import VITRAIL
 from vitrail.weights.load import load
 from vitrail.weights.text.prompts import Prompts
 from vitrail.weights.text.zero_shot import bake_prompts
@@ -66,12 +65,12 @@ def convert(
     out = Path(out)
     if out.exists() or out.is_symlink():
         raise FileError(f"{printable(out)} already exists; choose another name, or remove it first.")
-    check_suffix(out, *([] if to == VITRAIL.name else [".npz"]))
+    check_suffix(out, *([] if to == "vitrail" else [".npz"]))
     bundle = load(path, **options)
     bundle = bundle if prompts is None else bake_prompts(bundle, prompts)
     inputs, logits = _check_finite(bundle, path)
-    source = bundle.source.family if bundle.source else VITRAIL.name
-    if to == VITRAIL.name:
+    source = bundle.source.family if bundle.source else "vitrail"
+    if to == "vitrail":
         bundle.write(out, inputs, logits)
         count = len(bundle.model.state_dict())
         return ConversionReport(source, to, 0, count, 0, [], 0.0, "the same model", bundle.notes)
@@ -126,7 +125,7 @@ def find_target(to: str, bundle: Bundle) -> Family:
             return family
     written = [family for family in named if family.writer.expresses is not None]
     if not written:
-        writable = [f.group for f in FAMILIES if f is VITRAIL or f.writer.expresses is not None]
+        writable = ["vitrail", *(f.group for f in LIBRARIES if f.writer.expresses is not None)]
         raise ConfigError(
             f"{short_repr(to)} is not a family that can be written. "
             f"{suggest(str(to), dict.fromkeys(writable))}"

@@ -12,23 +12,22 @@ from vitrail.base.fields import per_axis
 from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.model.config import POSITIONS, format_sides
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.bundle.bundle_header import stored_fingerprint
-from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
+from vitrail.weights.bundle.bundle_header import (
+    OWN_NAMES,
+    FileDescription,
+    describe_own,
+    is_own,
+    stored_fingerprint,
+    stored_statistics,
+)
 from vitrail.weights.bundle.scores import Scores
-from vitrail.weights.describe import FileDescription, describe
-from vitrail.weights.families.key_tables import read_state
-from vitrail.weights.families.keys import Keys
-from vitrail.weights.families.match import join_names
-from vitrail.weights.families.vitrail import VITRAIL
-from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
 from vitrail.weights.readers.folder import ModelFiles, open_model
-from vitrail.weights.readers.hub import fetch_model, is_hub_name
-from vitrail.weights.text.words import add_clip_file, has_text
 
 if TYPE_CHECKING:
     import torch
 
     from vitrail.model import ViT
+    from vitrail.weights.families.keys import Keys
 
 
 def load(
@@ -72,6 +71,7 @@ def load(
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
     from vitrail.model.device import find_device, place
+    from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
 
     device = "cpu" if device is None else device
     if device != "auto":
@@ -79,17 +79,16 @@ def load(
     requested: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
     if preprocess is not None:
         check_fields(preprocess)
-    alone = is_hub_name(path)
-    path, card_fields = fetch_model(path, offline=offline)
-    with open_model(path, checkpoint_key, alone=alone) as files:
+    with open_model(path, checkpoint_key, offline=offline) as files:
         description = describe(files, family=family, keys=keys, **requested, **overrides)
-        description = replace(description, card=replace(description.card, **card_fields))
         bundle = build_bundle(files, description, dtype)
-    _adapt(bundle, description, {"classes": classes, **requested})
-    # Only now, since a given resize_to is for the size that the model has in the end.
-    bundle.preprocess = override_preprocess(bundle.preprocess, preprocess, bundle.model.config, bundle.notes)
-    if settles_guess(preprocess):
-        bundle.guess = ""
+    _adapt(bundle, {"classes": classes, **requested})
+    if preprocess is not None:  # only now: a given resize_to is for the size that the model has in the end
+        bundle.preprocess = override_preprocess(
+            bundle.preprocess, preprocess, bundle.model.config, bundle.notes
+        )
+        if settles_guess(preprocess):
+            bundle.guess = ""
     if bundle.model.config != description.config or overrides or preprocess is not None:
         bundle.statistics = None  # they are of the features of the model as it was trained
     place(bundle.model, device)
@@ -117,6 +116,40 @@ def as_bundle(
     return model if isinstance(model, Bundle) else Bundle(model=model)  # which refuses other modules
 
 
+def describe(
+    files: ModelFiles,
+    *,
+    family: str | None = None,
+    keys: Keys | None = None,
+    preprocess: Mapping[str, Any] | str | None = None,
+    **overrides: Any,
+) -> FileDescription:
+    """Describe an open file: a vitrail file by its own header, any other by its family. No torch.
+
+    The arguments are those of `load`; `overrides` are config fields.
+    """
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    if is_own(files) and family in (None, "vitrail"):
+        if keys:
+            raise ConfigError(OWN_NAMES)
+        description = describe_own(files, overrides)
+    else:
+        from vitrail.weights.families.recognize import describe_library
+
+        description = describe_library(files, family, keys, overrides)
+    description = replace(description, card=replace(description.card, **files.card))
+    if not preprocess:
+        return description
+    from vitrail.weights.preprocessing import override_preprocess
+
+    config, notes = description.config, description.notes
+    return replace(
+        description,
+        preprocess=override_preprocess(description.preprocess, preprocess, config, notes),
+        preprocess_from="as given",
+    )
+
+
 def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.dtype | None) -> Bundle:
     """The model with the file's tensors. All shapes are checked before any tensor is read."""
     import torch
@@ -125,49 +158,48 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
 
     config, match = description.config, description.match
     model = build_empty_model(config)
-    computed = match.family.profile.computed
-    shapes = {name: tuple(tensor.shape) for name, tensor in computed(config, "meta").items()}
-    _check_tensors(files, {**shapes, **match.shapes}, model)
-    state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
-    extras = {name: files.tensor(original) for name, original in match.extras.items()}
-    notes = [*description.notes, *match.family.profile.check_extras(extras)]
-    others = {name: files.entries[original] for name, original in match.extras.items()}
+    notes, text_files = list(description.notes), dict[str, bytes]()
+    if match is None:
+        _check_tensors(files, description.shapes, model)
+        state = {name: files.tensor(name) for name in description.shapes}
+        extras = {name: files.tensor(original) for name, original in description.extras.items()}
+    else:
+        from vitrail.weights.families.key_tables import read_state
+
+        computed = match.family.profile.computed
+        shapes = {name: tuple(tensor.shape) for name, tensor in computed(config, "meta").items()}
+        _check_tensors(files, {**shapes, **match.shapes}, model)
+        state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
+        extras = {name: files.tensor(original) for name, original in description.extras.items()}
+        notes += match.family.profile.check_extras(extras)
+    if extras:
+        from vitrail.weights.text.words import add_clip_file, has_text
+
+        others = {name: files.entries[original] for name, original in description.extras.items()}
+        text_files = add_clip_file(others, files.text_files) if has_text(others) else {}
     state = {name: tensor.to(dtype or torch.float32) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
-    model = model.to(dtype or torch.float32).eval()
     return Bundle(
-        model=model,
+        model=model.to(dtype or torch.float32).eval(),
         preprocess=description.preprocess,
         labels=description.labels,
         scores=description.scores,
         card=description.card,
         source=description.source,
-        statistics=_read_statistics(files, description),
+        statistics=stored_statistics(files, config.pooled_width) if match is None else None,
         native=description.native,
         extras=extras,
         fingerprint=stored_fingerprint(files),
         notes=notes,
         guess=description.guess,
-        text_files=add_clip_file(others, files.text_files) if has_text(others) else {},
+        text_files=text_files,
     )
-
-
-def _read_statistics(files: ModelFiles, description: FileDescription) -> FeatureStatistics | None:
-    """The feature statistics of a vitrail file; None if it has none."""
-    names = [name for name in files.entries if name.startswith(PREFIX)]
-    if description.match.family is not VITRAIL or not names:
-        return None
-    try:
-        arrays = {name.removeprefix(PREFIX): files.tensor(name).numpy() for name in names}
-        statistics = FeatureStatistics(**arrays)
-        statistics.check_width(description.config.pooled_width)
-    except (TypeError, ConfigError) as error:
-        raise FileError(f"{printable(files.path)} is damaged: {printable(error)}. Save it again.") from error
-    return statistics
 
 
 def _check_tensors(files: ModelFiles, shapes: Mapping[str, tuple[int, ...]], model: ViT) -> None:
     """Check that the file holds exactly the tensors of the model."""
+    from vitrail.weights.families.match import join_names
+
     needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = [name for name in needed if name not in shapes]
     unexpected = [name for name in shapes if name not in needed]
@@ -186,18 +218,23 @@ def _check_tensors(files: ModelFiles, shapes: Mapping[str, tuple[int, ...]], mod
             )
 
 
-def _adapt(bundle: Bundle, description: FileDescription, requested: Mapping[str, Any]) -> None:
+def _adapt(bundle: Bundle, requested: Mapping[str, Any]) -> None:
     """Change the model as requested; each change is a sentence in the notes."""
     from vitrail.model import surgery
 
     model, notes = bundle.model, bundle.notes
     classes, size, channels, patch = (requested[name] for name in ("classes", "size", "channels", "patch"))
-    config, resize = model.config, description.resize
+    config = model.config
     if channels is not None and channels != config.channels:
         model = surgery.rechannel(model, channels)
         notes.append(f"The patch projection was changed from {config.channels} to {channels} channels.")
     new_patch = config.patch_pixels if patch is None else per_axis("patch", patch, ("height", "width"))
     new_size = config.pixels if size is None else per_axis("size", size, ("H", "W"))
+    resize: Mapping[str, Any] = {}
+    if bundle.source is not None and (new_patch, new_size) != (config.patch_pixels, config.pixels):
+        from vitrail.weights.families.recognize import position_resize_options
+
+        resize = position_resize_options(bundle.source)
     if new_patch != config.patch_pixels:
         model = surgery.repatch(model, new_patch, size=new_size, **resize)  # type: ignore[arg-type]
         notes.append(

@@ -104,6 +104,8 @@ class Bundle(Summary):
     @property
     def has_text(self) -> bool:
         """Whether the file has a text tower."""
+        if not self.extras:
+            return False
         from vitrail.weights.text.words import entries_of, has_text
 
         return has_text(entries_of(self.extras))
@@ -112,6 +114,11 @@ class Bundle(Summary):
     def needs_words(self) -> bool:
         """Whether it has a text tower, and no classes of its own: the outputs are an embedding of images."""
         return self.labels is None and self.has_text
+
+    def require_classes(self, advice: str) -> None:
+        """Refuse a file with both towers as a classifier."""
+        if self.needs_words:
+            raise InputError(f"This model has a text tower and no classes of its own; {advice}")
 
     @cached_property
     def text(self) -> TextEncoder:

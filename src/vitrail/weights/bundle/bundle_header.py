@@ -1,22 +1,33 @@
-"""What a vitrail file says of its model, in one JSON object: read without torch, and checked."""
+"""A vitrail file describes itself: one JSON object in its header, read without torch and checked.
+
+The tensors of the model have our names; beside them are `extras/...`, `golden/...` and others (bundle.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import FileError, printable
-from vitrail.base.fields import as_tuples
+from vitrail.base.errors import ConfigError, FileError, printable
+from vitrail.base.fields import as_tuples, short_repr
 from vitrail.base.safe_files import parse_json
 from vitrail.images.fingerprint import Fingerprint, read_fingerprint
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import FORMAT, Card, Source, check_labels, check_preprocess
-from vitrail.weights.bundle.scores import parse_scores
-from vitrail.weights.readers.folder import ModelFiles
+from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
+from vitrail.weights.bundle.scores import Scores, parse_scores
+from vitrail.weights.readers.folder import TEXT_PREFIX, ModelFiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from vitrail.weights.families.match import FamilyMatch
+
+OWN_NAMES = "A vitrail file has our own names and needs no key table; leave it out."
+_EXTRAS = "extras/"
+_OTHERS = ("golden/", "fingerprint/", TEXT_PREFIX, PREFIX)
 
 _PARTS = (
     *("format", "config", "preprocess", "labels", "scores", "card", "source", "notes", "fingerprint"),
@@ -24,9 +35,74 @@ _PARTS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileDescription:
+    """What is in a weight file, of our own or of another library, from its headers alone."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the model's tensors, by our names."""
+    extras: Mapping[str, str]
+    """Tensors kept beside the model: their name in a bundle, and in the file."""
+    match: FamilyMatch | None = None
+    """How another library's names become ours; None for a vitrail file."""
+    config: ViTConfig
+    preprocess: Preprocess | None
+    preprocess_from: str = ""
+    """Where the preprocessing comes from, in words."""
+    guess: str = ""
+    """As in Bundle."""
+    labels: list[str] | None = None
+    scores: Scores = field(default_factory=Scores)
+    card: Card
+    notes: list[str]
+    source: Source | None = None
+    native: Mapping[str, Any] | None = None
+    """As in Bundle."""
+
+    @property
+    def family(self) -> str:
+        return "vitrail" if self.match is None else self.match.family.name
+
+    @property
+    def title(self) -> str:
+        """The family in words."""
+        return "a vitrail file" if self.match is None else self.match.family.title
+
+
+def is_own(file: ModelFiles) -> bool:
+    """Whether a file declares itself a vitrail file."""
+    return "vitrail" in file.metadata
+
+
+def split_own(names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """The names of the model's tensors, and of those kept beside it: in a bundle, and in the file."""
+    others = [name for name in names if not name.startswith(_OTHERS)]
+    extras = {name.removeprefix(_EXTRAS): name for name in others if name.startswith(_EXTRAS)}
+    return [name for name in others if not name.startswith(_EXTRAS)], extras
+
+
+def describe_own(file: ModelFiles, overrides: Mapping[str, Any]) -> FileDescription:
+    """Describe a vitrail file. Config fields given by the user take precedence, with a note."""
+    parts = parse_header(file, read_header(file) or {})
+    fields = {name: value for name, value in overrides.items() if name not in ("size", "channels", "patch")}
+    for name, value in fields.items():
+        if (stored := getattr(parts["config"], name, None)) != value:
+            parts["notes"].append(
+                f"{name} is {short_repr(value)} as given; the file has {short_repr(stored)}."
+            )
+    parts["config"] = replace(parts["config"], **fields)
+    names, extras = split_own(file.entries)
+    return FileDescription(
+        shapes={name: file.entries[name].shape for name in names},
+        extras=extras,
+        preprocess_from="the file itself",
+        **parts,
+    )
+
+
 def read_header(file: ModelFiles) -> dict[str, Any] | None:
     """The JSON object of a vitrail file, checked; None for other files."""
-    if "vitrail" not in file.metadata:
+    if not is_own(file):
         return None
     header = parse_json(file.metadata["vitrail"], f"the description in {file.path}", allow_nan=True)
     if not isinstance(header, dict) or not isinstance(header.get("format"), int):
@@ -40,6 +116,20 @@ def read_header(file: ModelFiles) -> dict[str, Any] | None:
     if unknown or not isinstance(header.get("config"), dict):
         raise _damaged(file, f"it has unknown keys {unknown}" if unknown else "it has no config")
     return header
+
+
+def stored_statistics(file: ModelFiles, width: int) -> FeatureStatistics | None:
+    """The feature statistics of a vitrail file, for features of this width; None if it has none."""
+    names = [name for name in file.entries if name.startswith(PREFIX)]
+    if not names:
+        return None
+    try:
+        arrays = {name.removeprefix(PREFIX): file.tensor(name).numpy() for name in names}
+        statistics = FeatureStatistics(**arrays)
+        statistics.check_width(width)
+    except (TypeError, ConfigError) as error:
+        raise FileError(f"{printable(file.path)} is damaged: {printable(error)}. Save it again.") from error
+    return statistics
 
 
 def stored_fingerprint(file: ModelFiles) -> Fingerprint | None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from vitrail.base.errors import FileError, printable
 from vitrail.weights.bundle.bundle import not_finite
-from vitrail.weights.describe import describe
+from vitrail.weights.bundle.bundle_header import is_own
 from vitrail.weights.families.layout import Shape
-from vitrail.weights.families.vitrail import VITRAIL
-from vitrail.weights.load import build_bundle
+from vitrail.weights.load import build_bundle, describe
 from vitrail.weights.readers.folder import open_model
 
 LOGIT_TOLERANCE = 1e-4  # of the largest logit, or of 1: the tolerance between two machines in float32
@@ -46,9 +45,9 @@ def verify(path: str | Path, device: str = "cpu") -> Verification:
     """
     with open_model(path) as files:
         description = describe(files)
-        if description.family is not VITRAIL or not {"golden/inputs", "golden/logits"} <= set(files.entries):
+        if not is_own(files) or not {"golden/inputs", "golden/logits"} <= set(files.entries):
             raise FileError(
-                f"{printable(path)} ({description.family.title}) has no golden inputs; only vitrail files "
+                f"{printable(path)} ({description.title}) has no golden inputs; only vitrail files "
                 "have them. Convert it first: vitrail convert IN OUT --to vitrail."
             )
         bundle = build_bundle(files, description, None)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.base.errors import InputError
 from vitrail.images.any_size import NativePreprocess, native_preprocess
-from vitrail.weights.describe import position_resize_options
 
 if TYPE_CHECKING:
     from vitrail.images.preprocess import Preprocess
@@ -39,6 +38,8 @@ def reading_preprocess(bundle: Bundle, model: ViT | None = None, *, native: bool
         raise InputError(f"The model takes {bundle.model.config.input}, not images.")
     if not (bundle.native is not None if native is None else native):
         return bundle.preprocess
+    from vitrail.weights.families.recognize import position_resize_options
+
     resize = position_resize_options(bundle.source) if bundle.native is None else bundle.native
     return use_native(model or bundle.model, bundle.preprocess, resize)
 

@@ -1,4 +1,4 @@
-"""All families, in the order in which a file is matched against them."""
+"""All families but our own files, in the order in which a file is matched against them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.weights.families import (
     torchvision,
 )
 from vitrail.weights.families.family import Family
-from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
+from vitrail.weights.families.plain_state_dict import STATE_DICT
 
 # Other libraries' files.
 LIBRARIES: tuple[Family, ...] = (
@@ -45,4 +45,4 @@ LIBRARIES: tuple[Family, ...] = (
     *torch_encoder.FAMILIES,  # last: its names are PyTorch's own, and may be part of anything
 )
 
-FAMILIES: tuple[Family, ...] = (VITRAIL, STATE_DICT, *LIBRARIES)
+FAMILIES: tuple[Family, ...] = (STATE_DICT, *LIBRARIES)

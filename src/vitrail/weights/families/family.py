@@ -1,7 +1,7 @@
 """A family: one library's weight files, how to recognize, read, complete and write them.
 
 A new family is one file in families/ and one entry in families/__init__.py. Four small parts describe it:
-`Detection` (7 fields), `KeyMap` (6), `Profile` (10) and `Writer` (6); most families set about half of them.
+`Detection` (6 fields), `KeyMap` (6), `Profile` (10) and `Writer` (6); most families set about half of them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class Detection:
     """The number of axes of a tensor, where only that tells two families apart."""
     wrapper: str = ""
     """The key of a torch.save file that holds the tensors, where that distinguishes the family."""
-    metadata: str = ""
-    """A key of the safetensors metadata that every file of the family has."""
     model_types: tuple[str, ...] = ()
     """Values of model_type in transformers' config.json; with such settings, the family is tried first."""
 
@@ -55,7 +53,7 @@ class KeyMap:
     stacked: str = ""
     """A pattern of names whose tensors hold all blocks along the first axis."""
     own: bool = False
-    """Whether the names are ours: tensors of the model, and extras/... and golden/... beside them."""
+    """Whether the names are ours, as in a plain state dict."""
     zeros: Mapping[str, Callable[[ViTConfig], Shape]] = field(default_factory=dict)
     """Tensors that the library's loader requires and no image needs: written as zeros if we have none."""
 

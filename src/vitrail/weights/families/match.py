@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from itertools import count
 
 from vitrail.base.errors import printable
-from vitrail.weights.bundle.feature_statistics import PREFIX
+from vitrail.weights.bundle.bundle_header import split_own
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
 from vitrail.weights.families.key_rows import Row
 from vitrail.weights.families.layout import Shape, Sizes
-from vitrail.weights.readers.npz import Entry
+from vitrail.weights.readers.tensor_entries import Entry
 
 MAX_BLOCKS = 10_000
 _MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
@@ -90,16 +90,14 @@ def match_family(
     entries: Mapping[str, Entry],
     sizes: Sizes,
     wrapper: str = "",
-    metadata: Collection[str] = (),
 ) -> FamilyMatch | None:
     """Match a file's names and shapes against a family's table; None if the file is of another family.
 
     Args:
         wrapper: the key of a torch.save file under which the tensors are.
-        metadata: the keys of the file's metadata.
     """
     detect = family.detect
-    if detect.wrapper not in ("", wrapper) or (detect.metadata and detect.metadata not in metadata):
+    if detect.wrapper not in ("", wrapper):
         return None
     if family.keys.own:
         return _match_own(family, entries)
@@ -122,20 +120,18 @@ def match_family(
 
 
 def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
-    """Match a file of our own names: the model's tensors, and extras/..., golden/... beside them."""
-    placeholders = _find_placeholders(family, entries) if family.detect.anchors else {"w": "", "p": ""}
+    """Match a file of our own names; {w} is what a wrapper has put before them."""
+    placeholders = _find_placeholders(family, entries)
     if placeholders is None:
         return None
     match = FamilyMatch(family, placeholders, dict(entries), {n: TensorLocation(n) for n in entries})
-    for name, entry in entries.items():
+    wrapped = [name for name in entries if name.startswith(placeholders["w"])]
+    match.unknown = [name for name in entries if not name.startswith(placeholders["w"])]
+    names, match.extras = split_own(wrapped)
+    for name in names:
         ours = name.removeprefix(placeholders["w"])
-        if not name.startswith(placeholders["w"]):
-            match.unknown.append(name)
-        elif name.startswith("extras/"):
-            match.extras[name.removeprefix("extras/")] = name
-        elif not name.startswith(("golden/", "fingerprint/", "text/", PREFIX)):
-            match.shapes[ours] = entry.shape
-            match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
+        match.shapes[ours] = entries[name].shape
+        match.rows.append(RowMatch(Row((name,), ours), (name,), ours))
     return match
 
 

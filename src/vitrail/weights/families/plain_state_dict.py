@@ -14,10 +14,18 @@ from vitrail.base.errors import ConfigError, setting
 from vitrail.base.fields import per_axis, short_repr
 from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.model.presets import SIZES
+from vitrail.weights.families.family import Detection, Family, KeyMap
 from vitrail.weights.families.infer import find_grid, shape_fields
 from vitrail.weights.families.layout import Shape
 from vitrail.weights.families.match import FamilyMatch
 
+STATE_DICT = Family(
+    "state-dict",
+    "vitrail",
+    "the state dict of a vitrail model",
+    detect=Detection(anchors=("{w}tokens.proj.weight", "{w}blocks.0.attention.qkv.weight")),
+    keys=KeyMap(own=True),
+)
 _ASSUMED = ("heads", "pool", "activation", "block", "eps")  # what users most often change of the unseen
 
 

@@ -5,6 +5,7 @@ A file's content decides what it is, not its name. Whatever is wrong becomes a F
 
 from __future__ import annotations
 
+import codecs
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
@@ -16,16 +17,33 @@ import numpy as np
 
 from vitrail.base.errors import FileError, VitrailError, printable
 from vitrail.base.safe_files import atomic_file, folder_beside, open_regular
-from vitrail.weights.readers import npz as arrays
-from vitrail.weights.readers.file_kind import is_zip, kind_of_zip
-from vitrail.weights.readers.npz import Entry, MalformedFile, Span
+from vitrail.weights.readers.npz import kind_of_zip, open_zip, read_npz
 from vitrail.weights.readers.pickles import read_pickle
-from vitrail.weights.readers.safetensors_header import read_safetensors
+from vitrail.weights.readers.tensor_entries import (
+    Entry,
+    MalformedFile,
+    Span,
+    as_array,
+    read_chunks,
+    read_safetensors,
+)
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Entry", "WeightFile", "open_weights", "write_npz", "write_safetensors"]
+
+_MAGIC = {  # the first bytes of other files, and what they are
+    b"version https://git-lfs": "a Git LFS pointer, not the weights; `git lfs pull` fetches those",
+    b"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9": "from a PyTorch before 1.6; save it again with a newer one",
+    b"\x80": "a plain pickle, which is a program and not weights",
+    b"\x93NUMPY": "a single numpy array (npy), which has no tensor names",
+    b"GGUF": "a GGUF file", b"\x89HDF": "an HDF5 file (Keras?)", b"PK\5\6": "an empty zip archive",
+    b"\x1f\x8b": "a gzip file", b"BZh": "a bzip2 file", b"\xfd7zXZ": "an xz file",
+    b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"%PDF": "a PDF document",
+    b"<!doctype": "a web page: the link gave a page instead of the file", b"<html": "a web page",
+    b"\x08": "perhaps an ONNX model",
+}  # fmt: skip
 
 StrPath = str | os.PathLike[str]
 
@@ -51,7 +69,7 @@ class WeightFile:
         self.kind: Literal["safetensors", "npz", "pickle"] = "safetensors"
         self.metadata, self.wrapper, self.others = dict[str, str](), "", list[str]()
         self._loaded: Any = None  # the state dict, once torch has read the pickle
-        self.archive = arrays.open_zip(handle) if is_zip(handle) else None
+        self.archive = open_zip(handle) if is_zip(handle) else None
         if self.archive is not None:
             self.kind = kind_of_zip(self.archive.namelist())
         if checkpoint_key is not None and self.kind != "pickle":
@@ -59,7 +77,7 @@ class WeightFile:
         if self.archive is None:
             self.entries, self.spans, self.metadata = read_safetensors(handle)
         elif self.kind == "npz":
-            self.entries, self.spans = arrays.read_npz(self.archive, skip)
+            self.entries, self.spans = read_npz(self.archive, skip)
         else:
             contents = read_pickle(handle, self.archive, checkpoint_key)
             self.entries, self.spans, self.wrapper, self.others = contents
@@ -71,8 +89,8 @@ class WeightFile:
         """
         with _reading(self.path):
             entry, span = self._find(name)
-            for chunk in arrays.read_chunks(self.handle, self.archive, span):
-                yield arrays.as_array(entry.dtype, chunk)
+            for chunk in read_chunks(self.handle, self.archive, span):
+                yield as_array(entry.dtype, chunk)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor with memory of its own, in the file's dtype."""
@@ -89,7 +107,7 @@ class WeightFile:
         import torch
 
         raw = bytearray()
-        for chunk in arrays.read_chunks(self.handle, self.archive, span):
+        for chunk in read_chunks(self.handle, self.archive, span):
             raw += chunk
         dtype = getattr(torch, entry.dtype)
         if not raw:
@@ -122,6 +140,30 @@ class WeightFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_zip(handle: IO[bytes]) -> bool:
+    """Whether a file is a zip archive (else safetensors), by its first bytes. Others are refused."""
+    head = handle.read(512)
+    lead, brace = head.lstrip().lower(), head[8:9] == b"{"
+    if brace and head[4:8] == bytes(4):  # first, since a header's length can look like any magic
+        return False
+    if head.startswith(b"PK\3\4"):
+        return True
+    what = next((_MAGIC[magic] for magic in _MAGIC if head.startswith(magic) or lead.startswith(magic)), "")
+    if not what and lead and _is_text(head, strict=brace):
+        what = "JSON text" if lead[:1] in b"{[" else "text"
+    if brace and not (what and _is_text(head)):  # safetensors with a wrong length, reported as such
+        return False
+    what = what or ("a TensorFlow Lite model" if head[4:8] == b"TFL3" else "of an unknown format")
+    raise MalformedFile(f"it is {what if head else 'empty'}", "Pass a safetensors, npz or torch.save file.")
+
+
+def _is_text(head: bytes, *, strict: bool = True) -> bool:
+    """Whether the first bytes of a file are text: UTF-8, or any encoding unless `strict`."""
+    if strict and codecs.utf_8_decode(head, "replace", False)[0].count("\ufffd"):
+        return False
+    return all((byte >= 32 and byte != 127) or byte in b"\t\r\n" for byte in head)
 
 
 def open_weights(

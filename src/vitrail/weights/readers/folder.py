@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Self
 
 from vitrail.base.errors import FileError, InputError, printable
@@ -21,6 +22,7 @@ SETTINGS = ("config.json", "preprocessor_config.json", "open_clip_config.json")
 TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
 TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
+CARD = "README.md"
 INDEX_KEY = "vitrail.index"  # in the metadata of an index of vitrail embed, which is no model
 BEST = "best.safetensors"  # of a training run
 _SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
@@ -28,12 +30,17 @@ _MAX_JSON = 10_000_000  # bytes
 
 
 class ModelFiles:
-    """The weight files of one model as if they were one, and its settings by file name."""
+    """The weight files of one model as if they were one, and its settings by file name.
+
+    Attributes:
+        card: the license in a folder's README.md; of a model on the hub, also where it comes from.
+    """
 
     def __init__(
         self, path: Path, files: list[WeightFile], settings: dict[str, dict[str, Any]], alone: bool = True
     ) -> None:
         self.path, self.files, self.settings, self.alone = path, files, settings, alone
+        self.card = dict[str, Any]()
         self._file_of = {name: file for file in files for name in file.entries}
         self.metadata = files[0].metadata if len(files) == 1 else {}
         self.wrapper = files[0].wrapper
@@ -98,16 +105,49 @@ def _checkpoint_key_note(file: WeightFile) -> str:
     )
 
 
+def is_hub_name(path: str | os.PathLike[str]) -> bool:
+    """Whether this is the name of a model on the hub, "hf:owner/name", and not a path."""
+    return _as_text(path).startswith("hf:")
+
+
+def _as_text(path: str | os.PathLike[str]) -> str:
+    return path.as_posix() if isinstance(path, PurePath) else os.fspath(path)
+
+
 def open_model(
-    path: str | os.PathLike[str], checkpoint_key: str | None = None, *, alone: bool = False
+    path: str | os.PathLike[str], checkpoint_key: str | None = None, *, offline: bool = False
 ) -> ModelFiles:
-    """Open the model at a path and read its headers. Of a run directory, these are the best weights.
+    """Open a model and read its headers. Of a run directory, these are the best weights.
 
     Args:
+        path: a file, a folder, or a model on the hub, which is downloaded.
         checkpoint_key: the key of a torch.save file that holds the weights, if not the usual one.
-        alone: whether a single file says nothing about its neighbours, as in a cache of the hub.
+        offline: download nothing; a model on the hub must be in the cache.
     """
-    path = Path(path)
+    if not is_hub_name(path):
+        files = _open_path(Path(path), checkpoint_key)
+        files.card = license_of(Path(path) / CARD)
+        return files
+    from vitrail.weights.readers.hub import fetch_model
+
+    local, card = fetch_model(_as_text(path), offline=offline)
+    files = _open_path(local, checkpoint_key, alone=True)
+    files.card = card
+    return files
+
+
+def license_of(card: Path) -> dict[str, str]:
+    """The license, from the lines between --- at the top of a model card."""
+    text = card.read_text("utf-8-sig", "replace") if card.is_file() else ""
+    top = re.match(r"---\s*\n(.*?)^---", text, re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"""^(license|license_name): *["']?(\w[\w.+ -]*)""", top[1] if top else "", re.M)
+    fields = {key: value.strip()[:100] for key, value in lines}
+    named = fields.get("license_name") if fields.get("license") == "other" else None
+    return {"license": named or fields["license"]} if "license" in fields else {}
+
+
+def _open_path(path: Path, checkpoint_key: str | None, *, alone: bool = False) -> ModelFiles:
+    """Open a file or folder. In the cache of the hub, a file is alone: its neighbors are not its settings."""
     if (path / BEST).is_file() and (path / "metrics.jsonl").is_file():
         path = path / BEST  # a run directory; its config.json is not the model's
     if not path.is_dir():

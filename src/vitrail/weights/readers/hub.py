@@ -10,15 +10,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
 
 from vitrail.base.errors import FileError, option, printable, require_extra
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.weights.readers.folder import SETTINGS, TEXT_FILES, WEIGHTS, list_shards
+from vitrail.weights.readers.folder import CARD, SETTINGS, TEXT_FILES, WEIGHTS, license_of, list_shards
 
 _Name = re.Match[str]  # of _NAME
-_CARD = "README.md"
 _BESIDE = tuple(dict.fromkeys((*SETTINGS, *TEXT_FILES)))  # the files that are read beside the weights
 _USUAL = [name for weights in WEIGHTS for name in (f"{weights}.index.json", weights)]  # as in folder.py
 _WORD = r"\w(?:[\w.+=-]*\w)?"  # never empty, "." or "..", and never like an option
@@ -65,20 +63,9 @@ def _parse_name(text: str) -> _Name:
     return match
 
 
-def is_hub_name(path: str | Path) -> bool:
-    """Whether this is the name of a model on the hub, and not a path."""
-    return _as_text(path).startswith("hf:")
-
-
-def _as_text(path: str | Path) -> str:
-    return path.as_posix() if isinstance(path, PurePath) else str(path)
-
-
-def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path, dict[str, Any]]:
-    """The local path of a model, and card fields from the hub; other paths are returned as they are."""
-    if not is_hub_name(path):
-        return path, license_of(Path(path) / _CARD)
-    name = _parse_name(_as_text(path))
+def fetch_model(path: str, *, offline: bool = False) -> tuple[Path, dict[str, str]]:
+    """Download a model: its local path, and card fields from the hub."""
+    name = _parse_name(path)
     disable_telemetry()
     with require_extra("hub"):
         from huggingface_hub import constants
@@ -88,7 +75,7 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
     if weights not in available:
         missing = weights or WEIGHTS[0]
         raise _explain(KeyError(), name, missing, offline) if offline else _no_weights(name, available)
-    needed = (_CARD, weights) if name["file"] else (_CARD, *_BESIDE, weights)
+    needed = (CARD, weights) if name["file"] else (CARD, *_BESIDE, weights)
     first, *rest = [file for file in needed if file in available]
     if not offline:
         _announce(name, [first, *rest, *_shards_of(weights, available)], available, commit)
@@ -100,7 +87,7 @@ def fetch_model(path: str | Path, *, offline: bool = False) -> tuple[str | Path,
         if file.endswith((".safetensors", ".bin")):  # other files in an index are reported as missing
             _fetch_file(name, file, folder.name, offline)
     source = f"hf:{name['repo']}@{folder.name}" + (f"/{name['file']}" if name["file"] else "")
-    return folder / (name["file"] or ""), {"source": source, **license_of(folder / _CARD)}
+    return folder / (name["file"] or ""), {"source": source, **license_of(folder / CARD)}
 
 
 def _announce(name: _Name, files: list[str], sizes: Mapping[str, int | None], commit: str | None) -> None:
@@ -133,7 +120,7 @@ def _list_files(name: _Name, offline: bool) -> tuple[dict[str, int | None], str 
         if not offline:
             info = HfApi().model_info(repo, revision=revision, timeout=wait, files_metadata=True)
             return {file.rfilename: file.size for file in info.siblings or ()}, info.sha
-        relevant = [_CARD, *_BESIDE, *_USUAL, *filter(None, [name["file"]])]
+        relevant = [CARD, *_BESIDE, *_USUAL, *filter(None, [name["file"]])]
         cached = [f for f in relevant if isinstance(try_to_load_from_cache(repo, f, revision=revision), str)]
         return dict.fromkeys(cached), None
 
@@ -154,16 +141,6 @@ def _no_weights(name: _Name, available: Iterable[str]) -> FileError:
         f"{name[0]} has no {name['file'] or ' or '.join(WEIGHTS)}, but {shown}; "
         + (f"name one of its files, such as hf:{name['repo']}/{files[0]}." if files else "check the name.")
     )
-
-
-def license_of(card: Path) -> dict[str, str]:
-    """The license, from the lines between --- at the top of a model card."""
-    text = card.read_text("utf-8-sig", "replace") if card.is_file() else ""
-    top = re.match(r"---\s*\n(.*?)^---", text, re.DOTALL | re.MULTILINE)
-    lines = re.findall(r"""^(license|license_name): *["']?(\w[\w.+ -]*)""", top[1] if top else "", re.M)
-    fields = {key: value.strip()[:100] for key, value in lines}
-    named = fields.get("license_name") if fields.get("license") == "other" else None
-    return {"license": named or fields["license"]} if "license" in fields else {}
 
 
 @contextmanager

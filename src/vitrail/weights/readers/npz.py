@@ -1,33 +1,17 @@
-"""Arrays in files: headers, byte ranges, zip archives and the npz format.
-
-A size claimed by a file is compared with the bytes it has before anything is allocated.
-"""
+"""Zip archives of tensors: a safe directory, the kind of an archive, and the arrays of an npz."""
 
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
 import zipfile
-from collections.abc import Collection, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import IO, Any
-
-import numpy as np
+from collections.abc import Collection
+from typing import IO, Literal
 
 from vitrail.base.errors import printable
-
-MAX_HEADER = 3 << 19  # bytes of a header or pickle: several times what the largest ViT needs
-CHUNK = 1 << 20  # bytes read at a time, and of a zip's directory: about 8,000 tensors
-
-# Bytes per element, by torch's dtype names.
-SIZES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "bool": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
-}  # fmt: skip
+from vitrail.weights.readers.pickles import SAVE_AGAIN
+from vitrail.weights.readers.tensor_entries import CHUNK, Entry, MalformedFile, Span, check_shape, swap_size
 
 # torch's dtypes by numpy's codes. Numpy has no bfloat16 and writes one as two untyped bytes (V2).
 CODES = {
@@ -35,88 +19,6 @@ CODES = {
     "i8": "int64", "i4": "int32", "i2": "int16", "i1": "int8",
     "u8": "uint64", "u4": "uint32", "u2": "uint16", "u1": "uint8",
 }  # fmt: skip
-
-
-class MalformedFile(Exception):
-    """Why a file is refused, and what to do. `files.py` turns it into a FileError with the file's name."""
-
-    def __init__(self, reason: str, do: str = "Download it again, or save it again.") -> None:
-        super().__init__(reason, do)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Dtype and shape of a tensor, from a file's header."""
-
-    dtype: str  # torch's name, without "torch."
-    shape: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.count * SIZES[self.dtype]
-
-
-@dataclass(frozen=True)
-class Span:
-    """The byte range of a tensor, in a member of a zip archive or in the file itself."""
-
-    start: int
-    stop: int
-    swap: int  # bytes per number if the byte order is not this machine's, else 1
-    member: zipfile.ZipInfo | None = None
-    fortran: bool = False  # the first axis varies fastest
-
-
-def swap_size(dtype: str, order: str) -> int:
-    """Span.swap for numbers of a dtype in "little" or "big" byte order."""
-    return 1 if order == sys.byteorder else 4 if dtype == "complex64" else SIZES[dtype]
-
-
-def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """Check that a shape holds integers, and that their product fits in 63 bits."""
-    if not isinstance(shape, (list, tuple)) or any(type(side) is not int or side < 0 for side in shape):
-        raise MalformedFile(f"the shape of {name} is not a list of non-negative integers")
-    if len(shape) > 64 or math.prod(side or 1 for side in shape) >= 2**63:  # a zero must not hide huge sides
-        raise MalformedFile(f"the shape of {name} is larger than any tensor can be")
-    return tuple(shape)
-
-
-def as_array(dtype: str, data: bytes) -> np.ndarray:
-    """Elements from their bytes; bfloat16 becomes float32, which holds all its values."""
-    if dtype == "bool":
-        return np.frombuffer(data, np.uint8) != 0
-    if dtype == "bfloat16":  # the upper half of a float32
-        wide: np.ndarray = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-        return wide.view(np.float32)
-    if dtype.startswith("float8"):
-        raise MalformedFile(f"numpy has no {dtype}", "Read it with .tensor() instead.")
-    return np.frombuffer(data, np.dtype(dtype))
-
-
-def read_chunks(handle: IO[bytes], archive: zipfile.ZipFile | None, span: Span) -> Iterator[bytes]:
-    """Yield the bytes of a span in this machine's byte order, at most CHUNK at a time."""
-    zipped = archive.open(span.member) if archive and span.member else None
-    with zipped or nullcontext(handle) as stream:
-        handle.seek(0 if zipped else span.start)
-        for _ in _read_exactly(stream, span.start if zipped else 0):
-            pass
-        for chunk in _read_exactly(stream, span.stop - span.start):
-            yield chunk if span.swap == 1 else np.frombuffer(chunk, f"u{span.swap}").byteswap().tobytes()
-        if zipped:
-            stream.read(1)  # zipfile compares the checksum once it reaches the end
-
-
-def _read_exactly(stream: IO[bytes], count: int) -> Iterator[bytes]:
-    while count:
-        chunk = stream.read(min(count, CHUNK))
-        if len(chunk) != min(count, CHUNK):
-            raise MalformedFile("it ends before its last tensor does")
-        count -= len(chunk)
-        yield chunk
 
 
 class _LimitedReader:
@@ -153,6 +55,17 @@ def open_zip(handle: IO[bytes]) -> zipfile.ZipFile:
     if end > archive.start_dir:
         raise MalformedFile("it is truncated, or its sizes are wrong")
     return archive
+
+
+def kind_of_zip(names: list[str]) -> Literal["npz", "pickle"]:
+    """Whether an archive with these members is an npz or a torch.save file. Others are refused."""
+    if any(name.endswith("/constants.pkl") or "/code/" in name for name in names):
+        raise MalformedFile("it is a TorchScript program, not weights", SAVE_AGAIN)
+    if any(name.endswith("/data.pkl") for name in names):
+        return "pickle"
+    if other := next((name for name in names if not name.endswith(".npy")), "" if names else "it is empty"):
+        raise MalformedFile(f"it is a zip archive, but not of arrays: {printable(other)}", SAVE_AGAIN)
+    return "npz"
 
 
 def read_npz(

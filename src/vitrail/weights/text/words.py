@@ -24,7 +24,7 @@ from vitrail.weights.families.layout import Sizes
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family
 from vitrail.weights.families.text_towers import TEXT_FAMILIES, TextFamily
 from vitrail.weights.readers.folder import open_model
-from vitrail.weights.readers.npz import Entry
+from vitrail.weights.readers.tensor_entries import Entry
 from vitrail.weights.text.tokenizer import (
     CLIP_FILE,
     CLIP_VOCABULARY,

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_classes(bundle: Bundle, advice: str) -> None:
-    """Refuse a file with both towers as a classifier: the outputs of its image tower are an embedding."""
-    if bundle.needs_words:
-        raise InputError(f"This model has a text tower and no classes of its own; {advice}")
-
-
 def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
     """The image tower with a head for these classes."""
     import torch

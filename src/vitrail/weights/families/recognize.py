@@ -1,20 +1,17 @@
-"""What is in a file, from its headers alone: family, config, preprocessing. No torch."""
+"""Recognizing the family of another library's file: its config and preprocessing, from headers alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.base.fields import per_axis, short_repr
 from vitrail.images.fit_preprocess import default_preprocess
-from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle import Card, Source
-from vitrail.weights.bundle.bundle_header import parse_header, read_header
-from vitrail.weights.bundle.scores import Scores
+from vitrail.weights.bundle.bundle_header import OWN_NAMES, FileDescription
 from vitrail.weights.families import FAMILIES
 from vitrail.weights.families.config_json import check_sizes, read_labels
 from vitrail.weights.families.family import Family
@@ -23,83 +20,26 @@ from vitrail.weights.families.keys import CUSTOM, Keys, KeyTable, describe_missi
 from vitrail.weights.families.layout import Sizes
 from vitrail.weights.families.look_alikes import LookAlike, find_by_name, find_look_alike
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family
-from vitrail.weights.families.plain_state_dict import infer_own_config
-from vitrail.weights.families.vitrail import STATE_DICT, VITRAIL
-from vitrail.weights.preprocessing import find_preprocess, override_preprocess
+from vitrail.weights.families.plain_state_dict import STATE_DICT, infer_own_config
+from vitrail.weights.preprocessing import find_preprocess
 from vitrail.weights.readers.folder import INDEX_KEY, ModelFiles
 
 _DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
 _STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileDescription:
-    """What is in a weight file."""
-
-    match: FamilyMatch
-    config: ViTConfig
-    preprocess: Preprocess | None
-    preprocess_from: str = ""
-    """Where the preprocessing comes from, in words."""
-    guess: str = ""
-    """As in Bundle."""
-    labels: list[str] | None
-    card: Card
-    notes: list[str]
-    scores: Scores = field(default_factory=Scores)
-    source: Source | None = None
-    resize: Mapping[str, Any] = field(default_factory=dict)
-    """How positions are resized in this family."""
-    native: Mapping[str, Any] | None = None
-    """As in Bundle."""
-
-    @property
-    def family(self) -> Family:
-        return self.match.family
-
-
-def describe(
-    files: ModelFiles,
-    *,
-    family: str | None = None,
-    keys: Keys | None = None,
-    preprocess: Mapping[str, Any] | str | None = None,
-    **overrides: Any,
+def describe_library(
+    files: ModelFiles, family: str | None, keys: Keys | None, overrides: Mapping[str, Any]
 ) -> FileDescription:
-    """Describe an open file. The arguments are those of `load`; `overrides` are config fields."""
-    overrides = {name: value for name, value in overrides.items() if value is not None}
+    """Describe an open file that is not a vitrail file. The arguments are those of `load`."""
     keys = list(keys or ())
     table = read_table(keys)
     match = _recognize(files, family, table, overrides)
-    own = {VITRAIL.name: _describe_own, STATE_DICT.name: _describe_state_dict}.get(match.family.name)
-    if own is not None:
-        if keys:
-            raise ConfigError("A vitrail file has our own names and needs no key table; leave it out.")
-        description = own(files, match, overrides)
-    else:
-        description = _describe_other(files, match, table, keys, overrides)
-    if not preprocess:
-        return description
-    config, notes = description.config, description.notes
-    return replace(
-        description,
-        preprocess=override_preprocess(description.preprocess, preprocess, config, notes),
-        preprocess_from="as given",
-    )
-
-
-def _describe_own(files: ModelFiles, match: FamilyMatch, overrides: Mapping[str, Any]) -> FileDescription:
-    """A vitrail file describes itself; fields given by the user take precedence, with a note."""
-    parts = parse_header(files, read_header(files) or {})
-    fields = {name: value for name, value in overrides.items() if name not in ("size", "channels", "patch")}
-    for name, value in fields.items():
-        if (stored := getattr(parts["config"], name, None)) != value:
-            parts["notes"].append(
-                f"{name} is {short_repr(value)} as given; the file has {short_repr(stored)}."
-            )
-    parts["config"] = replace(parts["config"], **fields)
-    resize = position_resize_options(parts["source"])
-    return FileDescription(match=match, resize=resize, preprocess_from="the file itself", **parts)
+    if match.family is not STATE_DICT:
+        return _describe_other(files, match, table, keys, overrides)
+    if keys:
+        raise ConfigError(OWN_NAMES)
+    return _describe_state_dict(files, match, overrides)
 
 
 def _describe_state_dict(
@@ -113,10 +53,11 @@ def _describe_state_dict(
     notes = [*files.notes, *assumptions, "It holds no preprocessing; pixels are mapped to -1 ... 1."]
     return FileDescription(
         match=match,
+        shapes=match.shapes,
+        extras=match.extras,
         config=config,
         preprocess=default_preprocess(config),
         preprocess_from="the default: the file has none",
-        labels=None,
         card=Card(source=printable(files.path.name)),
         notes=notes,
     )
@@ -141,6 +82,8 @@ def _describe_other(
     found = find_preprocess(files, family.profile.preprocess, config, notes)
     return FileDescription(
         match=match,
+        shapes=match.shapes,
+        extras=match.extras,
         config=config,
         preprocess=found.preprocess,
         preprocess_from=found.origin,
@@ -149,7 +92,6 @@ def _describe_other(
         card=Card(source=printable(files.path.name)),
         notes=notes,
         source=Source(family=family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
-        resize=family.profile.resize,
         native=family.profile.resize if family.profile.native else None,
     )
 
@@ -206,7 +148,7 @@ def _recognize(
         raise _look_alike(files, other)
     for one in _candidates(files, family, table):
         wrapper = files.wrapper if family is None else one.detect.wrapper
-        if match := match_family(one, entries, sizes, wrapper, files.metadata):
+        if match := match_family(one, entries, sizes, wrapper):
             settings = files.settings.get("config.json", {})
             if guessed and (other := find_by_name(files.path, settings, one.name)):
                 raise _look_alike(files, other)
@@ -223,14 +165,10 @@ def _look_alike(files: ModelFiles, other: LookAlike) -> FileError:
 
 def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[Family]:
     """The families to try, in this order; a complete key table is a family by itself."""
-    if family is None and VITRAIL.detect.metadata in files.metadata:
-        return [VITRAIL]
     if family == CUSTOM.name and table.missing:
         raise ConfigError(f"A file cannot be read: {describe_missing(table)}.")
     if family == CUSTOM.name or (family is None and not table.missing):
         return [with_rows(CUSTOM, table.rows)]
-    if family == VITRAIL.name:
-        return [VITRAIL, STATE_DICT]
     kind = files.settings.get("config.json", {}).get("model_type")
     candidates = []
     for one in sorted(FAMILIES, key=lambda one: kind not in one.detect.model_types):

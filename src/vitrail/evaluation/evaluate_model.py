@@ -20,7 +20,6 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary
-from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
 from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
@@ -41,6 +40,7 @@ from vitrail.evaluation.probes import (
 )
 from vitrail.evaluation.real import read_real_labels, real_accuracy
 from vitrail.evaluation.selection import Progress, Selection, select_images
+from vitrail.fast.accelerate import Speedup, accelerate_bundle
 from vitrail.fast.inference_routes import Accelerated
 from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.sources import Split

@@ -24,7 +24,7 @@ from PIL import Image
 import vitrail as vt
 from bench.measure import environment
 from vitrail.evaluation.forward import run_model
-from vitrail.evaluation.ood import fit_statistics
+from vitrail.evaluation.trained_images import fit_statistics
 from vitrail.images.formats.sources import Dataset, Split, open_dataset
 
 CLASSES, TRAIN, SIDE = 10, 700, 64

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from bench.measure import environment
 from bench.recipes import DATA, prepare, train_plainly
-from vitrail.evaluation.probe_head import probe_head
+from vitrail.evaluation.probes import probe_head
 from vitrail.experiment.interval import fraction_interval
 from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.training.resolve import resolve_recipe

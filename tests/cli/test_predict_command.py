@@ -17,7 +17,7 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.base.errors import InputError
 from vitrail.cli import app
-from vitrail.evaluation.ood import fit_statistics
+from vitrail.evaluation.trained_images import fit_statistics
 from vitrail.predict import Predictor
 from vitrail.predict.embeddings import writing_rows
 

@@ -17,8 +17,7 @@ from tests.support.models import add_noise
 from tests.support.scenes import scene_digits
 from tests.support.shared_data import shared
 from vitrail.cli import app
-from vitrail.evaluation.curation import curate, embed_dataset
-from vitrail.evaluation.same_image import SIDE, correlations, thumbnails
+from vitrail.evaluation.curation import SIDE, correlations, curate, embed_dataset, thumbnails
 from vitrail.images.formats.sources import open_labeled
 
 

@@ -206,7 +206,7 @@ def test_wrong_arguments_are_refused(bundle, digits, tiny):
 
 
 def test_features_that_do_not_fit_in_memory_are_refused(bundle, digits, monkeypatch):
-    monkeypatch.setattr("vitrail.evaluation.evaluate_model.MAX_BYTES", 100_000)
+    monkeypatch.setattr("vitrail.evaluation.forward.MAX_BYTES", 100_000)
     with pytest.raises(InputError, match=r"74 numbers for each of 360 images .* probe fewer layers"):
         evaluate(bundle, digits, probe=["knn"], layers="all")
 

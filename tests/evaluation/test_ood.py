@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.cli import app
-from vitrail.evaluation.ood import SHRINKAGE, fit_statistics
+from vitrail.evaluation.trained_images import SHRINKAGE, fit_statistics
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics, parse_statistics
 
 MUCH = 10**9

@@ -8,14 +8,12 @@ from sklearn.linear_model import LogisticRegression, Ridge
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.base.errors import InputError
-from vitrail.evaluation import probes
+from vitrail.evaluation import forward, probes
 from vitrail.evaluation.probes import (
     LabeledFeatures,
-    build_collector,
     check_layers,
     check_probes,
     run_probes,
-    split_columns,
 )
 from vitrail.images.rng import random_permutation
 
@@ -122,9 +120,16 @@ def test_few_shot_draws_are_nested_and_differ():
 # ---- features -------------------------------------------------------------------------------
 
 
+def collect(model, layers, images):
+    """Logits (B, K), and features (B, layers, parts, D)."""
+    rows = forward._build_collector(vt.Bundle(model=model), layers, None)(images)
+    logits, flat = rows.split([model.config.classes, rows.shape[1] - model.config.classes], dim=1)
+    return logits, flat.unflatten(1, (len(layers), -1, model.config.width))
+
+
 def test_one_forward_pass_collects_logits_and_features(tiny, images):
     with torch.no_grad():
-        logits, features, _ = split_columns(build_collector(tiny, [1, 0])(images), tiny.config, [1, 0])
+        logits, features = collect(tiny, [1, 0], images)
         encoded = tiny.encode(images, layers=[0, 1])
         assert torch.equal(logits, tiny(images))
     assert features.shape == (4, 2, 2, 12)
@@ -151,7 +156,7 @@ def test_features_without_a_class_token_or_a_head(images):
     )
     model = add_noise(vt.ViT(config))
     with torch.no_grad():
-        logits, features, _ = split_columns(build_collector(model, [0])(images), config, [0])
+        logits, features = collect(model, [0], images)
         assert torch.equal(features[:, 0, 0], model.encode(images).patches.flatten(1, 2).mean(1))
     assert (logits.shape, features.shape) == ((4, 0), (4, 1, 1, 12))
     data = LabeledFeatures(torch.randn(30, 1, 1, 12), torch.arange(30) % 2)

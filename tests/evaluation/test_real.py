@@ -7,13 +7,14 @@ import pytest
 
 from tests.support.shared_data import shared
 from vitrail.base.errors import FileError, InputError
-from vitrail.evaluation.real import read_real_labels, real_accuracy
+from vitrail.evaluation.metrics import RealAccuracy, real_accuracy
+from vitrail.evaluation.selection import read_real_labels
 
 
 def test_real_accuracy_by_hand():
     logits = np.eye(4)  # predicts 0, 1, 2, 3
-    assert real_accuracy(logits, [[0], [0, 1], [], [2, 0]]) == (2 / 3, 3)
-    assert real_accuracy(logits, [[0], [0, 1], [], [2, 0]], np.array([1, 0, 1, 1])) == (1 / 2, 2)
+    assert real_accuracy(logits, [[0], [0, 1], [], [2, 0]]) == RealAccuracy(2 / 3, 3)
+    assert real_accuracy(logits, [[0], [0, 1], [], [2, 0]], np.array([1, 0, 1, 1])) == RealAccuracy(1 / 2, 2)
     with pytest.raises(InputError, match=r"2 rows for 4 images; use the complete validation set"):
         real_accuracy(logits, [[0], [1]])
     with pytest.raises(InputError, match="No image has a ReaL label"):
@@ -50,6 +51,6 @@ def test_the_published_real_labels():
     first = np.array([row[0] if row else 0 for row in rows])
     logits = np.zeros((50_000, 1000), dtype=np.int8)
     logits[np.arange(50_000), first] = 1
-    assert real_accuracy(logits, rows) == (1.0, 46_837)
+    assert real_accuracy(logits, rows) == RealAccuracy(1.0, 46_837)
     logits[:, 0] = 2  # always predicts tench
-    assert real_accuracy(logits, rows) == (sum(0 in row for row in rows) / 46_837, 46_837)
+    assert real_accuracy(logits, rows) == RealAccuracy(sum(0 in row for row in rows) / 46_837, 46_837)

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 import vitrail as vt
 from vitrail.cli import app
 from vitrail.evaluation import speed
+from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.choices import choices_path
+from vitrail.fast.gate import split_images
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ def test_a_model_with_images(model, photos, tmp_path):
 
 
 def test_images_of_calibration_and_comparison_are_disjoint(model, photos):
-    calibration, images, labels = speed._split(vt.load(model), photos)
+    calibration, images, labels = split_images(*read_calibration(vt.load(model), photos))
     assert len(calibration) == len(images) == len(labels) == 8
     distances = (calibration[:, None] - images[None]).abs().amax((2, 3, 4))
     assert (distances > 0).all()

@@ -13,7 +13,7 @@ import vitrail as vt
 from tests.support.evaluation_models import train_digits_bundle
 from vitrail.cli import app
 from vitrail.cli.outputs import saving_gate_report
-from vitrail.evaluation.accelerated import read_calibration
+from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.gate import GateError, compare
 from vitrail.images.formats.sources import open_dataset
 

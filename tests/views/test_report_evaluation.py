@@ -23,7 +23,7 @@ from vitrail.cli import app
 from vitrail.evaluation.calibration import predict_top1, reliability_bins
 from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.evaluation.forward import run_model
-from vitrail.evaluation.overlap import TrainedOn
+from vitrail.evaluation.trained_images import TrainedOn
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.views import charts, rollout
 from vitrail.views.calibration_chart import calibration_section

@@ -137,8 +137,8 @@ def evaluate(
 
     from rich.console import Console
 
-    from vitrail.evaluation.accelerated import Speedup
     from vitrail.evaluation.evaluate_model import evaluate as evaluate_model
+    from vitrail.fast.accelerate import Speedup
 
     if html_file is not None:
         from vitrail.views.html_page import check_extras

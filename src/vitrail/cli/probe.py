@@ -50,7 +50,7 @@ def probe(
         raise InputError(f"--save must name a .safetensors file, not {printable(save)}; change its ending.")
     check_new_files({"--save": save})
 
-    from vitrail.evaluation.probe_head import probe_head
+    from vitrail.evaluation.probes import probe_head
     from vitrail.images.formats.sources import open_dataset
 
     arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)

@@ -2,7 +2,7 @@
 
 | finding        | rule                                                                                   |
 |----------------|----------------------------------------------------------------------------------------|
-| near-duplicate | neighbors by their features whose pixels correlate by `SAME` or more (same_image.py)   |
+| near-duplicate | neighbors by their features whose pixels correlate by `SAME` or more                    |
 | label error    | a classifier that has not seen the image is surer of another class, by `MARGIN`        |
 | outlier        | the distance to the nearest images of its class is beyond Q3 + `OUTLIER` IQR           |
 
@@ -12,7 +12,7 @@ the images; an image and its near-duplicates are in the same fifth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitrail.base.errors import InputError, printable
 from vitrail.evaluation.forward import BATCH, run_model
-from vitrail.evaluation.probes import logistic_probabilities
-from vitrail.evaluation.same_image import SIDE, correlations, thumbnails
+from vitrail.evaluation.probes import fit_head
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import CorruptFiles
 from vitrail.images.rng import random_permutation
@@ -44,6 +44,13 @@ _NEIGHBORS = 5  # of its class, for the distance of an image
 _FOLDS = 5
 _L2 = 0.1
 _BLOCK = 1 << 24  # products in memory at once
+
+SIDE = 40  # pixels of a thumbnail
+_COMPARED = 24  # pixels of what is compared
+_CROPS = (0.92, 0.84, 0.76)  # sides, as fractions
+_WORTH_CROPPING = 0.5  # the correlation of the whole images below which crops are not tried
+_MIN_SPREAD = 1e-3  # of a thumbnail; below, it is of one color and like any other
+_PAIRS = 4096  # thumbnails compared at a time
 
 
 @dataclass(frozen=True)
@@ -270,5 +277,52 @@ def out_of_fold(
     for number in range(_FOLDS):
         held_out = fold == number
         if held_out.any() and (~held_out).any():
-            result[held_out] = logistic_probabilities(x[~held_out], y[~held_out], x[held_out], classes, _L2)
+            weight, bias = fit_head(x[~held_out], y[~held_out], classes, _L2)
+            result[held_out] = (x[held_out].double() @ weight.T + bias).softmax(dim=1)
     return result
+
+
+# ---- the same image -----
+
+
+def thumbnails(images: Tensor) -> Tensor:
+    """Gray thumbnails (B, 1, SIDE, SIDE) of normalized images (B, C, H, W)."""
+    gray = images.float().mean(dim=1, keepdim=True)
+    return F.interpolate(gray, (SIDE, SIDE), mode="bilinear", antialias=True)
+
+
+def correlations(images: Tensor, pairs: Tensor) -> Tensor:
+    """The largest correlation of each pair (P, 2) of thumbnails, over crops of either: (P,)."""
+    return torch.cat([_compare(*images[block.T]) for block in pairs.split(_PAIRS)] or [torch.zeros(0)])
+
+
+def _compare(first: Tensor, second: Tensor) -> Tensor:
+    whole = [_unit(_resize(one.float())) for one in (first, second)]
+    best = (whole[0] * whole[1]).sum(dim=1)
+    rows = torch.nonzero(best > _WORTH_CROPPING)[:, 0]
+    for top, left, side in _boxes():
+        for one, other in ((first, whole[1]), (second, whole[0])):
+            crop = one[rows, :, top : top + side, left : left + side].float()
+            found = (_unit(_resize(crop)) * other[rows]).sum(dim=1)
+            best[rows] = torch.maximum(best[rows], found)
+    return best
+
+
+def _boxes() -> Iterator[tuple[int, int, int]]:
+    for fraction in _CROPS:
+        side = round(fraction * SIDE)
+        rest = SIDE - side
+        yield from ((top, left, side) for top, left in ((rest // 2, rest // 2), (0, 0), (0, rest), (rest, 0)))
+        yield rest, rest, side
+
+
+def _resize(images: Tensor) -> Tensor:
+    return F.interpolate(images, (_COMPARED, _COMPARED), mode="bilinear", antialias=True)
+
+
+def _unit(images: Tensor) -> Tensor:
+    """Rows of mean 0 and length 1; zeros for an image of one color."""
+    rows = images.flatten(1)
+    rows = rows - rows.mean(dim=1, keepdim=True)
+    length = rows.norm(dim=1, keepdim=True)
+    return torch.where(length > _MIN_SPREAD * _COMPARED, rows / length.clamp(min=1e-12), 0.0)

@@ -1,71 +1,58 @@
 """Evaluate a model on a data set: one forward pass over the images, then everything computed from it.
 
 result = vt.evaluate("pets.safetensors", "pets/", probe=["knn"])
-result.scores.top1, result.calibration.temperature, result.probes
+result.metrics.top1, result.calibration.temperature, result.probes
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary
-from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
-from vitrail.evaluation.forward import BATCH, run_model
-from vitrail.evaluation.metrics import ClassificationMetrics, compute_metrics
-from vitrail.evaluation.ood import OutOfDistribution, count_flagged
-from vitrail.evaluation.overlap import TrainedOn, find_trained, score_others
-from vitrail.evaluation.predictions import ImagePredictions, predict_images
+from vitrail.evaluation.forward import BATCH, SplitOutputs, run_split
+from vitrail.evaluation.metrics import (
+    ClassificationMetrics,
+    ImagePredictions,
+    RealAccuracy,
+    compute_metrics,
+    predict_images,
+    real_accuracy,
+)
 from vitrail.evaluation.probes import (
     LabeledFeatures,
     Layers,
     ProbeResult,
-    build_collector,
-    build_pooled_collector,
     check_layers,
     check_probes,
-    feature_parts,
     run_probes,
-    split_columns,
 )
-from vitrail.evaluation.real import read_real_labels, real_accuracy
-from vitrail.evaluation.selection import Progress, Selection, select_images
-from vitrail.fast.inference_routes import Accelerated
+from vitrail.evaluation.selection import Progress, read_real_labels, select_images
+from vitrail.evaluation.trained_images import (
+    OutOfDistribution,
+    TrainedOn,
+    count_flagged,
+    find_trained,
+    score_others,
+)
+from vitrail.fast.accelerate import Speedup, accelerate_bundle
 from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT
-from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.bundle.feature_statistics import FeatureStatistics
-from vitrail.weights.bundle.own_shape import reading_preprocess
 from vitrail.weights.bundle.scores import DEFAULT_THRESHOLD, Scores
 from vitrail.weights.load import as_bundle
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-MAX_BYTES = 64 << 30  # of features in memory
 _MAX_BATCH = 1_000_000
-
-
-@dataclass(frozen=True)
-class RealAccuracy:
-    """Accuracy by ImageNet-ReaL labels, and the number of images that have any."""
-
-    accuracy: float
-    count: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,10 +62,10 @@ class Evaluation(Summary):
     data: str
     split: str
     images: int
-    """Images in the split; `scores.count` of them could be read."""
+    """Images in the split; `metrics.count` of them could be read."""
     classes: list[str]
     metrics: ClassificationMetrics | None
-    """Classification metrics; None for a model without a head."""
+    """None for a model without a head."""
     calibration: Calibration | None = None
     """None for multi-label data."""
     real: RealAccuracy | None = None
@@ -101,11 +88,8 @@ class Evaluation(Summary):
         """Which images were evaluated, and how many of them the model was trained on."""
         count = f"{self.images:,} image{'s' * (self.images != 1)}"
         data = printable(self.data)
-        of = (
-            f"All {count} of {data}."
-            if self.split == "all"
-            else f"The {self.split} split of {data}: {count}."
-        )
+        every = self.split == "all"
+        of = f"All {count} of {data}." if every else f"The {self.split} split of {data}: {count}."
         return of if self.trained_on is None else f"{of} {self.trained_on.sentence()}"
 
     def summary(self) -> dict[str, str]:
@@ -178,7 +162,7 @@ def evaluate(
             as progress("reading rows", rows done, None).
     """
     start = time.perf_counter()
-    probes = check_probes([probe] if isinstance(probe, str) else probe)
+    probes = check_probes([probe] if isinstance(probe, str) else probe) if probe else ()
     check_target_accuracy(target_accuracy)
     if not isinstance(batch, int) or not 1 <= batch <= _MAX_BATCH:
         raise InputError(f"batch must be an integer from 1 to {_MAX_BATCH:,}, not {short_repr(batch)}.")
@@ -187,12 +171,84 @@ def evaluate(
     if config.classes or not probes:
         bundle.require_classes('give it some with bundle.zero_shot(["cat", "dog"]).')
     selected = select_images(bundle, data, split, map, probes, classes, progress)
-    name, images, names, columns = selected.split, selected.images, selected.classes, selected.columns
-    notes, multilabel = selected.notes, images.labels.ndim == 2
+    images, labels, notes = selected.images, selected.images.labels, selected.notes
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
     blocks = check_layers(layers, config.depth) if probes else []
+    _check_speedup(bundle, speedup, probes)
+    accelerated = None
+    if not probes and bundle.native is None:  # both need the code of the model itself
+        accelerated = accelerate_bundle(bundle, speedup)
+        notes += accelerated.report.sentences() if accelerated is not None else []
     corrupt = CorruptFiles("skip")
-    options: dict[str, Any] = {"batch": batch, "workers": workers, "corrupt": corrupt, "progress": progress}
+
+    def run(part: Split, name: str) -> SplitOutputs:
+        return run_split(
+            bundle,
+            part,
+            blocks,
+            name,
+            batch=batch,
+            workers=workers,
+            corrupt=corrupt,
+            progress=progress,
+            accelerated=accelerated,
+        )
+
+    trained = find_trained(
+        bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
+    )
+    outputs = run(images, selected.split)
+    valid = outputs.valid
+    if not valid.any():
+        reason = next(iter(corrupt.reasons.values()), "check the data")
+        raise InputError(
+            f"None of the {len(valid):,} images of {printable(selected.data)} (split {selected.split}) could "
+            f"be read. The first error: {reason}"
+        )
+    metrics = calibration = predictions = matched = overlap = None
+    if selected.columns is not None:
+        matched = outputs.logits.numpy()[:, selected.columns]
+        scale = match_scale(bundle, selected.columns, labels.ndim == 2)
+        metrics = compute_metrics(matched, labels, selected.classes, valid, images.names, scores=scale)
+        predictions = predict_images(matched, labels, selected.classes, valid, images.names, scale)
+        if labels.ndim == 1:
+            stored = dict(bundle.card.metrics)
+            calibration = calibrate(matched[valid], labels[valid], target_accuracy, stored, scale.activation)
+            if not calibration.fitted:
+                notes.append("No temperature could be fitted to these images; it stays 1.")
+    if trained is not None and bundle.fingerprint is not None:
+        exact = bundle.fingerprint.is_exact
+        overlap = score_others(trained, valid, matched, labels, selected.classes, exact)
+    results = []
+    if probes:
+        test = LabeledFeatures(outputs.features[valid], torch.from_numpy(labels)[valid])
+        fitted = run(selected.train, "train")
+        y = torch.from_numpy(selected.train.labels)[fitted.valid]
+        train = LabeledFeatures(fitted.features[fitted.valid], y)
+        device = next(bundle.model.parameters()).device
+        results = run_probes(probes, train, test, len(selected.classes), blocks, device)
+        if selected.split in ("train", "all"):
+            notes.append("The probes were evaluated on the images they were fitted on.")
+    return Evaluation(
+        data=selected.data,
+        split=selected.split,
+        images=len(images),
+        classes=selected.classes,
+        metrics=metrics,
+        calibration=calibration,
+        real=real_accuracy(outputs.logits.numpy(), real_labels, valid) if real_labels else None,
+        probes=results,
+        corrupt=corrupt.reasons,
+        notes=notes,
+        seconds=time.perf_counter() - start,
+        predictions=predictions,
+        trained_on=overlap,
+        out_of_distribution=None if outputs.ood is None else count_flagged(outputs.ood[valid]),
+        evaluated=images,
+    )
+
+
+def _check_speedup(bundle: Bundle, speedup: Speedup | None, probes: Sequence[str]) -> None:
     if speedup is not None and probes:
         raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
     if speedup is not None and bundle.native is not None:
@@ -200,162 +256,6 @@ def evaluate(
             "The model was trained on images in their own shape, and an accelerated model takes one shape; "
             "remove precision."
         )
-    is_own_code = bool(probes) or bundle.native is not None
-    if not is_own_code and (accelerated := accelerate_bundle(bundle, speedup)) is not None:
-        options["accelerated"] = accelerated
-        notes += accelerated.report.sentences()
-
-    trained = find_trained(
-        bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
-    )
-    logits, features, ood_scores, valid = _run_split(bundle, images, blocks, name, **options)
-    if not valid.any():
-        reason = next(iter(corrupt.reasons.values()), "check the data")
-        raise InputError(
-            f"None of the {len(valid):,} images of {printable(selected.data)} (split {name}) could be read. "
-            f"The first error: {reason}"
-        )
-    metrics = calibration = predictions = matched = None
-    if columns is not None:
-        matched = logits.numpy()[:, columns]
-        scale = match_scale(bundle, columns, multilabel)
-        metrics = compute_metrics(matched, images.labels, names, valid, images.names, scores=scale)
-        predictions = predict_images(matched, images.labels, names, valid, images.names, scale)
-        if not multilabel:
-            stored = dict(bundle.card.metrics)
-            calibration = calibrate(
-                matched[valid], images.labels[valid], target_accuracy, stored, scale.activation
-            )
-            if not calibration.fitted:
-                notes.append("No temperature could be fitted to these images; it stays 1.")
-    overlap = None
-    if trained is not None and bundle.fingerprint is not None:
-        exact = bundle.fingerprint.is_exact
-        overlap = score_others(trained, valid, matched, images.labels, names, exact)
-    results = []
-    if probes:
-        test = LabeledFeatures(features[valid], torch.from_numpy(images.labels)[valid])
-        results = _probe(bundle, selected, probes, blocks, test, options)
-        if name in ("train", "all"):
-            notes.append("The probes were evaluated on the images they were fitted on.")
-    return Evaluation(
-        data=selected.data,
-        split=name,
-        images=len(images),
-        classes=names,
-        metrics=metrics,
-        calibration=calibration,
-        real=RealAccuracy(*real_accuracy(logits.numpy(), real_labels, valid)) if real_labels else None,
-        probes=results,
-        corrupt=corrupt.reasons,
-        notes=notes,
-        seconds=time.perf_counter() - start,
-        predictions=predictions,
-        trained_on=overlap,
-        out_of_distribution=None if ood_scores is None else count_flagged(ood_scores[valid]),
-        evaluated=images,
-    )
-
-
-def _probe(
-    bundle: Bundle,
-    selected: Selection,
-    names: Sequence[str],
-    layers: Sequence[int],
-    test: LabeledFeatures,
-    options: dict[str, Any],
-) -> list[ProbeResult]:
-    """Collect the features of the training split and run the probes."""
-    _, features, _, valid = _run_split(bundle, selected.train, layers, "train", **options)
-    train = LabeledFeatures(features[valid], torch.from_numpy(selected.train.labels)[valid])
-    return run_probes(names, train, test, len(selected.classes), layers, _device(bundle))
-
-
-def _device(bundle: Bundle) -> torch.device:
-    return next(bundle.model.parameters()).device
-
-
-# ---- the forward pass -----------------------------------------------------------------------
-
-
-def _run_split(
-    bundle: Bundle,
-    images: Split,
-    layers: Sequence[int],
-    name: str,
-    *,
-    batch: int,
-    workers: int | Literal["auto"],
-    corrupt: CorruptFiles,
-    progress: Progress,
-    accelerated: Accelerated | None = None,
-) -> tuple[Tensor, Tensor, NDArray[np.float32] | None, NDArray[np.bool_]]:
-    """Run the model on a split.
-
-    Returns:
-        Logits (N, K), features (N, layers, parts, D) of the given blocks, the scores (N,) by which images are
-        out of distribution if the file has statistics for them, and which images are valid (N,).
-    """
-    model, config, statistics = bundle.model, bundle.model.config, bundle.statistics
-    columns = config.classes + len(layers) * len(feature_parts(config)) * config.width
-    columns += statistics is not None
-    if 4 * columns * len(images) > MAX_BYTES:
-        raise InputError(
-            f"Features of {columns:,} numbers for each of {len(images):,} images do not fit in memory; probe "
-            "fewer layers or fewer images."
-        )
-    if _device(bundle).type == "cpu":
-        count = min(batch, len(images))
-        do = "use a smaller batch or image size"
-        check_fits(forward_bytes(config, count), config, count, "An evaluation", do)
-    distributed = dist.is_available() and dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    rows, valid = run_model(
-        model,
-        images,
-        reading_preprocess(bundle),
-        compute=_collector(model, layers, statistics, accelerated),
-        batch=batch,
-        rank=rank,
-        ranks=ranks,
-        workers=workers,
-        corrupt=corrupt,
-        progress=lambda done: progress(name, min(done * ranks, len(images)), len(images)),
-    )
-    if ranks > 1:
-        rows, valid = _all_reduce(rows, valid, columns, corrupt, _device(bundle))
-    logits, features, scores = split_columns(rows, config, layers)
-    return logits, features, scores[:, 0].numpy() if statistics else None, valid.numpy() > 0
-
-
-def _collector(
-    model: ViT,
-    layers: Sequence[int],
-    statistics: FeatureStatistics | None,
-    accelerated: Accelerated | None,
-) -> Callable[[Tensor], Tensor] | None:
-    """What computes the rows of an evaluation; None for the logits of the model itself."""
-    if accelerated is not None:
-        return build_pooled_collector(accelerated.outputs, model.config, statistics)
-    return build_collector(model, layers, statistics) if layers or statistics else None
-
-
-def _all_reduce(
-    rows: Tensor, valid: Tensor, columns: int, corrupt: CorruptFiles, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Sum the results of all processes, and merge their lists of corrupt files."""
-    if rows.shape[1] != columns:  # a process without a batch does not know the width of a row
-        rows = torch.zeros(len(rows), columns)
-    sums = []
-    for tensor in (rows, valid):
-        on_device = tensor.to(device)
-        dist.all_reduce(on_device)
-        sums.append(on_device.cpu())
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, corrupt.reasons)
-    for names in gathered:
-        corrupt.reasons |= names
-    return sums[0], sums[1]
 
 
 def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scores:

@@ -1,7 +1,7 @@
-"""Probes of frozen features: k nearest neighbors, a linear probe and few-shot classification.
+"""Probes of frozen features: k nearest neighbors, a linear probe, few-shot classification, and a new head.
 
-One forward pass collects, for each requested block, the class token and the mean of the patch tokens (after
-the final norm, where the model has it before the pool). Probes run on either, and on `both` concatenated.
+The features of a block are the class token and the mean of the patch tokens (after the final norm, where the
+model has it before the pool). Probes run on either, and on `both` concatenated.
 
 | probe   | method                                                                                        |
 |---------|-----------------------------------------------------------------------------------------------|
@@ -12,21 +12,24 @@ the final norm, where the model has it before the pool). Probes run on either, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.base.errors import InputError, suggest
+from vitrail.evaluation.forward import BATCH, run_model
+from vitrail.evaluation.selection import Progress
+from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.loader import CorruptFiles
 from vitrail.images.rng import random_permutation
-
-if TYPE_CHECKING:
-    from vitrail.model import ViT
-    from vitrail.model.config import ViTConfig
-    from vitrail.weights.bundle.feature_statistics import FeatureStatistics
+from vitrail.model import ViT, surgery
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.own_shape import reading_preprocess
+from vitrail.weights.bundle.scores import Scores
 
 PROBES = ("knn", "linear", "fewshot")
 _NEIGHBORS = (10, 20, 100, 200)
@@ -65,9 +68,6 @@ class LabeledFeatures:
     labels: Tensor
 
 
-# ---- features -------------------------------------------------------------------------------
-
-
 def check_probes(names: Sequence[str]) -> tuple[str, ...]:
     """The names, each once."""
     for name in names:
@@ -89,71 +89,6 @@ def check_layers(layers: Layers, depth: int) -> list[int]:
             "counted from 0."
         )
     return indices
-
-
-def feature_parts(config: ViTConfig) -> tuple[str, ...]:
-    """The features collected from each block."""
-    return ("class", "mean") if config.class_token else ("mean",)
-
-
-def build_collector(
-    model: ViT, layers: Sequence[int], statistics: FeatureStatistics | None = None
-) -> Callable[[Tensor], Tensor]:
-    """A function from images to rows of numbers: the logits, if the model has a head, then the features.
-
-    Args:
-        statistics: for a last column with the scores by which images are out of distribution.
-    """
-    parts = feature_parts(model.config)
-
-    def collect(images: Tensor | list[Tensor]) -> Tensor:
-        if isinstance(images, list):  # of different shapes
-            return torch.cat([collect(image[None]) for image in images])
-        encoded = model.encode(images, layers=layers)
-        columns = [model.logits(model.head(encoded.pooled))] if model.config.classes else []
-        for layer in layers:
-            tokens = encoded.layers[layer]
-            features = {
-                "class": tokens.prefix[:, :1].flatten(1),
-                "mean": tokens.patches.flatten(1, -2).mean(dim=1),
-            }
-            columns += [features[part] for part in parts]
-        if statistics is not None:
-            scores = torch.from_numpy(statistics.scores(encoded.pooled.float().cpu().numpy()))
-            columns.append(scores.float()[:, None].to(images.device))
-        return torch.cat(columns, dim=1)
-
-    return collect
-
-
-def build_pooled_collector(
-    outputs: Callable[[Tensor], tuple[Tensor, Tensor]],
-    config: ViTConfig,
-    statistics: FeatureStatistics | None = None,
-) -> Callable[[Tensor], Tensor]:
-    """The same from pooled vectors and logits alone, without features of blocks.
-
-    Args:
-        outputs: computes both for a batch of images.
-    """
-
-    def collect(images: Tensor) -> Tensor:
-        pooled, logits = outputs(images)
-        columns = [logits.float()] if config.classes else []
-        if statistics is not None:
-            scores = torch.from_numpy(statistics.scores(pooled.float().cpu().numpy()))
-            columns.append(scores.float()[:, None].to(logits.device))
-        return torch.cat(columns, dim=1) if columns else pooled[:, :0].float()
-
-    return collect
-
-
-def split_columns(rows: Tensor, config: ViTConfig, layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the rows of a collector: logits (N, K), features (N, layers, parts, D), and what is left."""
-    parts = len(feature_parts(config))
-    sizes = [config.classes, len(layers) * parts * config.width]
-    logits, flat, rest = rows.split([*sizes, rows.shape[1] - sum(sizes)], dim=1)
-    return logits, flat.reshape(len(rows), len(layers), parts, config.width), rest
 
 
 # ---- all probes -----------------------------------------------------------------------------
@@ -249,34 +184,30 @@ def predict_logistic(
 ) -> list[Tensor]:
     """Predictions of logistic regression on standardized features, for each L2."""
     x, x_test = _standardize(x, x_test)
-    weight = torch.zeros(x.shape[1], classes, dtype=x.dtype, device=x.device, requires_grad=True)
-    bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
+    weight, bias = _zeros(x, classes)
     predicted = []
     for l2 in l2_values:  # warm start: each fit begins at the solution of the previous one
-        with torch.enable_grad():
-            _fit_logistic(x, y, weight, bias, l2)
+        _fit_logistic(x, y, weight, bias, l2)
         predicted.append((x_test @ weight.detach() + bias.detach()).argmax(dim=1))
     return predicted
-
-
-def logistic_probabilities(x: Tensor, y: Tensor, x_test: Tensor, classes: int, l2: float) -> Tensor:
-    """Probabilities (N, K) of logistic regression on standardized features."""
-    weight, bias = fit_head(x, y, classes, l2)
-    return (x_test.double() @ weight.T + bias).softmax(dim=1)
 
 
 def fit_head(x: Tensor, y: Tensor, classes: int, l2: float) -> tuple[Tensor, Tensor]:
     """Weight (K, D) and bias (K,) of logistic regression, for features that are not standardized."""
     x = x.double()
     mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
-    weight = torch.zeros(x.shape[1], classes, dtype=x.dtype, device=x.device, requires_grad=True)
-    bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
-    with torch.enable_grad():
-        _fit_logistic((x - mean) / std, y, weight, bias, l2)
+    weight, bias = _zeros(x, classes)
+    _fit_logistic((x - mean) / std, y, weight, bias, l2)
     scaled = (weight.detach() / std[:, None]).T
     return scaled, bias.detach() - scaled @ mean
 
 
+def _zeros(x: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Initial weight (D, K) and bias (K,) of logistic regression."""
+    return (x.new_zeros(x.shape[1], classes, requires_grad=True), x.new_zeros(classes, requires_grad=True))
+
+
+@torch.enable_grad()
 def _fit_logistic(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, l2: float) -> None:
     """Minimize mean cross-entropy + l2 / 2 * |weight|^2 in place, by at most 100 steps of L-BFGS."""
     optimizer = torch.optim.LBFGS(
@@ -332,3 +263,84 @@ def predict_ridge(x: Tensor, y: Tensor, x_test: Tensor, classes: int) -> Tensor:
     else:
         weight = torch.linalg.solve(x.T @ x + ridge, x.T @ target)
     return (x_test @ weight).argmax(dim=1)
+
+
+# ---- a head without training -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedModel:
+    """A model with a new head, and how good it is."""
+
+    bundle: Bundle
+    images: int
+    """Training images that could be read."""
+    l2: float
+    """Selected on a fifth of them."""
+    accuracy: float | None
+    """On the validation set, or else the test set; None without one."""
+    evaluated: int
+
+
+def probe_head(
+    bundle: Bundle,
+    data: Dataset,
+    *,
+    batch: int = BATCH,
+    workers: Any = "auto",
+    progress: Progress = lambda split, done, total: None,
+) -> ProbedModel:
+    """Fit a linear head for the classes of a data set on the frozen features of a model."""
+    if bundle.preprocess is None:
+        raise InputError(f"A probe needs a model of images, and this one takes {bundle.model.config.input}.")
+    if data.multilabel:
+        raise InputError(
+            "A probe needs one label per image, and this data has several; train a head instead."
+        )
+    if len(data.classes) < 2 or not len(data.train):
+        raise InputError("A probe needs training images of at least two classes.")
+    frozen = surgery.reclass(bundle.model, 0)
+    reading = reading_preprocess(bundle, frozen)
+
+    def features(name: str, split: Split) -> tuple[Tensor, Tensor]:
+        """The pooled vectors (N, D) of the images that can be read, and their labels."""
+        rows, valid = run_model(
+            frozen,
+            split,
+            reading,
+            batch=batch,
+            workers=workers,
+            corrupt=CorruptFiles("skip"),
+            progress=lambda done: progress(name, done, len(split)),
+        )
+        return rows[valid > 0], torch.from_numpy(split.labels).long()[valid > 0]
+
+    x, y = features("train", data.train)
+    l2 = select_l2(x, y, len(data.classes))
+    weight, bias = fit_head(x, y, len(data.classes), l2)
+    accuracy, evaluated = None, 0
+    if held_out := data.val or data.test:
+        x_test, y_test = features("val", held_out)
+        evaluated = len(y_test)
+        predicted = (x_test.double() @ weight.T + bias).argmax(dim=1)
+        accuracy = (predicted == y_test).double().mean().item() if evaluated else None
+    new = replace(
+        bundle,
+        model=_with_head(frozen, weight, bias),
+        labels=list(data.classes),
+        scores=Scores(),
+        statistics=None,
+        source=None,
+        extras={},
+        text_files={},
+        fingerprint=None,
+    )
+    return ProbedModel(new, len(y), l2, accuracy, evaluated)
+
+
+def _with_head(model: ViT, weight: Tensor, bias: Tensor) -> ViT:
+    """The model with this linear head."""
+    config = replace(model.config, classes=len(bias), head="linear", head_bias=True, head_hidden=None)
+    new = ViT(config)
+    new.load_state_dict({**model.state_dict(), "head.weight": weight.float(), "head.bias": bias.float()})
+    return new.to(next(model.parameters()).device).eval()

@@ -1,4 +1,4 @@
-"""What is evaluated: which images of the data, and which classes.
+"""What is evaluated: which images of the data, which classes, and their ImageNet-ReaL labels.
 
 All labeled images, unless the data has splits: then test, or val if there is no test. Classes are matched to
 the model's by name. The data may lack some of them; the model can still predict these, which is a mistake.
@@ -6,15 +6,18 @@ the model's by name. The data may lack some of them; the model can still predict
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitrail.base.errors import InputError, printable, suggest
+from vitrail.base.safe_files import parse_json, read_limited
 from vitrail.images.class_names import ClassNames, rename_classes
 from vitrail.images.classes import class_counts, relabel
 from vitrail.images.formats.sources import Dataset, Split, concatenate, open_labeled
@@ -24,6 +27,8 @@ from vitrail.weights.bundle.labels import map_classes, match_labels
 from vitrail.weights.families.match import join_names
 
 SPLITS = ("train", "val", "test", "all")
+_MAX_BYTES = 10_000_000  # of a file of ReaL labels
+_IMAGENET_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")  # the number of a validation image
 Progress = Callable[[str, int, int | None], None]
 """Called with a split, the number of images done, and the number of images in it; or, while a table is read,
 with "reading rows", the number of rows, and None."""
@@ -62,7 +67,7 @@ def select_images(
 
     Args:
         data: an open Dataset, or what `open_dataset` takes.
-        split: train, val, test or all; see `open_for_evaluation` for data without splits.
+        split: train, val, test or all. Of data without splits, training's held-out images are val.
         mapping: from names of the data's classes to names of the model's.
         probes: the probes that will be fitted on the training images.
         names: for numbered classes of the data.
@@ -70,7 +75,7 @@ def select_images(
     """
     if split is not None and split not in SPLITS:
         raise InputError(f"Unknown split {split!r}. {suggest(split, SPLITS)}")
-    opened = data if isinstance(data, Dataset) else open_for_evaluation(data, split, probes, progress)
+    opened = data if isinstance(data, Dataset) else _open(data, split, probes, progress)
     opened = opened if names is None else rename_classes(opened, names)
     name, images = _choose_split(opened, split)
     _check_model(bundle, opened, images, probes)
@@ -87,17 +92,8 @@ def select_images(
     return Selection(opened.name, name, images, train, classes, columns, notes, source)
 
 
-def open_for_evaluation(
-    path: Any,
-    split: str | None = None,
-    probes: Sequence[str] = (),
-    progress: Progress = lambda what, done, total: None,
-) -> Dataset:
-    """Open a data set.
-
-    If it has neither val nor test, and `split` is train or val or there are probes to fit, a part is held
-    out, the same as in training by default.
-    """
+def _open(path: Any, split: str | None, probes: Sequence[str], progress: Progress) -> Dataset:
+    """Open a data set; a part is held out, as in training, if it is needed and there is no val or test."""
     data = open_labeled(path, lambda rows: progress("reading rows", rows, None))
     if not (data.val or data.test) and (split in ("train", "val") or probes):
         return hold_out_validation(data, progress=partial(progress, "reading files"))
@@ -163,3 +159,38 @@ def _check_model(bundle: Bundle, data: Dataset, images: Split, probes: Sequence[
         raise InputError(
             f"Probes are fitted on training images, and {printable(data.name)} has none; add them as train."
         )
+
+
+# ---- ImageNet-ReaL ------
+
+
+def read_real_labels(
+    real: str | Path | Sequence[Sequence[int]], names: Sequence[str], classes: int, notes: list[str]
+) -> list[list[int]]:
+    """Every class that annotators saw in each image (Beyer et al. 2020, "Are we done with ImageNet?").
+
+    Rows are matched to images by the number in a file's name, otherwise by order.
+    """
+    rows: Any = real
+    if isinstance(real, (str, Path)):
+        rows = parse_json(read_limited(real, _MAX_BYTES, "a file of ReaL labels"), str(real))
+    if not isinstance(rows, Sequence) or not all(_are_classes(row, classes) for row in rows):
+        raise InputError(
+            f"ReaL labels must be a list of class indices below {classes:,} for each image; use the "
+            "published real.json, with a model for the classes of ImageNet."
+        )
+    matches = [_IMAGENET_NAME.search(name) for name in names]
+    indices = [int(match[1]) - 1 for match in matches if match]
+    if len(indices) == len(names) and 0 <= min(indices) <= max(indices) < len(rows):
+        return [list(rows[index]) for index in indices]
+    if len(rows) != len(names):
+        raise InputError(
+            f"The {len(rows):,} rows of ReaL labels cannot be matched to {len(names):,} images without "
+            "ImageNet's file names; use ImageNet's validation set."
+        )
+    notes.append("ReaL labels were matched to the images by order.")
+    return [list(row) for row in rows]
+
+
+def _are_classes(row: Any, classes: int) -> bool:
+    return isinstance(row, Sequence) and all(type(label) is int and 0 <= label < classes for label in row)

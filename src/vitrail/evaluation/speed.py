@@ -6,19 +6,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from vitrail.base.errors import InputError, VitrailError, printable
+from vitrail.base.errors import InputError, VitrailError
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.evaluation.accelerated import read_images
-from vitrail.fast.accelerate import accelerate
+from vitrail.fast.accelerate import accelerate, read_calibration
 from vitrail.fast.choices import describe_machine
-from vitrail.fast.gate import MIN_AGREEMENT, compare, run_batches
-from vitrail.fast.inference_routes import LOSSY
-from vitrail.images.formats.folders import list_images
+from vitrail.fast.gate import MIN_AGREEMENT, Gate, compare, run_batches, split_images
+from vitrail.fast.inference_routes import LOSSY, Precision
 from vitrail.model.modes import eval_mode
 from vitrail.weights.bundle.bundle import Bundle, versions
 
@@ -79,14 +77,14 @@ def measure_speeds(
     """Measure a model in each precision and batch size, beside the model as it is.
 
     Args:
-        data: a folder of images: half of them, 256 at most, are for calibration; answers are compared on as
-            many of the others. Without it, lossy precisions cannot be measured.
+        data: a folder of images. Up to 256 are for calibration and 256 others to compare answers on; without
+            it, lossy precisions cannot be measured.
     """
     model = bundle.model
     device = next(model.parameters()).device
-    calibration, images, labels = _split(bundle, data)
-    exact = None
-    if images is not None:
+    calibration = images = labels = exact = None
+    if data is not None:
+        calibration, images, labels = split_images(*read_calibration(bundle, data, 2 * _MOST_IMAGES))
         with eval_mode(model):
             exact = run_batches(model, images, _CHECK_BATCH)
     rows: list[SpeedRow] = []
@@ -98,15 +96,14 @@ def measure_speeds(
         except VitrailError as error:
             rows.append(SpeedRow(name=precision, precision=precision, batch=0, error=str(error)))
             continue
-        answers: dict[str, Any] = {}
+        gate = None
         if images is not None and exact is not None and model.config.classes:
             logits = run_batches(run, images, _CHECK_BATCH)
             gate = compare(logits, exact, precision=used, min_agreement=min_agreement, labels=labels)
-            answers = {"agreement": gate.agreement, "kl": gate.kl, "top1": gate.top1}
         size = _weight_bytes(model, used) / 1e6
         for batch in batches:
             times, memory = _time(run, model.config.input_shape, batch, device)
-            rows.append(_row(name, used, batch, times, memory, round(size, 1), answers))
+            rows.append(_row(name, used, batch, times, memory, round(size, 1), gate))
     if peers:
         progress("timm")
         rows += _peer_rows(model, batches, device)
@@ -129,26 +126,12 @@ def _build(
         return "PyTorch, as it is", run, kinds.get(dtype, str(dtype))
     if precision in LOSSY and calibration is None:
         raise InputError(f"{precision} needs a folder of images as DATA.")
-    options: dict[str, Any] = {"min_agreement": min_agreement, "keep": keep if precision in LOSSY else ()}
-    if precision in LOSSY:
-        options["calibrate"] = calibration
-    fast = accelerate(model, precision, **options)  # type: ignore[arg-type]
+    images, kept = (calibration, keep) if precision in LOSSY else (None, ())
+    fast = accelerate(
+        model, cast(Precision, precision), calibrate=images, min_agreement=min_agreement, keep=kept
+    )
     notes += [f"{precision}: {sentence}" for sentence in fast.report.sentences()]
     return fast.report.route, fast, fast.report.precision
-
-
-def _split(bundle: Bundle, data: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Images for calibration, other images to compare answers on, and the labels of these."""
-    if data is None:
-        return None, None, None
-    paths = list_images(data)
-    if len(paths) < 2:
-        raise InputError(
-            f"{printable(data)} must have at least two images, to calibrate and to compare with."
-        )
-    calibration, _ = read_images(bundle, paths[::2], _MOST_IMAGES)
-    images, labels = read_images(bundle, paths[1::2], _MOST_IMAGES)
-    return calibration, images, labels
 
 
 def _weight_bytes(model: Any, precision: str) -> int:
@@ -193,7 +176,7 @@ def _row(
     times: list[float],
     memory: float | None,
     size: float | None,
-    answers: dict[str, Any],
+    gate: Gate | None,
 ) -> SpeedRow:
     median = statistics.median(times)
     return SpeedRow(
@@ -205,7 +188,9 @@ def _row(
         p99_ms=round(1000 * times[min(len(times) - 1, int(0.99 * len(times)))], 3),
         memory_mb=None if memory is None else round(memory, 1),
         weights_mb=size,
-        **answers,
+        agreement=gate.agreement if gate else None,
+        kl=gate.kl if gate else None,
+        top1=gate.top1 if gate else None,
     )
 
 
@@ -235,5 +220,5 @@ def _peer_rows(model: Any, batches: Sequence[int], device: torch.device) -> list
     rows = []
     for batch in batches:
         times, memory = _time(lambda images: peer(images.to(dtype)), c.input_shape, batch, device)
-        rows.append(_row("timm, eager", kind, batch, times, memory, None, {}))
+        rows.append(_row("timm, eager", kind, batch, times, memory, None, None))
     return rows

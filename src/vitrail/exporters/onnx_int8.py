@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.evaluation.accelerated import read_calibration
 from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
 from vitrail.exporters.proof import Check, Proof, measure_speed
 from vitrail.exporters.writing import check_output, write_checked
-from vitrail.fast.accelerate import pass_gate
+from vitrail.fast.accelerate import pass_gate, read_calibration
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
 from vitrail.fast.inference_routes import Accelerated, Acceleration, Builder

@@ -4,18 +4,22 @@ fast = vt.accelerate(model, precision="int8", calibrate=images)
 fast(images)                                             # logits, as model(images)
 print(fast.report)                                       # what was done, why, and how near the answers are
 fast.model                                               # the model itself, with all of its weights
+
+`accelerate_bundle` does the same for commands, which name files instead of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from vitrail.base.errors import InputError, option, suggest
+from vitrail.base.errors import InputError, option, printable, suggest
 from vitrail.base.fields import as_integer, short_repr
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import (
@@ -45,11 +49,15 @@ from vitrail.fast.inference_routes import (
 )
 from vitrail.fast.merge import MergedForward, why_not_merged
 from vitrail.fast.quantize import find_worst, propose
+from vitrail.images.formats.folders import list_images
+from vitrail.images.reader import read_pixels
 from vitrail.model import ViT
 from vitrail.model.modes import eval_mode
+from vitrail.weights.bundle.bundle import Bundle
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
 GOALS = ("throughput", "latency")
+_MAX_CALIBRATION = 512  # images of a folder, half of them for ranges: more change these little
 
 
 def accelerate(
@@ -244,6 +252,88 @@ def pass_gate(
             further = list(worst)[len(more) : len(more) + max(1, len(worst) // 12)]
             more = (*more, *further) if len(more) + len(further) < len(worst) else ()
         raise GateError(replace(gate, layers=worst, keep=proposed))
+
+
+# ---- the model of a bundle, calibrated on files ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """How a command or a predictor accelerates its model."""
+
+    precision: str = "auto"
+    calibration: Any = None
+    """A folder of images, or paths, PIL images and arrays; for int8 and fp8."""
+    min_agreement: float = MIN_AGREEMENT
+    keep: Collection[str] | Literal["auto"] = ()
+
+
+def accelerate_bundle(bundle: Bundle, how: Speedup | None) -> Accelerated | None:
+    """Accelerate the bundle's model; `accelerate_by_default` without `how`. None if it runs as it is."""
+    if how is None:
+        return accelerate_by_default(bundle.model)
+    images = labels = None
+    if how.precision in LOSSY:
+        if how.calibration is None:
+            raise InputError(
+                f"{how.precision} is lossy and needs images like those to come, to set its scales and to "
+                f"compare answers with fp32; name a folder with {option('calibration', 'photos/')}."
+            )
+        images, labels = read_calibration(bundle, how.calibration)
+    return accelerate(
+        bundle.model,
+        cast(Precision, how.precision),
+        calibrate=images,
+        labels=labels,
+        min_agreement=how.min_agreement,
+        keep=how.keep,
+    )
+
+
+def read_calibration(
+    bundle: Bundle, source: Any, most: int = _MAX_CALIBRATION
+) -> tuple[Tensor, Tensor | None]:
+    """Read up to `most` evenly spaced images, normalized, and their labels.
+
+    Args:
+        source: a folder of images, or a list of paths, PIL images and arrays.
+
+    Returns:
+        Images (N, C, H, W), and labels (N,) if the folder of every image has the name of a class.
+    """
+    assert bundle.preprocess is not None
+    paths = _list_calibration(source)
+    images: list[Tensor] = []
+    step = max(1.0, len(paths) / most)
+    chosen = [paths[int(step * index)] for index in range(min(len(paths), most))]
+    for path in chosen:
+        try:
+            pixels = read_pixels(path, bundle.preprocess, limit_memory=True)
+        except (OSError, ValueError) as error:
+            name = printable(path) if isinstance(path, (str, os.PathLike)) else f"image {len(images)}"
+            raise InputError(f"The calibration image {name} cannot be read: {error}") from error
+        images.append(bundle.preprocess.normalize(pixels))
+    device = next(bundle.model.parameters()).device
+    names = {name: index for index, name in enumerate(bundle.labels or [])}
+    folders = [Path(path).parent.name if isinstance(path, (str, os.PathLike)) else "" for path in chosen]
+    named = bool(names) and all(folder in names for folder in folders)
+    labels = torch.tensor([names[folder] for folder in folders]) if named else None
+    return torch.stack(images).to(device), labels
+
+
+def _list_calibration(source: Any) -> list[Any]:
+    is_path = isinstance(source, (str, os.PathLike))
+    if is_path and not Path(source).is_dir():
+        raise InputError(f"The calibration images must be in a folder, and {printable(source)} is none.")
+    paths: list[Any] = (
+        list_images(source) if is_path else list(source) if isinstance(source, Iterable) else []
+    )
+    if len(paths) < 2:
+        raise InputError(
+            f"There are {'too few' if paths else 'no'} images to calibrate with in "
+            f"{printable(source) if is_path else 'calibration'}; name a folder with some hundred."
+        )
+    return paths
 
 
 # ---- arguments ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.telemetry import import_onnxruntime
-from vitrail.evaluation.accelerated import Speedup, accelerate_bundle
+from vitrail.fast.accelerate import Speedup, accelerate_bundle
 from vitrail.fast.halving import FittingBatches
 from vitrail.fast.inference_routes import Accelerated
 from vitrail.fast.onnx_graph import open_session

@@ -23,7 +23,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.machine import memory_limit
-from vitrail.evaluation.accelerated import Speedup
+from vitrail.fast.accelerate import Speedup
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.inference_routes import Acceleration
 from vitrail.images.pixels import check_pixel_range

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vitrail.evaluation.forward import run_model
-from vitrail.evaluation.ood import fit_statistics
+from vitrail.evaluation.trained_images import fit_statistics
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model.device import ComputeDevice

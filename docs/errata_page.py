@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail_course.errata.page import page
+from vitrail_course.errata.erratum import page
 
 PAGE = Path(__file__).parent / "errata.md"
 

@@ -1,4 +1,4 @@
-from vitrail_course.errata.page import page
+from vitrail_course.errata.erratum import page
 
 if __name__ == "__main__":
     print(page(), end="")

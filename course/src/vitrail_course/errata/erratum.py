@@ -1,23 +1,20 @@
-"""An erratum with its evidence, and helpers for the functions that compute evidence."""
+"""The errata, and docs/errata.md as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from vitrail.experiment.trial import one_thread
-from vitrail.model import ViT, record
-from vitrail.model.config import ViTConfig
-from vitrail.model.create import create
+from vitrail_course.errata import evidence
 
-Kind = Literal["wrong", "imprecise"]
-Evidence = Mapping[str, Any]
-
+TEXTS = Path(__file__).with_name("errata.toml")
 NOTES = {
     "000": "slides with the four equations (DKRZ)",
     "001": "an article on the code of ViT, step by step",
@@ -25,6 +22,14 @@ NOTES = {
     "003": 'slides "Visual Transformers", from text to images',
     "004": "lecture slides of CMU 10-417",
 }
+_OPENING = """# Errata of the lecture notes
+
+The claims of the five lecture notes that are wrong, imprecise or outdated. *Wrong* claims contradict what
+they describe. *Imprecise* ones do not state a condition, use a loose term, or follow another convention.
+Claims are paraphrased. Numbers in bold are computed by the function before them, in
+`course/src/vitrail_course/errata/evidence.py`: `python -m vitrail_course.errata` computes them again and
+prints this page, `python -m docs.errata_page` updates it. Claims about trained models are tested in the labs.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,72 +38,48 @@ class Erratum:
 
     note: str
     where: str
-    kind: Kind
+    kind: Literal["wrong", "imprecise", "outdated"]
     claim: str
     """What the note says, paraphrased."""
-    correction: str
-    compute: Callable[[], Evidence]
+    correct: str
+    evidence: str = ""
+    """The function of evidence.py with numbers; empty if the erratum can be checked by reading."""
 
-    @property
-    def name(self) -> str:
-        return self.compute.__name__
-
-    def evidence(self) -> Evidence:
-        """The numbers, the same in every run; the global random state is unchanged."""
+    def numbers(self) -> Mapping[str, Any]:
+        """The evidence, the same in every run; the global random state is unchanged."""
         with one_thread(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.compute()
-
-
-ERRATA: list[Erratum] = []
-
-
-def erratum(note: str, where: str, kind: Kind, *, claim: str, correction: str) -> Callable[..., Any]:
-    """Decorator for a function that computes the evidence for an erratum."""
-
-    def register(compute: Callable[[], Evidence]) -> Callable[[], Evidence]:
-        ERRATA.append(Erratum(note, where, kind, claim, correction, compute))
-        return compute
-
-    return register
-
-
-def tiny(**fields: Any) -> Any:
-    """A small ViT with random parameters: 4 patches, D = 12, 3 heads, 7 classes."""
-    base = {"width": 12, "depth": 1, "heads": 3, "patch": 4, "size": 8, "channels": 2, "classes": 7}
-    model = ViT(ViTConfig(**{**base, **fields})).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.requires_grad_(False)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def embedded(model: ViT, images: Tensor) -> Tensor:
-    """z_0 of Eq. 1."""
-    with record(model, "embed") as tape:
-        model(images)
-    return tape["embed"]
+            return getattr(evidence, self.evidence)() if self.evidence else {}
 
 
 @cache
-def count_parameters(name: str, **fields: Any) -> int:
-    """The number of parameters of a named model, without allocating them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in create(name, **fields).parameters())
+def load_errata() -> list[Erratum]:
+    return [Erratum(**fields) for fields in tomllib.loads(TEXTS.read_text(encoding="utf-8"))["erratum"]]
 
 
-def max_difference(one: Tensor, other: Tensor) -> float:
-    return (one - other).abs().max().item()
+def format_value(value: Any) -> str:
+    """A number with four digits; rounding errors are shown as 0."""
+    if isinstance(value, tuple):  # a shape, most often
+        return "(" + ", ".join(format_value(one).replace(",", "") for one in value) + ")"
+    if isinstance(value, float):
+        return "0" if abs(value) < 1e-9 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def outcome(attempt: Callable[[], Any]) -> str:
-    """ "runs", or the type of the error."""
-    try:
-        attempt()
-    except Exception as error:
-        return type(error).__name__
-    return "runs"
+def _paragraph(number: int, one: Erratum) -> str:
+    numbers = "; ".join(f"{name} **{format_value(value)}**" for name, value in one.numbers().items())
+    measured = f" `{one.evidence}`: {numbers}." if numbers else ""
+    return (
+        f"**{one.note}.{number}, {one.kind}.** *{one.where}:* {one.claim}\n\n"
+        f"- Correct: {one.correct}{measured}"
+    )
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_OPENING]
+    for note, title in NOTES.items():
+        errata = [one for one in load_errata() if one.note == note]
+        paragraphs = [_paragraph(number, one) for number, one in enumerate(errata, start=1)]
+        parts.append("\n\n".join([f"## {note}: {title}", *paragraphs]) + "\n")
+    return "\n".join(parts)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from vitrail_course.exercises import mistakes, mistakes_model, reference
-from vitrail_course.exercises.mistakes import CommonMistake
+from vitrail_course.exercises.mistakes import Mistakes, Wrong
 
 Case = tuple[Any, ...]  # the arguments of one call
+
+
+class CommonMistake(NamedTuple):
+    """A common wrong solution of an exercise."""
+
+    explanation: str
+    """What is wrong, and what would be correct."""
+    function: Wrong
 
 
 @dataclass(frozen=True)
@@ -22,11 +30,19 @@ class Exercise:
     task: str
     """What the function computes, in a sentence."""
     cases: Callable[[Generator], list[Case]]
-    mistakes: list[CommonMistake]
+    explained: Mistakes
     calls: tuple[tuple[str, str], ...] = ()
     """Input and output of each exercise that it calls, in order."""
     last: str = ""
     """The step after the last of these calls."""
+
+    @property
+    def mistakes(self) -> list[CommonMistake]:
+        return [
+            CommonMistake(explanation, function)
+            for explanation, wrong in self.explained.items()
+            for function in (wrong if isinstance(wrong, tuple) else (wrong,))
+        ]
 
     @property
     def reference(self) -> Callable[..., Tensor]:

@@ -25,8 +25,7 @@ from vitrail_course.exercises.compare import (
     is_same_mistake,
     is_unchanged,
 )
-from vitrail_course.exercises.exercise import Case, Exercise
-from vitrail_course.exercises.mistakes import CommonMistake
+from vitrail_course.exercises.exercise import Case, CommonMistake, Exercise
 from vitrail_course.exercises.run import STUDENT, ExerciseResult
 
 _SEED = 2017

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,8 @@ from torch import Tensor
 Weights = dict[str, Tensor]
 
 
-class CommonMistake(NamedTuple):
-    """A common wrong solution of an exercise."""
-
-    explanation: str  # what is wrong, and what would be correct
-    function: Callable[..., Tensor]  # the exercise with this mistake
+Wrong = Callable[..., Tensor]  # an exercise with a mistake
+Mistakes = dict[str, Wrong | tuple[Wrong, ...]]  # by what is wrong, and what would be correct
 
 
 # ---- patches --------------------------------------------------------------------------------
@@ -51,38 +48,27 @@ def reshape_only(images: Tensor, P: int) -> Tensor:
     return images.reshape(len(images), -1, images.shape[1] * P * P)
 
 
-PATCHES = [
-    CommonMistake(
-        "The grid is read column by column. Patch 1 lies to the right of patch 0, not below it.",
-        partial(patches, by_columns=True),
+PATCHES: Mistakes = {
+    "The grid is read column by column. Patch 1 lies to the right of patch 0, not below it.": partial(
+        patches, by_columns=True
     ),
-    CommonMistake(
-        "The channels come last in a flat patch. All of the first channel comes first, then the second.",
-        partial(patches, channels="last"),
+    "The channels come last in a flat patch. All of the first channel comes first, then the second.": partial(
+        patches, channels="last"
     ),
-    CommonMistake(
-        "The channels stay in front of the grid, so a flat patch has values of other patches. Move them "
-        "behind it: (B, h, w, C, P, P).",
-        partial(patches, channels="in front"),
+    "The channels stay in front of the grid, so a flat patch has values of other patches. Move them "
+    "behind it: (B, h, w, C, P, P).": partial(patches, channels="in front"),
+    "Each patch is transposed: its pixels are read column by column. Read them row by row.": partial(
+        patches, transposed=True
     ),
-    CommonMistake(
-        "Each patch is transposed: its pixels are read column by column. Read them row by row.",
-        partial(patches, transposed=True),
+    "Rows and columns are swapped, in the grid and in each patch. H comes before W.": partial(
+        patches, by_columns=True, transposed=True
     ),
-    CommonMistake(
-        "Rows and columns are swapped, in the grid and in each patch. H comes before W.",
-        partial(patches, by_columns=True, transposed=True),
+    "A single reshape takes pixels in memory order, not patch by patch. Split H and W, permute, then "
+    "reshape.": reshape_only,
+    "The last two dimensions are swapped. Patches come first, then their values.": partial(
+        patches, values_first=True
     ),
-    CommonMistake(
-        "A single reshape takes pixels in memory order, not patch by patch. Split H and W, permute, then "
-        "reshape.",
-        reshape_only,
-    ),
-    CommonMistake(
-        "The last two dimensions are swapped. Patches come first, then their values.",
-        partial(patches, values_first=True),
-    ),
-]
+}
 
 
 # ---- positions ------------------------------------------------------------------------------
@@ -109,36 +95,24 @@ def column_frequencies(count: int, width: int) -> Tensor:
     return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
 
 
-POSITIONS = [
-    CommonMistake(
-        "All sines come first, then all cosines. That works as well, but this exercise follows the paper: "
-        "sine and cosine alternate.",
-        partial(positions, halves=True),
+POSITIONS: Mistakes = {
+    "All sines come first, then all cosines. That works as well, but this exercise follows the paper: "
+    "sine and cosine alternate.": partial(positions, halves=True),
+    "Sine and cosine are swapped. Even columns are sines, odd ones cosines.": partial(
+        positions, cosine_first=True
     ),
-    CommonMistake(
-        "Sine and cosine are swapped. Even columns are sines, odd ones cosines.",
-        partial(positions, cosine_first=True),
+    "The first position is 1. Positions count from 0.": partial(positions, first=1),
+    "The exponent is i / width, where i is the index of the pair. It must be 2i / width.": partial(
+        positions, step=1
     ),
-    CommonMistake("The first position is 1. Positions count from 0.", partial(positions, first=1)),
-    CommonMistake(
-        "The exponent is i / width, where i is the index of the pair. It must be 2i / width.",
-        partial(positions, step=1),
+    "The exponent has the wrong sign: positions are multiplied by 10000^(2i / width). Divide by it.": partial(
+        positions, step=-2
     ),
-    CommonMistake(
-        "The exponent has the wrong sign: positions are multiplied by 10000^(2i / width). Divide by it.",
-        partial(positions, step=-2),
-    ),
-    CommonMistake(
-        "The exponent is 2j / width, where j is the index of the column. It must be 2i / width, where i is "
-        "the index of the pair: a sine and its cosine have the same frequency.",
-        doubled_column_frequencies,
-    ),
-    CommonMistake(
-        "The exponent is j / width, where j is the index of the column, so a cosine has another frequency "
-        "than its sine. Both must have the frequency of the sine.",
-        column_frequencies,
-    ),
-]
+    "The exponent is 2j / width, where j is the index of the column. It must be 2i / width, where i is "
+    "the index of the pair: a sine and its cosine have the same frequency.": doubled_column_frequencies,
+    "The exponent is j / width, where j is the index of the column, so a cosine has another frequency "
+    "than its sine. Both must have the frequency of the sine.": column_frequencies,
+}
 
 
 # ---- layer_norm -----------------------------------------------------------------------------
@@ -169,62 +143,43 @@ def layer_norm(
     return normed + bias if shift else normed
 
 
-LAYER_NORM = [
-    CommonMistake(
-        "Mean and variance are computed over the tokens (dimension 1). Normalize each token separately, over "
-        "its D values (the last dimension).",
-        partial(layer_norm, dims=(1,)),
+LAYER_NORM: Mistakes = {
+    "Mean and variance are computed over the tokens (dimension 1). Normalize each token separately, over "
+    "its D values (the last dimension).": partial(layer_norm, dims=(1,)),
+    "Mean and variance are computed over the whole batch, as one number. Each token has its own.": partial(
+        layer_norm, dims=(0, 1, 2)
     ),
-    CommonMistake(
-        "Mean and variance are computed over the whole batch, as one number. Each token has its own.",
-        partial(layer_norm, dims=(0, 1, 2)),
+    "Mean and variance are computed over batch and tokens, as in batch norm. Each token has "
+    "its own.": partial(layer_norm, dims=(0, 1)),
+    "Mean and variance are computed over all tokens of an image. Each token has its own.": partial(
+        layer_norm, dims=(1, 2)
     ),
-    CommonMistake(
-        "Mean and variance are computed over batch and tokens, as in batch norm. Each token has its own.",
-        partial(layer_norm, dims=(0, 1)),
+    "The variance is the unbiased one, divided by D - 1 (torch's default). Divide by D: var(..., "
+    "correction=0).": partial(layer_norm, correction=1),
+    "eps is added outside the square root. It belongs inside: sqrt(variance + eps).": partial(
+        layer_norm, eps_outside=True
     ),
-    CommonMistake(
-        "Mean and variance are computed over all tokens of an image. Each token has its own.",
-        partial(layer_norm, dims=(1, 2)),
+    "The variance is the unbiased one (D - 1), and eps is added outside the square root. Use "
+    "sqrt(variance + eps), with the variance divided by D.": partial(
+        layer_norm, correction=1, eps_outside=True
     ),
-    CommonMistake(
-        "The variance is the unbiased one, divided by D - 1 (torch's default). Divide by D: var(..., "
-        "correction=0).",
-        partial(layer_norm, correction=1),
+    "eps is missing.": lambda x, weight, bias, eps: layer_norm(x, weight, bias, 0.0),
+    "eps is always 1e-6. Use the argument eps.": lambda x, weight, bias, eps: layer_norm(
+        x, weight, bias, 1e-6
     ),
-    CommonMistake(
-        "eps is added outside the square root. It belongs inside: sqrt(variance + eps).",
-        partial(layer_norm, eps_outside=True),
+    "eps is always 1e-5. Use the argument eps.": lambda x, w, b, eps: layer_norm(x, w, b, 1e-5),
+    "The mean is not subtracted.": partial(layer_norm, center=False),
+    "The result is divided by the variance. Divide by its square root.": partial(layer_norm, root=False),
+    "The bias is added before the multiplication by weight. First scale, then shift.": partial(
+        layer_norm, shift_first=True
     ),
-    CommonMistake(
-        "The variance is the unbiased one (D - 1), and eps is added outside the square root. Use "
-        "sqrt(variance + eps), with the variance divided by D.",
-        partial(layer_norm, correction=1, eps_outside=True),
+    "Weight and bias are swapped. Multiply by weight, add bias.": lambda x, weight, bias, eps: layer_norm(
+        x, bias, weight, eps
     ),
-    CommonMistake("eps is missing.", lambda x, weight, bias, eps: layer_norm(x, weight, bias, 0.0)),
-    CommonMistake(
-        "eps is always 1e-6. Use the argument eps.",
-        lambda x, weight, bias, eps: layer_norm(x, weight, bias, 1e-6),
-    ),
-    CommonMistake(
-        "eps is always 1e-5. Use the argument eps.", lambda x, w, b, eps: layer_norm(x, w, b, 1e-5)
-    ),
-    CommonMistake("The mean is not subtracted.", partial(layer_norm, center=False)),
-    CommonMistake(
-        "The result is divided by the variance. Divide by its square root.", partial(layer_norm, root=False)
-    ),
-    CommonMistake(
-        "The bias is added before the multiplication by weight. First scale, then shift.",
-        partial(layer_norm, shift_first=True),
-    ),
-    CommonMistake(
-        "Weight and bias are swapped. Multiply by weight, add bias.",
-        lambda x, weight, bias, eps: layer_norm(x, bias, weight, eps),
-    ),
-    CommonMistake("The weight is missing.", partial(layer_norm, scale=False)),
-    CommonMistake("The bias is missing.", partial(layer_norm, shift=False)),
-    CommonMistake("Weight and bias are missing.", partial(layer_norm, scale=False, shift=False)),
-]
+    "The weight is missing.": partial(layer_norm, scale=False),
+    "The bias is missing.": partial(layer_norm, shift=False),
+    "Weight and bias are missing.": partial(layer_norm, scale=False, shift=False),
+}
 
 
 # ---- attention ------------------------------------------------------------------------------
@@ -265,65 +220,41 @@ def without_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
     return (scores if mask is None else scores * mask) @ v
 
 
-SCORES = [
-    CommonMistake(
-        "The scale is missing. Divide the scores by sqrt(d).", partial(attention, divisor=lambda q, k: 1.0)
+SCORES: Mistakes = {
+    "The scale is missing. Divide the scores by sqrt(d).": partial(attention, divisor=lambda q, k: 1.0),
+    "The scores are divided by d. Divide by sqrt(d).": partial(
+        attention, divisor=lambda q, k: float(q.shape[-1])
     ),
-    CommonMistake(
-        "The scores are divided by d. Divide by sqrt(d).",
-        partial(attention, divisor=lambda q, k: float(q.shape[-1])),
+    "The scores are divided by the square root of the number of tokens. Divide by sqrt(d), where d is "
+    "the last dimension.": partial(attention, divisor=lambda q, k: math.sqrt(k.shape[-2])),
+    "The scores are multiplied by sqrt(d). Divide by it.": partial(
+        attention, divisor=lambda q, k: 1 / math.sqrt(q.shape[-1])
     ),
-    CommonMistake(
-        "The scores are divided by the square root of the number of tokens. Divide by sqrt(d), where d is "
-        "the last dimension.",
-        partial(attention, divisor=lambda q, k: math.sqrt(k.shape[-2])),
+    "The weights are divided by sqrt(d) after the softmax, so they no longer sum to 1. Divide the scores "
+    "before it.": scale_after_softmax,
+    "The softmax is over the queries. It must be over the keys, the last dimension: the weights of each "
+    "query sum to 1.": partial(attention, dim=-2),
+    "The softmax is over dimension 1, which is not the keys if there are heads. Use dim=-1.": partial(
+        attention, dim=1
     ),
-    CommonMistake(
-        "The scores are multiplied by sqrt(d). Divide by it.",
-        partial(attention, divisor=lambda q, k: 1 / math.sqrt(q.shape[-1])),
+    "The softmax is over dimension 0, the images of the batch. It must be over the keys: dim=-1.": partial(
+        attention, dim=0
     ),
-    CommonMistake(
-        "The weights are divided by sqrt(d) after the softmax, so they no longer sum to 1. Divide the scores "
-        "before it.",
-        scale_after_softmax,
+    "The softmax is missing.": without_softmax,
+}
+ATTENTION: Mistakes = {
+    **SCORES,
+    "The mask is not used.": lambda q, k, v, mask: attention(q, k, v),
+    "The mask is inverted. True marks the keys that a query may attend to.": lambda q, k, v, mask: attention(
+        q, k, v, mask if mask is None else ~mask
     ),
-    CommonMistake(
-        "The softmax is over the queries. It must be over the keys, the last dimension: the weights of each "
-        "query sum to 1.",
-        partial(attention, dim=-2),
-    ),
-    CommonMistake(
-        "The softmax is over dimension 1, which is not the keys if there are heads. Use dim=-1.",
-        partial(attention, dim=1),
-    ),
-    CommonMistake(
-        "The softmax is over dimension 0, the images of the batch. It must be over the keys: dim=-1.",
-        partial(attention, dim=0),
-    ),
-    CommonMistake("The softmax is missing.", without_softmax),
-]
-ATTENTION = [
-    *SCORES,
-    CommonMistake("The mask is not used.", lambda q, k, v, mask: attention(q, k, v)),
-    CommonMistake(
-        "The mask is inverted. True marks the keys that a query may attend to.",
-        lambda q, k, v, mask: attention(q, k, v, mask if mask is None else ~mask),
-    ),
-    CommonMistake(
-        "The mask is applied after the softmax, so the weights no longer sum to 1. Set the masked scores to "
-        "-inf before the softmax.",
-        mask_after_softmax,
-    ),
-    CommonMistake(
-        "Masked scores are set to 0, and exp(0) is 1, so masked keys still have weight. Set them to -inf.",
-        partial(attention, masked_score=0.0),
-    ),
-    CommonMistake(
-        "The mask is added to the scores as zeros and ones. Set the scores to -inf where it is False.",
-        add_mask,
-    ),
-    CommonMistake("k and v are swapped.", lambda q, k, v, mask: attention(q, v, k, mask)),
-]
+    "The mask is applied after the softmax, so the weights no longer sum to 1. Set the masked scores to "
+    "-inf before the softmax.": mask_after_softmax,
+    "Masked scores are set to 0, and exp(0) is 1, so masked keys still have weight. Set them "
+    "to -inf.": partial(attention, masked_score=0.0),
+    "The mask is added to the scores as zeros and ones. Set the scores to -inf where it is False.": add_mask,
+    "k and v are swapped.": lambda q, k, v, mask: attention(q, v, k, mask),
+}
 
 
 # ---- mlp ------------------------------------------------------------------------------------
@@ -343,26 +274,22 @@ def mlp(
     return output_activation(F.linear(activation(hidden), weights["fc2.weight"], bias))
 
 
-MLP = [
-    CommonMistake(
-        "The GELU is its tanh approximation. Use the exact one, x Phi(x), with erf.",
-        partial(mlp, activation=partial(F.gelu, approximate="tanh")),
+MLP: Mistakes = {
+    "The GELU is its tanh approximation. Use the exact one, x Phi(x), with erf.": partial(
+        mlp, activation=partial(F.gelu, approximate="tanh")
     ),
-    CommonMistake(
-        "The GELU is the approximation x sigmoid(1.702 x). Use the exact one, x Phi(x), with erf.",
-        partial(mlp, activation=lambda x: x * torch.sigmoid(1.702 * x)),
+    "The GELU is the approximation x sigmoid(1.702 x). Use the exact one, x Phi(x), with erf.": partial(
+        mlp, activation=lambda x: x * torch.sigmoid(1.702 * x)
     ),
-    CommonMistake(
-        "erf gets x instead of x / sqrt(2). GELU(x) is x (1 + erf(x / sqrt(2))) / 2.",
-        partial(mlp, activation=lambda x: x * (1 + torch.erf(x)) / 2),
+    "erf gets x instead of x / sqrt(2). GELU(x) is x (1 + erf(x / sqrt(2))) / 2.": partial(
+        mlp, activation=lambda x: x * (1 + torch.erf(x)) / 2
     ),
-    CommonMistake("The activation is a ReLU. ViT uses GELU.", partial(mlp, activation=F.relu)),
-    CommonMistake(
-        "The activation is Phi(x), the normal distribution function. GELU(x) is x Phi(x).",
-        partial(mlp, activation=torch.special.ndtr),
+    "The activation is a ReLU. ViT uses GELU.": partial(mlp, activation=F.relu),
+    "The activation is Phi(x), the normal distribution function. GELU(x) is x Phi(x).": partial(
+        mlp, activation=torch.special.ndtr
     ),
-    CommonMistake("There is no activation between the two layers.", partial(mlp, activation=lambda x: x)),
-    CommonMistake("There is a second GELU after the last layer.", partial(mlp, output_activation=F.gelu)),
-    CommonMistake("The first bias is missing.", partial(mlp, first_bias=False)),
-    CommonMistake("The second bias is missing.", partial(mlp, second_bias=False)),
-]
+    "There is no activation between the two layers.": partial(mlp, activation=lambda x: x),
+    "There is a second GELU after the last layer.": partial(mlp, output_activation=F.gelu),
+    "The first bias is missing.": partial(mlp, first_bias=False),
+    "The second bias is missing.": partial(mlp, second_bias=False),
+}

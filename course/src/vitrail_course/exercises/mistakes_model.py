@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail_course.exercises import mistakes, reference
-from vitrail_course.exercises.mistakes import CommonMistake, Weights
+from vitrail_course.exercises.mistakes import SCORES, Mistakes, Weights
 from vitrail_course.exercises.template import inside
 
 # ---- multi_head_attention -------------------------------------------------------------------
@@ -81,58 +81,45 @@ INTERLEAVED = (
     "The heads are interleaved: channels are split as (d, k). Split them as (k, d), so that the first d "
     "belong to the first head."
 )
-MULTI_HEAD_ATTENTION = [
-    CommonMistake(
-        "The scores are divided by sqrt(D). Divide by sqrt(d), where d = D / k is the width of one head.",
-        partial(multi_head_attention, attention=scaled_by_width),
+MULTI_HEAD_ATTENTION: Mistakes = {
+    "The scores are divided by sqrt(D). Divide by sqrt(d), where d = D / k is the width of one "
+    "head.": partial(multi_head_attention, attention=scaled_by_width),
+    **{
+        explanation: partial(multi_head_attention, attention=function)
+        for explanation, function in SCORES.items()
+    },
+    "The heads are split by a reshape to (B, k, T, d), which mixes tokens. Reshape to (B, T, k, d), then "
+    "transpose.": partial(multi_head_attention, split=split_by_reshape),
+    "The heads are joined by a reshape from (B, k, T, d), which mixes tokens. Transpose to (B, T, k, d), "
+    "then reshape.": partial(multi_head_attention, join=join_by_reshape),
+    "The heads are split by a reshape to (B, k, T, d) and joined by a reshape from it; both mix tokens. "
+    "Transpose T and k after splitting and before joining.": partial(
+        multi_head_attention, split=split_by_reshape, join=join_by_reshape
     ),
-    *(
-        CommonMistake(explanation, partial(multi_head_attention, attention=function))
-        for explanation, function in mistakes.SCORES  # where attention is written out again
+    INTERLEAVED: (
+        partial(multi_head_attention, split=split_interleaved),
+        partial(multi_head_attention, split=split_interleaved, join=join_interleaved),
     ),
-    CommonMistake(
-        "The heads are split by a reshape to (B, k, T, d), which mixes tokens. Reshape to (B, T, k, d), then "
-        "transpose.",
-        partial(multi_head_attention, split=split_by_reshape),
+    "There is only one head. Split q, k and v into k heads before the attention.": lambda z, weights, heads: (
+        multi_head_attention(z, weights, 1)
     ),
-    CommonMistake(
-        "The heads are joined by a reshape from (B, k, T, d), which mixes tokens. Transpose to (B, T, k, d), "
-        "then reshape.",
-        partial(multi_head_attention, join=join_by_reshape),
-    ),
-    CommonMistake(
-        "The heads are split by a reshape to (B, k, T, d) and joined by a reshape from it; both mix tokens. "
-        "Transpose T and k after splitting and before joining.",
-        partial(multi_head_attention, split=split_by_reshape, join=join_by_reshape),
-    ),
-    CommonMistake(INTERLEAVED, partial(multi_head_attention, split=split_interleaved)),
-    CommonMistake(INTERLEAVED, partial(multi_head_attention, split=split_interleaved, join=join_interleaved)),
-    CommonMistake(
-        "There is only one head. Split q, k and v into k heads before the attention.",
-        lambda z, weights, heads: multi_head_attention(z, weights, 1),
-    ),
-    *(
-        CommonMistake(
-            f"q, k and v are mixed up: the rows are read as {', '.join(order)}. Their order is q, k, v.",
-            partial(multi_head_attention, order=order),
+    **{
+        f"q, k and v are mixed up: the rows are read as {', '.join(order)}. Their order is q, k, v.": partial(
+            multi_head_attention, order=order
         )
         for order in ("kqv", "vkq", "qvk", "kvq", "vqk")
+    },
+    "The rows of qkv are read head by head, as (k, 3, d). Read them as (3, k, d): q of all heads "
+    "first.": partial(multi_head_attention, read=read_by_head),
+    "The bias of q, k and v is missing.": partial(multi_head_attention, biased=False),
+    "The output projection is missing.": partial(multi_head_attention, out=lambda x, w: x),
+    "The output projection has no bias.": partial(
+        multi_head_attention, out=lambda x, w: x @ w["out.weight"].T
     ),
-    CommonMistake(
-        "The rows of qkv are read head by head, as (k, 3, d). Read them as (3, k, d): q of all heads first.",
-        partial(multi_head_attention, read=read_by_head),
+    "out.weight is not transposed. It has a row for each output: x @ weight.T.": partial(
+        multi_head_attention, out=lambda x, w: x @ w["out.weight"] + w["out.bias"]
     ),
-    CommonMistake("The bias of q, k and v is missing.", partial(multi_head_attention, biased=False)),
-    CommonMistake("The output projection is missing.", partial(multi_head_attention, out=lambda x, w: x)),
-    CommonMistake(
-        "The output projection has no bias.",
-        partial(multi_head_attention, out=lambda x, w: x @ w["out.weight"].T),
-    ),
-    CommonMistake(
-        "out.weight is not transposed. It has a row for each output: x @ weight.T.",
-        partial(multi_head_attention, out=lambda x, w: x @ w["out.weight"] + w["out.bias"]),
-    ),
-]
+}
 
 
 # ---- block ----------------------------------------------------------------------------------
@@ -170,47 +157,31 @@ def block(
     return norm("after", norm2, norm("on branches", norm2, changed) + added)
 
 
-BLOCK = [
-    CommonMistake("The first residual is missing: z' = MSA(LN(z)) + z.", partial(block, residual1="none")),
-    CommonMistake(
-        "The second residual is missing: out = MLP(LN(z')) + z'.", partial(block, residual2="none")
+BLOCK: Mistakes = {
+    "The first residual is missing: z' = MSA(LN(z)) + z.": partial(block, residual1="none"),
+    "The second residual is missing: out = MLP(LN(z')) + z'.": partial(block, residual2="none"),
+    "Both residuals are missing.": partial(block, residual1="none", residual2="none"),
+    "The first residual adds the normalized tokens, LN(z). Add z from before the norm. (Article 001 of "
+    "the lecture notes has this mistake.)": partial(block, residual1="normed"),
+    "The second residual adds the normalized tokens, LN(z'). Add z' from before the norm.": partial(
+        block, residual2="normed"
     ),
-    CommonMistake("Both residuals are missing.", partial(block, residual1="none", residual2="none")),
-    CommonMistake(
-        "The first residual adds the normalized tokens, LN(z). Add z from before the norm. (Article 001 of "
-        "the lecture notes has this mistake.)",
-        partial(block, residual1="normed"),
+    "Both residuals add the normalized tokens. Add the tokens from before each norm.": partial(
+        block, residual1="normed", residual2="normed"
     ),
-    CommonMistake(
-        "The second residual adds the normalized tokens, LN(z'). Add z' from before the norm.",
-        partial(block, residual2="normed"),
+    "The second residual adds z. Add z', the first sum.": partial(block, residual2="z"),
+    "This is post-norm, LN(MSA(z) + z), as in Vaswani et al. ViT is pre-norm: the norm comes before "
+    "attention and before the MLP, inside the residual.": partial(block, norms="after"),
+    "The norms come after attention and MLP, before the sum. ViT is pre-norm: the norms come before "
+    "attention and MLP.": partial(block, norms="on branches"),
+    "Attention and MLP both get the input of the block. The MLP must get the first sum, z'.": partial(
+        block, mlp_input="z"
     ),
-    CommonMistake(
-        "Both residuals add the normalized tokens. Add the tokens from before each norm.",
-        partial(block, residual1="normed", residual2="normed"),
-    ),
-    CommonMistake("The second residual adds z. Add z', the first sum.", partial(block, residual2="z")),
-    CommonMistake(
-        "This is post-norm, LN(MSA(z) + z), as in Vaswani et al. ViT is pre-norm: the norm comes before "
-        "attention and before the MLP, inside the residual.",
-        partial(block, norms="after"),
-    ),
-    CommonMistake(
-        "The norms come after attention and MLP, before the sum. ViT is pre-norm: the norms come before "
-        "attention and MLP.",
-        partial(block, norms="on branches"),
-    ),
-    CommonMistake(
-        "Attention and MLP both get the input of the block. The MLP must get the first sum, z'.",
-        partial(block, mlp_input="z"),
-    ),
-    CommonMistake("The first norm is missing.", partial(block, norm1="none")),
-    CommonMistake("The second norm is missing.", partial(block, norm2="none")),
-    CommonMistake(
-        "Both norms use the weights of norm1. The second has its own, norm2.", partial(block, norm2="norm1")
-    ),
-    CommonMistake("eps of the norms is 1e-5, torch's default. Use 1e-6.", partial(block, eps=1e-5)),
-]
+    "The first norm is missing.": partial(block, norm1="none"),
+    "The second norm is missing.": partial(block, norm2="none"),
+    "Both norms use the weights of norm1. The second has its own, norm2.": partial(block, norm2="norm1"),
+    "eps of the norms is 1e-5, torch's default. Use 1e-6.": partial(block, eps=1e-5),
+}
 
 
 # ---- vit ------------------------------------------------------------------------------------
@@ -274,70 +245,44 @@ def norm_of_mean(z: Tensor, weight: Tensor, bias: Tensor, eps: float, first: int
 NORM_IN_LOOP = "The last norm is applied after every block. It comes once, after the last block."
 MEAN_OF_ALL = "The head is applied to the mean of all tokens. Eq. 4 uses the class token."
 MEAN_OF_PATCHES = "The head is applied to the mean of the patches. Eq. 4 uses the class token."
-VIT = [
-    CommonMistake(
-        "The class token is at the end, but the head reads the first token. Eq. 1 puts the class token "
-        "first.",
-        partial(vit, tokens=class_last),
+VIT: Mistakes = {
+    "The class token is at the end, but the head reads the first token. Eq. 1 puts the class token "
+    "first.": partial(vit, tokens=class_last),
+    "The class token is at the end, and the head reads it there. Eq. 1 puts it first, with the first row "
+    "of E_pos.": partial(vit, tokens=class_last, pool=lambda z: z[:, -1]),
+    "The class token has no position. Add row 0 of E_pos to it.": partial(vit, tokens=class_without_position),
+    "Positions are added before the class token is prepended, so each patch gets the row of the patch "
+    "before it. Prepend the class token first.": partial(vit, tokens=positions_before_class),
+    "The position embeddings are missing.": partial(vit, tokens=without_positions),
+    "E is tokens.proj.weight reshaped to (C P P, D), which mixes its rows. Flatten it to (D, C P P), "
+    "then transpose.": partial(vit, matrix=lambda kernel: kernel.reshape(-1, len(kernel))),
+    "A softmax is applied to the logits. Return them as they are; the loss applies it.": partial(
+        vit, output=lambda logits: logits.softmax(dim=-1)
     ),
-    CommonMistake(
-        "The class token is at the end, and the head reads it there. Eq. 1 puts it first, with the first row "
-        "of E_pos.",
-        partial(vit, tokens=class_last, pool=lambda z: z[:, -1]),
+    "A log-softmax is applied to the logits. Return them as they are; the loss applies it.": partial(
+        vit, output=lambda logits: logits.log_softmax(dim=-1)
     ),
-    CommonMistake(
-        "The class token has no position. Add row 0 of E_pos to it.",
-        partial(vit, tokens=class_without_position),
+    "A sigmoid is applied to the logits. Return them as they are; it would be for multi-label "
+    "data, and the loss applies it.": partial(vit, output=lambda logits: logits.sigmoid()),
+    "A softmax over dimension 0, the images of the batch, is applied to the logits. Return them as they "
+    "are; the loss applies a softmax, over the classes.": partial(
+        vit, output=lambda logits: logits.softmax(dim=0)
     ),
-    CommonMistake(
-        "Positions are added before the class token is prepended, so each patch gets the row of the patch "
-        "before it. Prepend the class token first.",
-        partial(vit, tokens=positions_before_class),
+    "The bias of the patch projection is missing.": partial(vit, biased=False),
+    "The last norm is missing.": partial(vit, norm=no_norm),
+    NORM_IN_LOOP: (partial(vit, norm_in_loop=True, norm=no_norm), partial(vit, norm_in_loop=True)),
+    "eps of the last norm is 1e-5, torch's default. Use 1e-6.": partial(vit, eps=1e-5),
+    MEAN_OF_ALL: (
+        partial(vit, pool=lambda z: z.mean(dim=1)),
+        partial(vit, norm=partial(norm_of_mean, first=0)),
     ),
-    CommonMistake("The position embeddings are missing.", partial(vit, tokens=without_positions)),
-    CommonMistake(
-        "E is tokens.proj.weight reshaped to (C P P, D), which mixes its rows. Flatten it to (D, C P P), "
-        "then transpose.",
-        partial(vit, matrix=lambda kernel: kernel.reshape(-1, len(kernel))),
+    MEAN_OF_PATCHES: (
+        partial(vit, pool=lambda z: z[:, 1:].mean(dim=1)),
+        partial(vit, norm=partial(norm_of_mean, first=1)),
     ),
-    CommonMistake(
-        "A softmax is applied to the logits. Return them as they are; the loss applies it.",
-        partial(vit, output=lambda logits: logits.softmax(dim=-1)),
-    ),
-    CommonMistake(
-        "A log-softmax is applied to the logits. Return them as they are; the loss applies it.",
-        partial(vit, output=lambda logits: logits.log_softmax(dim=-1)),
-    ),
-    CommonMistake(
-        "A sigmoid is applied to the logits. Return them as they are; it would be for multi-label "
-        "data, and the loss applies it.",
-        partial(vit, output=lambda logits: logits.sigmoid()),
-    ),
-    CommonMistake(
-        "A softmax over dimension 0, the images of the batch, is applied to the logits. Return them as they "
-        "are; the loss applies a softmax, over the classes.",
-        partial(vit, output=lambda logits: logits.softmax(dim=0)),
-    ),
-    CommonMistake("The bias of the patch projection is missing.", partial(vit, biased=False)),
-    CommonMistake("The last norm is missing.", partial(vit, norm=no_norm)),
-    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True, norm=no_norm)),
-    CommonMistake(NORM_IN_LOOP, partial(vit, norm_in_loop=True)),
-    CommonMistake(
-        "eps of the last norm is 1e-5, torch's default. Use 1e-6.",
-        partial(vit, eps=1e-5),
-    ),
-    CommonMistake(MEAN_OF_ALL, partial(vit, pool=lambda z: z.mean(dim=1))),
-    CommonMistake(MEAN_OF_ALL, partial(vit, norm=partial(norm_of_mean, first=0))),
-    CommonMistake(MEAN_OF_PATCHES, partial(vit, pool=lambda z: z[:, 1:].mean(dim=1))),
-    CommonMistake(MEAN_OF_PATCHES, partial(vit, norm=partial(norm_of_mean, first=1))),
-    CommonMistake(
-        "The head reads the last token. The class token is the first.",
-        partial(vit, pool=lambda z: z[:, -1]),
-    ),
-    CommonMistake("All blocks use the weights of block 0.", partial(vit, number=lambda index: 0)),
-    CommonMistake("Only the first block is run.", partial(vit, blocks=lambda depth: range(1))),
-    CommonMistake("The last block is not run.", partial(vit, blocks=lambda depth: range(depth - 1))),
-    CommonMistake(
-        "The blocks run in reverse order.", partial(vit, blocks=lambda depth: range(depth - 1, -1, -1))
-    ),
-]
+    "The head reads the last token. The class token is the first.": partial(vit, pool=lambda z: z[:, -1]),
+    "All blocks use the weights of block 0.": partial(vit, number=lambda index: 0),
+    "Only the first block is run.": partial(vit, blocks=lambda depth: range(1)),
+    "The last block is not run.": partial(vit, blocks=lambda depth: range(depth - 1)),
+    "The blocks run in reverse order.": partial(vit, blocks=lambda depth: range(depth - 1, -1, -1)),
+}

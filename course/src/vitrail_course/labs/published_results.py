@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.training.recipes import recipes
-from vitrail_course.errata.erratum import count_parameters
+from vitrail_course.errata.evidence import count_parameters
 
 PUBLISHED = Path(__file__).with_name("published.json")
 _DASH = "-"

@@ -220,7 +220,7 @@ def without_softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
     return (scores if mask is None else scores * mask) @ v
 
 
-SCORES: Mistakes = {
+SCORES: dict[str, Wrong] = {
     "The scale is missing. Divide the scores by sqrt(d).": partial(attention, divisor=lambda q, k: 1.0),
     "The scores are divided by d. Divide by sqrt(d).": partial(
         attention, divisor=lambda q, k: float(q.shape[-1])

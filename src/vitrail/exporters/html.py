@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 PARTS = Path(__file__).parent / "classroom"
 SCRIPTS = (
-    *("vit.js", "map.js", "strips.js", "weight.js", "layers.js", "filters.js", "experiment.js", "flow.js"),
-    *("page.js", "tour.js", "sheet.js"),
+    *("vit.js", "map.js", "strips.js", "weight.js", "layers.js", "filters.js", "experiment.js"),
+    *("matrix.js", "figure.js", "page.js", "tour.js", "sheet.js"),
 )
 STYLES = ("style.css", "parts.css")
 MAX_PARAMETERS = 6_000_000  # a Ti/16 has 5.7 million

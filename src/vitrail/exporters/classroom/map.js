@@ -42,7 +42,7 @@ const state = {
   token: vit.prefix.includes("class") ? 0 : n + Math.floor(h / 2) * w + Math.floor(w / 2),
   key: n + Math.floor(h / 2) * w + Math.floor(w / 2),
   block: vit.depth - 1, head: -1, depth: vit.depth, channel: 0, filter: 0, norm: "norm1",
-  change: { ...NO_CHANGE, silenced: new Set() }, order: null,
+  change: { ...NO_CHANGE, silenced: new Set() }, order: null, open: "",
 };
 
 const percent = (fraction) => `${(100 * fraction).toFixed(fraction < 0.0995 ? 1 : 0)}%`;
@@ -207,5 +207,5 @@ function select(token, field = "token") {
   if (token === state[field]) return;
   state[field] = token;
   if (field === "token") paintSelected();
-  else paintWeight();
+  else paintBlock();
 }

@@ -73,15 +73,6 @@ function paintTokens() {
   $("strip-max").textContent = max.toFixed(2);
 }
 
-/** The selected token's row of A: of one head, or the mean over heads. */
-function attentionRow() {
-  const { T, heads: k } = vit, weights = state.result.attention[state.block], row = new Float32Array(T);
-  const heads = state.head < 0 ? range(k) : [state.head];
-  for (const head of heads) for (let to = 0; to < T; to++)
-    row[to] += weights[(head * T + state.token) * T + to] / heads.length;
-  return row;
-}
-
 function paintAttention() {
   const row = attentionRow(), patches = row.subarray(n), best = n + largest(patches);
   maps.attention.paint(row, { max: row[best] });
@@ -116,19 +107,22 @@ function paintPositions() {
 
 /** What depends on the block, the head and the selected token. */
 function paintBlock() {
-  paintAttention();
-  paintWeight();
-  paintNorm();
-  paintMlp();
-  paintFlow();
+  if (state.open === "attention") {
+    paintAttention();
+    paintMatrix();
+    paintWeight();
+  }
+  if (state.open === "norm") paintNorm();
+  if (state.open === "mlp") paintMlp();
+  paintFigure();
 }
 
 function paintSelected() {
-  paintTokens();
-  paintFilters();
+  if (state.open === "tokens") paintTokens();
+  if (state.open === "filters") paintFilters();
+  if (state.open === "rollout") paintRollout();
+  if (state.open === "positions") paintPositions();
   paintBlock();
-  paintRollout();
-  paintPositions();
 }
 
 let took = 0;  // milliseconds of the last forward pass
@@ -172,8 +166,7 @@ function syncChoices() {
 function chooseHead(head) {
   state.head = head;
   syncChoices();
-  paintAttention();
-  paintWeight();
+  paintBlock();
 }
 
 /** Eq. 4 for this model: which token or mean of tokens is read, and where the norm is. */
@@ -195,11 +188,10 @@ function fill() {
     + `${count(vit.heads, "head")} and tokens of ${vit.width} numbers`;
   $("accuracy").textContent = vit.accuracy;
   $("filters-look").textContent = vit.filters;
-  $("filters-count").textContent = FILTERS.order.length < vit.width ? `the ${FILTERS.order.length} longest of ${vit.width}` : `all ${vit.width}`;
+  $("filters-count").textContent = FILTERS.order.length < vit.width ? `the ${FILTERS.order.length} largest of ${vit.width}` : `all ${vit.width}`;
   $("draw-title").textContent = gray ? "Draw" : "Show it an image";
   $("how").textContent = gray ? "Draw with mouse, pen or finger, or choose an example."
     : "Choose an image or drop one on the canvas; draw on it with mouse, pen or finger.";
-  $("reads").textContent = vit.reads;
   fillFormula($("y-formula"));
   const [P, Q] = vit.patch;
   $("cut").textContent = `${h} × ${w} patches of ${P} × ${Q} pixels`;
@@ -221,14 +213,14 @@ function fill() {
   addChoices("norm", [["norm1", "before attention"], ["norm2", "before the MLP"]], "norm",
     (norm) => chooseBlock(state.block, norm));
   syncChoices();
-  fillFlow();
+  fillFigure();
   fillExperiment();
   paintSheetOfFilters();
   $("depth").max = $("depth").value = vit.depth;
   $("depth").addEventListener("input", () => {
     state.depth = Number($("depth").value);
     paintAnswer();
-    paintRollout();
+    if (state.open === "rollout") paintRollout();
   });
   for (const { name, pixels: text } of vit.examples) {
     const pixels = bytes(text);

@@ -151,7 +151,7 @@ blank();
 if (vit.examples.length) show(bytes(vit.examples[Math.min(3, vit.examples.length - 1)].pixels));
 else readSheet();
 
-window.addEventListener("resize", () => { paintWeight(); paintNorm(); paintMlp(); });  // plots have the width of the page
+window.addEventListener("resize", paintSelected);  // plots and the drawing have the width of the page
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => paintBlock());
 
 window.vitrail = { vit, state, forward: (pixels, change) => vit.forward(pixels, change), show, shufflePatches };

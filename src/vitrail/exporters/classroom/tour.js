@@ -1,28 +1,42 @@
-// The guided tour: each step shows a section, sets the page to something worth seeing, and says what it is.
+// The article below the drawing, and the same steps as a guided tour: each opens a part and says what it shows.
 
 const middle = () => n + Math.floor(h / 2) * w + Math.floor(w / 2);
 
 const TOUR = [
-  ["draw", "An image goes in", "This is what the model sees: numbers, one for each pixel and channel. Draw something, or go on with this one."],
-  ["filters", "Patches and filters", "The image is cut into patches. Each of the filters here is multiplied with every patch: a column of E. "
+  ["draw", "An image goes in", "The model sees numbers, one for each pixel and channel. Draw something, or take this one."],
+  ["filters", "Patches and filters", "The image is cut into patches, and each patch is multiplied with every filter: the columns of E. "
     + "Point at a filter to see where in the image it responds.", () => select(middle())],
-  ["tokens", "A patch becomes a token", "The answers of all filters are the patch's vector. Its position is added, because attention by itself does not "
-    + "know where a patch lies. From here on the model has only these vectors."],
-  ["norm", "LayerNorm", "Before each part of a block, every token is brought to mean 0 and variance 1 on its own, then scaled and shifted by learned "
-    + "numbers. Look at the two histograms.", () => chooseBlock(0, "norm1")],
-  ["attention", "Attention", "Each token asks a question (query), and every token has a key and a value. Here are the weights of one token: how much of each "
-    + "other token it takes. Try the heads: each looks at something else.", () => { chooseBlock(0); chooseHead(0); }],
-  ["weight", "One weight, all its numbers", "Query times key, summed; divided by √d; softmax over all tokens. The result says how much of the value is taken."],
-  ["mlp", "The MLP", "Now each token is changed on its own: many hidden units, most of them closed by the activation, then back to the width of a token. "
-    + "Both parts of a block add to the token; they never replace it."],
-  ["answer", "The answer", "After the last block one vector is left, and the head turns it into scores. Move the slider to see what the head would say "
-    + "after fewer blocks."],
-  ["experiment", "Now break it", "Positions off, then patches shuffled: without positions the answer cannot change, since attention treats tokens as a set. "
-    + "With positions it does. Silence heads to find the ones that matter.",
+  ["tokens", "A patch becomes a token", "The responses of all filters are the vector of the patch. Its position embedding is added, because "
+    + "attention by itself does not know where a patch lies. From here on the model has only these vectors: the residual stream, the thick line of the drawing."],
+  ["norm", "LayerNorm", "Before each branch of a block, every token is brought to mean 0 and variance 1, then scaled and shifted by learned "
+    + "numbers. Compare the two histograms.", () => chooseBlock(0, "norm1")],
+  ["attention", "Attention", "Each token has a query, a key and a value. A row of A says how much of each other token's value it takes. "
+    + "Try the heads: each attends to something else.", () => { chooseBlock(0); chooseHead(0); }],
+  ["weight", "One weight, all its numbers", "Query times key, summed; divided by √d; softmax over all tokens. Play it slowly, and follow one number."],
+  ["mlp", "The MLP", "Now each token is changed on its own: many hidden units, most of them set near zero by the activation, then back to the width "
+    + "of a token. Attention and MLP add to the stream; they never replace it."],
+  ["answer", "The prediction", "After the last block the head turns one vector into a score for each class. Move the slider to apply the head "
+    + "after fewer blocks (the logit lens). It was trained on the last block only, so a poor early prediction does not mean that the information is missing."],
+  ["experiment", "Now break it", "Without position embeddings, shuffling the patches cannot change the prediction: attention treats tokens as a set. "
+    + "With them it does. Silence heads to find those that matter.",
   () => { if (vit.tensors.position) { $("no-positions").checked = true; experiment({ positions: false }); } }],
-  ["positions", "What the positions know", "Nobody told the model which patches are neighbors. Here is what its position embeddings say about it.",
+  ["positions", "What the positions know", "Nobody told the model which patches are neighbors. This is what its position embeddings say about it.",
     () => resetExperiment()],
+  ["rollout", "Through all blocks", "Tokens mix in every block, so the pooled vector combines many patches. Rollout multiplies the attention of all "
+    + "blocks to trace it back to the image."],
 ].filter(([id]) => id !== "positions" || vit.tensors.position);
+
+/** The steps as paragraphs to scroll through, each with a button that opens its part. */
+function fillArticle() {
+  for (const [id, title, words, act] of TOUR) {
+    const part = element("div", $("article"));
+    element("h3", part, title);
+    element("p", part, words);
+    const button = element("button", part, "Show it", { type: "button", "aria-label": `Show it: ${title}` });
+    button.addEventListener("click", () => { act?.(); goTo(id); });
+  }
+}
+fillArticle();
 
 let stop = -1;  // the step of the tour, -1 if there is none
 

@@ -23,8 +23,10 @@ function paintWeight() {
   const head = Math.max(state.head, 0), { change, token, key, block } = state;
   const found = weightNumbers(state.result, { block, head, token, key, change });
   maps.weight.paint(found.row, { max: found.row[n + largest(found.row.subarray(n))] });
+  played++;  // what is still being played stops
+  $("weight-bars-words").textContent = "The scores of all tokens:";
   $("weight-where").textContent = `Block ${block}, head ${head}: from ${named(token)} to `
-    + `${key === token ? "itself" : named(key)}. Point at a patch to choose the key.`;
+    + `${key === token ? "itself" : named(key)}.`;
   for (const name of ["q", "k"]) paintNumbers(`weight-${name}`, found[name], maxAbs(found.q, found.k));
   paintNumbers("weight-products", found.products);
   for (const name of ["v", "added", "output"]) paintNumbers(`weight-${name}`, found[name], maxAbs(found.v));
@@ -40,18 +42,19 @@ function paintWeight() {
     + (less ? ` (both divided by e^{${digits(less)}})` : ""));
   $("weight-weight").textContent = percent(found.weight);
   paintScores(found.scores, key);
-  const share = Math.sqrt(sum(found.added.map((x) => x * x)) / (sum(found.output.map((x) => x * x)) || 1));
-  $("weight-added-words").textContent = `${percent(found.weight)} of v. Its length is ${percent(share)} of that of `
-    + "the sum below.";
+  const fraction = Math.sqrt(sum(found.added.map((x) => x * x)) / (sum(found.output.map((x) => x * x)) || 1));
+  $("weight-added-words").replaceChildren();
+  element("span", $("weight-added-words"), percent(found.weight), { "data-same": "weight" });
+  $("weight-added-words").append(` of v. Its length is ${percent(fraction)} of that of the sum below.`);
   const silenced = change.silenced.has(`${block}.${head}`);
   $("weight-output-words").textContent = silenced ? "This head is silenced in the experiment above: 0 is used instead."
     : `All ${vit.T} values, each times its weight: what head ${head} gives to ${named(token)}.`;
 }
 
-/** The scores of all tokens as bars, that of the key in the mark's color. */
-function paintScores(scores, key) {
+/** The scores of all tokens as bars, that of the key in the mark's color; `full` is the value of the tallest bar. */
+function paintScores(scores, key, full = Math.max(0, ...scores)) {
   const { pen, wide, tall, ink } = plot("weight-scores", 70);
-  const low = Math.min(0, ...scores), high = Math.max(0, ...scores), step = wide / scores.length;
+  const low = Math.min(0, ...scores), high = full, step = wide / scores.length;
   const place = (value) => (high - value) / (high - low || 1) * (tall - 2) + 1;
   scores.forEach((score, i) => {
     pen.fillStyle = ink(i === key ? "mark" : "bar");

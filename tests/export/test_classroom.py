@@ -232,9 +232,9 @@ def test_examples_are_shown_pixel_by_pixel(sample):
 
 def row_of(block, head, token):
     """The attention of the third example, which the page opens with."""
-    bundle = sample_model()
-    with torch.no_grad(), record(bundle.model.eval(), "blocks.*.attention.weights") as tape:
-        bundle.model(sample_images(4).images[3:])
+    model, _ = stored_model(sample_model())
+    with torch.no_grad(), record(model, "blocks.*.attention.weights") as tape:
+        model(sample_images(4).images[3:])
     return tape[f"blocks.{block}.attention.weights"][0, head, token]
 
 
@@ -257,8 +257,13 @@ def test_pointing_at_a_patch_shows_its_attention(sample):
         f"{percent(row[token])} of its attention goes to itself, {percent(row[0])} goes to the class token"
         in words
     )
-    assert "row 2, column 3" in sample.inner_text("#token-words")
-    assert "row 2, column 3" in sample.inner_text("#positions-words")
+    for part, words in [
+        ("Patches become tokens, Eq. 1", "#token-words"),
+        ("Position embeddings, Eq. 1", "#positions-words"),
+    ]:
+        sample.get_by_role("button", name=part).click()
+        assert "row 2, column 3" in sample.inner_text(words)
+        assert not sample.is_visible("#attention")  # one panel is open
 
 
 def percent(fraction):
@@ -272,8 +277,50 @@ def test_the_keyboard_moves_from_patch_to_patch(sample):
     for key in ("ArrowRight", "ArrowDown", "ArrowRight"):  # the first one goes to the first patch
         sample.keyboard.press(key)
     assert "the patch in row 1, column 1 attends most" in sample.inner_text("#attention-words")
-    sample.get_by_role("group", name="Prefix tokens").first.get_by_role("button", name="class").click()
+    chips = sample.locator("#attention-map").get_by_role("group", name="Prefix tokens")
+    chips.get_by_role("button", name="class").click()
+    assert "the class token attends most" in sample.inner_text("#attention-words")
+    sample.get_by_role("button", name="The learned tokens before the patches, Eq. 1").click()
     assert sample.inner_text("#token-words") == "The class token:"
+
+
+def test_the_matrix_is_all_of_a_and_chooses_query_and_key(sample):
+    sample.locator("#attention").get_by_role("group", name="Head").get_by_role("radio", name="2").check()
+    rows = torch.stack([row_of(1, 2, token) for token in range(50)])
+    found = sample.evaluate("Array.from(attentionOf(1))")
+    np.testing.assert_allclose(np.array(found).reshape(50, 50), rows, rtol=0, atol=1e-5)
+    matrix = sample.locator("#matrix")
+    size = matrix.bounding_box()
+    matrix.click(position={"x": size["width"] * 17.5 / 50, "y": size["height"] * 5.5 / 50})
+    assert sample.evaluate("[vitrail.state.token, vitrail.state.key]") == [5, 17]
+    assert percent(rows[5, 17]) in sample.inner_text("#matrix-words")
+    assert sample.inner_text("#weight-weight") == percent(rows[5, 17])
+    for key in ("ArrowDown", "ArrowLeft"):
+        sample.keyboard.press(key)
+    assert sample.evaluate("[vitrail.state.token, vitrail.state.key]") == [6, 16]
+
+
+def test_a_number_is_marked_wherever_it_appears(sample):
+    sample.locator("#attention").get_by_role("group", name="Head").get_by_role("radio", name="0").check()
+    sample.hover("#weight-weight")
+    same = sample.locator(".same").all_inner_texts()
+    assert len(same) == 3  # beside the matrix, after the softmax, and before v
+    assert set(same) == {sample.inner_text("#weight-weight")}
+    sample.hover("h1")
+    assert sample.locator(".same").count() == 0
+
+
+def test_a_weight_is_played_and_ends_with_its_numbers(sample):
+    dot = sample.inner_text("#weight-dot")
+    sample.evaluate("playWeight(0.4)")
+    seen = set()
+    for _ in range(60):
+        seen.add((sample.inner_text("#weight-dot"), sample.inner_text("#weight-bars-words")))
+        sample.wait_for_timeout(20)
+    assert "Divided by their sum, they are the weights:" in {words for _, words in seen}
+    assert sample.inner_text("#weight-dot") == dot
+    sample.evaluate("chooseBlock(0)")  # what is being played stops
+    assert sample.inner_text("#weight-bars-words") == "The scores of all tokens:"
 
 
 def test_every_control_has_a_name_and_can_be_focused(sample):
@@ -295,7 +342,9 @@ def test_the_slider_shows_earlier_blocks(sample):
         layer = model.encode(sample_images(4).images[3:], layers=[0]).layers[0]
         scores = model.head(layer.pooled)[0].softmax(dim=0)
     assert sample.locator("#bars .number").all_inner_texts() == [percent(score) for score in scores]
+    sample.get_by_role("button", name="Attention rollout").click()
     assert "Through 1 of 2 blocks" in sample.inner_text("#rollout-words")
+    sample.locator("#depth").focus()
     sample.keyboard.press("ArrowLeft")
     assert "nothing of the image" in sample.inner_text("#rollout-words")
 
@@ -307,8 +356,16 @@ def test_it_fits_a_phone(scheme, browser, sample_file):
     )
     page = watched.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert not page.is_visible("#opened > section")
+    page.get_by_role("button", name="Attention of this block").tap()  # its panel covers the lower part
+    box, panel = (page.locator(one).bounding_box() for one in (".box.attention", "#attention"))
+    assert 0 <= box["y"] < panel["y"]
+    assert panel["y"] + panel["height"] == pytest.approx(700, abs=1)
     page.locator("#attention-map canvas.patches").tap(position={"x": 5, "y": 5})
     assert "row 0, column 0" in page.inner_text("#attention-words")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.get_by_role("button", name="Close").tap()
+    assert not page.is_visible("#attention")
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, paper[4:-1].split(","))) < 64) == (scheme == "dark")
     watched.close()

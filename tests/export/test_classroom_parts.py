@@ -180,6 +180,7 @@ def test_layer_norm_and_mlp_have_the_numbers_of_pytorch(norm, sample, model):
 
 
 def test_filters_are_the_columns_of_e(sample, model):
+    sample.click(".box.filters")
     sample.locator("#filters-sheet").focus()
     sample.keyboard.press("ArrowRight")
     norms = model.tokens.proj.weight.flatten(1).norm(dim=1)
@@ -207,14 +208,15 @@ def test_the_page_says_whether_its_filters_have_structure(sample, opened):
 
 
 def test_indices_and_exponents_are_typeset(sample):
+    score = sample.inner_text("#weight-score")
+    assert sample.locator("#weight-softmax sup").all_inner_texts() == [score, "score"]
+    sample.click(".box.norm1")
     sample.evaluate("chooseBlock(1, 'norm1')")
     assert sample.inner_text("#norm-where sub") == "1"
     assert "a row of z1, 64 numbers" in sample.locator("#norm-where").text_content()
     sample.evaluate("chooseBlock(1, 'norm2')")
     assert "a row of z′2, 64 numbers" in sample.locator("#norm-where").text_content()
-    score = sample.inner_text("#weight-score")
-    assert sample.locator("#weight-softmax sup").all_inner_texts() == [score, "score"]
-    assert sample.locator("#flow sub").all_inner_texts() == ["pos"]
+    assert sample.locator("#boxes sub").all_inner_texts() == ["p", "class", "pos", "0", "2"]
     text = sample.inner_text("body")
     assert not [one for one in ("z_", "z′_", "E_", "e^") if one in text]
 
@@ -222,26 +224,61 @@ def test_indices_and_exponents_are_typeset(sample):
 # ---- ways through the page ----------------------------------------------------------------------------
 
 
-def test_the_flow_shows_the_whole_model_and_leads_to_its_parts(sample):
-    flow = sample.locator("#flow")
-    assert flow.get_by_role("group").count() == 2
-    flow.get_by_role("button", name="MLP of block 0, Eq. 3").click()
+def test_every_box_of_the_drawing_opens_in_place(sample):
+    boxes = sample.locator("#boxes .box:visible")
+    panels = {
+        "patches": "tokens",
+        "filters": "filters",
+        "positions": "positions",
+        "norm1": "norm",
+        "attention": "attention",
+    }
+    panels |= {"norm2": "norm", "mlp": "mlp", "rollout": "rollout"}
+    for box, panel in panels.items():
+        sample.click(f".box.{box}")
+        assert sample.locator("#opened > section:visible").evaluate_all(
+            "all => all.map((one) => one.id)"
+        ) == [panel]
+        assert sample.locator(f".box.{box}").get_attribute("aria-expanded") == "true"
+    sample.click(".box.block0")
     assert sample.evaluate("vitrail.state.block") == 0
+    assert sample.is_visible(".box.block1")
+    assert not sample.is_visible(".box.block0")  # it is drawn with all its parts now
+    sample.click(".box.mlp")
     assert "In block 0," in sample.inner_text("#mlp-words")
-    wait = "new Promise(done => setTimeout(() => done(document.getElementById('mlp').getBoundingClientRect().top), 900))"
-    assert 0 <= sample.evaluate(wait) < 300  # below the flow, which stays at the top
-    flow.get_by_role("button", name="LayerNorm before the MLP of block 1").click()
+    sample.get_by_role("button", name="LayerNorm before the MLP").click()
     assert sample.locator("#norm").get_by_role("radio", name="before the MLP").is_checked()
-    assert "block 1 → 3 100%" in flow.inner_text()
+    assert "block 0 of 0 to 1" in sample.inner_text("#boxes .title")
+    assert boxes.count() == 13
 
 
-def test_the_flow_of_a_deep_model_scrolls_to_the_chosen_block(opened):
+def test_nothing_of_the_drawing_is_cut_off(sample):
+    """Wide and narrow, all boxes lie within the drawing, and only frames and edges overlap."""
+    for width in (1200, 800, 390):
+        sample.set_viewport_size({"width": width, "height": 900})
+        sample.wait_for_timeout(100)
+        outer = sample.locator("#drawing").bounding_box()
+        rects = [one.bounding_box() for one in sample.locator("#boxes .box:visible").all()]
+        for one in rects:
+            assert outer["x"] - 1 <= one["x"]
+            assert one["x"] + one["width"] <= outer["x"] + outer["width"] + 1
+            assert one["y"] + one["height"] <= outer["y"] + outer["height"] + 1
+        for number, one in enumerate(rects):
+            for other in rects[:number]:
+                apart = (
+                    one["x"] + one["width"] <= other["x"] or other["x"] + other["width"] <= one["x"]
+                    or one["y"] + one["height"] <= other["y"] or other["y"] + other["height"] <= one["y"]
+                )  # fmt: skip
+                assert apart, (width, one, other)
+
+
+def test_the_drawing_of_a_deep_model_scrolls_to_its_end(opened):
     config = vt.ViTConfig(width=12, depth=9, heads=3, patch=4, size=12, channels=1, classes=5)
     page = opened(Bundle(model=add_noise(vt.ViT(config))), viewport={"width": 700, "height": 900})
-    assert page.evaluate("document.getElementById('flow-steps').scrollLeft") == 0  # it starts with the image
     page.locator("#attention").get_by_role("radio", name="7").check()
-    now, steps = (page.locator(name).bounding_box() for name in ("#flow .now", "#flow-steps"))
-    assert steps["x"] <= now["x"] <= now["x"] + now["width"] <= steps["x"] + steps["width"]
+    page.click(".box.head")
+    assert page.is_visible(".box.block8")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
 
 
 def test_the_tour_goes_through_every_section_and_leaves_nothing_changed(sample):
@@ -252,25 +289,15 @@ def test_the_tour_goes_through_every_section_and_leaves_nothing_changed(sample):
         assert sample.inner_text("#tour-title").startswith(f"{number + 1} of {count}: ")
         seen.append(sample.locator(".toured").get_attribute("id"))
         sample.click("#tour-next")
-    assert set(seen) == {
-        *(
-            "draw",
-            "filters",
-            "tokens",
-            "norm",
-            "attention",
-            "weight",
-            "mlp",
-            "answer",
-            "experiment",
-            "positions",
-        ),
-    }
+    parts = "draw filters tokens norm attention weight mlp answer experiment positions rollout"
+    assert seen == parts.split()
     assert not sample.is_visible("#tour")
     assert sample.evaluate("isPlain(vitrail.state)")
     sample.click("#tour-start")
     sample.keyboard.press("Escape")
     assert not sample.is_visible("#tour")
+    sample.get_by_role("button", name="Show it: LayerNorm").click()  # the article has the same steps
+    assert sample.is_visible("#norm")
 
 
 def test_the_page_says_how_accurate_its_model_is(sample, opened):

@@ -33,7 +33,7 @@ _MODULES = {
     "accelerate": "vitrail.fast.accelerate",
     "check": "vitrail_course.exercises.notebook",
     "convert": "vitrail.weights.conversion",
-    "create": "vitrail.model.create",
+    "create": "vitrail.model.presets",
     "cross_validate": "vitrail.experiment.folds",
     "edit": "vitrail.model",
     "evaluate": "vitrail.evaluation.evaluate_model",
@@ -97,8 +97,7 @@ if TYPE_CHECKING:
     from vitrail.images.preprocess import Preprocess
     from vitrail.model import Encoded, ViT, edit, record, surgery
     from vitrail.model.config import ViTConfig
-    from vitrail.model.create import create
-    from vitrail.model.presets import preset
+    from vitrail.model.presets import create, preset
     from vitrail.predict import Predictor
     from vitrail.training.start import train
     from vitrail.views.walk import walk

@@ -28,8 +28,8 @@ from vitrail.model.attention import Attention
 from vitrail.model.block import Block, build_block
 from vitrail.model.check_input import check_dtype, check_token_ids
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
-from vitrail.model.norm import build_norm
+from vitrail.model.device import eval_mode
+from vitrail.model.layers import build_norm
 from vitrail.model.position import Rotate, identity
 from vitrail.model.tap import Tap, TappedModule
 from vitrail.model.text_tower import SequencePosition, causal_mask

@@ -20,7 +20,7 @@ from vitrail.base.fields import Config, boolean, choice, documented, integer, nu
 from vitrail.model.block import build_block
 from vitrail.model.check_input import check_token_ids
 from vitrail.model.config import ViTConfig
-from vitrail.model.norm import build_norm
+from vitrail.model.layers import build_norm
 from vitrail.model.position import Grid, LearnedPosition
 from vitrail.model.tap import Tap, TappedModule
 

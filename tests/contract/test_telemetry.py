@@ -319,6 +319,7 @@ def test_imports_of_libraries_with_telemetry():
     assert set(importers("src", reporting)) == own | families
     assert not set(importers("course", reporting))
     peers = {
+        "bench/command_peers.py",
         "bench/peers.py",
         "bench/train_peers.py",
         "bench/transfer.py",

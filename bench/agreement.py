@@ -41,7 +41,7 @@ from vitrail.fast.gate import GateError, compare
 from vitrail.images.formats.sources import Dataset, Split, open_dataset
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.reader import read_pixels
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
 
 SIDE, FIRST_SIDE = 224, 112  # pixels

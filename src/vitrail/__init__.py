@@ -19,8 +19,8 @@ _MODULES = {
     "Bundle": "vitrail.weights.bundle.bundle",
     "Card": "vitrail.weights.bundle.bundle",
     "ConfigError": "vitrail.base.errors",
-    "Decoder": "vitrail.model",
-    "DecoderConfig": "vitrail.model",
+    "Decoder": "vitrail_course.decoder",
+    "DecoderConfig": "vitrail_course.decoder",
     "Encoded": "vitrail.model",
     "FileError": "vitrail.base.errors",
     "InputError": "vitrail.base.errors",
@@ -33,13 +33,13 @@ _MODULES = {
     "accelerate": "vitrail.fast.accelerate",
     "check": "vitrail_course.exercises.notebook",
     "convert": "vitrail.weights.conversion",
-    "create": "vitrail.model.create",
+    "create": "vitrail.model.presets",
     "cross_validate": "vitrail.experiment.folds",
     "edit": "vitrail.model",
     "evaluate": "vitrail.evaluation.evaluate_model",
     "export": "vitrail.exporters.api",
     "find_lr": "vitrail.experiment.lr_finder",
-    "generate": "vitrail.model",
+    "generate": "vitrail_course.decoder",
     "load": "vitrail.weights.load",
     "preset": "vitrail.model.presets",
     "record": "vitrail.model",
@@ -95,10 +95,9 @@ if TYPE_CHECKING:
     from vitrail.exporters.api import export
     from vitrail.fast.accelerate import accelerate
     from vitrail.images.preprocess import Preprocess
-    from vitrail.model import Decoder, DecoderConfig, Encoded, ViT, edit, generate, record, surgery
+    from vitrail.model import Encoded, ViT, edit, record, surgery
     from vitrail.model.config import ViTConfig
-    from vitrail.model.create import create
-    from vitrail.model.presets import preset
+    from vitrail.model.presets import create, preset
     from vitrail.predict import Predictor
     from vitrail.training.start import train
     from vitrail.views.walk import walk
@@ -111,7 +110,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    try:
+        value = getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("vitrail_course"):
+            raise
+        message = f"vitrail.{name} is part of the course; install it with: pip install vitrail-course"
+        raise ModuleNotFoundError(message, name=error.name) from None
     globals()[name] = value  # so that __getattr__ is not called again
     return value
 

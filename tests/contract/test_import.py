@@ -108,6 +108,17 @@ def test_public_names_exist():
         _ = vitrail.nothing
 
 
+def test_names_of_the_course_say_what_to_install():
+    code = (
+        "import sys, vitrail; sys.modules['vitrail_course'] = None\n"
+        "try: vitrail.Decoder\n"
+        "except ModuleNotFoundError as error: print(error)"
+    )
+    done = python(code)
+    expected = "vitrail.Decoder is part of the course; install it with: pip install vitrail-course"
+    assert (done.stdout.strip(), done.stderr) == (expected, "")
+
+
 def test_no_public_name_is_a_module():
     """Importing a module of that name would replace the function."""
     modules = {path.name.removesuffix(".py") for path in ROOT.iterdir()}

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from vitrail.base.errors import FileError, InputError, VitrailError
 from vitrail.cli import app
-from vitrail.model import Decoder, DecoderConfig
 from vitrail.weights.readers.files import write_safetensors
 from vitrail_course.character_model import CharacterModel, load_character_model
+from vitrail_course.decoder import Decoder, DecoderConfig
 from vitrail_course.labs import characters, lab
 
 VOCABULARY = list("\n abcdeROM:")

@@ -17,8 +17,8 @@ from PIL import Image
 import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.base.errors import DeviceWarning, InputError
-from vitrail.model import Decoder, DecoderConfig
 from vitrail_course.character_model import CharacterModel
+from vitrail_course.decoder import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CLASSES = ["ant", "bee", "cat"]

@@ -6,7 +6,7 @@ import torch
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, record
 from vitrail.model.config import ViTConfig
-from vitrail.model.decoder import causal_mask
+from vitrail.model.text_tower import causal_mask
 
 CONFIG = dict(width=16, depth=2, heads=2, patch=4, size=12, channels=1, classes=5)
 IMAGES = torch.randn(3, 1, 12, 12, generator=torch.Generator().manual_seed(0))

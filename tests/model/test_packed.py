@@ -5,7 +5,7 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.model.segments import Segments
+from vitrail.model.packing import Segments
 
 BASE = dict(width=32, depth=2, heads=2, patch=8, size=32, classes=5)
 MODELS = {
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_the_images_one_by_one(name):
 
 
 def test_drop_path_skips_each_image_by_itself():
-    path, segments = vt.model.norm.DropPath(0.5).train(), Segments([3, 1, 4, 2] * 50)
+    path, segments = vt.model.layers.DropPath(0.5).train(), Segments([3, 1, 4, 2] * 50)
     torch.manual_seed(0)
     out = path(torch.ones(1, 500, 2), segments)
     images = out[0].split(segments.lengths)

@@ -12,8 +12,9 @@ import vitrail as vt
 from tests.support.models import add_noise
 from tests.support.slide_003 import WHEN, XB, YB
 from vitrail.model import attend, attend_explicitly
-from vitrail.model.decoder import Decoder, DecoderConfig, causal_mask
-from vitrail.model.mlp import MLP
+from vitrail.model.layers import MLP
+from vitrail.model.text_tower import causal_mask
+from vitrail_course.decoder import Decoder, DecoderConfig
 
 # "Masked Multi-Head attention", the three tables as printed.
 TRIL = """

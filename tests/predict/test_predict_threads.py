@@ -12,7 +12,7 @@ import torch
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views import rollout
 
 THREADS = 4

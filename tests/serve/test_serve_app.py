@@ -140,7 +140,8 @@ def test_examples(server):
     assert server.get("/v1/examples") == (200, [{"name": "one", "url": "/v1/examples/0"}])
     status, headers, data = server.ask("/v1/examples/0")
     assert (status, headers["Content-Type"], data) == (200, "image/png", make_image())
-    for path in ("1", "-1", "00", "", "0/", "x", "0?a=b" * 0 + "%30", "../examples/0"):
+    assert server.ask("/v1/examples/%30")[2] == data  # the same path, percent-encoded
+    for path in ("1", "-1", "00", "", "0/", "x", "../examples/0"):
         assert server.get(f"/v1/examples/{path}")[0] == 404
 
 

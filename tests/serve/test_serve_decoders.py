@@ -100,13 +100,13 @@ def rss(pid):
 
 def pids(running):
     """Of the decoders of a server in this process, and of what forks them."""
-    template = running.app.decoders.template
+    template = running.app.default.decoders.template
     return [template.process.pid, *below(template.process.pid)] if template else []
 
 
 def at_rest(running):
     """Whether all decoders are there and none computes."""
-    decoders = running.app.decoders
+    decoders = running.app.default.decoders
     if len(decoders.idle) < running.app.settings.decoders:
         return False
     before = processor_time(pids(running))
@@ -256,7 +256,7 @@ def test_decode_stops_when_the_client_disconnects(obedient, before):
     with serving(vt.Predictor(toy()), decode_time=60.0, deadline=60.0) as running:
         with running.dial() as client:
             client.sendall(request(body=make_image() + before + b"spin"))
-            until(lambda: running.app.decoders.running)
+            until(lambda: running.app.default.decoders.running)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it leaves at once
         until(lambda: at_rest(running), 5)
         assert running.predict()[0] == 200
@@ -345,7 +345,7 @@ def flood(running, word, files):
     body, kind = form(*[hostile_images.image_that(word)] * files)
     with running.dial() as client:
         client.sendall(request(body=body, Content_Type=kind))
-        until(lambda: len(running.app.decoders.running) == running.app.settings.decoders)
+        until(lambda: len(running.app.default.decoders.running) == running.app.settings.decoders)
         yield
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
@@ -359,7 +359,7 @@ def test_slow_images_never_occupy_all_decoders(obedient):
         assert honest.seconds[0] < decode_queue.QUICK + 1.5
         assert sorted(honest.seconds)[len(honest.seconds) // 2] < 0.2
         assert running.count('vitrail_killed_decodes_total{reason="postponed"}') == 1
-        assert running.app.decoders.queue.jobs
+        assert running.app.default.decoders.queue.jobs
 
 
 def test_single_client_may_use_all_decoders(obedient):

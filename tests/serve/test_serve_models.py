@@ -16,7 +16,7 @@ from tests.support.serving import LABELS, form, make_image, serving, toy
 from vitrail.cli import app
 from vitrail.cli.serve import parse_models
 from vitrail.predict.index import build_index
-from vitrail.serve.served_models import fit_memory
+from vitrail.serve.served_model import fit_memory
 from vitrail.serve.server_settings import ServeConfig
 from vitrail.weights.text.prompts import fill_templates
 from vitrail.weights.text.zero_shot import bake_prompts

@@ -17,7 +17,7 @@ from tests.support.digit_clip import FILE, save_scenes
 from tests.support.models import add_noise
 from vitrail.serve.app import App
 from vitrail.serve.examples import built_in
-from vitrail.serve.server import Server, bind, page_files
+from vitrail.serve.server import Server, bind
 from vitrail.serve.server_settings import ServeConfig
 from vitrail.views import positions, rollout
 from vitrail.views.sample import sample_images, sample_model
@@ -39,7 +39,7 @@ class Served:
         self.predictor, self.log = predictor, []
         offered = built_in(predictor.config.channels) if examples is None else examples
         name = predictor.card.name or "small"
-        self.app = App(predictor, config, name=name, page=page_files(), examples=offered, log=self.log.append)
+        self.app = App({name: predictor}, config, examples=offered, log=self.log.append)
 
         self.server = Server(self.app, listener)
         self.server.listen()

@@ -21,8 +21,8 @@ import vitrail as vt
 from tests.serve.test_serve_asgi import under_uvicorn
 from tests.support.digit_clip import FILE
 from tests.support.serving import PATIENCE, form, make_image, request, serving, toy, until
-from vitrail.serve import asgi, words
-from vitrail.serve.served_models import fit_memory
+from vitrail.serve import asgi, request_classes
+from vitrail.serve.served_model import fit_memory
 from vitrail.serve.server_settings import ServeConfig
 from vitrail.weights.text.prompts import TEMPLATES
 
@@ -66,7 +66,7 @@ def mounted(models, **settings):
     """The same under uvicorn."""
     application = asgi(models, ServeConfig(**settings))
     with under_uvicorn(application) as running:
-        running.app, running.log = application.app, []
+        running.app, running.log = application, []
         yield running
 
 
@@ -198,11 +198,11 @@ def test_the_cost_of_texts_decides_how_many_are_encoded_together():
     with two_models() as server:
         server.texts.seconds = 0
         assert post(server, classes())[0] == 200
-        assert TEXTS < server.texts.most <= words.MAX_TEXTS
+        assert TEXTS < server.texts.most <= request_classes.MAX_TEXTS
 
 
 def test_kept_vectors_are_bounded(monkeypatch):
-    monkeypatch.setattr(words, "_KEPT", 10)
+    monkeypatch.setattr(request_classes, "_KEPT", 10)
     with two_models() as server:
         server.texts.seconds = 0
         labels = classes(30)

@@ -20,8 +20,8 @@ from PIL import Image
 
 import vitrail as vt
 from tests.support.models import add_noise
-from vitrail.serve.served_models import build_app
-from vitrail.serve.server import Server, bind, page_files
+from vitrail.serve.app import App
+from vitrail.serve.server import Server, bind
 from vitrail.serve.server_settings import ServeConfig
 
 LABELS = ["ant", "bee", "cat", "dog", "elk"]
@@ -182,8 +182,7 @@ def serving(predictor, *, examples=(), **settings):
     running = Running(listener.getsockname()[1])
     running.log = []
     predictors = predictor if isinstance(predictor, dict) else {"toy": predictor}
-    parts = dict(page=page_files(), examples=examples, log=running.log.append)
-    running.app = build_app(predictors, settings, **parts)
+    running.app = App(predictors, settings, examples=examples, log=running.log.append)
     running.server = Server(running.app, listener)
 
     def run():

@@ -6,7 +6,7 @@ import torch
 import vitrail as vt
 from vitrail.fast.draws import draw_for_all
 from vitrail.fast.twin import share_parameters
-from vitrail.model.norm import DropPath
+from vitrail.model.layers import DropPath
 from vitrail.training.dropout import dropout_seeds
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.recipes.settings import TrainConfig

@@ -5,7 +5,7 @@ import torch
 
 import vitrail as vt
 from tests.support.command import run_command
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 
 # Config fields, and what has to be given to load the state dict again.
 MODELS = {

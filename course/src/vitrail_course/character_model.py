@@ -18,7 +18,7 @@ from vitrail.weights.readers.files import WeightFile, open_weights, write_safete
 if TYPE_CHECKING:
     import torch
 
-    from vitrail.model import Decoder, DecoderConfig
+    from vitrail_course.decoder import Decoder, DecoderConfig
 
 _KEY = "vitrail-characters"
 
@@ -42,7 +42,7 @@ class CharacterModel:
         """The prompt and `count` more characters; with the same seed, the same ones."""
         import torch
 
-        from vitrail.model import generate
+        from vitrail_course.decoder import generate
 
         rng = torch.Generator(next(self.model.parameters()).device)
         rng.seed() if seed is None else rng.manual_seed(seed)
@@ -66,7 +66,7 @@ class CharacterModel:
 
 def load_character_model(path: str | Path) -> CharacterModel:
     """Read a file that `CharacterModel.save` wrote."""
-    from vitrail.model import Decoder
+    from vitrail_course.decoder import Decoder
 
     with open_weights(path) as file:
         config, vocabulary = _read_description(file)
@@ -82,7 +82,7 @@ def load_character_model(path: str | Path) -> CharacterModel:
 
 
 def _read_description(file: WeightFile) -> tuple[DecoderConfig, list[str]]:
-    from vitrail.model import DecoderConfig
+    from vitrail_course.decoder import DecoderConfig
 
     if _KEY not in file.metadata:
         raise FileError(

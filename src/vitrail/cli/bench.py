@@ -127,9 +127,8 @@ def _usual_precisions(device: torch.device, *, calibrated: bool) -> list[str]:
 
 def _open(model: str, arguments: dict[str, Any], *, quiet: bool) -> Bundle:
     """The file, or a model of this size with random weights."""
-    from vitrail.model.create import create
     from vitrail.model.device import place
-    from vitrail.model.presets import preset
+    from vitrail.model.presets import create, preset
     from vitrail.weights.bundle.bundle import Bundle
 
     if not Path(model).exists() and not model.startswith("hf:"):

@@ -180,7 +180,7 @@ def _read_token(path: Path | None) -> str | None:
 
 
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
-    from vitrail.serve.served_models import fit_memory
+    from vitrail.serve.served_model import fit_memory
 
     rows = []
     for name, predictor in predictors.items():

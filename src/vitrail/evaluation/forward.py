@@ -23,8 +23,8 @@ from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
 from vitrail.model.config import ViTConfig
+from vitrail.model.device import eval_mode
 from vitrail.model.model_memory import check_fits, forward_bytes
-from vitrail.model.modes import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.own_shape import reading_preprocess
 

@@ -17,7 +17,7 @@ from vitrail.fast.accelerate import accelerate, read_calibration
 from vitrail.fast.choices import describe_machine
 from vitrail.fast.gate import MIN_AGREEMENT, Gate, compare, run_batches, split_images
 from vitrail.fast.inference_routes import LOSSY, Precision
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle, versions
 
 _SECONDS, _LEAST, _MOST = 3.0, 5, 200  # of a measurement

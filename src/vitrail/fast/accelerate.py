@@ -52,7 +52,7 @@ from vitrail.fast.quantize import find_worst, propose
 from vitrail.images.formats.folders import list_images
 from vitrail.images.reader import read_pixels
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")

@@ -19,8 +19,7 @@ from vitrail.fast import plain
 from vitrail.fast.products import Product
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
-from vitrail.model.mlp import MLP
-from vitrail.model.norm import LayerScale
+from vitrail.model.layers import MLP, LayerScale
 
 _HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from vitrail.fast.twin import replace_modules, take_parts
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
-from vitrail.model.norm import DropPath
+from vitrail.model.layers import DropPath
+from vitrail.model.packing import Segments
 from vitrail.model.position import Rotate, identity
-from vitrail.model.segments import Segments
 from vitrail.model.tap import Tap
 from vitrail.model.tokens import PatchDropout
 

@@ -24,7 +24,7 @@ from vitrail.fast.executable import Executable
 from vitrail.fast.gate import Gate
 from vitrail.fast.quantize import Int8Scales, Observed, block_layers, observe
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 
 Precision = Literal["auto", "fp32", "bf16", "fp8", "int8"]
 Goal = Literal["throughput", "latency"]

@@ -18,7 +18,7 @@ from vitrail.fast.twin import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.model.config import ViTConfig
-from vitrail.model.empty import build_empty_model
+from vitrail.model.init import EmptyParameters
 
 UPDATE = ".parametrizations.weight.0."  # in the names of A and B
 _ORIGINAL = ".parametrizations.weight.original"
@@ -82,6 +82,7 @@ def plain_state(model: ViT) -> dict[str, Tensor]:
 
 def plain_model(model: ViT) -> ViT:
     """A plain copy of a model with LoRA or shards. All processes of a sharded model must call it."""
-    plain = build_empty_model(model.config)
+    with EmptyParameters():
+        plain = ViT(model.config)
     plain.load_state_dict(plain_state(model), assign=True)
     return plain.to(next(model.parameters()).device).train(model.training)

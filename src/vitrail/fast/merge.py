@@ -19,7 +19,7 @@ from vitrail.model import ViT
 from vitrail.model.attention import attend
 from vitrail.model.block import Block
 from vitrail.model.check_input import check_input
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.model.position import identity
 
 

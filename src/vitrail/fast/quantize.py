@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vitrail.fast.gate import compare, run_batches, worst_first
 from vitrail.fast.plain import FP8_MAX, to_fp8
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 
 INT8_MAX = 127
 _TINY = 1e-5

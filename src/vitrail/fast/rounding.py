@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vitrail.fast.quantize import INT8_MAX, Int8Scales, block_layers, row_scales
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 
 _TOKENS = 8192  # of all calibration images that are looked at
 _MAX_INPUTS = 4096  # of a layer, whose moments fill as many rows; wider ones are rounded to the nearest

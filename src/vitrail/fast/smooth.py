@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.model import ViT
-from vitrail.model.mlp import MLP, GatedMLP
+from vitrail.model.layers import MLP, GatedMLP
 
 _NORM_FIRST = ("pre-norm", "parallel", "no-residual")  # a norm's output goes into one product only
 

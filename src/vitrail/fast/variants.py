@@ -21,10 +21,10 @@ from vitrail.model import ViT
 from vitrail.model.attention import Attention
 from vitrail.model.block import Block
 from vitrail.model.config import ViTConfig
-from vitrail.model.mlp import MLP
-from vitrail.model.pool import ClassPool
+from vitrail.model.head import ClassPool
+from vitrail.model.layers import MLP
+from vitrail.model.packing import Segments
 from vitrail.model.position import RotaryPosition, Rotate, identity
-from vitrail.model.segments import Segments
 
 MAX_TOKENS = 256  # of the attention kernels
 MAX_FUSED = 128  # of those with norms of q and k, or rotary position embedding

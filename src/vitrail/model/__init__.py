@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from vitrail.model import surgery
     from vitrail.model.attention import Attention, attend, attend_explicitly
     from vitrail.model.block import Block
-    from vitrail.model.decoder import Decoder, DecoderConfig, generate
     from vitrail.model.tap import edit, record
     from vitrail.model.text_tower import TextConfig, TextTower
     from vitrail.model.vit import Encoded, ViT
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "Attention": "attention",
     "Block": "block",
-    "Decoder": "decoder",
-    "DecoderConfig": "decoder",
     "Encoded": "vit",
     "TextConfig": "text_tower",
     "TextTower": "text_tower",
@@ -28,7 +25,6 @@ _MODULES = {
     "attend": "attention",
     "attend_explicitly": "attention",
     "edit": "tap",
-    "generate": "decoder",
     "record": "tap",
     "surgery": "surgery",
 }
@@ -36,8 +32,6 @@ _MODULES = {
 __all__ = [
     "Attention",
     "Block",
-    "Decoder",
-    "DecoderConfig",
     "Encoded",
     "TextConfig",
     "TextTower",
@@ -45,7 +39,6 @@ __all__ = [
     "attend",
     "attend_explicitly",
     "edit",
-    "generate",
     "record",
     "surgery",
 ]

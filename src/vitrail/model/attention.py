@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.config import ViTConfig
-from vitrail.model.norm import build_norm
+from vitrail.model.layers import build_norm
+from vitrail.model.packing import Segments
 from vitrail.model.position import Rotate, identity
-from vitrail.model.segments import Segments
 from vitrail.model.tap import Tap, TappedModule
 
 

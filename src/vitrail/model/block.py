@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from vitrail.model.attention import Attention
 from vitrail.model.config import ViTConfig
-from vitrail.model.mlp import build_mlp
-from vitrail.model.norm import DropPath, LayerScale, build_norm
+from vitrail.model.layers import DropPath, LayerScale, build_mlp, build_norm
+from vitrail.model.packing import Segments
 from vitrail.model.position import Rotate, build_bias, identity
-from vitrail.model.segments import Segments
 from vitrail.model.tap import Tap, TappedModule
 
 

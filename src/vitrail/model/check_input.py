@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import has_values
+from vitrail.model.init import has_values
 
 _AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # what autocast converts
 _INPUT_NAMES = {"image": "Images", "video": "Videos", "audio": "Waveforms", "text": "Token ids"}

@@ -1,8 +1,12 @@
-"""The device of every command and class, and the dtype of a run; an automatic choice states its reason."""
+"""Where and how a model runs: its device, the dtype of a run, and evaluation mode.
+
+An automatic choice states its reason.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -248,3 +252,38 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
+
+
+# ---- evaluation mode ------------------------------------------------------------------------
+
+_modes_lock = threading.Lock()
+_entered: dict[nn.Module, tuple[int, bool]] = {}
+"""How many `eval_mode` blocks each module is in now, and its own mode from before the first of them."""
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each submodule's own mode is restored afterwards.
+
+    The mode is a flag of the module, which all threads see: the first of them to enter sets it, the last one
+    to leave restores it. So a model that is being trained may be evaluated between two steps, by several
+    threads too, but must not take a step in one thread while another evaluates it.
+    """
+    modules = list(model.modules())
+    try:
+        with _modes_lock:
+            before = [_entered.get(module, (0, module.training)) for module in modules]
+            for module, (count, own) in zip(modules, before, strict=True):
+                _entered[module] = count + 1, own
+            if any(module.training for module in modules):
+                model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        with _modes_lock:
+            for module in modules:
+                count, own = _entered.pop(module, (0, module.training))  # none if interrupted above
+                if count > 1:
+                    _entered[module] = count - 1, own
+                elif module.training != own:
+                    module.training = own

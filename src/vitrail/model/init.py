@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import has_values
 
 _TABLE = """
 | parameter                | paper        | timm        | torchvision  |
@@ -92,3 +94,21 @@ def lecun_normal(kernel: Tensor) -> Tensor:
     sigma = math.sqrt(1 / kernel[0].numel())
     sigma /= 0.87962566103423978  # the standard deviation of a unit normal truncated at two sigma
     return nn.init.trunc_normal_(kernel, std=sigma, a=-2 * sigma, b=2 * sigma)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers; on the meta device and under FakeTensorMode it has only a shape."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+class EmptyParameters(TorchFunctionMode):
+    """Context in which parameters are built on the meta device, to be loaded with `assign=True`.
+
+    It sends there what `torch.empty` makes; buffers are made with a dtype and keep their values.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("dtype") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)

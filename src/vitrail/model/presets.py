@@ -10,10 +10,16 @@ Without "@" the image size is 224 x 224, and 32 x 32 for the test size `mu`.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, printable, suggest
 from vitrail.model.config import ViTConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitrail.model.vit import ViT
 
 
 class Size(NamedTuple):
@@ -70,3 +76,28 @@ def preset(name: str, **fields: Any) -> ViTConfig:
         "size": size.pixels if H is None else (H, H if W is None else W),
     }
     return ViTConfig(**{**config, **fields})
+
+
+def create(
+    name: str,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **fields: Any,
+) -> ViT:
+    """Build a ViT by name, with random weights: `create("B/16@384", classes=10)`.
+
+    Args:
+        name: a size of `SIZES` with patch size and, after "@", image size.
+        device: the device of its parameters; "meta" allocates no memory.
+        dtype: the dtype of its parameters; float32 by default.
+        fields: fields of ViTConfig, which override those of the name.
+    """
+    import torch
+
+    from vitrail.model.vit import ViT
+
+    config = preset(name, **fields)
+    with nullcontext() if device is None else torch.device(device):
+        model = ViT(config)
+        return model if dtype is None else model.to(dtype=dtype)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.base.errors import InputError, suggest
-from vitrail.model.modes import has_values
+from vitrail.model.init import has_values
 
 Method = Literal["bicubic", "bilinear"]
 

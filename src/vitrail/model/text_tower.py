@@ -4,7 +4,7 @@
     z_l = Block(z_{l-1})         l = 1 ... L               block.py, Eq. 2 and 3; causal in CLIP
     y   = LN(z_L)[e] W + b                                 TextTower.forward; e is the end token, or the last
 
-The blocks are those of the ViT and of the decoder.
+The blocks are those of the ViT.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vitrail.base.fields import Config, boolean, choice, documented, integer, nu
 from vitrail.model.block import build_block
 from vitrail.model.check_input import check_token_ids
 from vitrail.model.config import ViTConfig
-from vitrail.model.decoder import SequencePosition, causal_mask
-from vitrail.model.norm import build_norm
+from vitrail.model.layers import build_norm
+from vitrail.model.position import Grid, LearnedPosition
 from vitrail.model.tap import Tap, TappedModule
 
 
@@ -74,6 +74,18 @@ class TextConfig(Config):
             pool="mean",
             classes=self.projection or 0,
         )
+
+
+class SequencePosition(LearnedPosition):
+    """Learned positions for sequences of any length up to `length`: the first T rows."""
+
+    def forward(self, z: Tensor, grid: Grid = ()) -> Tensor:
+        return z + self.table[: z.shape[1]]
+
+
+def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
+    """The lower triangular mask (T, T): True where a token may attend, to itself and before."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
 class TextTower(TappedModule):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model.config import STEM_STRIDES, ViTConfig
-from vitrail.model.norm import build_norm
+from vitrail.model.layers import build_norm
 from vitrail.model.stem import ConvStem, MobileStem, ResNetStem, initialize_stem
 from vitrail.model.tap import TappedModule
 

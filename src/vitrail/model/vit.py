@@ -3,39 +3,38 @@
     z_0  = [x_class; x_p^1 E; ...; x_p^N E] + E_pos          (1)   ViT.first_tokens
     z'_l = MSA(LN(z_{l-1})) + z_{l-1}         l = 1 ... L    (2)   Block.forward, block.py
     z_l  = MLP(LN(z'_l)) + z'_l               l = 1 ... L    (3)   Block.forward, block.py
-    y    = LN(z_L^0)                                         (4)   ViT.finish, pool.py
+    y    = LN(z_L^0)                                         (4)   ViT.finish, head.py
 
 An image of C x H x W pixels becomes N = h w patches of P x P pixels; with the class token before
 them these are T = N + 1 tokens of width D. Where to find the parts: x_p E in tokens.py, E_pos in
-position.py, MSA in attention.py, MLP in mlp.py, LN in norm.py, y in pool.py, logits in head.py,
-initialization in init.py. This file is the same for every config; each part is chosen by a config field.
+position.py, MSA in attention.py, LN and MLP in layers.py, y and the logits in head.py, initialization in
+init.py. This file is the same for every config; each part is chosen by a config field.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitrail.base.errors import InputError
 from vitrail.base.fields import short_repr
 from vitrail.model.block import build_block
 from vitrail.model.check_input import check_input, check_mask
 from vitrail.model.config import ViTConfig
-from vitrail.model.head import build_head
+from vitrail.model.head import build_head, build_pool
 from vitrail.model.init import initialize
+from vitrail.model.layers import build_norm
 from vitrail.model.model_memory import check_parameters
-from vitrail.model.modes import run_block
-from vitrail.model.norm import build_norm
-from vitrail.model.packing import encode_packed
-from vitrail.model.pool import build_pool
+from vitrail.model.packing import check_any_size, encode_packed
 from vitrail.model.position import build_position
-from vitrail.model.resample import check_resize_options
 from vitrail.model.tap import Tap, TappedModule
 from vitrail.model.tokens import PatchDropout, build_tokens
 
@@ -150,11 +149,9 @@ class ViT(TappedModule):
         z = self.first_tokens(images, grid)  # Eq. 1
         mask = check_mask(mask, z)
         rotate, intermediate = self.position.rotation(grid), {}
-        for index, block in enumerate(self.blocks):
+        for index in range(self.config.depth):
             z = z if index == 0 else self.position.before_block(z, grid)
-            z = run_block(
-                block, z, mask, rotate, checkpointing=index < self.checkpointed_blocks
-            )  # Eq. 2 and 3
+            z = self.block(index)(z, mask, rotate=rotate)  # Eq. 2 and 3
             if index in requested:
                 intermediate[index] = self.finish(z, grid)
         return replace(self.finish(z, grid), layers=intermediate)
@@ -163,9 +160,18 @@ class ViT(TappedModule):
         """z_0 of Eq. 1: the tokens of the images with their positions, (B, T, D)."""
         z = self.tokens(images)  # x_p E: (B, N, D)
         if self.prefix is not None:
-            prefix = self.prefix.expand(z.shape[0], -1, -1)  # x_class: (B, n, D)
-            z = torch.cat([prefix, z], dim=1)  # (B, T, D)
-        return self.embed(self.norm_pre(self.drop_patches(self.drop(self.position(z, grid)))))  # Eq. 1
+            x_class = self.prefix.expand(z.shape[0], -1, -1)  # (B, n, D)
+            z = torch.cat([x_class, z], dim=1)  # [x_class; x_p E]: (B, T, D)
+        z = self.position(z, grid)  # + E_pos
+        z = self.norm_pre(self.drop_patches(self.drop(z)))
+        return self.embed(z)  # z_0
+
+    def block(self, index: int) -> Callable[..., Tensor]:
+        """A block; checkpointed, only its input is stored, and the backward pass runs it again."""
+        block: nn.Module = self.blocks[index]
+        if index < self.checkpointed_blocks and torch.is_grad_enabled():
+            return partial(checkpoint, block, use_reentrant=False)
+        return block
 
     def encode_packed(self, images: Sequence[Tensor]) -> Tensor:
         """The pooled vectors (B, D) of images (C, H, W) of different sizes, in one forward pass.
@@ -199,25 +205,7 @@ class ViT(TappedModule):
             options: how positions are resampled: method, antialias, corners and offset of
                 `resample.resize_grid`.
         """
-        c = self.config
-        reasons = [
-            (
-                c.input != "image",
-                f"Only models of images accept any size, and this one has input={c.input!r}",
-            ),
-            (bool(self.position.fixed_grid), f"{self.position.fixed_grid} (position={c.position!r})"),
-            (
-                c.embedding == "resnet",
-                "The padding of the ResNet stem depends on the image size (embedding='resnet')",
-            ),
-            (c.pool == "flatten", "The head has weights for each patch (pool='flatten')"),
-        ]
-        for applies, reason in reasons:
-            if applies:
-                raise InputError(
-                    f"{reason}, so this model takes one size only; vitrail.surgery.resize changes that size."
-                )
-        check_resize_options(**options)
+        check_any_size(self, options)
         self.any_size, self.position.resize_options = True, options
         return self
 

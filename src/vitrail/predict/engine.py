@@ -22,7 +22,7 @@ from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.predict.onnx_file import OnnxDescription, bad_onnx, read_onnx
 from vitrail.weights.bundle.bundle import Bundle, Card
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics

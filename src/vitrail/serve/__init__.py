@@ -7,13 +7,14 @@ app = asgi("pets.safetensors")  # uvicorn main:app, or api.mount("/pets", app) i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
-    from vitrail.serve.asgi_app import AsgiApp
+    from vitrail.serve.app import App
     from vitrail.serve.server_settings import ServeConfig
 
 
@@ -21,8 +22,8 @@ def asgi(
     models: Predictor | str | Path | Mapping[str, Predictor | str | Path],
     settings: ServeConfig | None = None,
     **options: Any,
-) -> AsgiApp:
-    """The routes of `vitrail serve` as an ASGI application, with the same answers.
+) -> App:
+    """The ASGI application that `vitrail serve` runs.
 
     Args:
         models: a model, or several by name; the first is that of /v1/predict, and each is below
@@ -31,6 +32,17 @@ def asgi(
             only requests with localhost or an IP address as their Host are answered.
         options: passed to `vitrail.Predictor`, such as device="cpu".
     """
-    from vitrail.serve.asgi_app import build_asgi
+    from vitrail.predict import Predictor
+    from vitrail.serve.app import App
+    from vitrail.serve.server_settings import ServeConfig
 
-    return build_asgi(models, settings, **options)
+    named = models if isinstance(models, Mapping) else {"": models}
+    predictors = {
+        name: model if isinstance(model, Predictor) else Predictor(model, **options)
+        for name, model in named.items()
+    }
+    if "" in predictors:
+        predictor = predictors.pop("")
+        given = models if isinstance(models, (str, Path)) else ""
+        predictors = {predictor.card.name or Path(given).stem or "model": predictor}
+    return App(predictors, settings or ServeConfig(), log=lambda line: print(line, file=sys.stderr))

@@ -1,92 +1,99 @@
-"""The routes, and who may use them.
+"""The server as an ASGI application: its routes, who may use them, and the limits of a request.
 
-A request is checked in this order: route, method, token, Host, Origin. Only then is its body read.
+A request is checked in this order: headers, route, method, token, Host, Origin. Only then is its body read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from functools import cached_property, partial
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import InputError, VitrailError
-from vitrail.serve import insight
 from vitrail.serve.batcher import Batcher, DeadlineExceeded
-from vitrail.serve.decode_pool import DecodePool
-from vitrail.serve.forms import integer_parameter, read_form
-from vitrail.serve.http import Application
-from vitrail.serve.messages import Client, HTTPError, Request, Response, as_json
-from vitrail.serve.multipart import Form, Part
-from vitrail.serve.openapi import build_openapi
+from vitrail.serve.messages import (
+    Client,
+    ClientLeft,
+    HTTPError,
+    Message,
+    Receive,
+    Request,
+    RequestBody,
+    Response,
+    Route,
+    Send,
+    as_json,
+    check_headers,
+    client_network,
+    internal_error,
+    send_response,
+)
+from vitrail.serve.openapi import MODEL_ROUTES, build_openapi
 from vitrail.serve.prometheus import Gauge, Metrics
-from vitrail.serve.received_images import unfit_image
-from vitrail.serve.responses import embedding_json, model_json, prediction_json
-from vitrail.serve.routes import MODEL_ROUTES, RequestTimer, Route, template_of
-from vitrail.serve.server_settings import ServeConfig
-from vitrail.serve.words import Words, ZeroShot
+from vitrail.serve.served_model import ServedModel, model_limits, warm_up
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from vitrail.predict import Prediction, Predictor
+    from vitrail.predict import Predictor
     from vitrail.serve.examples import Example
+    from vitrail.serve.server_settings import ServeConfig
 
-MAX_TOP = 100
-FULL_SIZE_QUEUE = 8  # images in progress for a graph that resizes: each may have the maximum number of pixels
+PAGE = Path(__file__).parent / "page"
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
+MAX_CLIENTS = 4096  # connections whose slow images are remembered
+_OF_A_MODEL = re.compile(rf"/v1/models/[^/]+/({'|'.join(MODEL_ROUTES)})")
 
 
-class App(Application):
-    """A model and its routes.
+class App:
+    """An ASGI application. It starts with the server around it; mounted in another app, with its first
+    request.
 
     Args:
-        name: the name of the model in responses.
-        page: the static files as (content type, bytes), by path such as "/style.css".
+        predictors: the models by name; the first is that of the page and of /v1/predict.
         examples: the example images of the page.
         log: called with a line for each request.
-        shared: the app of the server's first model, whose queue and metrics this one uses.
     """
 
     def __init__(
         self,
-        predictor: Predictor,
+        predictors: Mapping[str, Predictor],
         settings: ServeConfig,
         *,
-        name: str,
-        page: dict[str, tuple[str, bytes]],
-        examples: Sequence[Example],
+        examples: Sequence[Example] = (),
         log: Callable[[str], None],
-        shared: App | None = None,
     ) -> None:
-        if predictor.engine.one_by_one:
-            # Images of different sizes cannot share a batch. They wait at full size, so the queue is shorter.
-            queue = min(settings.queue, FULL_SIZE_QUEUE)
-            settings = replace(settings, batch=1, queue=queue, files=min(settings.files, queue))
-        super().__init__(settings)
-        self.predictor, self.name, self.page, self.examples, self.log = predictor, name, page, examples, log
-        self.ready = False
-        self.models: dict[str, App] = {}
-        """All models by name, this one included, if there are several."""
-        self.metrics: Metrics = Metrics() if shared is None else shared.metrics
-        self.batcher: Batcher = shared.batcher if shared else Batcher(settings.queue, self.metrics)
-        self.zero_shot = ZeroShot(predictor, self.batcher)
-        # The decoders never load torch: images that torch or the graph resizes keep their size until then.
-        self.full_size = predictor.engine.one_by_one or predictor.preprocess.backend == "torch"
-        self.decoders = DecodePool(
-            predictor.preprocess, settings, self.metrics, full_size=self.full_size, log=self.log
-        )
-        self.figures: dict[str, bytes] = {}
-        reason = insight.unavailable_reason(predictor)
-        words = self.zero_shot.available
-        self.description = as_json(model_json(predictor, name, settings, reason, words=words))
-        if shared is not None:
-            return
+        limits = {name: model_limits(one, settings, name) for name, one in predictors.items()}
+        self.settings = next(iter(limits.values()))
+        self.examples, self.log = examples, log
+        self.metrics = Metrics()
+        self.batcher = Batcher(self.settings.queue, self.metrics)
+        self.models = {
+            name: ServedModel(one, limits[name], name, self.batcher, log) for name, one in predictors.items()
+        }
+        """The models by name; the first is the default."""
+        self.default = next(iter(self.models.values()))
+        self.page = {
+            "/" + path.name.replace("index.html", ""): (KINDS[path.suffix], path.read_bytes())
+            for path in sorted(PAGE.iterdir())
+            if path.suffix in KINDS
+        }
+        """Content type and bytes of the files of the page. No other file is ever served."""
+        self.routes = self._build_routes()
+        self.ready = self.stopping = False
+        self.thread: threading.Thread | None = None
+        """The thread that runs the models."""
+        self.connections: set[Any] = set()  # of our own server
+        self.clients: dict[Any, Client] = {}
+        self.body_bytes = 0  # in memory, of all requests
         self.metrics.gauges = [
             Gauge("vitrail_queue_depth", "Images in progress.", lambda: self.batcher.in_progress),
             Gauge("vitrail_decodes_running", "Images being decoded.", self._count_decodes),
@@ -94,92 +101,135 @@ class App(Application):
             Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
         ]
 
-    @property
-    def apps(self) -> list[App]:
-        """The apps of all models."""
-        return list(self.models.values()) or [self]
-
     def _count_decodes(self) -> int:
-        return sum(len(one.decoders.running) for one in self.apps)
+        return sum(len(one.decoders.running) for one in self.models.values())
 
-    @cached_property
-    def routes(self) -> dict[str, Route]:
-        """The routes by template, once all models are known."""
-        routes = [
-            Route("/v1/predict", "POST", self.predict),
-            Route("/v1/embed", "POST", self.embed),
-            Route("/v1/explain", "POST", self.explain),
-            Route("/v1/model", "GET", self.model),
-            Route("/v1/filters", "GET", lambda request: self.figure("filters")),
-            Route("/v1/positions", "GET", lambda request: self.figure("positions")),
-            Route("/v1/examples", "GET", self.list_examples),
-            Route("/v1/examples/{number}", "GET", self.example),
-            Route("/healthz", "GET", self.healthz),
-            Route("/readyz", "GET", self.readyz),
-            Route("/metrics", "GET", self.show_metrics),
-            Route("/openapi.json", "GET", self.openapi),
-            *(Route(path, "GET", self.file) for path in self.page),
-        ]
-        if self.models:
-            methods = {route.template: route.method for route in routes}
-            routes.append(Route("/v1/models", "GET", self.list_models))
+    def _build_routes(self) -> dict[str, Route]:
+        """The routes by template."""
+        model = {f"/v1/{name}": self.default.routes[name] for name in MODEL_ROUTES}
+        routes = {
+            **model,
+            "/v1/examples": Route("GET", self.list_examples),
+            "/v1/examples/{number}": Route("GET", self.example),
+            "/healthz": Route("GET", self.healthz),
+            "/readyz": Route("GET", self.readyz),
+            "/metrics": Route("GET", self.show_metrics),
+            "/openapi.json": Route("GET", self.openapi),
+            **{path: Route("GET", self.file) for path in self.page},
+        }
+        if len(self.models) > 1:
+            routes["/v1/models"] = Route("GET", self.list_models)
             for name in MODEL_ROUTES:
-                template, method = f"/v1/models/{{model}}/{name}", methods[f"/v1/{name}"]
-                routes.append(Route(template, method, self.of_a_model))
-        return {route.template: route for route in routes}
+                route = Route(model[f"/v1/{name}"].method, partial(self.of_a_model, name))
+                routes[f"/v1/models/{{model}}/{name}"] = route
+        return routes
 
     @property
     def accepting(self) -> bool:
         return self.ready and not self.stopping
 
-    # ---- all requests ----------------------------------------------------------------------
+    # ---- start and stop ---------------------------------------------------------------------
 
-    async def respond(self, request: Request) -> Response:
+    async def start(self) -> None:
+        """Start the decoders and, unless the server has a thread for it, the model; run each model once."""
+        if self.thread is None:
+            run = partial(self.batcher.run, self._on_crash)
+            self.thread = threading.Thread(target=run, name="model", daemon=True)
+            self.thread.start()
+        await asyncio.gather(
+            *(one.decoders.start() for one in self.models.values()),
+            self.batcher.call(lambda: warm_up(self.models.values()), float("inf")),
+        )
+        self.ready = True
+
+    async def stop(self) -> None:
+        """End the decoders and the model's thread."""
+        self.stopping = True
+        await asyncio.gather(*(one.decoders.close() for one in self.models.values()))
+        self.batcher.close()
+
+    def _on_crash(self, error: BaseException) -> None:
+        self.ready = False
+        internal_error(error, self.log)
+
+    # ---- ASGI -------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._live(receive, send)
+            case "http":
+                if self.thread is None:
+                    await self.start()
+                await self._answer(scope, receive, send)
+            case "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """The lifespan of the server around the app."""
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await self.start()
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        start, status = clock(), 499  # unless a response is sent before the client leaves
+        mount, names = scope.get("root_path", ""), [name.lower() for name, _ in scope["headers"]]
+        values = [value.decode("latin-1") for _, value in scope["headers"]]
+        body = RequestBody(self, receive)
+        request = Request(
+            method=scope["method"],
+            path=scope["path"].removeprefix(mount) or "/",
+            query=scope.get("query_string", b"").decode("latin-1"),
+            headers=dict(zip((name.decode("latin-1") for name in names), values, strict=True)),
+            body=body,
+            client=self._client(scope.get("client")),
+            mount=mount,
+        )
         try:
-            route = self._find_route(request)
-            request.route = route.template
-            self._check_access(request, route)
-            return await route.handler(request)
-        except DeadlineExceeded:
-            self.metrics.expired.add()
-            message = f"There was no result within {self.settings.deadline:g} seconds; try again later."
-            raise HTTPError(504, "deadline_exceeded", message) from None
+            response = await self._respond_unless_client_leaves(request, names)
+            await send_response(response, send, with_body=request.method != "HEAD")
+            status = response.status
+        except ClientLeft:
+            pass
+        finally:
+            body.release()
+            self.record_response(request, status, clock() - start)
 
-    def _find_route(self, request: Request) -> Route:
-        route = self.routes.get(template_of(request.path))
-        if route is None:
-            raise _not_found()
-        return route
+    def _client(self, peer: tuple[str, int] | None) -> Client:
+        """The client of a connection, as its earlier requests have shown it."""
+        client = self.clients.pop(peer, None) or Client(client_network(peer))
+        self.clients[peer] = client
+        if len(self.clients) > MAX_CLIENTS:
+            del self.clients[next(iter(self.clients))]
+        return client
 
-    def _check_access(self, request: Request, route: Route) -> None:
-        if request.method != route.method and (request.method, route.method) != ("HEAD", "GET"):
-            allow = "GET, HEAD" if route.method == "GET" else route.method
-            raise HTTPError(405, "wrong_method", f"This route accepts only {allow}.", (("Allow", allow),))
-        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        sent, token = f"{scheme.capitalize()} {credentials}", self.settings.token  # the scheme ignores case
-        if token and route.guarded and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
-            header = (("WWW-Authenticate", "Bearer"),)
-            message = "The token is missing or wrong; send it in the header Authorization: Bearer."
-            raise HTTPError(401, "bad_token", message, header)
-        if route.guarded and not self.settings.accepts_host(request.headers.get("host", "").lower()):
-            message = (
-                "The Host header must be an IP address or localhost; for other names, start the server with "
-                "a token or with --public."
-            )
-            raise HTTPError(403, "wrong_host", message)
-        origin = request.headers.get("origin")
-        if route.method == "POST" and origin and origin.partition("://")[2] != request.headers.get("host"):
-            message = "Requests from other web pages are not allowed; open the page of this server."
-            raise HTTPError(403, "wrong_origin", message)
-
-    def internal_error(self, error: BaseException) -> HTTPError:
-        """The response to an unexpected exception; the log says where it was raised."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f"{frames[-1].name}, line {frames[-1].lineno}" if frames else "asyncio"
-        self.log(f"internal error: {type(error).__name__} in {where}")
-        return HTTPError(500, "internal_error", "Internal error; see the log of the server.")
+    async def _respond_unless_client_leaves(self, request: Request, names: list[bytes]) -> Response:
+        work = asyncio.ensure_future(self._respond(request, names))
+        left = asyncio.ensure_future(request.body.wait_for_disconnect())
+        try:
+            await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientLeft
+            return work.result()
+        except HTTPError as error:
+            return error.response()
+        except ClientLeft:
+            raise
+        except Exception as error:
+            return internal_error(error, self.log).response()
+        finally:
+            work.cancel()
+            left.cancel()
 
     def record_response(self, request: Request | None, status: int, seconds: float) -> None:
+        """Count and log a response. Status 499: the client left first. None: not a valid request."""
         method = request.method if request and request.method in ("GET", "HEAD", "POST") else "other"
         route, images = (request.route, request.images) if request else ("unknown", 0)
         self.metrics.requests.add(method, route, str(status))
@@ -188,153 +238,60 @@ class App(Application):
             self.metrics.abandoned.add()
         self.log(f"{method} {route} {status} {seconds * 1000:.1f} ms {images} images")
 
-    # ---- images ---------------------------------------------------------------------------
+    # ---- all requests -----------------------------------------------------------------------
 
-    async def predict(self, request: Request) -> Response:
-        form = await self._read_form(request)
-        top = integer_parameter(form, "top", 5, 1, MAX_TOP)
-        labels = self.zero_shot.parse(form.fields.get("labels"))
-        timer, words = RequestTimer(), None
-        async with self._within_deadline() as deadline:
-            if labels is not None:
-                words = await self.zero_shot.vectors(labels, request.client, deadline)
-                timer.texts_encoded()
-            results = await self._predict_all(form, request, deadline, timer, words)
-        predictions = [
-            prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "predictions": predictions, "seconds": timer.seconds()})
-
-    async def embed(self, request: Request) -> Response:
-        """The unit vector of each image, as `vitrail embed` writes it."""
-        form, timer = await self._read_form(request), RequestTimer()
-        async with self._within_deadline() as deadline:
-            results = await self._predict_all(form, request, deadline, timer)
-        rows = [
-            embedding_json(result, part.name, self.zero_shot.vector)
-            for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "embeddings": rows, "seconds": timer.seconds()})
-
-    async def _predict_all(
-        self, form: Form, request: Request, deadline: float, timer: RequestTimer, words: Words | None = None
-    ) -> list[Prediction | HTTPError]:
-        """The prediction for each image; the error of a single one is the error of the request."""
-        request.images = len(form.files)
-        with self.batcher.reserve(len(form.files)):
-            results = await asyncio.gather(
-                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-            )
-        if len(results) == 1 and isinstance(results[0], HTTPError):
-            raise results[0]
-        if words is None:
-            return results
-        return [one if isinstance(one, HTTPError) else self.zero_shot.predict(one, words) for one in results]
-
-    async def explain(self, request: Request) -> Response:
-        if insight.unavailable_reason(self.predictor):
-            message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
-            raise HTTPError(404, "no_explain", message)
-        form, depth = await self._read_form(request), self.predictor.config.depth
-        layer = integer_parameter(form, "layer", depth - 1, 0, depth - 1)
-        top = integer_parameter(form, "top", 5, 1, MAX_TOP)
-        if len(form.files) > 1:
-            raise HTTPError(400, "one_image", "/v1/explain takes one image per request.")
-        request.images = 1
-        with self.batcher.reserve(1):
-            async with self._within_deadline() as deadline:
-                pixels = await self._decode(form.files[0], request.client)
-                explain = partial(insight.explain, self.predictor, pixels, layer, top)
-                body = await self._inspect(explain, deadline)
-        return Response(200, body)
-
-    async def _read_form(self, request: Request) -> Form:
-        self.batcher.check_capacity()  # before the body is read, which may take long
-        return await read_form(request, self.settings.files)
-
-    @asynccontextmanager
-    async def _within_deadline(self) -> AsyncIterator[float]:
-        """Stop the work for a request at its deadline, which this yields."""
-        deadline = asyncio.get_running_loop().time() + self.settings.deadline
+    async def _respond(self, request: Request, names: list[bytes]) -> Response:
+        check_headers(names, request.headers)
+        template = _template_of(request.path)
+        route = self.routes.get(template)
+        if route is None:
+            raise _not_found()
+        request.route = template
+        self._check_access(request, route.method)
         try:
-            async with asyncio.timeout_at(deadline):
-                yield deadline
-        except TimeoutError:
-            raise DeadlineExceeded from None
-
-    async def _predict_one(
-        self, part: Part, client: Client, deadline: float, timer: RequestTimer
-    ) -> Prediction | HTTPError:
-        """The prediction for one image. An error affects only this image."""
-        try:
-            pixels = await self._decode(part, client)
-            timer.decoded = timer.time()
-            prediction = await self.batcher.submit(pixels, deadline, self.predictor, self.settings.batch)
-        except HTTPError as error:
-            return error
+            return await route.handler(request)
         except DeadlineExceeded:
-            raise  # the other images of this request have the same deadline
-        except Exception as error:
-            return self.internal_error(error)
-        return prediction if prediction.error is None else _not_finite()
+            self.metrics.expired.add()
+            message = f"There was no result within {self.settings.deadline:g} seconds; try again later."
+            raise HTTPError(504, "deadline_exceeded", message) from None
 
-    async def _decode(self, part: Part, client: Client) -> NDArray[np.uint8]:
-        """Decode an image in one of the decoder processes."""
-        start = asyncio.get_running_loop().time()
-        try:
-            pixels = await self.decoders.decode(part.data, client)
-            if self.full_size:
-                pixels = await asyncio.to_thread(self.predictor.preprocess.pixels, pixels)
-        except InputError as error:
-            self.metrics.bad.add()
-            raise unfit_image() from error
-        except HTTPError:
-            self.metrics.bad.add()
-            raise
-        self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
-        self.metrics.images.add()
-        return pixels
+    def _check_access(self, request: Request, method: str) -> None:
+        if request.method != method and (request.method, method) != ("HEAD", "GET"):
+            allow = "GET, HEAD" if method == "GET" else method
+            raise HTTPError(405, "wrong_method", f"This route accepts only {allow}.", (("Allow", allow),))
+        guarded = request.route.startswith("/v1/") or request.route == "/metrics"
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        sent, token = f"{scheme.capitalize()} {credentials}", self.settings.token  # the scheme ignores case
+        if token and guarded and not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+            header = (("WWW-Authenticate", "Bearer"),)
+            message = "The token is missing or wrong; send it in the header Authorization: Bearer."
+            raise HTTPError(401, "bad_token", message, header)
+        if guarded and not self.settings.accepts_host(request.headers.get("host", "").lower()):
+            message = (
+                "The Host header must be an IP address or localhost; for other names, start the server with "
+                "a token or with --public."
+            )
+            raise HTTPError(403, "wrong_host", message)
+        origin = request.headers.get("origin")
+        if method == "POST" and origin and origin.partition("://")[2] != request.headers.get("host"):
+            message = "Requests from other web pages are not allowed; open the page of this server."
+            raise HTTPError(403, "wrong_origin", message)
 
-    # ---- several models -----------------------------------------------------------------------
+    # ---- routes; those of a model are in served_model.py ---------------------------------------
 
     async def list_models(self, request: Request) -> Response:
         rows = [
-            {"name": name, "url": f"{request.mount}/v1/models/{name}", "default": app is self}
-            for name, app in self.models.items()
+            {"name": name, "url": f"{request.mount}/v1/models/{name}", "default": one is self.default}
+            for name, one in self.models.items()
         ]
         return as_json(rows)
 
-    async def of_a_model(self, request: Request) -> Response:
+    async def of_a_model(self, route: str, request: Request) -> Response:
         """A route of one of the models."""
-        *_, name, route = request.path.split("/")
+        name = request.path.split("/")[-2]
         if name not in self.models:
             raise HTTPError(404, "no_such_model", "There is no model of this name; see /v1/models.")
-        return await self.models[name].routes[f"/v1/{route}"].handler(request)
-
-    # ---- the model --------------------------------------------------------------------------
-
-    async def model(self, request: Request) -> Response:
-        return self.description
-
-    async def figure(self, name: str) -> Response:
-        """A figure of the weights, computed once."""
-        if name not in self.figures:
-            compute = getattr(insight, name)
-            with self.batcher.reserve(1):
-                async with self._within_deadline() as deadline:
-                    self.figures[name] = await self._inspect(partial(compute, self.predictor), deadline)
-        return Response(200, self.figures[name])
-
-    async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:
-        """Compute in the model's thread, where the long JSON is encoded too."""
-        try:
-            return await self.batcher.call(
-                lambda: json.dumps(compute() | {"model": self.name}, allow_nan=False).encode(), deadline
-            )
-        except VitrailError:
-            raise _not_finite() from None
-
-    # ---- everything else --------------------------------------------------------------------
+        return await self.models[name].routes[route].handler(request)
 
     async def list_examples(self, request: Request) -> Response:
         return as_json(
@@ -358,16 +315,20 @@ class App(Application):
         return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return as_json(build_openapi(self.settings, several=bool(self.models), mount=request.mount))
+        return as_json(build_openapi(self.settings, several=len(self.models) > 1, mount=request.mount))
 
     async def file(self, request: Request) -> Response:
         kind, data = self.page[request.path]
         return Response(200, data, kind, (("Cache-Control", "no-cache"),))
 
 
-def _not_finite() -> HTTPError:
-    message = "The model's output is NaN or infinite; check its parameters for such values."
-    return HTTPError(500, "not_finite", message)
+def _template_of(path: str) -> str:
+    """The template of a path that has a part of its own."""
+    if path.startswith("/v1/examples/"):
+        return "/v1/examples/{number}"
+    if match := _OF_A_MODEL.fullmatch(path):
+        return f"/v1/models/{{model}}/{match[1]}"
+    return path
 
 
 def _not_found() -> HTTPError:

@@ -17,7 +17,7 @@ import torch
 from vitrail.base.errors import InputError, VitrailError
 from vitrail.images.normalize import normalize_batch
 from vitrail.model import edit, record
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.predict.prediction import Prediction
 from vitrail.serve.responses import prediction_json
 from vitrail.views import filters as filter_figure

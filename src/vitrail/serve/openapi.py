@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vitrail.base.version import __version__
-from vitrail.serve.routes import MODEL_ROUTES
 from vitrail.serve.server_settings import ServeConfig
 
 Schema = dict[str, Any]
+
+MODEL_ROUTES = ("predict", "embed", "explain", "model", "filters", "positions")
+"""What each of several models has under /v1/models/NAME/."""
 
 TEXT: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}

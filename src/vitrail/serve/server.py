@@ -18,27 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, printable
 from vitrail.serve.app import App
-from vitrail.serve.http import Connection
-from vitrail.serve.served_models import build_app, close_decoders, warm_up
+from vitrail.serve.connection import GRACE, Connection
+from vitrail.serve.messages import internal_error
 from vitrail.serve.server_settings import ServeConfig
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
     from vitrail.serve.examples import Example
 
-PAGE = Path(__file__).parent / "page"
-KINDS = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-}
 STOPS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 128  # connections that the kernel queues
 MAX_LOG_LINES = 10_000  # waiting to be written
@@ -64,7 +55,7 @@ def run_server(
             client that did not wait; a program may exit here without waiting for it.
     """
     log = Log()
-    app = build_app(predictors, settings, page=page_files(), examples=examples, log=log)
+    app = App(predictors, settings, examples=examples, log=log)
 
     def finish(code: int) -> None:
         log.close()
@@ -134,12 +125,6 @@ def _signal_socket() -> Iterator[socket.socket | None]:
             signal.set_wakeup_fd(previous)
 
 
-def page_files() -> dict[str, tuple[str, bytes]]:
-    """The files of the page, read once: (content type, bytes) by path. No other file is ever served."""
-    files = {path: (KINDS[path.suffix], path.read_bytes()) for path in PAGE.iterdir() if path.suffix in KINDS}
-    return {"/" + path.name.replace("index.html", ""): file for path, file in sorted(files.items())}
-
-
 class Server:
     """An app on a socket: the model in the calling thread, the connections in another.
 
@@ -169,6 +154,7 @@ class Server:
         Args:
             signals: a socket that receives signals, from `_signal_socket`.
         """
+        self.app.thread = threading.current_thread()
         clients = threading.Thread(target=self.serve_clients, args=[signals], name="clients")
         clients.start()
         self.app.batcher.run(self.on_model_crash)
@@ -180,13 +166,13 @@ class Server:
         try:
             asyncio.run(self.serve_until_stopped(signals))
         except BaseException as error:
-            self.app.internal_error(error)
+            internal_error(error, self.app.log)
             self.code = 1
         self.app.batcher.close()
         self.ended(self.code)
 
     def on_model_crash(self, error: BaseException) -> None:
-        self.app.internal_error(error)
+        internal_error(error, self.app.log)
         with suppress(RuntimeError):  # the event loop has ended already
             self.loop.call_soon_threadsafe(self.stop, 1)
 
@@ -203,7 +189,7 @@ class Server:
             warming.cancel()
             await self.drain()
         finally:
-            await close_decoders(self.app)
+            await self.app.stop()
 
     def on_signals(self, signals: socket.socket) -> None:
         """The first signal stops the server gracefully, the second at once."""
@@ -223,7 +209,7 @@ class Server:
     def on_asyncio_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Log an error that asyncio would print with a stack trace."""
         error = context.get("exception")
-        self.app.internal_error(error if isinstance(error, Exception) else RuntimeError())
+        internal_error(error if isinstance(error, Exception) else RuntimeError(), self.app.log)
 
     # ---- phases --------------------------------------------------------------------------
 
@@ -252,9 +238,9 @@ class Server:
     async def warm_up(self) -> None:
         """Run the models once; a server that cannot is stopped."""
         try:
-            await warm_up(self.app)
+            await self.app.start()
         except Exception as error:
-            self.app.internal_error(error)
+            internal_error(error, self.app.log)
             self.stop(1)
 
     async def drain(self) -> None:
@@ -266,7 +252,7 @@ class Server:
         self.listener.close()
         await asyncio.gather(*self.accepting, return_exceptions=True)
         for connection in self.app.connections.copy():
-            connection.close_if_idle_soon()
+            asyncio.get_running_loop().call_later(GRACE, connection.close_if_idle)
         tasks = [connection.task for connection in self.app.connections if connection.task]
         _, late = await asyncio.wait(tasks, timeout=self.app.settings.drain) if tasks else ((), ())
         if late:

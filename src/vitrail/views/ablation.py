@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, edit
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import DIVERGING, ON_DATA, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.sample import sample_images, sample_model, show_sample

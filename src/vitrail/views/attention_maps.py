@@ -17,7 +17,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.model import ViT, record
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.figure_images import (

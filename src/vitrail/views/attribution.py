@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.model.tokens import patchify
 from vitrail.views import rollout
 from vitrail.views.canvas import DIVERGING, add_colorbar, new_figure, overlay_map, show_image, styled

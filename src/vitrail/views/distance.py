@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, edit
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.figure_images import check_finite, check_images, check_weights_fit, device_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT, record
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import DIVERGING, LINES, new_figure, show_image, show_map, styled
 from vitrail.views.components import principal
 from vitrail.views.figure import FigureSpec, InspectionRequest

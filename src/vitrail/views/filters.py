@@ -13,7 +13,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.model.stem import standardize
 from vitrail.views.canvas import DIVERGING, LINES, add_colorbar, new_figure, styled
 from vitrail.views.components import principal

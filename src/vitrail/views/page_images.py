@@ -14,7 +14,7 @@ from vitrail.base.errors import InputError
 from vitrail.images.decode import open_image, suppress_warnings
 from vitrail.images.formats.sources import Split
 from vitrail.images.preprocess import Preprocess
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views import rollout
 from vitrail.views.canvas import OVERLAY
 from vitrail.weights.bundle.bundle import Bundle

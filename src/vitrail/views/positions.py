@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import DIVERGING, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.figure_images import check_finite, check_images, check_index

@@ -32,7 +32,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.model import ViT, edit, record
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.attention_maps import (
     POOL_WEIGHTS,
     Query,

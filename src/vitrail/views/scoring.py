@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views import attribution
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest

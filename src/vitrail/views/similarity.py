@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.model import ViT, record
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.canvas import ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.figure_images import check_finite, check_images

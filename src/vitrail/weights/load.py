@@ -154,10 +154,12 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     """The model with the file's tensors. All shapes are checked before any tensor is read."""
     import torch
 
-    from vitrail.model.empty import build_empty_model
+    from vitrail.model import ViT
+    from vitrail.model.init import EmptyParameters
 
     config, match = description.config, description.match
-    model = build_empty_model(config)
+    with EmptyParameters():
+        model = ViT(config)
     notes, text_files = list(description.notes), dict[str, bytes]()
     if match is None:
         _check_tensors(files, description.shapes, model)

@@ -11,7 +11,7 @@ from tests.support.shared_data import shared
 from tests.support.slide_003 import WHEN, XB, YB
 from vitrail.base.errors import VitrailError
 from vitrail.experiment.trial import one_thread
-from vitrail.model import Decoder, DecoderConfig
+from vitrail_course.decoder import Decoder, DecoderConfig
 from vitrail_course.labs import characters
 from vitrail_course.labs.characters import SETTINGS, context_lines, decide_verdict, slide_mask_weights
 from vitrail_course.labs.text import encode_text, read_text
@@ -96,7 +96,7 @@ def test_a_leaking_mask_is_detected(monkeypatch):
     ids = torch.randint(9, (64,))
     assert characters.measure_future_leak(model, ids) == 0
     monkeypatch.setattr(
-        "vitrail.model.decoder.causal_mask", lambda T, device: torch.ones(T, T, dtype=torch.bool).tril(1)
+        "vitrail_course.decoder.causal_mask", lambda T, device: torch.ones(T, T, dtype=torch.bool).tril(1)
     )
     assert characters.measure_future_leak(model, ids) > 0
 

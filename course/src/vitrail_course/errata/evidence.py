@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
-from vitrail.model.create import create
-from vitrail.model.decoder import Decoder, DecoderConfig
-from vitrail.model.presets import preset
+from vitrail.model.presets import create, preset
+from vitrail_course.decoder import Decoder, DecoderConfig
 
 Evidence = dict[str, Any]
 _PUBLISHED = Path(__file__).parents[1] / "labs" / "published.json"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vitrail.model.config import ViTConfig
-from vitrail.model.mlp import build_activation
+from vitrail.model.layers import build_activation
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize
 from vitrail_course.labs.verdict import Verdict, decide, fact

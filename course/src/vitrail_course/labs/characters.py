@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.experiment.interval import confidence_interval
-from vitrail.model import Decoder, DecoderConfig, generate, record
+from vitrail.model import record
 from vitrail.views.canvas import FAINT, INK, LINES, new_figure, styled
 from vitrail_course.character_model import CharacterModel
+from vitrail_course.decoder import Decoder, DecoderConfig, generate
 from vitrail_course.labs.lab import LabResult, LabSize
 from vitrail_course.labs.text import CharacterText, next_character_batch, read_text
 from vitrail_course.labs.training_loop import train_model

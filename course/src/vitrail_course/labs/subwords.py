@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vitrail.experiment.interval import confidence_interval, wilson_interval
 from vitrail.experiment.trial import map_in_processes
-from vitrail.model import Decoder, DecoderConfig
 from vitrail.views.canvas import LINES, new_figure, styled
+from vitrail_course.decoder import Decoder, DecoderConfig
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
 from vitrail_course.labs.text import CharacterText, next_character_batch, read_text
 from vitrail_course.labs.training_loop import train_model

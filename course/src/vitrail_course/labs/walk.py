@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.model import ViT, record
-from vitrail.model.create import create
+from vitrail.model.presets import create
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize, load_images
 from vitrail_course.labs.verdict import Verdict, decide, fact

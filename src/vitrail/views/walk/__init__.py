@@ -11,20 +11,18 @@ In a norm, mu, var and ms (mean square) are each token's own. R rotates by the p
 the scores of later tokens to -inf.
 tests/course/test_walk.py evaluates every equation and compares the result with the stage's tensor.
 
-stage.py defines a stage, block.py has the blocks that all models share, encoder.py and decoder.py what comes
-before and after them. format.py and page.py present the stages.
+stage.py defines a stage, block_stages.py has the blocks that all models share, encoder_stages.py what comes
+before and after them; a decoder has its own `walk`.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.model import Decoder, DecoderConfig, ViT
-from vitrail.model.config import ViTConfig
-from vitrail.views.walk.decoder_stages import walk_decoder
+from vitrail.model import ViT
 from vitrail.views.walk.encoder_stages import walk_encoder
 from vitrail.views.walk.stage import Stage, token_name
 from vitrail.weights.bundle.scores import Activation
@@ -33,7 +31,7 @@ __all__ = ["Stage", "token_name", "walk"]
 
 
 def walk(
-    model: ViT | Decoder,
+    model: Any,
     x: Tensor,
     *,
     block: int = 0,
@@ -45,6 +43,7 @@ def walk(
     """The forward pass of one input as a list of stages.
 
     Args:
+        model: a ViT, or a `vitrail.Decoder`.
         x: an image (C, H, W), or another input of the shape in the model's config; for a decoder, token
             indices (T,). A batch of one is accepted.
         block: the block to show in detail, from 0; the other blocks are one stage each.
@@ -55,11 +54,11 @@ def walk(
         activation: how the logits of a ViT become probabilities: softmax, or sigmoid for multi-label models
             (`bundle.scores.activation`).
     """
-    match getattr(model, "config", None):
-        case DecoderConfig():
-            return walk_decoder(cast(Decoder, model), x, context, block, head, token)
-        case ViTConfig() if context is None:
-            return walk_encoder(cast(ViT, model), x, block, head, token or 0, activation)
-        case ViTConfig():
-            raise InputError("Only a decoder takes a context, and this model is a ViT; omit the context.")
-    raise InputError(f"walk takes a ViT or a Decoder, not a {type(model).__name__}.")
+    if hasattr(model, "walk"):
+        stages: list[Stage] = model.walk(x, context, block, head, token)
+        return stages
+    if not isinstance(model, ViT):
+        raise InputError(f"walk takes a ViT or a Decoder, not a {type(model).__name__}.")
+    if context is not None:
+        raise InputError("Only a decoder takes a context, and this model is a ViT; omit the context.")
+    return walk_encoder(model, x, block, head, token or 0, activation)

@@ -11,7 +11,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.model.position import AddedPosition
 from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, TextTokens, patchify
 from vitrail.views.walk.block_stages import ACTIVATION_NAMES, BlockWalk

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
-from vitrail.model import Decoder, DecoderConfig, ViT, record
+from vitrail.model import record
 from vitrail.model.config import ViTConfig
 
 _OF_ATTENTION = (
@@ -88,12 +89,13 @@ INPUT_TERMS = {
 }
 
 
-def encoder_config(config: ViTConfig | DecoderConfig) -> ViTConfig:
+def encoder_config(config: Any) -> ViTConfig:
     """The config of the tokens and blocks; a decoder's are those of a ViT for text."""
-    return config.as_vit_config if isinstance(config, DecoderConfig) else config
+    own: ViTConfig = getattr(config, "as_vit_config", config)
+    return own
 
 
-def token_name(config: ViTConfig | DecoderConfig, token: int) -> str:
+def token_name(config: Any, token: int) -> str:
     """The name of a token: "the class token", "patch 5 (row 1, column 2)"; all counted from 0.
 
     A tubelet of a video also has a frame, counted in tubelets. The rows of a sound are frequencies and its
@@ -115,11 +117,7 @@ def token_name(config: ViTConfig | DecoderConfig, token: int) -> str:
 class Walk:
     """Builds the list of stages. Each method adds stages and returns the name of the result in equations."""
 
-    model: ViT | Decoder
-
-    def __init__(
-        self, model: ViT | Decoder, activations: dict[str, Tensor], block: int, head: int, token: int
-    ) -> None:
+    def __init__(self, model: Any, activations: dict[str, Tensor], block: int, head: int, token: int) -> None:
         self.model, self.config, self.activations = model, encoder_config(model.config), activations
         self.block, self.head, self.token = block, head, token
         self.stages: list[Stage] = []

@@ -223,7 +223,7 @@ class Bundle(Summary):
 
         import torch
 
-        from vitrail.model.modes import eval_mode
+        from vitrail.model.device import eval_mode
 
         model, device = self.model, torch.device(device)
         if any(p.dtype != torch.float32 or p.device != device for p in model.parameters()):

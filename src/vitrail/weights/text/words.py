@@ -81,7 +81,7 @@ class TextEncoder:
         import torch
         from torch.nn import functional as F
 
-        from vitrail.model.modes import eval_mode
+        from vitrail.model.device import eval_mode
 
         texts = [texts] if isinstance(texts, str) else list(texts)
         parts = []

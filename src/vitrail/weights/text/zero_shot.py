@@ -24,7 +24,8 @@ def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
     """The image tower with a head for these classes."""
     import torch
 
-    from vitrail.model.empty import build_empty_model
+    from vitrail.model import ViT
+    from vitrail.model.init import EmptyParameters
 
     text, old = bundle.text, bundle.model
     projection = embedding_projection(bundle)
@@ -44,7 +45,8 @@ def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
         state["head.fc2.bias"] = torch.full_like(rows[:, 0], text.bias).to(next(old.parameters()))
         if projection:
             state.setdefault("head.fc1.bias", torch.zeros_like(projection["weight"][:, 0]))
-    model = build_empty_model(config)
+    with EmptyParameters():
+        model = ViT(config)
     model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
     return Bundle(
         model=model.to(next(old.parameters())).train(old.training),

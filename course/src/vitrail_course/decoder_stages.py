@@ -8,12 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from vitrail.base.errors import InputError
-from vitrail.model import Decoder
 from vitrail.model.attention import attention_scale
 from vitrail.model.check_input import check_token_ids
-from vitrail.model.modes import eval_mode
+from vitrail.model.device import eval_mode
 from vitrail.views.walk.block_stages import BlockWalk
 from vitrail.views.walk.stage import Stage, check_index, record_activations, token_name
+from vitrail_course.decoder import Decoder
 
 
 def walk_decoder(

@@ -41,7 +41,7 @@ Labels = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Words:
+class RequestClasses:
     """The vectors of some classes (K, E), and how their products become scores."""
 
     labels: Labels
@@ -115,7 +115,7 @@ class ZeroShot:
 
     # ---- texts ------------------------------------------------------------------------------
 
-    async def vectors(self, labels: Labels, client: Client, deadline: float) -> Words:
+    async def vectors(self, labels: Labels, client: Client, deadline: float) -> RequestClasses:
         """The vectors of these classes, as `vitrail predict --labels` computes them.
 
         After each piece it is the turn of another client, and of another request of this one. What has been
@@ -139,7 +139,9 @@ class ZeroShot:
             waiting.requests -= 1
         text = self.predictor.require_bundle().text
         rows = np.float32(text.scale) * unit(np.stack([one.sum for one in classes.values()]))
-        return Words(labels, rows, float(text.bias or 0), Scores(labels=labels, activation=text.activation))
+        return RequestClasses(
+            labels, rows, float(text.bias or 0), Scores(labels=labels, activation=text.activation)
+        )
 
     async def _encode_piece(self, classes: Mapping[str, _Class], deadline: float) -> None:
         piece = [(label, text) for label, one in classes.items() for text in one.left][: self.piece]
@@ -177,18 +179,18 @@ class ZeroShot:
 
     # ---- images -----------------------------------------------------------------------------
 
-    def predict(self, prediction: Prediction, words: Words) -> Prediction:
+    def predict(self, prediction: Prediction, classes: RequestClasses) -> Prediction:
         """The prediction for these classes, from that of the image tower."""
-        logits = self.vector(prediction) @ words.rows.T + np.float32(words.bias)
-        scores = words.scale.compute(logits[None])[0]
+        logits = self.vector(prediction) @ classes.rows.T + np.float32(classes.bias)
+        scores = classes.scale.compute(logits[None])[0]
         best = int(scores.argmax())
         return Prediction(
             prediction.name,
-            label=words.labels[best],
+            label=classes.labels[best],
             score=float(scores[best]),
             embedding=prediction.embedding,
             logits=logits,
-            scale=words.scale,
+            scale=classes.scale,
         )
 
     def vector(self, prediction: Prediction) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,14 @@ from vitrail.model.attention import Attention
 from vitrail.model.block import Block, build_block
 from vitrail.model.check_input import check_dtype, check_token_ids
 from vitrail.model.config import ViTConfig
-from vitrail.model.modes import eval_mode
-from vitrail.model.norm import build_norm
-from vitrail.model.position import Grid, LearnedPosition, Rotate, identity
+from vitrail.model.device import eval_mode
+from vitrail.model.layers import build_norm
+from vitrail.model.position import Rotate, identity
 from vitrail.model.tap import Tap, TappedModule
+from vitrail.model.text_tower import SequencePosition, causal_mask
+
+if TYPE_CHECKING:
+    from vitrail.views.walk.stage import Stage
 
 
 @documented
@@ -115,18 +119,6 @@ class CrossBlock(Block):
         return self.out(z + self.mlp_branch(self.norm2(z)))
 
 
-class SequencePosition(LearnedPosition):
-    """Learned positions for sequences of any length up to `length`: the first T rows."""
-
-    def forward(self, z: Tensor, grid: Grid = ()) -> Tensor:
-        return z + self.table[: z.shape[1]]
-
-
-def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
-    """The lower triangular mask (T, T): True where a token may attend, to itself and before."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
-
-
 class Decoder(TappedModule):
     """Token ids (B, T) to logits (B, T, V) of the next token at each position."""
 
@@ -167,6 +159,14 @@ class Decoder(TappedModule):
             z = block(z, mask, **cross)
         z = self.encoded(self.norm(z))
         return self.logits(F.linear(z, self.tokens.weight) if self.head is None else self.head(z))
+
+    def walk(
+        self, tokens: Tensor, context: Tensor | None, block: int, head: int, token: int | None
+    ) -> list[Stage]:
+        """The stages of `vt.walk`."""
+        from vitrail_course.decoder_stages import walk_decoder
+
+        return walk_decoder(self, tokens, context, block, head, token)
 
     def _check_length(self, tokens: Tensor) -> None:
         length, limit = tokens.shape[1], self.config.length

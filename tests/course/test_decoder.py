@@ -15,11 +15,11 @@ from tests.support.models import add_noise
 from tests.support.shared_data import shared
 from vitrail.base.fields import type_hints
 from vitrail.model import attend, attend_explicitly
-from vitrail.model.decoder import (
+from vitrail.model.text_tower import causal_mask
+from vitrail_course.decoder import (
     CrossBlock,
     Decoder,
     DecoderConfig,
-    causal_mask,
     generate,
     initialize_decoder,
     sample_token,

@@ -33,7 +33,7 @@ from vitrail.serve.messages import (
     send_response,
 )
 from vitrail.serve.openapi import MODEL_ROUTES, build_openapi
-from vitrail.serve.prometheus import Gauge, Metrics
+from vitrail.serve.prometheus import Metrics
 from vitrail.serve.served_model import ServedModel, model_limits, warm_up
 
 if TYPE_CHECKING:
@@ -94,12 +94,11 @@ class App:
         self.connections: set[Any] = set()  # of our own server
         self.clients: dict[Any, Client] = {}
         self.body_bytes = 0  # in memory, of all requests
-        self.metrics.gauges = [
-            Gauge("vitrail_queue_depth", "Images in progress.", lambda: self.batcher.in_progress),
-            Gauge("vitrail_decodes_running", "Images being decoded.", self._count_decodes),
-            Gauge("vitrail_connections", "Open connections.", lambda: len(self.connections)),
-            Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
-        ]
+        gauge = self.metrics.gauge
+        gauge("queue_depth", "Images in progress.", lambda: self.batcher.in_progress)
+        gauge("decodes_running", "Images being decoded.", self._count_decodes)
+        gauge("connections", "Open connections.", lambda: len(self.connections))
+        gauge("ready", "1 if the server accepts requests.", lambda: self.accepting)
 
     def _count_decodes(self) -> int:
         return sum(len(one.decoders.running) for one in self.models.values())
@@ -232,10 +231,10 @@ class App:
         """Count and log a response. Status 499: the client left first. None: not a valid request."""
         method = request.method if request and request.method in ("GET", "HEAD", "POST") else "other"
         route, images = (request.route, request.images) if request else ("unknown", 0)
-        self.metrics.requests.add(method, route, str(status))
-        self.metrics.latency.add(seconds)
+        self.metrics.requests.labels(method, route, str(status)).inc()
+        self.metrics.latency.observe(seconds)
         if status == 499:
-            self.metrics.abandoned.add()
+            self.metrics.abandoned.inc()
         self.log(f"{method} {route} {status} {seconds * 1000:.1f} ms {images} images")
 
     # ---- all requests -----------------------------------------------------------------------
@@ -251,7 +250,7 @@ class App:
         try:
             return await route.handler(request)
         except DeadlineExceeded:
-            self.metrics.expired.add()
+            self.metrics.expired.inc()
             message = f"There was no result within {self.settings.deadline:g} seconds; try again later."
             raise HTTPError(504, "deadline_exceeded", message) from None
 
@@ -312,7 +311,7 @@ class App:
         return as_json({"ready": self.accepting}, 200 if self.accepting else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
+        return Response(200, self.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
         return as_json(build_openapi(self.settings, several=len(self.models) > 1, mount=request.mount))

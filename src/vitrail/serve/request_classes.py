@@ -123,7 +123,7 @@ class ZeroShot:
         """
         waiting = self.waiting.setdefault(client.address, _Waiting())
         if waiting.requests >= self.batcher.capacity:
-            self.batcher.metrics.rejected.add()
+            self.batcher.metrics.rejected.inc()
             limit = f"at most {self.batcher.capacity} requests of a client"
             raise busy(f"The server encodes the labels of {limit}")
         texts = fill_templates(labels).texts
@@ -174,7 +174,7 @@ class ZeroShot:
             raise HTTPError(400, "no_text_tower", message) from error
         seconds = time.perf_counter() - start
         self.piece = max(1, min(MAX_TEXTS, int(len(texts) * _PIECE_SECONDS / seconds)))
-        self.batcher.metrics.pieces.add(len(texts))
+        self.batcher.metrics.pieces.observe(len(texts))
         return vectors
 
     # ---- images -----------------------------------------------------------------------------

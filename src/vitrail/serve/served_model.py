@@ -22,9 +22,9 @@ from vitrail.model.model_memory import forward_bytes
 from vitrail.serve import insight
 from vitrail.serve.batcher import Batcher, DeadlineExceeded
 from vitrail.serve.decode_pool import DecodePool
+from vitrail.serve.decode_worker import unfit_image
 from vitrail.serve.forms import Form, Part, read_form
 from vitrail.serve.messages import Client, HTTPError, Request, Response, Route, as_json, internal_error
-from vitrail.serve.received_images import unfit_image
 from vitrail.serve.request_classes import MAX_TEXTS, RequestClasses, ZeroShot
 from vitrail.serve.responses import embedding_json, model_json, prediction_json
 from vitrail.serve.server_settings import ServeConfig
@@ -197,13 +197,13 @@ class ServedModel:
             if self.full_size:
                 pixels = await asyncio.to_thread(self.predictor.preprocess.pixels, pixels)
         except InputError as error:
-            self.metrics.bad.add()
+            self.metrics.bad.inc()
             raise unfit_image() from error
         except HTTPError:
-            self.metrics.bad.add()
+            self.metrics.bad.inc()
             raise
-        self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
-        self.metrics.images.add()
+        self.metrics.decoding.observe(asyncio.get_running_loop().time() - start)
+        self.metrics.images.inc()
         return pixels
 
     async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:

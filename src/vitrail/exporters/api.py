@@ -97,8 +97,8 @@ def export(
 
     from vitrail.exporters.onnx import write_onnx
     from vitrail.exporters.onnx_int8 import write_int8
+    from vitrail.exporters.proof import check_output
     from vitrail.exporters.torch_export import write_torch
-    from vitrail.exporters.writing import check_output
 
     check_output(path, SUFFIXES[form])
     write: Callable[..., Proof]

@@ -77,21 +77,24 @@ def write_classroom(
     """Write the page, complete or not at all; return remarks about it, one sentence each.
 
     Args:
-        path: a new file.
+        path: a new file, which `check_page_path` accepts.
         name: the name of the model, if its card has none.
         examples: image files; at most ten of them, evenly spaced, become the examples of the page.
     """
-    target, remarks = Path(path), []
-    check_page_path(target)
+    remarks = []
     _check_supported(bundle.model)
-    names, pixels = _read_examples(bundle, examples) if examples else ([], None)
-    if pixels is None:
+    names, pixels = [], None
+    if examples:
+        assert bundle.preprocess is not None  # every model of images has one
+        batch = from_files([examples[i] for i in evenly_spaced(len(examples), EXAMPLES)], bundle.preprocess)
+        names, pixels = batch.names, batch.pixels
+    else:
         try:
             names, pixels = _built_in_examples(bundle.model.config)
         except MissingExtra as error:
             remarks.append(f"The page has no example images: {error}")
     text = _render(bundle, bundle.card.name or name, names, pixels)
-    write_text(target, text)
+    write_text(Path(path), text)
     size = len(text.encode()) / 1e6
     if size > 5:
         remarks.append(f"The page has {size:.0f} MB: too large for most mail, and slow to open on a phone.")
@@ -148,7 +151,10 @@ def _render(bundle: Bundle, name: str, names: Sequence[str], pixels: NDArray[np.
     model = {
         **_describe_model(bundle),
         "name": printable(name or "a Vision Transformer"),
-        "examples": [] if pixels is None else _encode_examples(names, pixels),
+        "examples": [
+            {"name": printable(name, 60), "pixels": base64.b64encode(one.tobytes()).decode()}
+            for name, one in zip(names, () if pixels is None else pixels, strict=True)
+        ],
         "tensors": [[key, array.size, array.dtype.str[1:]] for key, array in tensors.items()],
     }
     style = "".join(map(_read_part, STYLES))
@@ -308,17 +314,6 @@ def _is_matrix(key: str) -> bool:
     return key.endswith(tuple(f"{part}.weight" for part in parts))
 
 
-# ---- examples ------------------------------------------------------------------------------------------
-
-
-def _read_examples(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], NDArray[np.uint8]]:
-    """The user's images, with the model's preprocessing."""
-    assert bundle.preprocess is not None
-    chosen = [paths[index] for index in evenly_spaced(len(paths), EXAMPLES)]
-    batch = from_files(chosen, bundle.preprocess)
-    return batch.names, batch.pixels
-
-
 def _built_in_examples(config: ViTConfig) -> tuple[list[str], NDArray[np.uint8]]:
     """Digits for a model with MNIST's input shape; for others the golden inputs, which are patterns."""
     if (config.channels, *config.pixels) == (1, 28, 28):
@@ -326,13 +321,3 @@ def _built_in_examples(config: ViTConfig) -> tuple[list[str], NDArray[np.uint8]]
         return sample.names, sample.pixels
     pixels = golden_inputs(config).permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
     return [f"pattern {number + 1}" for number in range(len(pixels))], pixels
-
-
-def _encode_examples(names: Sequence[str], pixels: NDArray[np.uint8]) -> list[dict[str, str]]:
-    return [
-        {
-            "name": printable(name, 60),
-            "pixels": base64.b64encode(np.ascontiguousarray(one).tobytes()).decode(),
-        }
-        for name, one in zip(names, pixels, strict=True)
-    ]

@@ -22,7 +22,6 @@ from vitrail.serve.messages import (
     Message,
     Receive,
     Request,
-    RequestBody,
     Response,
     Route,
     Send,
@@ -96,12 +95,10 @@ class App:
         self.body_bytes = 0  # in memory, of all requests
         gauge = self.metrics.gauge
         gauge("queue_depth", "Images in progress.", lambda: self.batcher.in_progress)
-        gauge("decodes_running", "Images being decoded.", self._count_decodes)
+        decoders = [one.decoders for one in self.models.values()]
+        gauge("decodes_running", "Images being decoded.", lambda: sum(len(one.running) for one in decoders))
         gauge("connections", "Open connections.", lambda: len(self.connections))
         gauge("ready", "1 if the server accepts requests.", lambda: self.accepting)
-
-    def _count_decodes(self) -> int:
-        return sum(len(one.decoders.running) for one in self.models.values())
 
     def _build_routes(self) -> dict[str, Route]:
         """The routes by template."""
@@ -181,13 +178,13 @@ class App:
         start, status = clock(), 499  # unless a response is sent before the client leaves
         mount, names = scope.get("root_path", ""), [name.lower() for name, _ in scope["headers"]]
         values = [value.decode("latin-1") for _, value in scope["headers"]]
-        body = RequestBody(self, receive)
         request = Request(
+            app=self,
+            receive=receive,
             method=scope["method"],
             path=scope["path"].removeprefix(mount) or "/",
             query=scope.get("query_string", b"").decode("latin-1"),
             headers=dict(zip((name.decode("latin-1") for name in names), values, strict=True)),
-            body=body,
             client=self._client(scope.get("client")),
             mount=mount,
         )
@@ -198,7 +195,7 @@ class App:
         except ClientLeft:
             pass
         finally:
-            body.release()
+            request.release()
             self.record_response(request, status, clock() - start)
 
     def _client(self, peer: tuple[str, int] | None) -> Client:
@@ -211,7 +208,7 @@ class App:
 
     async def _respond_unless_client_leaves(self, request: Request, names: list[bytes]) -> Response:
         work = asyncio.ensure_future(self._respond(request, names))
-        left = asyncio.ensure_future(request.body.wait_for_disconnect())
+        left = asyncio.ensure_future(request.wait_for_disconnect())
         try:
             await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, printable
 from vitrail.serve.app import App
-from vitrail.serve.connection import GRACE, Connection
+from vitrail.serve.connection import GRACE, connection_protocol
 from vitrail.serve.messages import internal_error
 from vitrail.serve.server_settings import ServeConfig
 
@@ -226,7 +226,9 @@ class Server:
                 loop.remove_reader(self.listener)
                 loop.call_later(1, self.resume_accepting)
             return False
-        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(self.app), connection))
+        task = loop.create_task(
+            loop.connect_accepted_socket(lambda: connection_protocol(self.app), connection)
+        )
         self.accepting.add(task)
         task.add_done_callback(self.accepting.discard)
         return True
@@ -253,7 +255,7 @@ class Server:
         await asyncio.gather(*self.accepting, return_exceptions=True)
         for connection in self.app.connections.copy():
             asyncio.get_running_loop().call_later(GRACE, connection.close_if_idle)
-        tasks = [connection.task for connection in self.app.connections if connection.task]
+        tasks = [connection.task for connection in self.app.connections]
         _, late = await asyncio.wait(tasks, timeout=self.app.settings.drain) if tasks else ((), ())
         if late:
             self.app.log(f"requests cut off after {self.app.settings.drain:g} seconds: {len(late)}")

@@ -217,7 +217,7 @@ def test_costly_images_hardly_delay_others(model, kind):
 
 def test_default_limits_refuse_costly_images(model):
     with child(model, deadline=60.0) as server:
-        assert server.predict(strip())[1]["error"]["code"] == "too_long_side"
+        assert server.predict(strip())[1]["error"]["code"] == "image_too_large"
         status, said = server.predict(many_scans())
         assert status in (413, 422), said
 

@@ -57,7 +57,6 @@ class ResizeToInput(nn.Module):
 
     def __init__(self, preprocess: Preprocess) -> None:
         super().__init__()
-        check_resize(preprocess)
         self.preprocess = preprocess
         self.rows_may_come_first = preprocess.backend == "pillow" and rows_may_come_first()
 

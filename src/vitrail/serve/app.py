@@ -45,8 +45,6 @@ KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
 }
 MAX_CLIENTS = 4096  # connections whose slow images are remembered
 _OF_A_MODEL = re.compile(rf"/v1/models/[^/]+/({'|'.join(MODEL_ROUTES)})")

@@ -28,8 +28,14 @@ from PIL import Image
 
 from vitrail.base.errors import InputError
 from vitrail.images.any_size import build_preprocess
-from vitrail.images.decode import FORMATS, decode_image, suppress_warnings
-from vitrail.images.limits import DecodeLimits, ImageTooLarge
+from vitrail.images.decode import (
+    BrokenImage,
+    DecodeLimits,
+    ImageTooLarge,
+    NotAnImage,
+    decode_image,
+    suppress_warnings,
+)
 from vitrail.images.pixels import to_uint8
 from vitrail.images.preprocess import Preprocess
 from vitrail.serve.messages import HTTPError
@@ -154,54 +160,30 @@ class DecodeTask:
 
 def decode_pixels(data: memoryview, task: DecodeTask) -> NDArray[np.uint8]:
     """uint8 pixels (H, W, C). Raises only HTTPError; each kind of failure has its own status."""
+    preprocess, limits = task.preprocess, task.limits
     try:
         with suppress_warnings():
-            image = _open_bytes(data, task.preprocess, task.limits)
+            image = decode_image(io.BytesIO(data), "The file", limits=limits, preprocess=preprocess)
+            # A narrow strip, resized by its shorter side, may become larger than it was.
+            strip = max(image.size) / min(image.size) if preprocess.resize == "shortest" else 1
+            if strip * math.prod(preprocess.before_crop) > limits.pixels:
+                most = f"{limits.pixels:,} pixels"
+                raise ImageTooLarge(f"The image has more than {most} after resizing; make it less elongated.")
             if not task.full_size:
-                return task.preprocess.pixels(image)
-            pixels = to_uint8(image, task.preprocess.channels)
+                return preprocess.pixels(image)
+            pixels = to_uint8(image, preprocess.channels)
             return pixels.reshape(*pixels.shape[:2], -1)  # grayscale images have no third axis
-    except (InputError, OSError, ValueError) as error:
-        raise unfit_image() from error
-    except MemoryError:
-        message = "The image takes more memory to decode than this server allows; make it smaller."
-        raise HTTPError(413, "too_much_memory", message) from None
-
-
-def _open_bytes(data: memoryview, preprocess: Preprocess, limits: DecodeLimits) -> Image.Image:
-    file = io.BytesIO(data)
-    wide, high = _read_size(file)
-    # A narrow strip, resized by its shorter side, may become larger than it was.
-    strip = max(wide, high) / min(wide, high) if preprocess.resize == "shortest" else 1
-    if max(wide * high, strip * math.prod(preprocess.before_crop)) > limits.pixels:
-        message = (
-            f"An image may have at most {limits.pixels:,} pixels, also after resizing; send a smaller one."
-        )
-        raise HTTPError(413, "too_many_pixels", message)
-    if max(wide, high) > limits.side:
-        message = f"An image may be at most {limits.side:,} pixels wide or high; send a smaller one."
-        raise HTTPError(413, "too_long_side", message)
-    try:
-        return decode_image(file, "an image", limits=limits, preprocess=preprocess)
     except ImageTooLarge as error:
-        message = "Decoding the image would take too long or too much memory; send it saved anew, or smaller."
-        raise HTTPError(413, "too_costly", message) from error
-    except InputError as error:
-        if isinstance(error.__cause__, MemoryError):
-            raise MemoryError from None
-        raise HTTPError(422, "broken_image", "The image is corrupt; send another copy.") from error
-
-
-def _read_size(file: io.BytesIO) -> tuple[int, int]:
-    """Width and height from the header, before any pixel is decoded."""
-    try:
-        wide, high = Image.open(file, formats=FORMATS).size
-    except Image.DecompressionBombError:
-        return 2**31, 2**31
-    except Exception as error:  # decoders raise many types, and their messages are not for clients
-        message = f"The file is not an image; send one of {', '.join(FORMATS)}."
-        raise HTTPError(415, "no_image", message) from error
-    return max(wide, 1), max(high, 1)
+        raise HTTPError(413, "image_too_large", str(error)) from error
+    except NotAnImage as error:
+        raise HTTPError(415, "no_image", str(error)) from error
+    except (InputError, OSError, ValueError, MemoryError) as error:
+        if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
+            message = "The image takes more memory to decode than this server allows; make it smaller."
+            raise HTTPError(413, "too_much_memory", message) from None
+        if isinstance(error, BrokenImage):
+            raise HTTPError(422, "broken_image", "The image is corrupt; send another copy.") from error
+        raise unfit_image() from error
 
 
 def unfit_image() -> HTTPError:

@@ -65,9 +65,7 @@ class ServedModel:
             predictor.preprocess, settings, self.metrics, full_size=self.full_size, log=log
         )
         self.figures: dict[str, bytes] = {}
-        reason = insight.unavailable_reason(predictor)
-        words = self.zero_shot.available
-        self.description = as_json(model_json(predictor, name, settings, reason, words=words))
+        self.description = as_json(model_json(predictor, name, settings))
         self.routes = {
             "predict": Route("POST", self.predict),
             "embed": Route("POST", self.embed),
@@ -107,7 +105,7 @@ class ServedModel:
         return as_json({"model": self.name, "embeddings": rows, "seconds": timer.seconds()})
 
     async def explain(self, request: Request) -> Response:
-        if insight.unavailable_reason(self.predictor):
+        if self.predictor.bundle is None:
             message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
             raise HTTPError(404, "no_explain", message)
         form, depth = await self._read_form(request), self.predictor.config.depth
@@ -224,8 +222,6 @@ class _Timer:
         self.start = self.encoded = self.decoded = self.time()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds for the texts of labels, until the last image was decoded, from there to the prediction,
-        and in total."""
         end = self.time()
         return {
             "text": self.encoded - self.start,
@@ -306,6 +302,6 @@ def warm_up(models: Iterable[ServedModel]) -> None:
         few = 1 if predictor.acceleration is None else min(8, batch)  # a CUDA graph each
         for count in sorted({1, few, batch}):
             list(predictor.predict_batch([("", blank)] * count))
-        if one.zero_shot.available:
+        if predictor.needs_words:
             with suppress(VitrailError):  # requests get an error
                 predictor.require_bundle().text("a")

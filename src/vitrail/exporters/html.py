@@ -146,7 +146,7 @@ def _render(bundle: Bundle, name: str, names: Sequence[str], pixels: NDArray[np.
     stored, half = stored_model(bundle, pixels)
     tensors = {
         key: tensor.detach().cpu().float().numpy().astype("<f2" if half and _is_matrix(key) else "<f4")
-        for key, tensor in _export_tensors(stored)
+        for key, tensor in _export_tensors(stored).items()
     }
     model = {
         **_describe_model(bundle),
@@ -250,35 +250,15 @@ def _describe_filters(model: ViT) -> str:
     )
 
 
-def _export_tensors(model: ViT) -> list[tuple[str, Tensor]]:
-    """The tensors of the model under the names that vit.js uses; those it does not have are omitted."""
-    config, position, projection = model.config, model.position, cast("Any", model.tokens.proj)
-    tensors: dict[str, Tensor | None] = {
-        "embed.weight": projection.weight.flatten(1),
-        "embed.bias": projection.bias,
-        "prefix": model.prefix,
-        "position": None if config.position == "none" else position.all_rows(config.grid),  # type: ignore[operator]
-        "pool": pooled_tokens(config)[0],  # the weight of each token in y
-    }
-    for number, part in enumerate(model.blocks):
-        block: Any = part
-        modules = {
-            **{"norm1": block.norm1, "norm2": block.norm2, "out": block.attention.out},
-            **{"fc1": block.mlp.fc1, "fc2": block.mlp.fc2},
-        }
-        parts = {
-            "qkv.weight": block.attention.qkv.weight,
-            "qkv.bias": block.attention.qkv.masked_bias(),
-            "scale1": getattr(block.scale1, "weight", None),
-            "scale2": getattr(block.scale2, "weight", None),
-            **{f"{name}.weight": module.weight for name, module in modules.items()},
-            **{f"{name}.bias": module.bias for name, module in modules.items()},
-        }
-        tensors |= {f"blocks.{number}.{name}": tensor for name, tensor in parts.items()}
-    last: dict[str, Any] = {"norm": model.norm, "head": model.head}
-    for name, module in last.items():
-        tensors |= {f"{name}.{part}": getattr(module, part, None) for part in ("weight", "bias")}
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+def _export_tensors(model: ViT) -> dict[str, Tensor]:
+    """The parameters by name, with the positions of all tokens and the weight of each token in y."""
+    tensors = {name: one for name, one in model.state_dict().items() if not name.startswith("position.")}
+    for number, block in enumerate(model.blocks):
+        bias = cast("Any", block).attention.qkv.masked_bias()
+        tensors |= {} if bias is None else {f"blocks.{number}.attention.qkv.bias": bias}
+    if model.config.position != "none":
+        tensors["position"] = model.position.all_rows(model.config.grid)  # type: ignore[operator]
+    return tensors | {"pool": pooled_tokens(model.config)[0]}
 
 
 # ---- half precision -----------------------------------------------------------------------------------
@@ -310,7 +290,7 @@ def stored_model(bundle: Bundle, examples: NDArray[np.uint8] | None = None) -> t
 
 def _is_matrix(key: str) -> bool:
     """Whether a tensor is the weight of a linear layer or of the patch embedding."""
-    parts = ("embed", "proj", "qkv", "out", "fc1", "fc2", "head")
+    parts = ("proj", "qkv", "out", "fc1", "fc2", "head")
     return key.endswith(tuple(f"{part}.weight" for part in parts))
 
 

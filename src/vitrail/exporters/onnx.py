@@ -39,10 +39,8 @@ def write_onnx(
     plan = plan_for(bundle, dynamic=dynamic, with_preprocess=with_preprocess)
     check_weight_bytes(bundle)
     model = build(bundle, plan)
-    session = None
 
     def run(partial: Path) -> Run:
-        nonlocal session
         session = OnnxEngine(partial).session  # our own reader must accept it
         if plan.with_preprocess:  # the graph computes the pixels; make them an output
             model = onnx.ModelProto.FromString(partial.read_bytes())

@@ -282,13 +282,8 @@ def _image_sizes(spec: Preprocess) -> list[tuple[int, int]]:
 
 
 def _draw_scene(high: int, wide: int, channels: int, seed: int) -> NDArray[np.uint8]:
-    """A synthetic photograph with gradients, edges and noise, (high, wide, channels)."""
+    """Blocks of color with noise, (high, wide, channels): edges and texture, as in a photograph."""
     rng = np.random.default_rng(seed)
-    y, x = np.mgrid[0:high, 0:wide] / max(high, wide)
-    scene = np.stack([255 * (a * x + b * y + c) / 3 for a, b, c in rng.random((channels, 3))], axis=-1)
-    for _ in range(6):
-        row, column, radius = rng.random(3)
-        inside = (y - row * y.max()) ** 2 + (x - column * x.max()) ** 2 < (0.3 * radius) ** 2
-        scene[inside] = 255 * rng.random(channels)
-    scene += rng.normal(0, 8, scene.shape)
+    blocks = rng.uniform(0, 255, (high // 8 + 1, wide // 8 + 1, channels)).repeat(8, 0).repeat(8, 1)
+    scene = blocks[:high, :wide] + rng.normal(0, 8, (high, wide, channels))
     return scene.round().clip(0, 255).astype(np.uint8)

@@ -106,7 +106,8 @@ class Batcher:
         jobs: list[ModelJob] = []
         try:
             while jobs := self._take():
-                self._work([job for job in jobs if self._start(job)])
+                if started := [job for job in jobs if self._start(job)]:
+                    self._work(started)
         except BaseException as error:  # whatever ends this thread ends the server
             on_crash(error)
             for job in [*jobs, *self.jobs]:
@@ -144,8 +145,6 @@ class Batcher:
         """Run a batch. If it fails, each image is tried again on its own, so that only the bad ones fail."""
         start = time.perf_counter()
         try:
-            if not jobs:
-                return
             results = _run(jobs)
         except Exception as error:
             if len(jobs) == 1:

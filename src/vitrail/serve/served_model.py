@@ -25,7 +25,7 @@ from vitrail.serve.decode_pool import DecodePool
 from vitrail.serve.decode_worker import unfit_image
 from vitrail.serve.forms import Form, Part, read_form
 from vitrail.serve.messages import Client, HTTPError, Request, Response, Route, as_json, internal_error
-from vitrail.serve.request_classes import MAX_TEXTS, RequestClasses, ZeroShot
+from vitrail.serve.request_classes import MAX_TEXTS, Labels, ZeroShot
 from vitrail.serve.responses import embedding_json, model_json, prediction_json
 from vitrail.serve.server_settings import ServeConfig
 
@@ -81,28 +81,18 @@ class ServedModel:
     async def predict(self, request: Request) -> Response:
         form = await self._read_form(request)
         top = form.integer("top", 5, 1, MAX_TOP)
-        labels = self.zero_shot.parse(form.fields.get("labels"))
-        timer, classes = _Timer(), None
-        async with self._within_deadline() as deadline:
-            if labels is not None:
-                classes = await self.zero_shot.vectors(labels, request.client, deadline)
-                timer.encoded = timer.decoded = timer.time()
-            results = await self._predict_all(form, request, deadline, timer, classes)
-        predictions = [
-            prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "predictions": predictions, "seconds": timer.seconds()})
+        results, seconds = await self._predict_all(
+            form, request, self.zero_shot.parse(form.fields.get("labels"))
+        )
+        rows = [prediction_json(one, part.name, top) for one, part in zip(results, form.files, strict=True)]
+        return as_json({"model": self.name, "predictions": rows, "seconds": seconds})
 
     async def embed(self, request: Request) -> Response:
         """The unit vector of each image, as `vitrail embed` writes it."""
-        form, timer = await self._read_form(request), _Timer()
-        async with self._within_deadline() as deadline:
-            results = await self._predict_all(form, request, deadline, timer)
-        rows = [
-            embedding_json(result, part.name, self.zero_shot.vector)
-            for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "embeddings": rows, "seconds": timer.seconds()})
+        form, vector = await self._read_form(request), self.zero_shot.vector
+        results, seconds = await self._predict_all(form, request)
+        rows = [embedding_json(one, part.name, vector) for one, part in zip(results, form.files, strict=True)]
+        return as_json({"model": self.name, "embeddings": rows, "seconds": seconds})
 
     async def explain(self, request: Request) -> Response:
         if self.predictor.bundle is None:
@@ -150,26 +140,26 @@ class ServedModel:
             raise DeadlineExceeded from None
 
     async def _predict_all(
-        self,
-        form: Form,
-        request: Request,
-        deadline: float,
-        timer: _Timer,
-        classes: RequestClasses | None = None,
-    ) -> list[Prediction | HTTPError]:
-        """The prediction for each image; the error of a single one is the error of the request."""
-        request.images = len(form.files)
-        with self.batcher.reserve(len(form.files)):
-            results = await asyncio.gather(
-                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-            )
+        self, form: Form, request: Request, labels: Labels | None = None
+    ) -> tuple[list[Prediction | HTTPError], dict[str, float]]:
+        """The prediction for each image, and seconds; the error of a single one is that of the request."""
+        timer, classes = _Timer(), None
+        async with self._within_deadline() as deadline:
+            if labels is not None:
+                classes = await self.zero_shot.vectors(labels, request.client, deadline)
+                timer.encoded = timer.decoded = timer.time()
+            request.images = len(form.files)
+            with self.batcher.reserve(request.images):
+                results = await asyncio.gather(
+                    *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
+                )
         if len(results) == 1 and isinstance(results[0], HTTPError):
             raise results[0]
-        if classes is None:
-            return results
-        return [
-            one if isinstance(one, HTTPError) else self.zero_shot.predict(one, classes) for one in results
-        ]
+        if classes is not None:
+            results = [
+                one if isinstance(one, HTTPError) else self.zero_shot.predict(one, classes) for one in results
+            ]
+        return results, timer.seconds()
 
     async def _predict_one(
         self, part: Part, client: Client, deadline: float, timer: _Timer

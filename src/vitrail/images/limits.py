@@ -23,15 +23,7 @@ SCAN_PIXELS = 1_500_000_000  # scans times pixels of a JPEG: at most one second,
 ORIENTATION = 0x0112  # the EXIF tag
 RLE_PIXELS, RLE_BYTES = 8_000_000, 4_000_000  # Pillow decodes run-length BMPs in Python
 WEBP_BYTES = 16  # per pixel: two canvases, the frame as bytes, and the image
-MODE_BYTES = {
-    "1": 1,
-    "L": 1,
-    "P": 1,
-    "I;16": 2,
-    "I;16L": 2,
-    "I;16B": 2,
-    "I;16N": 2,
-}  # bytes per pixel; others 4
+MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel; others 4
 
 
 class ImageTooLarge(InputError):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vitrail.base.errors import InputError
-from vitrail.images.decode import FORMATS, decode_image, suppress_warnings
+from vitrail.images.decode import decode_image, suppress_warnings
+from vitrail.images.headers import FORMATS
 from vitrail.images.limits import DecodeLimits, ImageTooLarge
 from vitrail.images.pixels import to_uint8
 from vitrail.images.preprocess import Preprocess

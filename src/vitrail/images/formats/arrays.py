@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 64 << 30
 _MAX_TEXT = 100_000_000
 CLASSES = "classes"  # the array of an npz with the names of its classes
-_IDX_SPLITS = {
-    "train": "train",
-    "t10k": "test",
-    "test": "test",
-    "val": "val",
-}  # by the start of the file name
+_IDX_SPLITS = {"train": "train", "t10k": "test", "test": "test", "val": "val"}  # by the start of the name
 _NPZ_NAMES = {  # (images, labels) of each split
     "train": (("x_train", "y_train"), ("train_images", "train_labels"), ("images", "labels"), ("x", "y")),
     "val": (("x_val", "y_val"), ("val_images", "val_labels")),
@@ -134,12 +129,7 @@ def _check_text(archive: zipfile.ZipFile, file: Path) -> None:
 # ---- IDX ------------------------------------------------------------------------------------
 
 
-def has_idx(folder: Path) -> bool:
-    """Whether a folder holds IDX files."""
-    return bool(_idx_files(folder))
-
-
-def _idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
+def idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
     """The image and label files of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz, ..."""
     files = {}
     for start, split in _IDX_SPLITS.items():
@@ -155,7 +145,7 @@ def read_idx(folder: Path, *, need_train: bool = True) -> Dataset:
     Args:
         need_train: refuse a folder without training images.
     """
-    files = _idx_files(folder)
+    files = idx_files(folder)
     if need_train and "train" not in files:
         raise InputError(
             f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."

@@ -214,8 +214,7 @@ def read_data(
         on_rows: called with the number of rows of a table that were read so far.
     """
     from vitrail.images import class_names
-    from vitrail.images.formats import arrays, folders, parquet, shards, tables, torch_dataset
-    from vitrail.images.formats import packed_file as packed
+    from vitrail.images.formats import arrays, folders, packed, parquet, shards, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
         return torch_dataset.read_torch_dataset(path)
@@ -229,7 +228,7 @@ def read_data(
     elif file.is_dir():
         data = (
             arrays.read_idx(file, need_train=need_train)
-            if arrays.has_idx(file)
+            if arrays.idx_files(file)
             else folders.read_folder(file, need_train=need_train)
         )
         if need_readable:

@@ -58,10 +58,9 @@ def open_image(
     preprocess: Preprocess | None = None,
 ) -> Image:
     """Open and decode an image file or a stored image; see `decode_image`."""
+    if isinstance(path, PackedImage) and path.is_array:
+        return as_image(path.read_rows(0, path.height))
     if isinstance(path, StoredImage):
-        path.check_readable()
-        if isinstance(path, PackedImage) and path.is_array:
-            return as_image(path.read_rows(0, path.height))
         return decode_image(path.open_file(), printable(path), min_size, limits, preprocess)
     with open_regular(path, "an image") as file:
         # Small files are read at once: the header is read in many small pieces, each a system call.
@@ -116,10 +115,8 @@ def decode_image(
 
 def read_size(path: ImagePath) -> tuple[int, int]:
     """(H, W) of an image file or a stored image, from its header."""
-    if isinstance(path, StoredImage):
-        path.check_readable()
-        if isinstance(path, PackedImage) and path.is_array:
-            return path.height, path.width
+    if isinstance(path, PackedImage) and path.is_array:
+        return path.height, path.width
     with (
         path.open_file() if isinstance(path, StoredImage) else open_regular(path, "an image") as file,
         suppress_warnings(),

@@ -14,8 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -25,13 +24,13 @@ from vitrail.base.errors import InputError, printable, setting
 from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import propose_crops, read_crop
 from vitrail.images.decode import LoadImage, read_or_reason, read_pixels
-from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.order import Order, epoch_order
 from vitrail.images.workers import Task, Workers, choose_workers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vitrail.images.formats.sources import Split
     from vitrail.images.preprocess import Preprocess
 
 __all__ = ["Batch", "CorruptFiles", "Reader", "batch_indices", "epoch_order", "steps_in_epoch"]
@@ -40,17 +39,6 @@ AHEAD = 3  # batches that are decoded before they are needed
 MID_GRAY = 128  # the pixel value of an image that could not be read
 
 Policy = Literal["error", "skip", "warn"]
-
-
-class ImageSource(Protocol):
-    """Images to read: files or an array. `vitrail.images.formats.sources.Split` is one."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def paths(self) -> Sequence[Path | StoredImage] | None: ...  # may have a `take` for many at once
-    @property
-    def images(self) -> NDArray[np.uint8] | None: ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class Reader:
 
     def __init__(
         self,
-        source: ImageSource,
+        source: Split,
         preprocess: Preprocess,
         *,
         augment: Augment | None = None,

@@ -14,8 +14,8 @@ import numpy as np
 
 from vitrail.base.errors import FileError, InputError, printable, require_extra
 from vitrail.base.safe_files import open_regular
-from vitrail.images.classes import listed
-from vitrail.images.formats.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
+from vitrail.images.classes import MAX_CLASSES, listed, rename_classes
+from vitrail.images.formats.sources import Dataset, Split, build_dataset, too_many_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,20 +48,16 @@ def read_digits() -> Dataset:
 # ---- npz ------------------------------------------------------------------------------------
 
 
-def read_npz(file: Path, *, need_train: bool = True) -> Dataset:
+def read_npz(file: Path) -> Dataset:
     """An .npz file with x_train, y_train, x_test, ...; or train_images, train_labels, val_images, ...; or
-    images and labels.
-
-    Args:
-        need_train: refuse a file without training images.
-    """
+    images and labels."""
     arrays = _load_arrays(file)
     pairs: dict[str, tuple[str, str]] = {}
     for split, candidates in _NPZ_NAMES.items():
         for pair in candidates:
             if set(pair) <= set(arrays):
                 pairs.setdefault(split, pair)
-    if not pairs or (need_train and "train" not in pairs):
+    if not pairs:
         raise InputError(
             f"{printable(file)} must hold x_train and y_train, or train_images and train_labels, but holds: "
             f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
@@ -76,8 +72,6 @@ def read_npz(file: Path, *, need_train: bool = True) -> Dataset:
     data = numbered_classes(file.stem, splits, notes)
     if CLASSES not in arrays:
         return data
-    from vitrail.images.class_names import rename_classes
-
     return rename_classes(data, [str(name) for name in arrays[CLASSES].tolist()])
 
 
@@ -139,17 +133,8 @@ def idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-def read_idx(folder: Path, *, need_train: bool = True) -> Dataset:
-    """A folder of IDX files, the format of MNIST.
-
-    Args:
-        need_train: refuse a folder without training images.
-    """
-    files = idx_files(folder)
-    if need_train and "train" not in files:
-        raise InputError(
-            f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
-        )
+def read_idx(folder: Path, files: dict[str, tuple[Path, Path]]) -> Dataset:
+    """A folder of IDX files, the format of MNIST: those of images and of labels of each split."""
     splits = {
         split: build_split(_read_idx_file(pixels), _read_idx_file(labels), printable(pixels), split)
         for split, (pixels, labels) in files.items()

@@ -23,7 +23,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.safe_files import atomic_file, locked_file, open_regular, remove_partial, write_text
-from vitrail.images.class_names import are_numbers
+from vitrail.images.classes import are_numbers
 from vitrail.images.content import bytes_key, name_key
 from vitrail.images.formats.folders import SUFFIXES
 from vitrail.images.formats.pack_writer import source_state
@@ -90,14 +90,11 @@ def pack_shards(
         result.resumed = len(planned) - len(waiting)
         done = result.images - sum(shard.last - shard.first for shard in waiting)
         with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                written = pool.map(lambda shard: _write_shard(shard, data.classes), waiting)
-                for shard, unreadable in zip(waiting, written, strict=True):
-                    result.unreadable += unreadable
-                    done += shard.last - shard.first
-                    progress(done, result.images)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+            written = pool.map(lambda shard: _write_shard(shard, data.classes), waiting)
+            for shard, unreadable in zip(waiting, written, strict=True):
+                result.unreadable += unreadable
+                done += shard.last - shard.first
+                progress(done, result.images)
         if not data.multilabel and not are_numbers(data.classes):  # several labels are written by name
             names = {str(number): name for number, name in enumerate(data.classes)}
             write_text(out / "classes.json", json.dumps(names, indent=1), overwrite=True)

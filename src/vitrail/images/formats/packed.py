@@ -165,9 +165,13 @@ def _parse_index(block: bytes, name: str) -> PackIndex:
     if length > len(block) - 8:
         raise ValueError("its description is longer than it")
     fields = parse_json(block[8 : 8 + length], name)
-    classes, names = _texts(fields, "classes"), _texts(fields, "names")
+    classes, names, size = fields["classes"], fields["names"], fields["size"]
+    for texts in (classes, names):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("classes or names are not a list of text")
+    if type(size) is not int or not 1 <= size <= _MAX_SIDE:
+        raise ValueError(f"size is not a number from 1 to {_MAX_SIDE:,}")
     count, rest = len(names), memoryview(block)[8 + length :]
-    size = _number(fields, "size", _MAX_SIDE)
     multilabel, jpeg = (fields[key] is True for key in ("multilabel", "jpeg"))
     label_bytes = count * (len(classes) if multilabel else 8)
     if len(rest) != count * ROW.itemsize + label_bytes:
@@ -179,20 +183,6 @@ def _parse_index(block: bytes, name: str) -> PackIndex:
     if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) <= most:
         raise ValueError("a label is no class")
     return PackIndex(str(fields["name"]), classes, names, rows, labels, size, jpeg)
-
-
-def _texts(fields: Any, key: str) -> list[str]:
-    texts = fields[key]
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{key} is not a list of text")
-    return texts
-
-
-def _number(fields: Any, key: str, most: int) -> int:
-    number = fields[key]
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-        raise ValueError(f"{key} is not a number from 1 to {most:,}")
-    return number
 
 
 def _check_rows(index: PackIndex, end: int) -> None:
@@ -257,13 +247,10 @@ class PackedImage(StoredImage):
         pixels = self.read_rows(0, self.height)
         return pixels if self.channels == channels else as_image(pixels)
 
-    def check_readable(self) -> None:
-        """Raise the error that the source had when it was packed."""
-        if self.reason:
-            raise BrokenImage(f"{printable(self)} could not be read when it was packed: {self.reason}")
-
     def _read(self, start: int, count: int) -> bytearray:
         """Some of its bytes; the first time all, to check them."""
+        if self.reason:
+            raise BrokenImage(f"{printable(self)} could not be read when it was packed: {self.reason}")
         cut_off = f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
         file = open_stored(self.file)
         if file.is_checked(self.row):

@@ -41,15 +41,12 @@ def list_parquet(path: Path) -> dict[str, list[Path]]:
     return {}
 
 
-def read_parquet(path: Path, *, need_train: bool = True) -> Dataset:
+def read_parquet(path: Path) -> Dataset:
     """The data set in Parquet files. Only names and labels are read."""
     with require_extra("parquet"):
         import pyarrow.parquet  # noqa: F401
 
-    files = list_parquet(path)
-    if need_train and "train" not in files:
-        raise InputError(f"{printable(path)} holds files of {' and '.join(files)} but none of train.")
-    tables = {name: [_Table(file) for file in some] for name, some in files.items()}
+    tables = {name: [_Table(file) for file in files] for name, files in list_parquet(path).items()}
     every = [table for some in tables.values() for table in some]
     classes = _classes(every)
     number = {name: index for index, name in enumerate(classes)}
@@ -96,7 +93,12 @@ class _Table:
         self.labels = self._labels(table.column(label).to_pylist())
         counts = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
         self.largest = max(counts, default=0)
-        self._check_groups()
+        sizes = (self.metadata.row_group(group).total_byte_size for group in range(len(counts)))
+        if max(sizes, default=0) > _MAX_GROUP:
+            raise InputError(
+                f"{printable(file)} has a row group of more than 4 GiB, too large to read at once; write it "
+                "with smaller ones, such as row_group_size=100."
+            )
         paths = [(one or {}).get("path") for one in table.column(self.image).to_pylist()]
         places = ((group, row) for group, count in enumerate(counts) for row in range(count))
         version, path = version_of(str(file)), os.path.abspath(file)
@@ -148,14 +150,6 @@ class _Table:
                     f"classes are numbered from 0 to {len(self.names) - 1}."
                 )
         return [self.names[value] if self.names else str(value) for value in values]
-
-    def _check_groups(self) -> None:
-        groups = (self.metadata.row_group(group) for group in range(self.metadata.num_row_groups))
-        if any(group.total_byte_size > _MAX_GROUP for group in groups):
-            raise InputError(
-                f"{printable(self.file)} has a row group of more than 4 GiB, too large to read at once; "
-                "write it with smaller ones, such as row_group_size=100."
-            )
 
 
 # ---- reading images -------------------------------------------------------------------------

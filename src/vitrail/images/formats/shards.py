@@ -182,13 +182,13 @@ class ShardKeys(_Column[np.uint64]):
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:  # type: ignore[override]  # an array
         return self.table.column("keys", rows)
 
-    def blocks(self) -> Iterator[NDArray[np.uint64]]:
+    def blocks(self, size: int = BLOCK) -> Iterator[NDArray[np.uint64]]:
         if self.rows != range(len(self.table)):
-            yield from super().blocks()
+            yield from super().blocks(size)
             return
         for shard in self.table.shards:  # without looking for the shard of each row
-            for first in range(0, shard.count, BLOCK):
-                yield shard.read("keys", first, min(first + BLOCK, shard.count))
+            for first in range(0, shard.count, size):
+                yield shard.read("keys", first, min(first + size, shard.count))
 
 
 class ShardNames(_Column[str]):
@@ -217,31 +217,18 @@ def open_shards(shards: Sequence[Path], progress: Progress) -> list[ShardHeader]
         return replace(header, info=infos.setdefault(header.info, header.info))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            opened = zip(shards, pool.map(open_index, shards), strict=True)
-            found = {shard: share(header) if header else None for shard, header in opened}
-            missing = [shard for shard, header in found.items() if header is None]
-            for done, header in enumerate(pool.map(build_index, missing), 1):
-                found[missing[done - 1]] = share(header)
-                progress(done, len(missing))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        opened = zip(shards, pool.map(open_index, shards), strict=True)
+        found = {shard: share(header) if header else None for shard, header in opened}
+        missing = [shard for shard, header in found.items() if header is None]
+        for done, header in enumerate(pool.map(build_index, missing), 1):
+            found[missing[done - 1]] = share(header)
+            progress(done, len(missing))
     return [header for header in found.values() if header is not None]
 
 
-def read_shards(path: str | Path, *, need_train: bool = True, progress: Progress) -> Dataset:
-    """The data set in shards.
-
-    Args:
-        progress: called while shards that have no index are read.
-    """
-    files = list_shards(path)
-    if need_train and "train" not in files:
-        raise InputError(
-            f"{printable(path)} holds shards of {' and '.join(files)} but none of train; rename the shards, "
-            "or add those of train."
-        )
-    shards = {name: open_shards(some, progress) for name, some in files.items()}
+def read_shards(path: str | Path, progress: Progress) -> Dataset:
+    """The data set in shards. Progress is reported while shards that have no index are read."""
+    shards = {name: open_shards(files, progress) for name, files in list_shards(path).items()}
     everything = [shard for some in shards.values() for shard in some]
     if not sum(shard.count for shard in everything):
         raise InputError(f"{printable(path)} has no images: its shards must hold key.jpg and key.cls.")

@@ -14,10 +14,10 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.safe_files import open_regular
+from vitrail.images.classes import MAX_CLASSES
 from vitrail.images.formats.folders import SPLITS
 from vitrail.images.formats.lazy import RelativePaths
 from vitrail.images.formats.sources import (
-    MAX_CLASSES,
     Dataset,
     RowProgress,
     Split,
@@ -63,14 +63,9 @@ class _Labels:
         self.rows.append(known)
 
 
-def read_table(file: Path, *, need_train: bool = True, progress: RowProgress = lambda rows: None) -> Dataset:
+def read_table(file: Path, progress: RowProgress) -> Dataset:
     """A data set in a table. Paths are relative to the table. Several labels of an image are a list in JSONL,
-    and joined by | in CSV. The column `split` is train, val or test.
-
-    Args:
-        need_train: refuse a table without training rows.
-        progress: called with the number of rows read so far.
-    """
+    and joined by | in CSV. The column `split` is train, val or test."""
     notes: list[str] = []
     names: list[str] = []
     labels = _Labels()
@@ -94,8 +89,6 @@ def read_table(file: Path, *, need_train: bool = True, progress: RowProgress = l
     images = Split(numbers, names, RelativePaths(file.parent, names))
     of_row = np.array([split or "train" for split in splits])
     parts = {name: images.take(np.flatnonzero(of_row == name)) for name in ("train", "val", "test")}
-    if need_train and not len(parts["train"]):
-        raise InputError(f"{printable(file)} has no training rows; set split to train in some of its rows.")
     return build_dataset(file.stem, classes, {name: part for name, part in parts.items() if len(part)}, notes)
 
 

@@ -132,7 +132,7 @@ def _pack_shards(data: str, out: Path, shard_size: int | None, quiet: bool) -> N
 
 
 def _check(data: str, out: Path, quiet: bool) -> None:
-    from vitrail.images.formats.pack_check import check_packed
+    from vitrail.images.formats.pack_writer import check_packed
     from vitrail.images.formats.sources import read_data
 
     with ProgressBars(enabled=not quiet) as bars:

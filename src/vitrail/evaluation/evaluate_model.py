@@ -44,7 +44,7 @@ from vitrail.evaluation.trained_images import (
     score_others,
 )
 from vitrail.fast.accelerate import Speedup, accelerate_bundle
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT

@@ -49,8 +49,8 @@ from vitrail.fast.inference_routes import (
 )
 from vitrail.fast.merge import MergedForward, why_not_merged
 from vitrail.fast.quantize import find_worst, propose
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.folders import list_images
-from vitrail.images.reader import read_pixels
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle

@@ -26,8 +26,8 @@ from vitrail.base.machine import memory_limit
 from vitrail.fast.accelerate import Speedup
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.inference_routes import Acceleration
+from vitrail.images.decode import read_pixels
 from vitrail.images.pixels import check_pixel_range
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers, in_background
 from vitrail.model import ViT
 from vitrail.model.model_memory import check_fits, forward_bytes

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.base.progress import ProgressBars
-from vitrail.images.class_names import ClassNames, rename_classes
-from vitrail.images.classes import check_empty_classes
+from vitrail.images.classes import ClassNames, check_empty_classes, rename_classes
 from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.images.holdout import VAL_FRACTION
 from vitrail.training.callbacks import Callback

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, printable
 from vitrail.fast.lora import check_rank
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
 from vitrail.images.formats.pack_cache import cached_dataset
 from vitrail.images.formats.sources import Dataset
 from vitrail.model.device import choose_device

@@ -22,10 +22,17 @@ from vitrail.fast.parallelism import gather
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecutable, TrainingExecution
 from vitrail.images.formats.sources import Dataset
-from vitrail.images.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.images.loader import (
+    Batch,
+    CorruptFiles,
+    Reader,
+    batch_indices,
+    epoch_order,
+    start_workers,
+    steps_in_epoch,
+)
 from vitrail.images.order import Order
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import start_workers
 from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice
 from vitrail.training.callbacks import Progress

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from vitrail.base.machine import usable_cores
-from vitrail.images.loader import CorruptFiles, Reader
-from vitrail.images.reader import AHEAD
-from vitrail.images.worker_process import PREFETCH
-from vitrail.images.workers import WorkerPlan
+from vitrail.images.loader import AHEAD, CorruptFiles, Reader
+from vitrail.images.workers import PREFETCH, WorkerPlan
 from vitrail.training.trainer import Trainer
 
 _MIN_READS = 2_000  # images that the run has yet to read: fewer take about as long as measuring

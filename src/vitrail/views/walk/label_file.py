@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, option, printable
-from vitrail.images.class_names import read_names
+from vitrail.images.classes import read_names
 from vitrail.weights.bundle.bundle import Bundle
 
 

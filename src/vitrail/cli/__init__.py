@@ -11,9 +11,9 @@ import os
 import sys
 from contextlib import suppress
 from importlib.metadata import entry_points
-from typing import Annotated
 
 import typer
+from typer import Option
 
 from vitrail.base.errors import InputError, VitrailError, command_line_names, printable
 from vitrail.base.version import __version__
@@ -27,6 +27,7 @@ from vitrail.cli.export import export
 from vitrail.cli.info import info
 from vitrail.cli.inspect import inspect
 from vitrail.cli.malloc import keep_freed_memory
+from vitrail.cli.option_groups import flatten
 from vitrail.cli.pack import pack
 from vitrail.cli.plan import plan
 from vitrail.cli.predict import predict
@@ -47,13 +48,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (
-    *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
-    *(export, bench, info, convert, verify, plan),
-)
-for _command in (*_COMMANDS, *(point.load() for point in entry_points(group="vitrail.commands"))):
-    app.command(_command.__name__)(_command)
-_OF_THE_COURSE = ("lab", "notes", "generate", "check")
+_PANELS = {
+    "Everyday": (train, evaluate, predict, inspect, serve),
+    "Train": (doctor, probe, sweep, plan),
+    "Use": (embed, search, bench),
+    "Look inside": (walk, info, verify),
+    "Files": (convert, export, pack),
+    "Learn": (demo, *(point.load() for point in entry_points(group="vitrail.commands"))),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(_command.__name__, rich_help_panel=_panel)(flatten(_command))
+_OF_THE_COURSE = {"lab", "notes", "generate", "check"}
 
 
 def _print_version(requested: bool) -> None:
@@ -65,10 +71,9 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
+    version: bool = Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     context.with_resource(command_line_names())
 
@@ -103,9 +108,8 @@ def _check_arguments(arguments: list[str]) -> None:
     """Refuse empty arguments: as a path, "" would mean the current folder. Name options that are settings."""
     if arguments[:1] == ["train"]:
         check_options(arguments[1:])
-    if arguments and arguments[0] in set(_OF_THE_COURSE) - {
-        each.name for each in entry_points(group="vitrail.commands")
-    }:
+    found = {command.__name__ for command in _PANELS["Learn"]}
+    if arguments and arguments[0] in _OF_THE_COURSE - found:
         raise InputError(f"vitrail {arguments[0]} is a command of the course; pip install vitrail-course.")
     for number, argument in enumerate(arguments, start=1):
         if not argument:

@@ -6,11 +6,12 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
-from vitrail.cli import overrides as options
+from vitrail.cli.options import FileOptions
 
 if TYPE_CHECKING:
     from vitrail.model.config import ViTConfig
@@ -22,26 +23,22 @@ SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is 
 
 
 def info(
-    file: Annotated[
-        str, typer.Argument(help="A weight file, a folder with one and its settings, or hf:owner/name.")
-    ],
-    check: Annotated[bool, typer.Option("--check", help="Check every value for NaN and infinity.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    offline: options.Offline = False,
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    given: options.Set = None,
+    file: str = Argument(..., help="A weight file, a folder with one and its settings, or hf:owner/name."),
+    check: bool = Option(False, "--check", help="Check every value for NaN and infinity."),
+    as_json: bool = Option(False, "--json", help="Print JSON."),
+    *,
+    opening: FileOptions,
 ) -> None:
-    """Show what is in a weight file without building the model: family, size, preprocessing, license.
+    """Show what is in a weight file, without building the model.
 
-    With --check, the exit code is 1 if a value is NaN or infinity.
+    Its family, size, preprocessing and license are read from its header. With --check, the exit code is 1 if
+    a value is NaN or infinity.
     """
     from vitrail.weights.load import describe
     from vitrail.weights.readers.folder import open_model
 
-    arguments = options.load_arguments(family, keys, given, size)
-    with open_model(file, arguments.pop("checkpoint_key", None), offline=offline) as files:
+    arguments = opening.overrides()
+    with open_model(file, arguments.pop("checkpoint_key", None), offline=opening.offline) as files:
         description = describe(files, **arguments)
         changes = {name: arguments[name] for name in SHAPES if name in arguments}
         replace(description.config, **changes)  # raises for an impossible shape

@@ -4,54 +4,43 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.overrides import Quiet, WorkersOption, parse_workers
+from vitrail.cli.option_values import parse_workers
+from vitrail.cli.options import QUIET, WORKERS
 
 _FORMATS = ("file", "shards")
 _MOST = 5  # names that are printed of a kind
 
 
 def pack(
-    data: Annotated[
-        str | None,
-        typer.Argument(help="A folder with one folder of images per class, or a .csv or .jsonl file."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Argument(help="The packed file to write, such as pets.pack; with --to shards, a folder."),
-    ] = None,
-    to: Annotated[
-        str, typer.Option(help="file: one packed file. shards: tar files in WebDataset's layout.")
-    ] = "file",
-    size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=65_535, help="The short side that larger images are resized to.", show_default="256"
-        ),
-    ] = None,
-    shard_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=1_000_000, help="Megabytes of images in a shard.", show_default="512"),
-    ] = None,
-    jpeg: Annotated[
-        bool, typer.Option("--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read.")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Write nothing: check that OUT is intact and DATA has not changed since."
-        ),
-    ] = False,
-    clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Empty the cache folder, which train --cache fills.")
-    ] = False,
-    workers: WorkersOption = "auto",
-    quiet: Quiet = False,
+    data: str | None = Argument(
+        None, help="A folder with one folder of images per class, or a .csv or .jsonl file."
+    ),
+    out: Path | None = Argument(
+        None, help="The packed file to write, such as pets.pack; with --to shards, a folder."
+    ),
+    to: str = Option("file", help="file: one packed file. shards: tar files in WebDataset's layout."),
+    size: int | None = Option(
+        None, min=1, max=65_535, help="The short side that larger images are resized to.", show_default="256"
+    ),
+    shard_size: int | None = Option(
+        None, min=1, max=1_000_000, help="Megabytes of images in a shard.", show_default="512"
+    ),
+    jpeg: bool = Option(False, "--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read."),
+    check: bool = Option(
+        False, "--check", help="Write nothing: check that OUT is intact and DATA has not changed since."
+    ),
+    clear_cache: bool = Option(
+        False, "--clear-cache", help="Empty the cache folder, which train --cache fills."
+    ),
+    workers: str = WORKERS,
+    quiet: bool = QUIET,
 ) -> None:
     """Decode and resize the images of a data set once, into one file.
 

@@ -149,23 +149,22 @@ class Parts:
             write_errors(self.path(number), some)
             write_part(self.path(number), some, self.predictor, self.options.content, self.options.top)
 
+    def write_missing(
+        self, part: int = 1, of: int = 1, progress: Progress = lambda done, total: None
+    ) -> PartResult:
+        """Write the parts of one job that are not there yet, in this process."""
+        numbers = self.numbers(part, of)
+        with self.in_use():
+            waiting = self.waiting(numbers)
+            self.write(waiting, progress)
+        return self.result(numbers, waiting)
+
     def result(self, numbers: Sequence[int], waiting: Sequence[int]) -> PartResult:
         failed = 0
         for number in numbers:
             with suppress(FileNotFoundError):
                 failed += self.path(number).with_suffix(".errors").read_bytes().count(b"\n")
         return PartResult(self.size(numbers), len(numbers), len(numbers) - len(waiting), failed)
-
-
-def write_parts(
-    parts: Parts, part: int = 1, of: int = 1, progress: Progress = lambda done, total: None
-) -> PartResult:
-    """Write the parts of one job that are not there yet, in this process."""
-    numbers = parts.numbers(part, of)
-    with parts.in_use():
-        waiting = parts.waiting(numbers)
-        parts.write(waiting, progress)
-    return parts.result(numbers, waiting)
 
 
 def model_digest(predictor: Predictor) -> str:

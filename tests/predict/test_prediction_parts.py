@@ -18,9 +18,8 @@ from tests.support.shard_files import shard_folder
 from tests.support.tiny_runs import file_hashes, write_folder
 from vitrail.cli import app
 from vitrail.predict import Predictor
-from vitrail.predict.image_list import ImageList
 from vitrail.predict.index import read_index
-from vitrail.predict.parts import PartOptions, Parts
+from vitrail.predict.parts import ImageList, PartOptions, Parts
 from vitrail.predict.ray_engine import _actors
 
 

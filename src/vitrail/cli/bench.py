@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +64,7 @@ def bench(
 
     from vitrail.evaluation.speed import measure_speeds
 
-    if "int8" in chosen and opening.device == "auto":  # which GPUs do not compute
-        opening = replace(opening, device="cpu")
+    opening = opening.for_precision("int8" if "int8" in chosen else None)
     bundle = _open(model, opening)
     on = next(bundle.model.parameters()).device
     chosen = chosen or _usual_precisions(on, calibrated=data is not None)

@@ -101,8 +101,7 @@ def evaluate(
 
     from vitrail.evaluation.evaluate_model import evaluate as evaluate_model
 
-    if speed.precision == "int8" and opening.device == "auto":  # which GPUs do not compute
-        opening = replace(opening, device="cpu")
+    opening = opening.for_precision(speed.precision)
     bundle = open_zero_shot(model, words, opening) or load_model(model, opening, precision=None)
     precision = usual_precision(bundle, speed.precision, own_code=bool(probes))
     print_device(bundle.model, opening.device, precision, quiet=opening.quiet)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from typer import Argument, Option
 
@@ -118,6 +119,10 @@ class ModelOptions(FileOptions):
         if self.device != "auto":
             values["device"] = self.device
         return values | {"offline": True} if self.offline else values
+
+    def for_precision(self, precision: str | None) -> Self:
+        """On the CPU for int8, which GPUs do not compute."""
+        return replace(self, device="cpu") if precision == "int8" and self.device == "auto" else self
 
 
 @options

@@ -101,9 +101,8 @@ def run_parts(
     Args:
         model: the name of a model, or a bundle with a head from words.
     """
-    from vitrail.predict.image_list import ImageList
     from vitrail.predict.part_files import check_format
-    from vitrail.predict.parts import Parts
+    from vitrail.predict.parts import ImageList, Parts
     from vitrail.predict.predictor import Predictor
 
     if "-" in inputs:

@@ -6,10 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import typer
 from typer import Argument, Option
@@ -94,14 +93,13 @@ def predict(
     if folder is None:
         _check_outputs(Path(out) if out else None, embeddings, explain)
 
-    from vitrail.predict.image_sources import EMPTY_FOLDER
+    from vitrail.predict.image_sources import EMPTY_FOLDER, expand_paths
     from vitrail.predict.output_rows import format_rows, writing_rows
 
     form = form or ("table" if folder is None else "csv")
     if folder is None:
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
-    if speed.precision == "int8" and opening.device == "auto":  # which GPUs do not compute
-        opening = replace(opening, device="cpu")
+    opening = opening.for_precision(speed.precision)
     with_words = open_zero_shot(model, words, opening)
     if folder is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
@@ -124,10 +122,11 @@ def predict(
     if embeddings is None or top is not None:
         check_classes(predictor.bundle)
     classes = 0 if predictor.needs_words else config.classes
-    if not classes:
-        _check_headless(top, embeddings)
-    has_statistics = predictor.engine.statistics is not None
-    header, format_row = format_rows(form, top or 1, classes, has_statistics)
+    if not classes and top is not None:
+        raise InputError("--top needs a model with classes, and this one has no head; use --embeddings.")
+    if not classes and embeddings is None:
+        raise InputError("This model has no head and gives only embeddings; save them with --embeddings.")
+    header, format_row = format_rows(form, top or 1, classes, predictor.engine.statistics is not None)
     if explain is not None:
         predictor.require_bundle()  # fails before the folder is created
         explain.mkdir(exist_ok=True)
@@ -138,7 +137,9 @@ def predict(
         add = stack.enter_context(writing_rows(embeddings, config.pooled_width)) if embeddings else None
         shows_rows = out is None and sys.stdout.isatty()
         bars = stack.enter_context(ProgressBars(enabled=not opening.quiet and not shows_rows))
-        total = _count_images(inputs) if bars.enabled else None
+        total = None
+        if bars.enabled and "-" not in inputs:
+            total = sum(1 for _ in expand_paths(inputs))
         write(header)
         for prediction in predictor.stream(_list_paths(inputs, b"\0" if null else b"\n")):
             count, failed = count + 1, failed + (prediction.error is not None)
@@ -173,22 +174,7 @@ def _check_outputs(out: Path | None, embeddings: Path | None, explain: Path | No
         check_empty_folder("--explain", explain)
 
 
-def _check_headless(top: int | None, embeddings: Path | None) -> None:
-    """A model without a head has no classes, only embeddings."""
-    if top is not None:
-        raise InputError("--top needs a model with classes, and this one has no head; use --embeddings.")
-    if embeddings is None:
-        raise InputError("This model has no head and gives only embeddings; save them with --embeddings.")
-
-
-# ---- paths ----------------------------------------------------------------------------------
-
-
-def _count_images(inputs: list[str]) -> int | None:
-    """The number of images; None if some paths are read from stdin."""
-    from vitrail.predict.image_sources import expand_paths
-
-    return None if "-" in inputs else sum(1 for _ in expand_paths(inputs))
+# ---- paths and rows -------------------------------------------------------------------------
 
 
 def _list_paths(inputs: Iterable[str], separator: bytes) -> Iterator[str]:
@@ -202,47 +188,30 @@ def _list_paths(inputs: Iterable[str], separator: bytes) -> Iterator[str]:
 
 def _read_paths(stream: BinaryIO, separator: bytes) -> Iterator[str]:
     """Paths that end with a separator. Lines may end as on Windows; empty ones are skipped."""
-    rest = b""
+    rest, end = b"", b"\r" if separator == b"\n" else b""
     while chunk := stream.read1(_MAX_PATH):  # type: ignore[attr-defined]
         *complete, rest = (rest + chunk).split(separator)
-        yield from map(os.fsdecode, filter(None, (_strip_return(name, separator) for name in complete)))
+        yield from (os.fsdecode(path) for name in complete if (path := name.removesuffix(end)))
         if len(rest) > _MAX_PATH:
             raise InputError(
                 f"stdin is not a list of paths: {len(rest):,} bytes without a line end; write one path per "
                 "line, or end each with a zero byte and use -0."
             )
-    if last := _strip_return(rest, separator):
+    if last := rest.removesuffix(end):
         yield os.fsdecode(last)
-
-
-def _strip_return(name: bytes, separator: bytes) -> bytes:
-    return name.removesuffix(b"\r") if separator == b"\n" else name
-
-
-# ---- output ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def _open_rows(out: Path | None) -> Iterator[Callable[[str], None]]:
     """A function that writes a row at once, so that a run that is killed leaves only complete rows."""
-    if out is not None:
-        with out.open("xb", buffering=0) as file:
-            yield lambda text: _write_all(file, out, text.encode())
-        return
+    file = nullcontext(sys.stdout) if out is None else out.open("x", encoding="utf-8", newline="\n")
+    with naming_file(out or "standard output"), file as stream:
 
-    def write(text: str) -> None:
-        with naming_file("standard output"):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        def write(text: str) -> None:
+            stream.write(text)
+            stream.flush()
 
-    yield write
-
-
-def _write_all(file: Any, path: Path, data: bytes) -> None:
-    """Write to an unbuffered file, which may accept only a part at a time."""
-    with naming_file(path):
-        while data:
-            data = data[file.write(data) :]
+        yield write
 
 
 def _save_overlay(predictor: Predictor, prediction: Prediction, folder: Path, number: int) -> None:

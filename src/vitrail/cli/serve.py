@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from typer import Argument, Option
 
-from vitrail.base.errors import InputError, printable, require_extra
+from vitrail.base.errors import FileError, InputError, printable, require_extra
+from vitrail.base.safe_files import read_limited
 from vitrail.cli.models import open_predictor
 from vitrail.cli.options import NATIVE, ModelOptions, SpeedOptions
 
@@ -140,18 +141,12 @@ def _read_token(path: Path | None) -> str | None:
         return os.environ.get(_TOKEN) or None
     shown = printable(path)
     try:
-        if not path.is_file():  # reading a device might never end
-            raise OSError
-        with path.open("rb") as file:
-            content = file.read(_MAX_TOKEN + 1)
-        token = content.decode("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        token = read_limited(path, _MAX_TOKEN, "a token").decode("utf-8").strip()
+    except FileError as error:
+        raise InputError(str(error)) from error
+    except (OSError, InputError, UnicodeDecodeError) as error:
         message = f"--token-file must name a text file, and {shown} cannot be read as one; name another."
         raise InputError(message) from error
-    if len(content) > _MAX_TOKEN:
-        raise InputError(
-            f"A token has at most {_MAX_TOKEN:,} bytes, and {shown} has more; use a shorter one."
-        )
     if not token:
         raise InputError(f"{shown} is empty; write the token to it.")
     return token
@@ -160,23 +155,19 @@ def _read_token(path: Path | None) -> str | None:
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
     from vitrail.serve.served_model import fit_memory
 
-    rows = []
+    listed = ""
     for name, predictor in predictors.items():
         height, width = predictor.preprocess.target
         classes = "classes by words" if predictor.needs_words else f"{len(predictor.scale.labels):,} classes"
-        size = f"{height}x{width} pixels"
-        if predictor.preprocess.keeps_shape:
-            size = f"images in their own shape, about {size}"
+        about = "images in their own shape, about " if predictor.preprocess.keeps_shape else ""
         batch = fit_memory(predictor, config, name).batch
         limit = f", at most {batch} images in a batch (--memory)" if batch < config.batch else ""
-        rows.append(f"{printable(name)}: {classes}, {size}{limit}")
-    listed = "\n".join(rows)
+        listed += f"{printable(name)}: {classes}, {about}{height}x{width} pixels{limit}\n"
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"
     )
     return (
-        f"{listed}\n"
-        f"{address}  ({clients}; press Ctrl-C to stop)\n"
+        f"{listed}{address}  ({clients}; press Ctrl-C to stop)\n"
         f"limits: {config.body // 2**20} MiB per request, {config.pixels // 10**6} megapixels per image, "
         f"{config.queue} images at once, {config.deadline:g} s per request"
     )

@@ -15,8 +15,7 @@ from typing import Any
 
 from vitrail.base.errors import require_extra
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.predict.image_list import ImageList
-from vitrail.predict.parts import PartOptions, PartResult, Parts, Progress
+from vitrail.predict.parts import ImageList, PartOptions, PartResult, Parts, Progress
 from vitrail.predict.predictor import Predictor
 
 

@@ -51,10 +51,9 @@ def demo(
             run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, callback=callback)
         except Interrupted as stop:
             callback.close()
-            if stop.saved:
-                _print_resume_command(folder, epochs, seed)
-            else:
-                print(stop)
+            command = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"
+            resume = f"Saved a checkpoint. Resume with: {command} {shlex.quote(str(folder))}"
+            print(resume if stop.saved else stop)
             raise typer.Exit(128 + stop.signal) from None
     predictions = steps.predict_digits(run.bundle, digits.eval_split)
     correct, total = int(predictions.correct.sum()), len(predictions.correct)
@@ -80,11 +79,6 @@ def _create_folder(out: Path | None) -> Path:
     check_empty_folder("--out", out, "name another folder, or omit --out")
     out.mkdir(parents=True, exist_ok=True)
     return out
-
-
-def _print_resume_command(folder: Path, epochs: int, seed: int) -> None:
-    command = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"
-    print(f"Saved a checkpoint. Resume with: {command} {shlex.quote(str(folder))}")
 
 
 def _show_digits(predictions: DemoPredictions, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typer import Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
+from vitrail.base.safe_files import write_text
 from vitrail.cli.evaluation_tables import show_evaluation
 from vitrail.cli.models import check_classes, load_model, open_zero_shot, print_device, usual_precision
 from vitrail.cli.option_values import parse_workers
@@ -31,7 +33,6 @@ from vitrail.cli.outputs import check_new_files, saving_gate_report, this_comman
 
 if TYPE_CHECKING:
     from vitrail.evaluation.evaluate_model import Evaluation
-    from vitrail.images.formats.sources import Split
     from vitrail.weights.bundle.bundle import Bundle
 
 
@@ -123,19 +124,21 @@ def evaluate(
             speedup=speed.speedup(),
             progress=bars,
         )
+    text = json.dumps({"model": model, **result.as_dict()}, indent=1)
     if print_json:
-        print(_as_json(result, model))
+        print(text)
     else:
         shown = replace(result, notes=[]) if opening.quiet else result
         show_evaluation(shown, printable(model), Console(highlight=False))
     with redirect_stdout(sys.stderr if print_json else sys.stdout):
         if json_file is not None:
-            _save_json(json_file, result, model)
+            write_text(json_file, text + "\n")
+            print(f"Saved {printable(json_file)}")
         if csv_file is not None:
-            _save_csv(csv_file, result)
+            write_text(csv_file, "".join(_csv_rows(result)))
+            print(f"Saved {printable(csv_file)}")
         if html_file is not None:
-            assert result.evaluated is not None
-            _save_report(html_file, result, bundle, result.evaluated, model)
+            _save_page(html_file, result, bundle, model)
         if calibrate is not None:
             _save_calibrated(calibrate, result, bundle)
     if result.corrupt:
@@ -168,40 +171,28 @@ def _parse_map(texts: list[str]) -> dict[str, str]:
 # ---- files ----------------------------------------------------------------------------------
 
 
-def _as_json(result: Evaluation, model: str) -> str:
-    return json.dumps({"model": model, **result.as_dict()}, indent=1)
-
-
-def _save_json(path: Path, result: Evaluation, model: str) -> None:
-    from vitrail.base.safe_files import write_text
-
-    write_text(path, _as_json(result, model) + "\n")
-    print(f"Saved {printable(path)}")
-
-
-def _save_csv(path: Path, result: Evaluation) -> None:
+def _csv_rows(result: Evaluation) -> Iterator[str]:
     """A row per image: name, label, prediction, and the most likely classes with their scores."""
-    from vitrail.base.safe_files import atomic_file
     from vitrail.predict.output_rows import as_csv
 
     if result.predictions is None:
         raise InputError("--csv needs a model with a head; remove --csv.")
     count = result.predictions.best.shape[1]
     top = [f"{word}_{place}" for place in range(1, count + 1) for word in ("label", "score")]
-    with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(as_csv(["file", "label", "predicted", "correct", "confidence", *top]))
-        for one in result.predictions:
-            guesses = [value for guess in one.top for value in guess.values()]
-            correct = "yes" if one.correct else "no"
-            file.write(as_csv([one.name, one.label, one.predicted, correct, one.confidence, *guesses]))
-    print(f"Saved {printable(path)}")
+    yield as_csv(["file", "label", "predicted", "correct", "confidence", *top])
+    for one in result.predictions:
+        guesses = [value for guess in one.top for value in guess.values()]
+        correct = "yes" if one.correct else "no"
+        yield as_csv([one.name, one.label, one.predicted, correct, one.confidence, *guesses])
 
 
-def _save_report(path: Path, result: Evaluation, bundle: Bundle, split: Split, model: str) -> None:
+def _save_page(path: Path, result: Evaluation, bundle: Bundle, model: str) -> None:
     from vitrail.views.evaluation_page import evaluation_page
     from vitrail.views.html_page import write_page
 
-    write_page(path, evaluation_page(result, bundle, split, model=Path(model).name, command=this_command()))
+    assert result.evaluated is not None
+    command, name = this_command(), Path(model).name
+    write_page(path, evaluation_page(result, bundle, result.evaluated, model=name, command=command))
     print(f"Saved {printable(path)}")
 
 

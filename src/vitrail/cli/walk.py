@@ -101,7 +101,7 @@ def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str 
     from vitrail.weights.bundle.bundle import Bundle
     from vitrail.weights.preprocessing import override_preprocess
 
-    if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
+    if name.startswith("hf:") or _is_file(name):
         if seed is not None:
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
@@ -136,8 +136,12 @@ def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str 
 
 def _short_name(model: str) -> str:
     """The file name of a path to a model; other names as they are."""
-    is_path = not model.startswith("hf:") and (Path(model).exists() or Path(model).suffix in _WEIGHT_SUFFIXES)
+    is_path = not model.startswith("hf:") and _is_file(model)
     return printable((is_path and Path(model).name) or model)
+
+
+def _is_file(model: str) -> bool:
+    return Path(model).exists() or Path(model).suffix in _WEIGHT_SUFFIXES
 
 
 def _check_tokens(name: str, config: ViTConfig) -> None:

@@ -121,45 +121,47 @@ class Index:
 
 def read_index(path: str | Path) -> Index:
     """Read an index that `Index.save` wrote: a .safetensors file, or a .npy file with its .json."""
-    read = _read_npy if Path(path).suffix == ".npy" else _read_safetensors
-    about, names, embeddings, golden = read(path)
+    shown, is_npy = printable(path), Path(path).suffix == ".npy"
+    about, names, embeddings, golden = (_read_npy if is_npy else _read_safetensors)(Path(path))
     embeddings = embeddings.astype(np.float32)
     valid = isinstance(about, dict) and isinstance(names, list) and embeddings.ndim == 2
     if not valid or len(names) != len(embeddings) or not all(isinstance(name, str) for name in names):
-        raise FileError(f"{printable(path)} is damaged: its names and embeddings do not fit. Make it again.")
+        raise FileError(f"{shown} is damaged: its names and embeddings do not fit. Make it again.")
     if about.get("format") != _FORMAT:
-        raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
+        raise FileError(f"{shown} has another format; make it again with vitrail embed.")
     if not np.isfinite(embeddings).all():
-        raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
-    model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
+        raise FileError(f"{shown} holds NaN or infinity; make it again with vitrail embed.")
     arguments = about.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise FileError(f"{printable(path)} is damaged: its arguments are no object. Make it again.")
-    arguments = {
-        name: as_tuples(value) if isinstance(value, dict) else value
-        for name, value in as_tuples(arguments).items()
-    }
-    native = about.get("native") is True
-    return Index(embeddings, names, model, folder, golden.astype(np.float32), native, arguments=arguments)
+        raise FileError(f"{shown} is damaged: its arguments are no object. Make it again.")
+    return Index(
+        embeddings,
+        names,
+        model=str(about.get("model", "")),
+        folder=str(about.get("folder", "")),
+        golden=golden.astype(np.float32),
+        native=about.get("native") is True,
+        arguments={
+            name: as_tuples(value) if isinstance(value, dict) else value
+            for name, value in as_tuples(arguments).items()
+        },
+    )
 
 
-def _read_safetensors(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+def _read_safetensors(path: Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
     """The description, the names, the embeddings, and those of the golden inputs; not checked yet."""
     with open_weights(path) as file:
         if INDEX_KEY not in file.metadata:
-            raise FileError(
-                f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
-                "index.safetensors."
-            )
+            raise _no_index(path)
         about = parse_json(file.metadata[INDEX_KEY], f"the description in {path}")
         arrays = {name: file.tensor(name).numpy() for name in ("embeddings", "golden", "names")}
     names = parse_json(arrays["names"].tobytes(), f"the names in {path}")
     return about, names, arrays["embeddings"], arrays["golden"]
 
 
-def _read_npy(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+def _read_npy(path: Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
     """The same from two files."""
-    beside = Path(path).with_suffix(".json")
+    beside = path.with_suffix(".json")
     try:
         embeddings = np.load(path, mmap_mode="r")  # a map is never larger than the file; no pickles
         about = parse_json(beside.read_bytes(), str(beside))
@@ -169,11 +171,15 @@ def _read_npy(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
             f"{printable(error.filename)} does not exist; an index is a .npy file with its .json beside it."
         ) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FileError(
-            f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
-            "index.npy."
-        ) from error
+        raise _no_index(path) from error
     return about, about.get("names"), np.atleast_1d(embeddings), golden
+
+
+def _no_index(path: Path) -> FileError:
+    return FileError(
+        f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
+        f"index{path.suffix}."
+    )
 
 
 # ---- building -------------------------------------------------------------------------------

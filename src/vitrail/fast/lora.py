@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from vitrail.base.errors import ConfigError
 from vitrail.fast.parallelism import gather
-from vitrail.fast.twin import share_parameters
+from vitrail.fast.executable import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.model.config import ViTConfig

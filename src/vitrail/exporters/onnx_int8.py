@@ -16,9 +16,9 @@ from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
 from vitrail.exporters.proof import Check, Proof, measure_speed
 from vitrail.exporters.writing import check_output, write_checked
-from vitrail.fast.accelerate import pass_gate, read_calibration
+from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.choices import Choices
-from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
+from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, pass_gate, split_images
 from vitrail.fast.inference_routes import Accelerated, Acceleration, Builder
 from vitrail.fast.onnx_graph import OPSET, open_session
 from vitrail.predict.engine import OnnxEngine
@@ -68,7 +68,9 @@ def write_int8(
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
     how: dict[str, Any] = {"labels": labels, "min_agreement": check_agreement(min_agreement)}
-    found = pass_gate(builder, quantized, "int8", kept, names, held_out, search=keep == "auto", **how)
+    found = pass_gate(
+        builder.calibration, quantized, "int8", kept, names, held_out, search=keep == "auto", **how
+    )
     report = found.report
     assert report.gate is not None
     gate = {**report.gate.as_dict(), "keep": list(report.kept)}

@@ -67,9 +67,16 @@ def write_int8(
 
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
-    how: dict[str, Any] = {"labels": labels, "min_agreement": check_agreement(min_agreement)}
     found = pass_gate(
-        builder.calibration, quantized, "int8", kept, names, held_out, search=keep == "auto", **how
+        builder.calibration,
+        quantized,
+        "int8",
+        kept,
+        names,
+        held_out,
+        labels=labels,
+        min_agreement=check_agreement(min_agreement),
+        search=keep == "auto",
     )
     report = found.report
     assert report.gate is not None

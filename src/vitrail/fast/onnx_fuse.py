@@ -1,4 +1,4 @@
-"""Changes of an ONNX graph: int8 products, and ONNX Runtime's own operators in place of several standard ones.
+"""Changes of an ONNX graph: int8 products, and ONNX Runtime's own operators instead of standard ones.
 
 `quantize_graph` puts QuantizeLinear and DequantizeLinear in front of each product, the standard operators,
 which ONNX Runtime fuses into integer products. The others are only for graphs that ONNX Runtime runs here:

@@ -1,6 +1,6 @@
 """Static quantization of linear layers: ranges from calibration images, and a simulation in fp32.
 
-`Calibration` runs the images once for the ranges, and once more for the rounding of int8 (`vitrail.fast.int8`).
+`Calibration` runs the images once for the ranges, and once more to round weights (`vitrail.fast.int8`).
 """
 
 from __future__ import annotations

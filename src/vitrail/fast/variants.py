@@ -61,7 +61,7 @@ def shorten_last_block(twin: ViT) -> bool:
 
 
 class LastBlock(Block):
-    """The pre-norm block for its first tokens only, which attend to all: of the others, k and v are needed."""
+    """The pre-norm block for its first tokens only: of the others, k and v are needed."""
 
     read: int
     """The tokens to compute."""
@@ -89,8 +89,8 @@ class LastBlock(Block):
 # DropPath and patch dropout draw a few numbers for an image, so that costs nothing. Dropout draws one for
 # every activation. On a CPU that is a small part of a step, also for a few processes. On GPUs, whose products
 # are a thousand times as fast, the masks of eight processes would take about as long as the step, and a fused
-# attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own modules,
-# and each process has a seed of its own. So do images in their own shape, which have no rows in common.
+# attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own
+# modules, and each process has a seed of its own. So do images in their own shape, which have no rows in common.
 
 
 class Rows(Protocol):

@@ -90,7 +90,7 @@ class LastBlock(Block):
 # every activation. On a CPU that is a small part of a step, also for a few processes. On GPUs, whose products
 # are a thousand times as fast, the masks of eight processes would take about as long as the step, and a fused
 # attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own
-# modules, and each process has a seed of its own. So do images in their own shape, which have no rows in common.
+# modules, and each process has a seed of its own. So do images in their own shape, which share no rows.
 
 
 class Rows(Protocol):

@@ -12,7 +12,7 @@ tests/model/test_position.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vitrail.base.errors import InputError
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.model.position_parts import PairwiseBias, RelativeBias, apply_rotary, side_by_side, sincos
-from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
+from vitrail.model.resample import ResizeOptions, multiply_grid, resize_grid, scalar_tensor
 
 Grid = tuple[int, ...]
 State = dict[str, Tensor]
@@ -48,7 +48,7 @@ class Position(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.prefix, self.grid = config.prefix, config.grid
-        self.resize_options: Mapping[str, Any] | None = None
+        self.resize_options: ResizeOptions | None = None
         """Set by `ViT.accept_any_size`: how learned rows are resampled to the grid of each batch."""
 
     def forward(self, z: Tensor, grid: Grid) -> Tensor:
@@ -147,7 +147,7 @@ class LearnedPosition(AddedPosition):
         if self.resize_options is None:
             return self.table
         front, patches = self.table[: self.prefix_rows], self.table[self.prefix_rows :]
-        return torch.cat([front, resize_grid_by_matrix(patches, self.grid, grid, **self.resize_options)])
+        return torch.cat([front, multiply_grid(patches, self.grid, grid, self.resize_options)])
 
     @classmethod
     def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
@@ -172,8 +172,8 @@ class LearnedPosition2D(AddedPosition):
         across: Tensor = self.across
         if self.resize_options is not None:
             (h, w), (h2, w2), options = self.grid, grid, self.resize_options
-            down = resize_grid_by_matrix(down, (h, 1), (h2, 1), **options)
-            across = resize_grid_by_matrix(across, (1, w), (1, w2), **options)
+            down = multiply_grid(down, (h, 1), (h2, 1), options)
+            across = multiply_grid(across, (1, w), (1, w2), options)
         patches = side_by_side(down, across)
         return patches if self.front is None else torch.cat([self.front, patches])
 

@@ -12,6 +12,7 @@ tests/model/test_position.py.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -84,8 +85,11 @@ class Position(nn.Module):
         """Add positions for new prefix tokens to a state dict, in place."""
 
     def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
-        """Between all tokens (T, T) or all patches (N, N); (L, k, T, T) if blocks and heads differ."""
-        raise NotImplementedError
+        """Between all tokens (T, T) or all patches (N, N); (L, k, T, T) if blocks and heads differ.
+
+        Empty if there is nothing to compare.
+        """
+        return torch.empty(0)
 
 
 class AddedPosition(Position):
@@ -103,9 +107,9 @@ class AddedPosition(Position):
         self.every = config.position_at == "every"
         self.prefix_rows = {"all": config.prefix, "class": 1, "patches": 0}[config.rows]
 
+    @abstractmethod
     def rows(self, grid: Grid) -> Tensor:
         """The position rows, those of the prefix first: (prefix rows + N, D)."""
-        raise NotImplementedError
 
     def all_rows(self, grid: Grid) -> Tensor:
         """E_pos, with zeros for prefix tokens without a row: (T, D)."""

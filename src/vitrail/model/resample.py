@@ -131,8 +131,8 @@ def resize_kernel(
             f"A patch kernel must have the shape (D, C, P, Q), not {tuple(weight.shape)}; unflatten a "
             "flattened one with weight.unflatten(1, (C, P, Q))."
         )
-    old, new = tuple(weight.shape[2:]), tuple(new)
-    if old == new:
+    old = tuple(weight.shape[2:])
+    if old == tuple(new):
         return weight
     kernel, options = _at_least_float32(weight), ResizeOptions(method, antialias).check()
     # Resizing is separable, B = B_P x B_Q (Kronecker product), and so is the pseudo-inverse.

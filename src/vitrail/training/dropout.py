@@ -27,7 +27,7 @@ class DropoutSeeds:
     seed: int
     accumulate: int
     alike: bool
-    """Whether all processes draw the same (`vitrail.fast.draws`)."""
+    """Whether all processes draw the same (`vitrail.fast.variants`)."""
     part: int = 0
     """This process's part of what a single process would take at once."""
 

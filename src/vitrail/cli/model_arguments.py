@@ -75,8 +75,7 @@ def open_zero_shot(
     """
     if labels is None and not prompts and templates is None:
         return None
-    from vitrail.weights.text.prompts import read_prompts
-    from vitrail.weights.text.zero_shot import bake_prompts
+    from vitrail.weights.text.prompts import bake_prompts, read_prompts
 
     wanted = read_prompts(labels, prompts, templates)
     bundle = bake_prompts(load_model(model, arguments, quiet=quiet, precision=None), wanted)

@@ -113,7 +113,7 @@ def _load_model(
     from vitrail.model.device import place
     from vitrail.model.presets import preset
     from vitrail.weights.bundle.bundle import Bundle
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
     if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
         if seed is not None:

@@ -60,7 +60,7 @@ def load(
         family: read the file as one of this family, instead of recognizing it.
         keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
             "{i}" is the block index. (pattern, None) ignores
-            tensors. Layouts: those of vitrail.weights.families.layout.LAYOUTS.
+            tensors. Layouts: those of vitrail.weights.families.family.LAYOUTS.
             Without a family, a table that names every tensor is sufficient.
         checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
         preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}; or the
@@ -71,7 +71,7 @@ def load(
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
     from vitrail.model.device import find_device, place
-    from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
+    from vitrail.weights.model_settings import check_fields, override_preprocess, settles_guess
 
     device = "cpu" if device is None else device
     if device != "auto":
@@ -140,7 +140,7 @@ def describe(
     description = replace(description, card=replace(description.card, **files.card))
     if not preprocess:
         return description
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
     config, notes = description.config, description.notes
     return replace(
@@ -166,14 +166,16 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         state = {name: files.tensor(name) for name in description.shapes}
         extras = {name: files.tensor(original) for name, original in description.extras.items()}
     else:
-        from vitrail.weights.families.key_tables import read_state
+        from vitrail.weights.families.match import read_state
 
-        computed = match.family.profile.computed
-        shapes = {name: tuple(tensor.shape) for name, tensor in computed(config, "meta").items()}
+        profile = match.family.profile
+        computed = profile.computed(config) if profile.computed else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in computed.items()}
         _check_tensors(files, {**shapes, **match.shapes}, model)
-        state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
+        state = {**computed, **read_state(match, files.tensor, config)}
         extras = {name: files.tensor(original) for name, original in description.extras.items()}
-        notes += match.family.profile.check_extras(extras)
+        if profile.check_extras:
+            notes += profile.check_extras(extras)
     if extras:
         from vitrail.weights.text.words import add_clip_file, has_text
 
@@ -264,7 +266,7 @@ def _adapt(bundle: Bundle, requested: Mapping[str, Any]) -> None:
 
 def _rename_head(model: ViT, bundle: Bundle, names: list[str]) -> ViT:
     """A head for classes of these names: its own, or a new one with the rows that the file has."""
-    from vitrail.weights.bundle.head_rows import rehead
+    from vitrail.weights.bundle.labels import rehead
 
     count, labels = model.config.classes, bundle.labels
     if names == labels or (labels is None and len(names) == count):

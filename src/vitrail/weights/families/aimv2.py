@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer, layer, lead, row
 from vitrail.weights.families.hf import (
     OURS,
     build_peer,
@@ -22,8 +22,6 @@ from vitrail.weights.families.hf import (
     read_fields,
     shared_keys,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 
@@ -43,15 +41,15 @@ def _choose(match: FamilyMatch) -> Mapping[str, Any]:
     return {"position": "learned"}
 
 
-def _sincos2d(config: ViTConfig, device: str = "cpu") -> dict[str, Tensor]:
+def _sincos2d(config: ViTConfig) -> dict[str, Tensor]:
     """[sin x, cos x, sin y, cos y] of column x and row y, with D/4 frequencies 10000^(-4i/D)."""
     import torch
 
     if config.position != "learned" or config.width % 4:
         return {}
     (h, w), count = config.grid, config.width // 4
-    frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64, device=device) / count)
-    y, x = torch.meshgrid(*(torch.arange(side, device=device) for side in (h, w)), indexing="ij")
+    frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
+    y, x = torch.meshgrid(*(torch.arange(side) for side in (h, w)), indexing="ij")
     angles = [at.flatten()[:, None] * frequencies for at in (x, y)]  # each (N, D/4)
     table = torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1)
     return {"position.table": table.float()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import short_repr
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer, layer, row, tokens
 from vitrail.weights.families.hf import (
     ACTIVATIONS,
     OURS,
@@ -26,8 +26,6 @@ from vitrail.weights.families.hf import (
     read_fields,
     shared_keys,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import tokens
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import B
 
@@ -135,7 +133,7 @@ HF = Family(
     keys=KeyMap(
         rows=HF_ROWS,
         extras=(E + "mask_token", E + "register_tokens"),  # without registers, an empty tensor
-        respell=lambda name: name.replace("model.layer.", "layer."),  # as in memory
+        respell=((r"model\.layer\.", "layer."),),  # as in memory
         zeros={
             E + "mask_token": lambda config: (1, 1, config.width),
             E + "register_tokens": lambda config: (1, config.registers, config.width),

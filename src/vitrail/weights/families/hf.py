@@ -6,7 +6,6 @@ another. The tables have the hub's spelling, which every version reads; `respell
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,9 +15,18 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer, short_repr
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import Row, layer, row
-from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.family import (
+    Detection,
+    Family,
+    KeyMap,
+    Profile,
+    Row,
+    Writer,
+    layer,
+    lead,
+    row,
+    tokens,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,21 +61,19 @@ VIT_ROWS = encoder_rows(
 )
 HEAD = layer("{w}classifier", "head")
 
-ATTENTION = {
-    ".attention.q_proj.": ".attention.attention.query.",
-    ".attention.k_proj.": ".attention.attention.key.",
-    ".attention.v_proj.": ".attention.attention.value.",
-    ".attention.o_proj.": ".attention.output.dense.",
-}
-VIT_NAMES = {**ATTENTION, ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".output.dense."}
-
-
-def respell(name: str, names: Mapping[str, str]) -> str:
-    """Map a name of transformers 5 to the hub's spelling."""
-    name = re.sub(r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2.", name)
-    for new, old in names.items():
-        name = name.replace(new, old)
-    return name
+# The names of transformers 5.
+ENCODER_NAMES = (
+    (r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+)
+_VIT_NAMES = (
+    *ENCODER_NAMES,
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
+)
 
 
 # ---- config.json ----------------------------------------------------------------------------
@@ -254,7 +260,7 @@ VIT = Family(
     keys=KeyMap(
         rows=(*VIT_ROWS, *HEAD),
         extras=("{w}{p}pooler.*", E + "mask_token", "{w}decoder.0.*"),
-        respell=partial(respell, names=VIT_NAMES),
+        respell=_VIT_NAMES,
     ),
     profile=Profile(
         fields={"eps": 1e-12, "activation": "gelu", "remainder": "cut"},

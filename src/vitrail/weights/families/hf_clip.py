@@ -1,4 +1,9 @@
-"""The vision towers of transformers' CLIP and SigLIP, alone or in a file with the text tower."""
+"""The vision towers of transformers' CLIP, SigLIP and SigLIP 2, alone or in a file with the text tower.
+
+In SigLIP 2 NaFlex (Tschannen et al. 2025) images keep their aspect ratio: the patch projection is a matrix on
+flat patches, and the 16 x 16 positions are resized for each image. The SigLIP 2 models of a fixed size have
+SigLIP's own names.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,18 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import short_repr
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.family import (
+    Detection,
+    Family,
+    KeyMap,
+    Profile,
+    Writer,
+    layer,
+    lead,
+    patch_rows,
+    row,
+    tokens,
+)
 from vitrail.weights.families.hf import (
     EXPRESSES,
     build_peer,
@@ -22,11 +38,11 @@ from vitrail.weights.families.hf import (
     shared_keys,
     strip_wrapper,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vitrail.images.preprocess import Preprocess
 
 E, L, OURS = "{w}{p}embeddings.", "{w}{p}encoder.layers.{i}.", "blocks.{i}."
 ROWS = (
@@ -256,4 +272,77 @@ SIGLIP_CLASSIFIER = replace(
     ),
 )
 
-FAMILIES = (CLIP_CLASSIFIER, SIGLIP_CLASSIFIER, CLIP, SIGLIP)
+
+def _naflex_config(config: ViTConfig) -> dict[str, Any]:
+    """config.json of the vision tower alone."""
+    shared = {name: value for name, value in shared_keys(config).items() if name != "image_size"}
+    return {
+        "architectures": ["Siglip2VisionModel"],
+        "model_type": "siglip2_vision_model",
+        **shared,
+        "intermediate_size": config.F,
+        "num_patches": config.patches,
+    }
+
+
+def _naflex_settings(config: ViTConfig, preprocess: Preprocess, labels: list[str] | None) -> dict[str, Any]:
+    """The JSON files, with a processor that keeps the shape of images."""
+    files = folder_settings(config, preprocess, labels, config_json=_naflex_config)
+    files["preprocessor_config.json"] |= {
+        "image_processor_type": "Siglip2ImageProcessor",
+        "patch_size": config.patch_pixels[0],
+        "max_num_patches": config.patches,
+    }
+    return files
+
+
+def flat_patches(images: Tensor, patch: int) -> Tensor:
+    """What transformers' processor makes of images: (B, N, P P C), the channels of a pixel adjacent."""
+    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, P, w, P)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def _naflex_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    import torch
+
+    model = build_peer(_naflex_config(config), strip_tower(state))
+
+    def pooled(images: Tensor) -> Tensor:
+        patches = flat_patches(images, config.patch_pixels[0])
+        shapes = torch.tensor([config.grid] * len(images))
+        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
+        return model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).pooler_output
+
+    return pooled
+
+
+NAFLEX = replace(
+    SIGLIP,
+    name="hf-siglip2-naflex",
+    title="the vision tower of transformers' SigLIP 2 NaFlex",
+    detect=replace(
+        SIGLIP.detect,
+        axes={E + "patch_embedding.weight": 2},
+        model_types=("siglip2", "siglip2_vision_model"),
+    ),
+    keys=KeyMap(
+        rows=(row(E + "patch_embedding.weight", "tokens.proj.weight", patch_rows), *SIGLIP.keys.rows),
+        extras=SIGLIP.keys.extras,
+    ),
+    profile=replace(
+        SIGLIP.profile,
+        resize={"method": "bilinear", "antialias": True},
+        native=True,
+        preprocess="siglip2-naflex",
+        follows="transformers: tanh GELU, eps 1e-6; positions are resized bilinearly with antialiasing. "
+        "Images keep their aspect ratio, as the model was trained.",
+    ),
+    writer=replace(
+        SIGLIP.writer,
+        settings=_naflex_settings,
+        read_settings=partial(read_tower_settings, kind="siglip2"),
+        peer=_naflex_peer,
+    ),
+)
+
+FAMILIES = (CLIP_CLASSIFIER, SIGLIP_CLASSIFIER, CLIP, SIGLIP, NAFLEX)

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, KeyMap, Profile, Writer
+from vitrail.weights.families.family import Detection, KeyMap, Profile, Writer, layer, row
 from vitrail.weights.families.hf import (
-    ATTENTION,
+    ENCODER_NAMES,
     EXPRESSES,
     HEAD,
     OURS,
@@ -23,11 +23,9 @@ from vitrail.weights.families.hf import (
     folder_settings,
     label_keys,
     read_settings,
-    respell,
     shared_keys,
     strip_wrapper,
 )
-from vitrail.weights.families.key_rows import layer, row
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ ROWS = encoder_rows(
     HEAD,
     norms=("norm1", "norm2"),
 )
-NAMES = {**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}
 DINOV2_EXPRESSES = {**EXPRESSES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
 
 
@@ -139,7 +136,7 @@ DINOV2 = replace(
     keys=KeyMap(
         rows=ROWS,
         extras=(E + "mask_token",),
-        respell=partial(respell, names=NAMES),
+        respell=(*ENCODER_NAMES, (r"\.mlp\.down_proj\.", ".mlp.weights_out.")),
         zeros={E + "mask_token": lambda config: (1, config.width)},
     ),
     profile=Profile(

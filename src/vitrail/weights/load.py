@@ -60,7 +60,7 @@ def load(
         family: read the file as one of this family, instead of recognizing it.
         keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
             "{i}" is the block index. (pattern, None) ignores
-            tensors. Layouts: those of vitrail.weights.families.family.LAYOUTS.
+            tensors. Layouts: those of vitrail.weights.families.key_rows.LAYOUTS.
             Without a family, a table that names every tensor is sufficient.
         checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
         preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}; or the

@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer, layer, lead, row
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     OURS,
-    build_peer,
-    check_model_type,
     folder_settings,
-    label_keys,
+    load_peer,
     no_layer_scale,
-    read_fields,
+    read_settings,
     shared_keys,
+    towers,
 )
+from vitrail.weights.families.key_rows import layer, lead, row
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 
@@ -83,13 +83,7 @@ HF_ROWS = (
 )
 
 
-def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    if not check_model_type(settings, ("aimv2", "aimv2_vision_model")):
-        return {}
-    inner = settings.get("vision_config")
-    settings = inner if isinstance(inner, dict) else settings
-    defaults = {"layer_norm_eps": settings.get("rms_norm_eps", 1e-5), "hidden_act": "silu"}
-    return read_fields(settings, {**defaults, "num_attention_heads": 8, "num_hidden_layers": 24})
+_DEFAULTS = towers("aimv2", rms_norm_eps=1e-5, hidden_act="silu", num_attention_heads=8, num_hidden_layers=24)
 
 
 def _config_json(config: ViTConfig) -> dict[str, Any]:
@@ -109,10 +103,12 @@ def _config_json(config: ViTConfig) -> dict[str, Any]:
 
 
 def _peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    settings = _config_json(config)
-    settings["is_native"] = not any(name.endswith("position_embedding.weight") for name in state)
-    model = build_peer({**settings, **label_keys(config, None)}, state)
-    return lambda images: model(images).last_hidden_state.mean(dim=1)
+    native = not any(name.endswith("position_embedding.weight") for name in state)
+
+    def config_json(config: ViTConfig) -> dict[str, Any]:
+        return {**_config_json(config), "is_native": native}
+
+    return load_peer(config, state, config_json, base="vision_model.", anchor="embeddings.patch_embed.weight")
 
 
 def _unsupported(config: ViTConfig) -> list[str]:
@@ -146,7 +142,7 @@ HF = Family(
         },
         unsupported=_unsupported,
         settings=partial(folder_settings, config_json=_config_json),
-        read_settings=_read_settings,
+        read_settings=partial(read_settings, defaults=_DEFAULTS),
         peer=_peer,
     ),
 )

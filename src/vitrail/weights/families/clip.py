@@ -11,18 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from vitrail.weights.families.family import (
-    Detection,
-    Family,
-    KeyMap,
-    Profile,
-    Writer,
-    layer,
-    row,
-    same,
-    tokens,
-    transposed,
-)
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, row, same, tokens, transposed
 from vitrail.weights.families.timm import TIMM
 
 B, OURS = "{w}{p}transformer.resblocks.{i}.", "blocks.{i}."

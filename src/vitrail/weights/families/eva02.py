@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitrail.base.errors import ConfigError
-from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, layer, lead, row, tokens
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile
+from vitrail.weights.families.key_rows import layer, lead, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import TIMM, B
 

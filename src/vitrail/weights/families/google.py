@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Any
 from vitrail.base.errors import ConfigError, printable
 from vitrail.base.fields import short_repr
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import (
-    Detection,
-    Family,
-    KeyMap,
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import (
     Layout,
-    Profile,
     Row,
-    Writer,
     flax_conv,
     flax_heads,
     flax_heads_bias,

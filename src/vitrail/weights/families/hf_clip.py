@@ -7,37 +7,22 @@ SigLIP's own names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import ConfigError
-from vitrail.base.fields import short_repr
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import (
-    Detection,
-    Family,
-    KeyMap,
-    Profile,
-    Writer,
-    layer,
-    lead,
-    patch_rows,
-    row,
-    tokens,
-)
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     EXPRESSES,
-    build_peer,
-    check_model_type,
     folder_settings,
-    label_keys,
+    load_peer,
     no_layer_scale,
-    read_fields,
+    read_settings,
     shared_keys,
-    strip_wrapper,
+    towers,
 )
+from vitrail.weights.families.key_rows import layer, lead, patch_rows, row, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,28 +55,10 @@ POOL = (  # SigLIP's attention pool
     *layer("{w}{p}head.mlp.fc2", "pool.mlp.fc2"),
 )
 TEXT = ("{w}text_model.*", "{w}text_projection.weight", "{w}logit_scale", "{w}logit_bias")
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "clip": {"layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"},
-    "siglip": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-    "siglip2": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-}
-
-
-def read_tower_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """From the config.json of the vision tower, or of both towers, where it is under vision_config."""
-    alone = f"{kind}_vision_model"
-    if not check_model_type(settings, (kind, alone)):
-        return {}
-    if settings["model_type"] == kind:
-        # Files from before 2023 can have both; transformers then uses the second.
-        parts = [settings.get(name) or {} for name in ("vision_config", "vision_config_dict")]
-        for part in parts:
-            if not isinstance(part, dict):
-                raise ConfigError(
-                    f"vision_config in config.json must be an object, not {short_repr(part)}; correct it."
-                )
-        settings = {**parts[0], **parts[1]}
-    return read_fields(settings, DEFAULTS[kind])
+_CLIP_DEFAULTS = towers("clip", layer_norm_eps=1e-5, hidden_act="quick_gelu")
+_SIGLIP_DEFAULTS = towers("siglip", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
+_SIGLIP2_DEFAULTS = towers("siglip2", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
+_tower_peer = partial(load_peer, base="vision_model.", anchor="embeddings.patch_embedding.weight")
 
 
 def _tower_config(config: ViTConfig, kind: str, model: str) -> dict[str, Any]:
@@ -118,34 +85,6 @@ def _classifier_config(config: ViTConfig, kind: str, model: str) -> dict[str, An
     """config.json of a classifier on the mean of the patches, without SigLIP's attention pool."""
     tower = {**_tower_config(config, kind, model), "vision_use_head": False}
     return {"architectures": [model], "model_type": kind, "vision_config": tower}
-
-
-def _clip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_clip_config(config), strip_tower(state))
-    if config.classes:
-        return lambda images: model(images).image_embeds
-    return lambda images: model(images).pooler_output
-
-
-def _siglip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_siglip_config(config), strip_tower(state))
-    return lambda images: model(images).pooler_output
-
-
-def _classifier_peer(
-    config: ViTConfig, state: dict[str, Tensor], kind: str, model: str
-) -> Callable[[Tensor], Tensor]:
-    state = strip_tower(state)
-    for name in ("weight", "bias"):  # CLIP has this norm, but its classifier does not use it
-        zeros = state["vision_model.embeddings.patch_embedding.weight"].new_zeros(config.width)
-        state.setdefault(f"vision_model.post_layernorm.{name}", zeros)
-    peer = build_peer({**_classifier_config(config, kind, model), **label_keys(config, None)}, state)
-    return lambda images: peer(images).logits
-
-
-def strip_tower(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of the tower alone."""
-    return strip_wrapper(state, "embeddings.patch_embedding.weight", "vision_model.")
 
 
 def _unsupported(config: ViTConfig) -> list[str]:
@@ -196,8 +135,8 @@ CLIP = Family(
         },
         unsupported=_clip_unsupported,
         settings=partial(folder_settings, config_json=_clip_config),
-        read_settings=partial(read_tower_settings, kind="clip"),
-        peer=_clip_peer,
+        read_settings=partial(read_settings, defaults=_CLIP_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_clip_config),
     ),
 )
 
@@ -233,8 +172,8 @@ SIGLIP = Family(
         },
         unsupported=_siglip_unsupported,
         settings=partial(folder_settings, config_json=_siglip_config),
-        read_settings=partial(read_tower_settings, kind="siglip"),
-        peer=_siglip_peer,
+        read_settings=partial(read_settings, defaults=_SIGLIP_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_siglip_config),
     ),
 )
 
@@ -248,10 +187,15 @@ CLIP_CLASSIFIER = replace(
     profile=replace(CLIP.profile, fields={**CLIP.profile.fields, "pool": "mean", "pool_norm": "none"}),
     writer=Writer(
         read_settings=CLIP.writer.read_settings,
-        peer=partial(_classifier_peer, kind="clip", model="CLIPForImageClassification"),
+        peer=partial(
+            _tower_peer,
+            config_json=partial(_classifier_config, kind="clip", model="CLIPForImageClassification"),
+            # CLIP has this norm, but its classifier does not use it.
+            zeros={f"{{p}}post_layernorm.{n}": lambda config: (config.width,) for n in ("weight", "bias")},
+        ),
     ),
 )
-_SIGLIP_NAMES: Any = {"kind": "siglip", "model": "SiglipForImageClassification"}
+_siglip_classifier = partial(_classifier_config, kind="siglip", model="SiglipForImageClassification")
 SIGLIP_CLASSIFIER = replace(
     SIGLIP,
     name="hf-siglip-classifier",
@@ -267,8 +211,8 @@ SIGLIP_CLASSIFIER = replace(
         SIGLIP.writer,
         expresses={**TOWER_EXPRESSES, "class_token": (False,), "rows": ("all", "patches"), "pool": ("mean",)},
         unsupported=_unsupported,
-        settings=partial(folder_settings, config_json=partial(_classifier_config, **_SIGLIP_NAMES)),
-        peer=partial(_classifier_peer, **_SIGLIP_NAMES),
+        settings=partial(folder_settings, config_json=_siglip_classifier),
+        peer=partial(_tower_peer, config_json=_siglip_classifier),
     ),
 )
 
@@ -302,18 +246,15 @@ def flat_patches(images: Tensor, patch: int) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
-def _naflex_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+def _naflex_inputs(images: Tensor, config: ViTConfig) -> dict[str, Tensor]:
     import torch
 
-    model = build_peer(_naflex_config(config), strip_tower(state))
-
-    def pooled(images: Tensor) -> Tensor:
-        patches = flat_patches(images, config.patch_pixels[0])
-        shapes = torch.tensor([config.grid] * len(images))
-        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
-        return model(patches, pixel_attention_mask=mask, spatial_shapes=shapes).pooler_output
-
-    return pooled
+    patches = flat_patches(images, config.patch_pixels[0])
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([config.grid] * len(images)),
+    }
 
 
 NAFLEX = replace(
@@ -340,8 +281,8 @@ NAFLEX = replace(
     writer=replace(
         SIGLIP.writer,
         settings=_naflex_settings,
-        read_settings=partial(read_tower_settings, kind="siglip2"),
-        peer=_naflex_peer,
+        read_settings=partial(read_settings, defaults=_SIGLIP2_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_naflex_config, inputs=_naflex_inputs),
     ),
 )
 

@@ -17,7 +17,8 @@ from vitrail.base.errors import ConfigError, setting
 from vitrail.base.fields import as_integer, per_axis, short_repr
 from vitrail.model.config import POSITIONS, STEM_STRIDES, ViTConfig
 from vitrail.model.presets import SIZES
-from vitrail.weights.families.family import Detection, Family, KeyMap, Shape
+from vitrail.weights.families.family import Detection, Family, KeyMap
+from vitrail.weights.families.key_rows import Shape
 from vitrail.weights.families.match import FamilyMatch
 
 # Heads are 64 wide except in So400m, H, g, G and e, which have 16 heads.

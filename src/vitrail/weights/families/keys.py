@@ -18,7 +18,8 @@ from typing import Any
 
 from vitrail.base.errors import ConfigError, FileError, printable, suggest
 from vitrail.base.fields import short_repr
-from vitrail.weights.families.family import LAYOUTS, Family, KeyMap, Profile, Row
+from vitrail.weights.families.family import Family, KeyMap, Profile
+from vitrail.weights.families.key_rows import LAYOUTS, Row
 from vitrail.weights.families.match import FamilyMatch, join_names
 
 Keys = Iterable[Sequence[Any]]

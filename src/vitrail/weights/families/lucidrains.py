@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import FileError
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import (
-    Detection,
-    Family,
-    KeyMap,
-    Profile,
-    Writer,
-    layer,
-    patch_rows,
-    patch_vector,
-    row,
-    tokens,
-)
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, patch_rows, patch_vector, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from vitrail.base.errors import printable
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle_header import split_own
-from vitrail.weights.families.family import ANY_PREFIX, Detection, Family, Row, Shape, Sizes
+from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
+from vitrail.weights.families.key_rows import Row, Shape, Sizes
 from vitrail.weights.readers.tensor_entries import Entry
 
 if TYPE_CHECKING:
@@ -181,9 +182,8 @@ def _find_placeholders(family: Family, names: set[str], shapes: Mapping[str, Sha
         table = {name.format(**one, i=0) for row in family.keys.rows for name in row.theirs}
         if len(table & names) > most:
             found, most = one, len(table & names)
-    for name, axes in detect.axes.items() if found else ():
-        if len(shapes.get(name.format(**found, i=0), ())) != axes:
-            return None
+    if found and any(len(shapes.get(n.format(**found, i=0), ())) != axes for n, axes in detect.axes.items()):
+        return None
     return found
 
 

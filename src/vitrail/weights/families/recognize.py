@@ -17,8 +17,9 @@ from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle import Card, Source
 from vitrail.weights.bundle.bundle_header import OWN_NAMES, FileDescription
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.families.family import Family, Sizes
+from vitrail.weights.families.family import Family
 from vitrail.weights.families.infer import STATE_DICT, infer_config, infer_own_config
+from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family
 from vitrail.weights.model_settings import check_sizes, find_preprocess, model_names, read_labels, split_words

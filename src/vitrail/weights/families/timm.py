@@ -8,17 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.family import (
-    Detection,
-    Family,
-    KeyMap,
-    Profile,
-    Writer,
-    layer,
-    lead,
-    row,
-    tokens,
-)
+from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.key_rows import layer, lead, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:

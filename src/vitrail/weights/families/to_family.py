@@ -16,7 +16,8 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.images.published_preprocess import from_hf
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle, Source, cast_exactly, in_source_dtype
-from vitrail.weights.families.family import Family, Sizes
+from vitrail.weights.families.family import Family
+from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.keys import read_table, with_rows
 from vitrail.weights.families.match import FamilyMatch, RowMatch, join_names, match_family
 from vitrail.weights.readers.files import Entry, write_npz, write_safetensors

@@ -19,7 +19,7 @@ from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError
 from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
 from vitrail.model.config import ViTConfig, format_sides
-from vitrail.weights.families.family import Sizes
+from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family, read_state
 from vitrail.weights.families.text_towers import TEXT_FAMILIES, TextFamily
 from vitrail.weights.readers.folder import open_model

@@ -43,7 +43,7 @@ def check_sizes(
     path: str, settings: Mapping[str, Any], config: ViTConfig, overrides: Collection[str]
 ) -> None:
     """Refuse settings that contradict the weights, except for fields that the user gives."""
-    for prefix, part in _size_parts(settings):
+    for prefix, part in _size_parts(settings).items():
         for name, field in _SIZES.items():
             value = part.get(name)
             if value is None or field in overrides or (name, value) == ("num_classes", 0):
@@ -58,22 +58,22 @@ def check_sizes(
                 )
 
 
-def _size_parts(settings: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of a config.json that hold sizes of the image model, each with the prefix of its keys.
+def _size_parts(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The objects of a config.json that hold sizes of the image model, by the prefix of their keys.
 
     Settings of other libraries than transformers (model_type) and timm (model_args) are not checked.
     """
     if isinstance(timm := settings.get("model_args"), dict):
-        yield "model_args.", timm
-        yield "", {name: settings.get(name) for name in ("num_features", "num_classes")}
-    elif "model_type" in settings:
-        towers = [
-            name for name in ("vision_config", "vision_config_dict") if isinstance(settings.get(name), dict)
-        ]
-        for name in towers[-1:]:  # of two, transformers uses the second
-            yield f"{name}.", settings[name]
-        if not towers:
-            yield "", settings
+        return {
+            "model_args.": timm,
+            "": {name: settings.get(name) for name in ("num_features", "num_classes")},
+        }
+    if "model_type" not in settings:
+        return {}
+    for name in ("vision_config_dict", "vision_config"):  # of two, transformers uses the first of these
+        if isinstance(settings.get(name), dict):
+            return {f"{name}.": settings[name]}
+    return {"": settings}
 
 
 def _as_side(value: Any) -> Any:
@@ -96,57 +96,52 @@ def read_labels(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]
         return None
     if isinstance(names, list):
         names = {str(number): name for number, name in enumerate(names)}
-    if not isinstance(names, dict):
-        notes.append(
-            f"The labels in config.json were not used: they are {short_repr(names)}, not names by number."
-        )
-        return None
     classes = [str(number) for number in range(config.classes)]
-    if all(name == f"LABEL_{number}" for number, name in names.items()):
+    if not isinstance(names, dict):
+        what = f"they are {short_repr(names)}, not names by number"
+    elif all(name == f"LABEL_{number}" for number, name in names.items()):
         return None
-    missing = [number for number in classes if not isinstance(names.get(number), str)]
-    unexpected = [number for number in names if number not in classes]
-    if missing or unexpected:
+    else:
+        missing = [number for number in classes if not isinstance(names.get(number), str)]
+        unexpected = [number for number in names if number not in classes]
+        if not missing and not unexpected:
+            return [names[number] for number in classes]
+        what = "has no name for" if missing else "names"
         what = (
-            f"has no name for class {join_names(missing)}"
-            if missing
-            else f"names class {join_names(unexpected)}"
+            f"id2label {what} class {join_names(missing or unexpected)}, and the model has {config.classes} "
+            f"classes, 0 to {config.classes - 1}"
         )
-        notes.append(
-            f"The labels in config.json were not used: id2label {what}, and the model has {config.classes} "
-            f"classes, 0 to {config.classes - 1}."
-        )
-        return None
-    return [names[number] for number in classes]
+    notes.append(f"The labels in config.json were not used: {what}.")
+    return None
 
 
 _NAMES = ("architecture", "architectures", "model_type", "tag", "hf_hub_id", "_name_or_path")
 
 
-def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a model is called, and where: the names in transformers' or timm's config.json, then its path."""
-    timm = settings.get("pretrained_cfg")
-    for part in (settings, timm if isinstance(timm, Mapping) else {}):
-        for key in _NAMES:
+def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
+    """The words of each name of a model, in lower case, and where it has this name.
+
+    The names in transformers' or timm's config.json come first, then its path. The words of
+    "deit_tiny_patch16_224" are deit, tiny and patch.
+    """
+    named: list[tuple[str, Any]] = []
+    for part in (settings, settings.get("pretrained_cfg")):
+        for key in _NAMES if isinstance(part, Mapping) else ():
             value = part.get(key)
-            for name in value if isinstance(value, list) else [value]:
-                if isinstance(name, str):
-                    yield f"config.json, {key}", name
-    if path.is_dir():
-        yield "the name of the folder", path.absolute().name
-        return
-    yield "the name of the file", path.name
-    if path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
-        yield "the name of the folder", path.absolute().parent.name
-
-
-def split_words(name: str) -> list[str]:
-    """The words of a name, in lower case: "deit_tiny_patch16_224" has deit, tiny and patch."""
-    return re.findall("[a-z]+", name.lower())
+            names = value if isinstance(value, list) else [value]
+            named += [(f"config.json, {key}", name) for name in names]
+    if not path.is_dir():
+        named.append(("the name of the file", path.name))
+    if path.is_dir() or path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
+        folder = path.absolute() if path.is_dir() else path.absolute().parent
+        named.append(("the name of the folder", folder.name))
+    for where, name in named:
+        if isinstance(name, str):
+            yield set(re.findall("[a-z]+", name.lower())), f"{where}: {printable(name)[:80]}"
 
 
 # Published for weights whose tensors look the same as those of the first.
-_SAME_TENSORS = {"augreg": ("deit",), "google": ("deit",)}
+_SAME_TENSORS = {"augreg": "deit", "google": "deit"}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Preprocess))
 _TIMM_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -169,10 +164,11 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
     if config.input != "image":
         return FoundPreprocess(None, "")
     settings = files.settings or files.settings_beside(notes)
-    others = [other for other in _SAME_TENSORS.get(family, ()) if config.channels == 3]
-    said_by = ""
-    if others:
-        family, said_by = _known_from(files, settings, family, others)
+    other, said_by = _SAME_TENSORS.get(family, "") if config.channels == 3 else "", ""
+    if other:
+        for words, where in model_names(files.path, settings.get("config.json", {})):
+            if not said_by and words & {family, other}:
+                family, said_by = family if family in words else other, where
     published = _published(family, config)
     try:
         preprocess, origin = _from_settings(settings, published, notes)
@@ -194,21 +190,10 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
     elif said_by:
         origin, used = f"{origin}, known from {said_by}", f"{used} (known from {said_by})"
     notes.append(f"{reason}; {used}.")
-    if not others or said_by:
+    if not other or said_by:
         return FoundPreprocess(published, origin)
-    notes.append(_guess_note(published, others[0], config))
+    notes.append(_guess_note(published, other, config))
     return FoundPreprocess(published, f"{origin}, a guess (see the notes)", " ".join(notes[-2:]))
-
-
-def _known_from(
-    files: ModelFiles, settings: Mapping[str, Any], family: str, others: list[str]
-) -> tuple[str, str]:
-    """Which of several published preprocessings a name shows, and which name; the first if none does."""
-    for where, name in model_names(files.path, settings.get("config.json", {})):
-        for one in (family, *others):
-            if one in split_words(name):
-                return one, f"{where}: {printable(name)[:80]}"
-    return family, ""
 
 
 def _describe_values(preprocess: Preprocess) -> str:
@@ -221,7 +206,7 @@ def _describe_values(preprocess: Preprocess) -> str:
 
 
 def _guess_note(used: Preprocess, other: str, config: ViTConfig) -> str:
-    """That the tensors do not tell which preprocessing it is, how they differ, and how to choose."""
+    """A note for an ambiguous preprocessing: how the other one differs, and how to choose it."""
     published = _published(other, config)
     values = _describe_values(published)
     if (published.resize, published.interpolation) != (used.resize, used.interpolation):
@@ -313,11 +298,6 @@ def override_preprocess(
         if (now := getattr(changed, name)) != (before := getattr(preprocess, name)):
             notes.append(f"preprocess.{name} is {short_repr(now)} as given, instead of {short_repr(before)}.")
     return changed
-
-
-def settles_guess(given: Mapping[str, Any] | str | None) -> bool:
-    """Whether the user's choice leaves nothing to guess: a published preprocessing, or mean and std."""
-    return bool(given) and (isinstance(given, str) or {"mean", "std"} <= set(given or ()))
 
 
 def check_fields(given: Any) -> None:

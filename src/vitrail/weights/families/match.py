@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vitrail.base.errors import printable
-from vitrail.model.config import ViTConfig
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle_header import split_own
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
 from vitrail.weights.families.key_rows import Row, Shape, Sizes
@@ -19,6 +19,7 @@ from vitrail.weights.readers.tensor_entries import Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 MAX_BLOCKS = 10_000
 _MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
@@ -90,6 +91,21 @@ def join_names(names: Iterable[str]) -> str:
     names = list(names)
     shown = ", ".join(printable(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def describe_mismatch(model: Module, shapes: Mapping[str, Shape]) -> str:
+    """Which tensors a model has and a file has not, or the other way round, as a phrase; "" if none."""
+    needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = {
+        "is missing": [name for name in needed if name not in shapes],
+        "has unexpected": [name for name in shapes if name not in needed],
+        "has wrong shapes:": [
+            f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}"
+            for name, shape in needed.items()
+            if shapes.get(name, shape) != shape
+        ],
+    }
+    return " and ".join(f"{what} {join_names(names)}" for what, names in wrong.items() if names)
 
 
 def match_family(

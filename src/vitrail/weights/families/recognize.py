@@ -22,7 +22,7 @@ from vitrail.weights.families.infer import STATE_DICT, infer_config, infer_own_c
 from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family
-from vitrail.weights.model_settings import check_sizes, find_preprocess, model_names, read_labels, split_words
+from vitrail.weights.model_settings import check_sizes, find_preprocess, model_names, read_labels
 from vitrail.weights.readers.folder import INDEX_KEY, ModelFiles
 
 _DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
@@ -194,7 +194,7 @@ def _recognize(
 
 def _refuse_eupe(files: ModelFiles, family: Family) -> None:
     names = model_names(files.path, files.settings.get("config.json", {}))
-    if any(_EUPE in split_words(name) for _, name in names):
+    if any(_EUPE in words for words, _ in names):
         reason = (
             "its tensors have the names of DINOv3, but it was distilled from several models, and we have not "
             "compared it with its own code"

@@ -99,7 +99,7 @@ def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str 
     from vitrail.model.device import place
     from vitrail.model.presets import preset
     from vitrail.weights.bundle.bundle import Bundle
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
     if name.startswith("hf:") or _is_file(name):
         if seed is not None:

@@ -24,7 +24,7 @@ from vitrail.training.recipes.auto import MAX_SIDE, RunContext
 from vitrail.training.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
-from vitrail.weights.preprocessing import override_preprocess
+from vitrail.weights.model_settings import override_preprocess
 from vitrail.weights.readers.pretrained import FEW_IMAGES, pretrained_note
 
 AUTO_BATCH = "auto"

@@ -14,8 +14,7 @@ from vitrail.model.model_memory import activation_bytes
 from vitrail.model.presets import preset
 from vitrail.training import sharding
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.plan.cost import Cluster, step_cost
-from vitrail.training.plan.fitting import MARGIN
+from vitrail.training.plan.cost import MARGIN, Cluster, step_cost
 from vitrail.training.recipes.settings import TrainConfig
 
 

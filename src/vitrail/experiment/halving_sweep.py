@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.base.errors import FileError, option, printable
 from vitrail.base.fields import as_integer
-from vitrail.base.safe_files import PARTIAL, write_text
+from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
-from vitrail.experiment.trial import StudyPool, Trial, TrialTask
+from vitrail.experiment.trial import StudyPool, Trial, TrialTask, check_folder
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
@@ -115,7 +114,7 @@ def sweep(
     count, seed = as_integer("trials", trials, 2, 1000), as_integer("seed", seed, 0, MAX_SEED)
     folder, dataset = Path(out), open_training_data(data, None, changes, NullCallback())
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
-    _check_folder(folder)
+    check_folder(folder, "sweep", (_RECORD,))
     candidates = draw_candidates(base.train, count, seed)
     plan = _rounds(count, base.train.epochs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,13 +240,3 @@ def _text(value: Any) -> str:
         separator = "x" if all(isinstance(one, int) for one in value) else ","
         return separator.join(map(_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _check_folder(folder: Path) -> None:
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    foreign = {name for name in names - {"runs", _RECORD} if not PARTIAL.fullmatch(name)}
-    if foreign or (folder.exists() and not folder.is_dir()):
-        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
-        raise FileError(
-            f"{option('out')} must be a new or empty folder, or a sweep's, and {printable(folder)} {reason}."
-        )

@@ -14,19 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.fields import as_integer, is_real, short_repr
 from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
 from vitrail.images.formats.sources import Dataset
-from vitrail.model import ViT
-from vitrail.model.device import choose_device
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.metric_values import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
+from vitrail.training.run_plan import plan_recipe
 from vitrail.training.signals import Interrupted
 from vitrail.training.trainer import Trainer
 from vitrail.views.canvas import FAINT, LINES, new_figure, save_figure, styled
@@ -104,18 +101,15 @@ def find_lr(
     folder = None if out is None else _check_folder(Path(out))
     dataset = open_training_data(data, None, changes, NullCallback())
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
-    torch.manual_seed(resolved.train.seed)
-    model = ViT(resolved.model)
-    if start is not None:
-        model.load_state_dict(start.model.state_dict())
-    plain: dict[str, Any] = {
-        "ema": None,
-        "compile": False,
-        "cuda_graph": False,
-    }  # not worth it for so few steps
-    long = replace(resolved.train, schedule="constant", warmup=0.0, epochs=1_000_000, **plain)
-    compute = choose_device(long.precision, device=long.device)
-    trainer = Trainer(model, resolved.preprocess, dataset, long, compute)
+    plan = plan_recipe(dataset, resolved, start).with_settings(
+        schedule="constant",
+        warmup=0.0,
+        epochs=1_000_000,
+        ema=None,
+        compile=False,  # not worth it for so few steps, like a CUDA graph
+        cuda_graph=False,
+    )
+    trainer = Trainer(plan)
     curve = _ramp(trainer, count, low, high, resolved.train.lr, progress)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

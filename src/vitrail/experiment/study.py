@@ -25,16 +25,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.base.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.base.errors import ConfigError, InputError, suggest
 from vitrail.base.fields import as_integer, is_real, short_repr
-from vitrail.base.safe_files import PARTIAL, write_text
+from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
-from vitrail.experiment.interval import difference_interval, fraction_interval
-from vitrail.experiment.trial import StudyPool, Trial, TrialTask
+from vitrail.experiment.interval import check_extra, difference_interval, fraction_interval
+from vitrail.experiment.trial import StudyPool, Trial, TrialTask, check_folder
 from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.model import ViT
 from vitrail.training.recipes.settings import Recipe
@@ -74,7 +75,7 @@ class Arm:
 
     @property
     def mean(self) -> float:
-        return math.fsum(self.scores) / self.n
+        return fmean(self.scores)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -101,7 +102,7 @@ class Difference:
         """First minus second; each has one score per seed, a fraction of so many held-out images."""
         differences = [a - b for a, b in zip(first, second, strict=True)]
         interval = difference_interval(differences, images)
-        return cls(math.fsum(differences) / len(differences), interval, len(differences))
+        return cls(fmean(differences), interval, len(differences))
 
     @property
     def significant(self) -> bool:
@@ -213,7 +214,8 @@ def study(
     seed_list = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     _check_arguments(arms, seed_list, lrs, as_integer("selection_seeds", selection_seeds, 1), changes)
     folder, dataset = Path(out), data if isinstance(data, Dataset) else open_dataset(data)
-    _check_folder(folder)
+    check_folder(folder, "study", ("study.json", "study.png", "study.svg"))
+    check_extra()
 
     def task(name: str, lr: float | None, seed: int) -> TrialTask:
         resolved = resolve_arm(recipe, dataset, arms[name], changes, lr, seed)
@@ -277,8 +279,7 @@ def best_lr(trials: Sequence[Trial]) -> float:
 
 def mean_score_at(trials: Sequence[Trial], lr: float) -> float:
     """The mean score of the trials at a learning rate."""
-    scores = [trial.score for trial in trials if trial.lr == lr]
-    return math.fsum(scores) / len(scores)
+    return fmean(trial.score for trial in trials if trial.lr == lr)
 
 
 def scores_by_lr(trials: Sequence[Trial]) -> dict[float, float]:
@@ -352,12 +353,3 @@ def _check_distinct(tasks: Sequence[TrialTask]) -> None:
                 f"arms and learning rates must differ by more than case; {tasks[n].arm} at {tasks[n].lr:g} "
                 "appears twice. Remove or rename one."
             )
-
-
-def _check_folder(folder: Path) -> None:
-    ours = {"runs", "study.json", "study.png", "study.svg"}
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    foreign = {name for name in names - ours if not PARTIAL.fullmatch(name)}
-    if foreign or (folder.exists() and not folder.is_dir()):
-        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
-        raise FileError(f"out must be a new or empty folder, or a study's, and {printable(folder)} {reason}.")

@@ -12,20 +12,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
-from vitrail.base.errors import InputError
-from vitrail.base.safe_files import write_text
+from vitrail.base.errors import FileError, InputError, option, printable
+from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
 from vitrail.training.metric_values import Diverged
 from vitrail.training.recipes.settings import Recipe
-from vitrail.training.run import run_training
-from vitrail.training.run_directory import check_same_run, describe_run
+from vitrail.training.run import execute
+from vitrail.training.run_plan import plan_recipe
+from vitrail.training.saved_run import check_same_run, describe_run
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.bundle.digest import bundle_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -139,6 +139,17 @@ def map_in_processes(
         return pool.map(function, items)
 
 
+def check_folder(folder: Path, what: str, ours: Sequence[str]) -> None:
+    """Refuse a folder with anything in it but the files of a study or sweep, or what a kill left."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    foreign = {name for name in names - {"runs", *ours} if not PARTIAL.fullmatch(name)}
+    if foreign or (folder.exists() and not folder.is_dir()):
+        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
+        raise FileError(
+            f"{option('out')} must be a new or empty folder, or a {what}'s, and {printable(folder)} {reason}."
+        )
+
+
 # ---- in a worker process --------------------------------------------------------------------
 
 
@@ -153,7 +164,8 @@ def _run_trial(task: TrialTask, data: Dataset) -> Trial:
     start = time.perf_counter()
     score, loss = 0.0, None
     try:
-        last = run_training(data, task.recipe, task.out, start=task.start, resume=True).metrics[-1]
+        plan = plan_recipe(data, task.recipe, task.start)
+        last = execute(plan, task.out, resume=True).metrics[-1]
         score, loss = last["val_accuracy"], last["val_loss"]
     except Diverged:
         pass
@@ -167,10 +179,7 @@ def _read_trial(task: TrialTask, data: Dataset) -> Trial | None:
     """The result of a finished trial; an error if the run directory has other settings."""
     if not task.record.exists():
         return None
-    start: dict[str, Any] = {"from_file": task.start is not None, "teacher": None}
-    if task.start is not None:
-        start["from_digest"] = bundle_digest(task.start)
-    check_same_run(task.out / "config.json", describe_run(task.recipe, data, start))
+    check_same_run(task.out / "config.json", describe_run(plan_recipe(data, task.recipe, task.start)))
     try:
         return Trial(**json.loads(task.record.read_text()))
     except (ValueError, TypeError):

@@ -1,6 +1,6 @@
-"""Training on the console: messages, the plan, one line per epoch, and the progress.
+"""What a run shows: messages, the plan, one line per epoch, and the progress.
 
-Progress is a bar at a terminal, and a line every half minute in a file or a pipe.
+Progress is a bar at a terminal, a live table in a notebook, and a line every half minute elsewhere.
 """
 
 from __future__ import annotations
@@ -9,13 +9,24 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from vitrail.base.errors import printable
+from vitrail.base.errors import InputError, printable
+from vitrail.base.fields import short_repr
 from vitrail.base.progress import ProgressBars
-from vitrail.training.callbacks import Progress, epoch_line, format_rate, progress_line
+from vitrail.training.callbacks import (
+    Callback,
+    NullCallback,
+    Progress,
+    epoch_line,
+    format_rate,
+    progress_line,
+)
 from vitrail.training.clock import Interval, format_seconds
+from vitrail.training.notebook import NotebookCallback, in_notebook
+from vitrail.training.parallel import init_process_group
 
 _LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
@@ -100,3 +111,50 @@ def print_rows(rows: Mapping[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(Text(name, style="bold cyan"), Text(printable(value, 400), overflow="fold"))
     Console(highlight=False).print(table)
+
+
+# ---- in Python: a notebook or a console -----------------------------------------------------
+
+
+@contextmanager
+def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
+    """A callback that shows the run while the block runs, and passes everything on to the user's.
+
+    Args:
+        verbose: whether anything is shown; of several processes, the main one shows it.
+    """
+    own = callback or NullCallback()
+    if missing := [name for name in vars(NullCallback) if name.startswith("on_") and not hasattr(own, name)]:
+        raise InputError(
+            f"callback must have the methods of vitrail.training.callbacks.NullCallback, and "
+            f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
+        )
+    if not verbose or not init_process_group().is_main:
+        yield own
+        return
+    with NotebookCallback() if in_notebook() else ConsoleCallback() as display:
+        yield display if callback is None else _Both(display, own)
+
+
+class _Both:
+    """The display and the user's callback, in this order: the user's may end the run."""
+
+    def __init__(self, display: Callback, own: Callback) -> None:
+        self.display, self.own = display, own
+        self.shows_bars = getattr(display, "shows_bars", False)
+
+    def on_message(self, text: str) -> None:
+        self.display.on_message(text)
+        self.own.on_message(text)
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        self.display.on_plan(plan)
+        self.own.on_plan(plan)
+
+    def on_progress(self, progress: Progress) -> None:
+        self.display.on_progress(progress)
+        self.own.on_progress(progress)
+
+    def on_epoch(self, metrics: Mapping[str, Any]) -> None:
+        self.display.on_epoch(metrics)
+        self.own.on_epoch(metrics)

@@ -1,14 +1,14 @@
-"""Evaluation after an epoch: loss and accuracy on the held-out images."""
+"""What happens after an epoch: the held-out images are evaluated, and a run may stop early."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from vitrail.evaluation.forward import run_model
+from vitrail.evaluation.forward import BATCH, run_model
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.images.preprocess import Preprocess
@@ -40,11 +40,21 @@ def evaluate_epoch(
         on_batch: called with the number of images done; it may raise to stop.
     """
     corrupt = CorruptFiles() if corrupt is None else corrupt
-    how: dict[str, Any] = {"rank": ranks.rank, "ranks": ranks.count, "workers": workers}
+    batch = BATCH
     if compute.device.type == "cuda":  # small models would wait for the launches of their kernels
-        how["batch"] = min(4096, max(128, 2 ** (_GPU_TOKENS // model.config.tokens).bit_length() // 2))
+        batch = min(4096, max(128, 2 ** (_GPU_TOKENS // model.config.tokens).bit_length() // 2))
     with compute.autocast():
-        logits, valid = run_model(model, split, preprocess, corrupt=corrupt, progress=on_batch, **how)
+        logits, valid = run_model(
+            model,
+            split,
+            preprocess,
+            batch=batch,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            workers=workers,
+            corrupt=corrupt,
+            progress=on_batch,
+        )
     corrupt.reasons = ranks.union(corrupt.reasons)
     if logits.shape[1] != model.config.classes:  # there was no batch for this process
         logits = torch.zeros(len(split), model.config.classes)
@@ -61,3 +71,23 @@ def evaluate_epoch(
         "val_accuracy": ((correct * valid).double().sum() / count).item(),
         "val_images": int(valid.sum()),
     }
+
+
+def early_stop(history: Sequence[Mapping[str, Any]], patience: int | None) -> str | None:
+    """Why a run stops now, as a sentence; None if it continues. A resumed run stops at the same epoch.
+
+    Args:
+        history: the rows of metrics.jsonl; those that were not evaluated have no val_accuracy.
+        patience: after how many epochs without a better validation accuracy it stops.
+    """
+    evaluated = [row for row in history if "val_accuracy" in row]
+    if patience is None or not evaluated:
+        return None
+    best = max(evaluated, key=lambda row: row["val_accuracy"])  # the first of equals
+    last = evaluated[-1]["epoch"]
+    if last - best["epoch"] < patience:
+        return None
+    return (
+        f"Stopped early after epoch {last}: the validation accuracy was {best['val_accuracy']:.2%} after "
+        f"epoch {best['epoch']}, and not higher since (patience {patience})."
+    )

@@ -6,32 +6,23 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from vitrail.base.errors import FileError, MissingExtra, VitrailError, option, printable
 from vitrail.base.safe_files import DISK_FULL
-from vitrail.evaluation.evaluate_model import Evaluation, evaluate
-from vitrail.images.formats.sources import Dataset
+from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.training.callbacks import Callback
-from vitrail.training.parallel import ProcessGroup
+from vitrail.training.run_plan import RunPlan
 from vitrail.views.html_page import check_extras, write_page
 from vitrail.views.run_page import REPORT_NAME, run_page
 from vitrail.weights.bundle.bundle import Bundle
 
 
-def write_report(
-    out: Path,
-    bundle: Bundle,
-    dataset: Dataset,
-    ranks: ProcessGroup,
-    device: torch.device,
-    callback: Callback,
-) -> None:
+def write_report(out: Path, bundle: Bundle, plan: RunPlan, callback: Callback) -> None:
     """Evaluate the best weights and write report.html, unless it exists.
 
     A finished run does not fail because of its report: an error becomes a message. Only a full disk is
     raised, since more than the page may be missing then. All processes evaluate; the main one writes.
     """
+    data, ranks = plan.data, plan.ranks
     try:
         missing = ranks.is_main and not (out / REPORT_NAME).exists()
         if missing:
@@ -42,9 +33,10 @@ def write_report(
     if not ranks.any(missing):
         return
     try:
-        evaluation = _evaluate_best(bundle, dataset, device)
+        on_device = replace(bundle, model=copy.deepcopy(bundle.model).to(plan.compute.device))
+        evaluation = evaluate(on_device, data, split="val" if data.val else "test")
         if ranks.is_main:
-            write_page(out / REPORT_NAME, run_page(out, bundle, dataset, evaluation))
+            write_page(out / REPORT_NAME, run_page(out, bundle, data, evaluation))
     except OSError as error:
         if error.errno in DISK_FULL:
             name, reason = printable(out / REPORT_NAME), printable(error.strerror)
@@ -57,9 +49,3 @@ def write_report(
     except Exception as error:  # whatever it is, the run is finished
         reason = str(error) if isinstance(error, VitrailError) else f"{type(error).__name__}: {error}"
         callback.on_message(f"No report: {printable(reason, 400)}")
-
-
-def _evaluate_best(bundle: Bundle, dataset: Dataset, device: torch.device) -> Evaluation:
-    """Evaluate the model on the held-out images, on the device it was trained on."""
-    on_device = replace(bundle, model=copy.deepcopy(bundle.model).to(device))
-    return evaluate(on_device, dataset, split="val" if dataset.val else "test")

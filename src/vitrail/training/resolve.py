@@ -40,7 +40,6 @@ def resolve_recipe(
     from_: str | Path | None,
     changes: Mapping[str, Any],
     size: int | tuple[int, int] | None = None,
-    minutes: float | None = None,
     context: RunContext | None = None,
 ) -> tuple[Recipe, Bundle | None]:
     """The recipe of this name with the changes applied, and the weights to start from.
@@ -49,7 +48,7 @@ def resolve_recipe(
         context: what `auto` chooses by; by default what the other arguments say.
     """
     fields, model, nested, own_preprocess = split_changes(changes)
-    recipe = recipe_for(name, data, context or run_context(changes, from_, size, minutes))
+    recipe = recipe_for(name, data, context or run_context(changes, from_, size))
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
@@ -104,8 +103,13 @@ def run_context(
     from_: str | Path | None = None,
     size: Any = None,
     minutes: float | None = None,
+    gpu: bool | None = None,
 ) -> RunContext:
-    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
+    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used.
+
+    Args:
+        gpu: whether the run computes on a GPU; by default what the changes say.
+    """
     fields, model, *_ = split_changes(changes)
     size = size if size is not None else model.get("size")
     if size is None and "@" in str(model.get("name", "")):
@@ -114,7 +118,7 @@ def run_context(
     sides = size if isinstance(size, tuple) else (size, size)
     valid = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
     return RunContext(
-        gpu=_trains_on_gpu(fields.get("device", "auto")),
+        gpu=_trains_on_gpu(fields.get("device", "auto")) if gpu is None else gpu,
         from_file=from_ is not None,
         size=size if valid else None,
         epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,

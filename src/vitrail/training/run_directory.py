@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +15,12 @@ import torch
 from vitrail.base.errors import FileError, option, printable
 from vitrail.base.safe_files import PARTIAL, remove_partial, write_text
 from vitrail.base.version import __version__
-from vitrail.images.formats.lazy import LARGE, LazySequence
-from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import Callback
 from vitrail.training.checkpoint import list_checkpoints
 from vitrail.training.data_fingerprint import check_contents
-from vitrail.training.parallel import ProcessGroup
-from vitrail.training.recipes.settings import Recipe
-from vitrail.training.saved_run import (
-    CHANGES_BITS,
-    MAY_CHANGE,
-    VERSION,
-    call_to_resume,
-    different_setting,
-    read_config,
-)
+from vitrail.training.run_plan import RunPlan
+from vitrail.training.saved_run import call_to_resume, check_same_run, describe_run, read_config
 from vitrail.views.run_page import REPORT_NAME
-
-_NOT_COMPARED = ("version", "request", "resolved", "extended")  # parts of config.json
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a run comes from, for config.json."""
-
-    start: Mapping[str, Any]
-    """Whether the run starts from a weight file, and digests of it and of the teacher."""
-    request: Mapping[str, Any] | None = None
-    """What the user asked for (`describe_request`); None if it was a recipe and an open data set."""
 
 
 @contextmanager
@@ -60,50 +36,36 @@ def explain_errors(out: Path) -> Iterator[None]:
         ) from error
 
 
-def prepare_run_directory(
-    out: Path,
-    resume: bool,
-    recipe: Recipe,
-    data: Dataset,
-    origin: Origin,
-    ranks: ProcessGroup,
-    callback: Callback,
-) -> bool:
+def prepare_run_directory(plan: RunPlan, out: Path, resume: bool, callback: Callback) -> bool:
     """Create the run directory, or check that it is this run's. True if the run is already finished."""
-    config = describe_run(recipe, data, origin.start)
-    config["request"] = origin.request
-    path = out / "config.json"
+    config, path, epochs = describe_run(plan), out / "config.json", plan.recipe.train.epochs
+    finished = (out / "last.safetensors").exists()
     with explain_errors(out):
         saved = check_same_run(path, config) if resume and path.exists() else None
         if saved is None:
             check_empty(out, resume)
-        elif recipe.train.epochs > saved["train"]["epochs"]:
-            _check_extension(out)
-    extended = saved is not None and recipe.train.epochs > saved["train"]["epochs"]
-    if saved is not None and recipe.train.fingerprint and (extended or not _is_finished(out)):
-        check_contents(out, data, ranks, callback)
-    ranks.barrier()  # all processes have checked; now the main one may write
-    if ranks.is_main:
+        extended = saved is not None and epochs > saved["train"]["epochs"]
+        if extended and not list_checkpoints(out / "checkpoints"):
+            raise FileError(
+                f"a run is extended from its last checkpoint, and {printable(out)} has none; start a new run "
+                f"from its weights, in another folder, with {option('from', out / 'last.safetensors')}."
+            )
+    if saved is not None and plan.recipe.train.fingerprint and (extended or not finished):
+        check_contents(out, plan.data, plan.ranks, callback)
+    plan.ranks.barrier()  # all processes have checked; now the main one may write
+    if plan.ranks.is_main:
         with explain_errors(out):
             if resume:
                 remove_partial(out)
                 remove_partial(out / "checkpoints")
             if saved is None:
-                _create_run(out, config)
+                out.mkdir(parents=True, exist_ok=True)
+                _write_json(out / "environment.json", environment())
+                _write_json(path, config)
             else:
                 _update_config(out, saved, config, callback)
-    ranks.barrier()
-    return saved is not None and _is_finished(out)
-
-
-def _is_finished(out: Path) -> bool:
-    return (out / "last.safetensors").exists()
-
-
-def _create_run(out: Path, config: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / "environment.json", json.dumps(environment(), indent=2), overwrite=True)
-    write_text(out / "config.json", json.dumps(config, indent=2), overwrite=True)
+    plan.ranks.barrier()
+    return saved is not None and finished and not extended
 
 
 def _update_config(
@@ -125,7 +87,7 @@ def _update_config(
         for name in ("last.safetensors", REPORT_NAME):
             (out / name).unlink(missing_ok=True)
     if new != saved:
-        write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
+        _write_json(out / "config.json", new)
 
 
 def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) -> None:
@@ -138,62 +100,13 @@ def record_resolved(out: Path, resolved: Mapping[str, Any], callback: Callback) 
                 f"The run had {name}={before[name]} and continues with {value}, so the result is not "
                 "bit-equal to that of an uninterrupted run."
             )
-    if any(before.get(name) != value for name, value in resolved.items()):
-        new = {**saved, "resolved": {**before, **resolved}}
+    if before != {**before, **resolved}:
         with explain_errors(out):
-            write_text(out / "config.json", json.dumps(new, indent=2), overwrite=True)
+            _write_json(out / "config.json", {**saved, "resolved": {**before, **resolved}})
 
 
-def _check_extension(out: Path) -> None:
-    if not list_checkpoints(out / "checkpoints"):
-        last = out / "last.safetensors"
-        raise FileError(
-            f"a run is extended from its last checkpoint, and {printable(out)} has none; start a new run "
-            f"from its weights, in another folder, with {option('from', last)}."
-        )
-
-
-def describe_run(recipe: Recipe, data: Dataset, start: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json: everything that determines the result of a run."""
-    digest = hashlib.sha256(_name_bytes(data.train.names))
-    digest.update(data.train.labels.tobytes())
-    config = {
-        "version": VERSION,
-        "model": asdict(recipe.model),
-        "train": asdict(recipe.train),
-        "preprocess": asdict(recipe.preprocess),
-        "data": {
-            "train_images": len(data.train),
-            "eval_images": len(data.eval_split),
-            "classes": data.classes,
-            "digest": digest.hexdigest()[:16],
-        },
-        "start": dict(start),
-    }
-    return json.loads(json.dumps(config))
-
-
-def _name_bytes(names: Sequence[str]) -> bytes:
-    """The names of all images; of very many, a hash of where they are read from."""
-    if isinstance(names, LazySequence) and len(names) >= LARGE:
-        return names.identity()
-    return "\n".join(names).encode(errors="surrogatepass")
-
-
-def check_same_run(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a run; an error if it is of another version, or if a setting differs that must not."""
-    saved = read_config(path)
-    by_user = config.get("request") is not None  # a study must not get another run than it asks for
-    may_change = (*MAY_CHANGE, *CHANGES_BITS) if by_user else MAY_CHANGE
-    for part in (name for name in config if name not in _NOT_COMPARED):
-        fields = saved.get(part) or {}
-        for name, value in config[part].items():
-            old = fields.get(name)
-            extends = by_user and (part, name) == ("train", "epochs") and (old or 0) < value
-            unknown = part == "start" and name not in fields  # an earlier version did not write it
-            if old != value and not (extends or unknown or name in may_change):
-                raise different_setting(f"{part}.{name}", value, old)
-    return saved
+def _write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2), overwrite=True)
 
 
 def check_empty(out: Path, resume: bool) -> None:
@@ -214,21 +127,17 @@ def check_empty(out: Path, resume: bool) -> None:
         )
 
 
-def _gpu_name() -> str | None:
-    """The GPU of this process; None without one, or with one that does not work."""
-    with suppress(RuntimeError, AssertionError):
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return None
-
-
 def environment() -> dict[str, Any]:
     """Versions, hardware and the command line, for environment.json."""
+    gpu = None
+    with suppress(RuntimeError, AssertionError):  # of a GPU that does not work
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "vitrail": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "gpu": _gpu_name(),
+        "gpu": gpu,
         "threads": torch.get_num_threads(),
         "command": sys.argv,
     }

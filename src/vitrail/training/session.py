@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,13 +21,11 @@ from vitrail.model import ViT
 from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.early_stop import early_stop
-from vitrail.training.epoch import evaluate_epoch
+from vitrail.training.epoch import early_stop, evaluate_epoch
 from vitrail.training.head_scores import FinishedModel, initial_scores
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
-from vitrail.training.plan.loading import read_unused
 from vitrail.training.plan.summary_of_plan import training_plan
 from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
 from vitrail.training.run_directory import explain_errors, record_resolved
@@ -39,6 +39,7 @@ from vitrail.weights.load import load
 _BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
 _BUSY_SECONDS = 60.0  # that is measured over
 _PLAN_SECONDS = 1.0  # before the first step, at least
+_REQUEST = 64  # images that are read at once where no step uses them
 
 
 @dataclass
@@ -49,8 +50,6 @@ class TrainingSession:
     checkpoints: CheckpointManager
     log: Callback
     threads: Threads
-    planned_seconds: float | None = None
-    """The time of the run, if a rehearsal has measured it."""
     stop: StopSignal = field(default_factory=StopSignal)
     started: bool = False
     """Whether the plan is done, and steps are taken."""
@@ -80,21 +79,27 @@ class TrainingSession:
         self.stop.has_progress = lambda: (
             self.started and (t.step > first or self.pending or t.ranks.count > 1)
         )
+        with self.closing(), self.stop.handle(several=t.ranks.count > 1):  # also while it saves
+            self.prepare()
+            self.started = True
+            try:
+                if self.pending:  # stopped during evaluation
+                    self.evaluate()
+                t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
+                self.finish()
+            except Interrupted:
+                self.checkpoints.save(self.checkpoint())
+                self.checkpoints.wait()
+                command = call_to_resume(self.checkpoints.out)
+                self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
+                raise
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Explain errors of memory and of lost processes, and end workers, files and loggers."""
+        t = self.trainer
         try:
-            with self.stop.handle(several=t.ranks.count > 1):  # also while it saves
-                self.prepare()
-                self.started = True
-                try:
-                    if self.pending:  # stopped during evaluation
-                        self.evaluate()
-                    t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
-                    self.finish()
-                except Interrupted:
-                    self.checkpoints.save(self.checkpoint())
-                    self.checkpoints.wait()
-                    command = call_to_resume(self.checkpoints.out)
-                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
-                    raise
+            yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory(t) from error
@@ -107,25 +112,25 @@ class TrainingSession:
             if self.loggers is not None:
                 self.loggers.close()
 
+    def show_plan(self) -> None:
+        """Choose how steps are computed, and show the plan."""
+        self.trainer.choose_mode()
+        self.log.on_plan(training_plan(self.trainer, self.threads))
+
     def prepare(self) -> None:
-        """Choose how steps are computed, show the plan and start the loggers."""
+        """Show the plan, record what was chosen and start the loggers."""
         t = self.trainer
-        mode = t.choose_mode()
-        if t.ranks.is_main:
-            how: dict[str, Any] = {"compile": mode.compile, "processes": t.ranks.count}
-            if t.ranks.count > 1:
-                how["parallel"] = t.parallel.mode
-            record_resolved(self.checkpoints.out, how, self.log)
-        self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
+        self.show_plan()
         self.report_busy(_PLAN_SECONDS)
         if t.ranks.is_main:
-            self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
+            resolved = {"precision": t.compute.precision, "threads": self.threads.count}
+            resolved |= {"compile": t.choose_mode().compile, "processes": t.ranks.count}
+            if t.ranks.count > 1:
+                resolved["parallel"] = t.parallel.mode
+            record_resolved(self.checkpoints.out, resolved, self.log)
+            rows = self.history[:-1] if self.pending else self.history  # those that are evaluated
+            self.loggers = Loggers(t.settings.log, self.checkpoints.out, rows, self.log)
         t.clock.start(t.step)
-
-    @property
-    def evaluated_rows(self) -> list[dict[str, Any]]:
-        """The rows that are complete: without the last one, if it is not evaluated yet."""
-        return self.history[:-1] if self.pending else self.history
 
     def on_progress(self, progress: Progress) -> None:
         self.log.on_progress(progress)
@@ -144,11 +149,24 @@ class TrainingSession:
     def end_epoch(self, metrics: dict[str, Any]) -> None:
         t, speed = self.trainer, self.trainer.clock.end_training()
         if t.step == t.steps_per_epoch:
-            read_unused(t)
+            self.read_unused()
             metrics["corrupt_files"] = len(t.corrupt.reasons)
         self.history.append({**metrics, "images_per_second": speed})
         self.pending = True
         self.evaluate()
+
+    def read_unused(self) -> None:
+        """Read the images of the first epoch's incomplete last batch, which no step uses.
+
+        So a file that cannot be read is found in the first epoch, wherever it is in the order.
+        """
+        t, count = self.trainer, len(self.trainer.data.train)
+        rest = torch.arange(min(t.steps_per_epoch * t.batch, count), count)
+        if t.data.train.paths is None or not len(rest):
+            return
+        own = t.order(0)[rest][t.ranks.rank :: t.ranks.count]
+        deque(t.reader(t.corrupt).batches((0, part) for part in own.split(_REQUEST)), maxlen=0)
+        t.corrupt.reasons = t.ranks.union(t.corrupt.reasons)
 
     def evaluate(self) -> None:
         """Evaluate the last epoch, then write metrics, the best weights and a checkpoint, as configured."""

@@ -13,7 +13,7 @@ from vitrail.fast.parallelism import Parallelism
 from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.plan.fitting import MARGIN, StepMemory, fitting_mode
+from vitrail.training.plan.cost import MARGIN, StepMemory, fitting_mode
 from vitrail.training.recipes.settings import TrainConfig
 
 _CPU_MARGIN = 0.5  # of the memory: the data and other programs need some, too

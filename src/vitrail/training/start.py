@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, printable
-from vitrail.fast.lora import check_rank
 from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.pack_cache import cached_dataset
-from vitrail.images.formats.sources import Dataset
-from vitrail.model.device import choose_device
 from vitrail.training.callbacks import Callback
-from vitrail.training.display import show_run
-from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
+from vitrail.training.console_lines import show_run
+from vitrail.training.open_data import open_training_data
 from vitrail.training.parallel import init_process_group
 from vitrail.training.plan.batch_size import choose_batch
-from vitrail.training.plan.minutes import TimeBudget
-from vitrail.training.recipes.settings import Recipe
+from vitrail.training.plan.rehearsal import fit_minutes
+from vitrail.training.plan.threads import use_threads
+from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.training.report import write_report
-from vitrail.training.resolve import (
-    AUTO_BATCH,
-    named_fields,
-    resolve_distillation,
-    resolve_recipe,
-    split_changes,
-    with_size,
-)
-from vitrail.training.run import Run, run_training
-from vitrail.training.saved_run import SavedRun, call_to_resume, describe_request, read_saved_run
+from vitrail.training.resolve import AUTO_BATCH, resolve_distillation, resolve_recipe, run_context
+from vitrail.training.run import Run, execute, open_session
+from vitrail.training.run_directory import check_empty
+from vitrail.training.run_plan import RunCall, RunPlan, plan_recipe, run_device
+from vitrail.training.saved_run import call_to_resume, read_saved_run
 from vitrail.training.signals import stop_early
-from vitrail.training.teacher import Teacher
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.load import load
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset as TorchDataset
-
-    Arrays = tuple[Any, Any]  # images and labels
-    Part = TorchDataset[Any] | Arrays
-    Data = str | Path | Dataset | Part | Mapping[str, Part]
-
-DEFAULT_RECIPE = "auto"
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What a run needs, as it was asked for or as it was saved."""
-
-    dataset: Dataset
-    recipe: Recipe
-    start: Bundle | None
-    teacher: Bundle | None
-    request: Mapping[str, Any]
-    reuse: Mapping[str, Any]
+    from vitrail.training.run_plan import Data
 
 
 def train(
@@ -109,119 +82,92 @@ def train(
             model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the name is called "name":
             dict(name="Ti/16", depth=6). preprocess= may be the name of a published one, such as "deit".
     """
-    budget = None if minutes is None else TimeBudget(minutes)
-    saved = read_saved_run(Path(out)) if resume else None
-    with stop_early(lambda: _how_to_go_on(Path(out))), show_run(callback, verbose) as log:
-        if saved is not None:
-            saved.check_name("minutes", minutes)
-            if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
-                changes.pop("epochs", None)  # the same command again, not an extension
-            setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, log)
-        elif data is not None:
-            name = recipe or DEFAULT_RECIPE
-            setup = new_setup(data, classes, name, from_, teacher, size, minutes, changes, log)
-        else:
-            raise InputError(no_data(Path(out), resume))
-        return _run_setup(setup, Path(out), resume, budget, report, log)
-
-
-def _run_setup(
-    setup: _Setup, out: Path, resume: bool, budget: TimeBudget | None, report: bool, callback: Callback
-) -> Run:
-    """Train, and write the report."""
-    if setup.recipe.train.cache:
-        cached = cached_dataset(setup.dataset, setup.recipe.preprocess, callback.on_message)
-        setup = replace(setup, dataset=cached)
-    run = run_training(
-        setup.dataset,
-        setup.recipe,
-        out,
-        start=setup.start,
-        teacher=setup.teacher,
-        resume=resume,
-        request=setup.request,
-        reuse=setup.reuse,
-        budget=budget,
-        callback=callback,
+    asked = RunCall(
+        data=data,
+        classes=classes,
+        recipe=recipe,
+        from_=from_,
+        teacher=teacher,
+        size=size,
+        minutes=minutes,
+        changes=changes,
     )
-    if report:
-        ranks = init_process_group()
-        device = choose_device("auto", ranks.local_rank, setup.recipe.train.device).device
-        write_report(run.out, run.bundle, setup.dataset, ranks, device, callback)
-    return run
+    out = Path(out)
+    saved = read_saved_run(out) if resume else None
+    with stop_early(lambda: _how_to_go_on(out)), show_run(callback, verbose) as log:
+        if saved is not None:
+            plan = saved.plan(asked, log)
+        elif data is not None:
+            plan = new_plan(asked, log)
+        else:
+            raise InputError(_no_data(out, resume))
+        if plan.recipe.train.cache:
+            cached = cached_dataset(plan.data, plan.recipe.preprocess, log.on_message)
+            plan = replace(plan, data=cached)
+        run = execute(plan, out, resume=resume, callback=log)
+        if report:
+            write_report(run.out, run.bundle, plan, log)
+        return run
 
 
-def new_setup(
-    data: Data,
-    classes: ClassNames | None,
-    recipe: str,
-    from_: str | Path | None,
-    teacher: str | Path | Bundle | None,
-    size: int | tuple[int, int] | None,
-    minutes: float | None,
-    changes: Mapping[str, Any],
-    callback: Callback,
-) -> _Setup:
-    """The settings of a recipe with the changes applied, and the data."""
-    dataset = open_training_data(data, classes, changes, callback)
+def new_plan(asked: RunCall, callback: Callback) -> RunPlan:
+    """The plan of a new run: the data, and the settings of a recipe with the changes applied."""
+    changes, name = asked.changes, asked.recipe or "auto"
+    data = open_training_data(asked.data, asked.classes, changes, callback)
+    where = TrainConfig(**{field: changes[field] for field in ("device", "precision") if field in changes})
+    compute = run_device(where, init_process_group())
+    gpu = compute.device.type == "cuda"
 
     def resolve(changes: Mapping[str, Any]) -> tuple[Recipe, Bundle | None]:
-        resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
-        settings = resolve_distillation(resolved.train, changes, teacher is not None)
-        return replace(resolved, train=settings), start
+        context = run_context(changes, asked.from_, asked.size, asked.minutes, gpu)
+        recipe, start = resolve_recipe(name, data, asked.from_, changes, asked.size, context=context)
+        train = resolve_distillation(recipe.train, changes, asked.teacher is not None)
+        return replace(recipe, train=train), start
 
-    resolved, start = resolve(changes)
-    teacher_bundle = _load_teacher(teacher)  # after the settings are known to be right
+    recipe, start = resolve(changes)
+    request = replace(asked, recipe=name).as_json(data)
+    plan = plan_recipe(data, recipe, start, asked.teacher, compute=compute, request=request)
     if changes.get("batch") == AUTO_BATCH:
-        batch, note = _largest_batch(resolved, dataset, teacher_bundle)
-        resolved, start = resolve({**changes, "batch": batch})
-        resolved = replace(resolved, notes=(*resolved.notes, note))
-    request = describe_request(data, recipe, from_, teacher, size, changes)
-    request["minutes"] = minutes
-    request["classes"] = None if classes is None else dataset.classes
-    return _Setup(dataset, resolved, start, teacher_bundle, request, {})
+        batch, note = choose_batch(plan)
+        recipe, start = resolve({**changes, "batch": batch})
+        plan = replace(plan, recipe=recipe, start=start).with_settings(note)
+    return replace(plan, minutes=asked.minutes, since=asked.since)
 
 
-def _largest_batch(recipe: Recipe, dataset: Dataset, teacher: Bundle | None) -> tuple[int, str]:
-    """The largest batch of a run with these settings that fits in memory, and a sentence about it."""
-    ranks = init_process_group()
-    compute = choose_device(recipe.train.precision, ranks.local_rank, recipe.train.device)
-    if recipe.train.tune == "lora":
-        check_rank(recipe.model, recipe.train.lora_rank)
-    distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
-    return choose_batch(recipe, dataset, distiller, compute, ranks)
+def dry_run(data: str | None, *, out: Path, callback: Callback, **options: Any) -> dict[str, Any]:
+    """Report the plan of a new run, with all checks and messages of `train`, and write no file of it.
+
+    Returns the settings by the names that --set takes, such as "lr" and "model.width".
+
+    Args:
+        options: the other arguments of `train`.
+    """
+    if data is None:
+        raise InputError(_no_data(out, resume=False))
+    names = RunCall.__dataclass_fields__
+    given = {name: options.pop(name) for name in list(options) if name in names}
+    asked = RunCall(data=data, changes=options, **given)
+    plan = new_plan(asked, callback)
+    plan.check()
+    check_empty(out, resume=False)
+    plan = fit_minutes(plan, callback)
+    session = open_session(plan, out, callback)
+    with use_threads(session.threads.count), session.closing():
+        session.show_plan()
+    recipe = plan.recipe
+    parts = {"model": asdict(recipe.model), "preprocess": asdict(recipe.preprocess)}
+    return _flatten(asdict(recipe.train) | parts)
 
 
-def _saved_setup(
-    saved: SavedRun,
-    data: Data | None,
-    classes: ClassNames | None,
-    recipe: str | None,
-    from_: str | Path | None,
-    teacher: str | Path | Bundle | None,
-    size: int | tuple[int, int] | None,
-    changes: Mapping[str, Any],
-    callback: Callback,
-) -> _Setup:
-    """The settings and the data of a run that is resumed; what is given again is checked."""
-    saved.check_name("recipe", recipe)
-    fields, model, nested, preprocess = split_changes(changes)
-    saved.check_preprocess(preprocess)
-    resolved = saved.with_changes(fields, named_fields(with_size(model, size)), nested)
-    split = {name: getattr(resolved.train, name) for name in SPLIT_FIELDS}
-    dataset = open_training_data(saved.locate("data") if data is None else data, classes, split, callback)
-    if classes is None and saved.request.get("classes"):
-        dataset = replace(dataset, classes=list(saved.request["classes"]))
-    start = None
-    if from_ is not None or (saved.request["from"] and not saved.has_checkpoint):
-        asked = saved.request
-        _, start = resolve_recipe(
-            asked["recipe"], dataset, from_ or saved.locate("from"), asked["changes"], asked["size"]
-        )
-    if teacher is None and saved.request["teacher"]:
-        teacher = saved.locate("teacher")
-    request = saved.moved({"data": data, "from": from_, "teacher": teacher})
-    return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
+def _flatten(settings: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings by names with a dot: augment.flip."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{field}": inner for field, inner in _flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _how_to_go_on(out: Path) -> str:
@@ -233,11 +179,7 @@ def _how_to_go_on(out: Path) -> str:
     return "the run had not begun, and nothing was written; start it again."
 
 
-def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:
-    return teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
-
-
-def no_data(out: Path, resume: bool) -> str:
+def _no_data(out: Path, resume: bool) -> str:
     """The message for a run without data."""
     if not resume:
         return "training needs data: a folder of images, a .csv, .jsonl or .npz file, or the word digits."

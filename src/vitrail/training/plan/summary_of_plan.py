@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitrail.base.errors import option
-from vitrail.training.plan.loading import measure_loading, step_seconds
-from vitrail.training.plan.rehearsal import closing_images, rehearse_run
-from vitrail.training.plan.step_mode import rehearse_pass
+from vitrail.base.machine import usable_cores
+from vitrail.training.plan.rehearsal import closing_images, measure_loading, rehearse_run
+from vitrail.training.plan.step_mode import estimate_seconds
 from vitrail.training.sharding import step_memory
 from vitrail.training.trainer import Trainer
 
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
     from vitrail.training.plan.threads import Threads
 
 
-def training_plan(
-    trainer: Trainer, threads: Threads | None = None, seconds: float | None = None
-) -> dict[str, Any]:
-    """What the run will do, by name, for people to read.
+_REHEARSED = "with evaluation, by the rehearsal"
 
-    Args:
-        seconds: the time of the run, if a rehearsal has measured it.
-    """
-    basis, bottleneck = "with evaluation, by the rehearsal", ""
+
+def training_plan(trainer: Trainer, threads: Threads | None = None) -> dict[str, Any]:
+    """What the run will do, by name, for people to read."""
+    seconds, basis, bottleneck = trainer.plan.seconds, _REHEARSED, ""
     if seconds is None:
         seconds, basis, bottleneck = _estimate_time(trainer)
     s, parameters = trainer.settings, list(trainer.trained.parameters())
@@ -71,7 +67,7 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     seconds += evaluating * evaluated / t.batch
     basis = "extrapolated from one step" + (" and the reading of some images" if rate else "")
     if (rehearsed := rehearse_run(t, seconds, loading)) is not None:
-        seconds, basis = rehearsed, "with evaluation, by the rehearsal"
+        seconds, basis = rehearsed, _REHEARSED
     bottleneck = ""
     if rate and loading > computing:
         bottleneck = (
@@ -82,27 +78,19 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     return seconds, basis, bottleneck
 
 
-def estimate_seconds(trainer: Trainer) -> float:
-    """The time of the remaining steps, from one forward and backward pass on random images."""
-    s, compute = trainer.settings, trainer.compute
-    parts = s.accumulate * (trainer.steps - trainer.step)
-    if trainer.mode is not None and trainer.mode.seconds is not None and trainer.teacher is None:
-        return (
-            trainer.mode.seconds * parts
-        )  # on a GPU: the model itself would run neither compiled nor captured
-    count = trainer.batch // trainer.ranks.count // s.accumulate
-    images = torch.rand(count, *trainer.model.config.input_shape, device=compute.device)
-    seconds = 0.0
-    for _ in range(2):  # the first pass also allocates memory
-        start = time.perf_counter()
-        rehearse_pass(trainer, images)
-        if trainer.teacher is not None:
-            trainer.teacher(images)
-        if compute.device.type != "cpu":
-            torch.accelerator.synchronize(compute.device)
-        seconds = time.perf_counter() - start
-    trainer.optimizer.zero_grad(set_to_none=True)
-    return seconds * parts
+def step_seconds(computing: float, loading: float, trainer: Trainer) -> float:
+    """The time of a step from that of computing alone and that of reading its images alone.
+
+    Workers read while the device computes. Where both need the same cores, these do the work of both.
+    """
+    plan, cores = trainer.workers.plan, usable_cores()
+    if plan.kind == "none":
+        return computing + loading
+    longest = max(computing, loading)
+    if trainer.compute.device.type != "cpu":
+        return longest
+    threads, workers = min(torch.get_num_threads(), cores), min(plan.count, cores)
+    return max(longest, (threads * computing + workers * loading) / cores)
 
 
 def _format_time(seconds: float) -> str:

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vitrail.base.machine import usable_cores
-from vitrail.training.plan.step_mode import rehearse_pass
-from vitrail.training.plan.summary_of_plan import estimate_seconds
-from vitrail.training.trainer import Trainer
+from vitrail.training.plan.step_mode import estimate_seconds, rehearse_pass
+
+if TYPE_CHECKING:
+    from vitrail.training.trainer import Trainer
 
 _SHORT_RUN = 60.0  # seconds; nothing is measured for a run below that
 _COST = 0.02  # the rehearsal takes at most about this fraction of the run
@@ -41,13 +43,10 @@ class Threads:
     reason: str
 
 
-def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
-    """The number of threads of a run.
-
-    Args:
-        reused: the number that the run has had before it was interrupted.
-    """
+def choose_threads(trainer: Trainer) -> Threads:
+    """The number of threads of a run: as requested, as before it was interrupted, or measured."""
     default, asked = torch.get_num_threads(), trainer.settings.threads
+    reused = trainer.plan.resolved.get("threads")
     if asked != "auto":
         return Threads(asked, "as requested")
     if reused is not None:

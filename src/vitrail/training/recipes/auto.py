@@ -19,7 +19,7 @@ from vitrail.images.formats.sources import Dataset
 from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.training.recipes.mnist import mnist
 from vitrail.training.recipes.settings import Recipe, TrainConfig
-from vitrail.training.recipes.small import choose_patch, cifar10, preprocess_for, small
+from vitrail.training.recipes.small import SIMPLE, choose_patch, cifar10, preprocess_for, small
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ def _model(data: Dataset, size: tuple[int, ...], shape: _Shape) -> ViTConfig:
     patch = tuple(_patch(side) for side in size)
     stem = not any(side % STEM_STRIDES["conv"] for side in patch)
     return ViTConfig(
+        **SIMPLE,
         width=shape.width,
         depth=shape.depth,
         heads=shape.heads,
@@ -190,9 +191,6 @@ def _model(data: Dataset, size: tuple[int, ...], shape: _Shape) -> ViTConfig:
         channels=data.channels or 3,
         classes=len(data.classes),
         embedding="conv" if stem else "linear",
-        position="sincos2d",
-        class_token=False,
-        pool="mean",
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.training.recipes.settings import Recipe, TrainConfig
-
-_MEAN, _STD = (0.1307,), (0.3081,)  # of the 60,000 training images
 
 
 def mnist_notes(data: Dataset) -> Recipe:
@@ -31,19 +32,11 @@ def mnist_notes(data: Dataset) -> Recipe:
     convolutional stem in addition, which is another model (98.92 %). The learning rate and the initialization
     of the position embedding were chosen on these test digits.
     """
-    model = ViTConfig(
-        width=64,
-        depth=2,
-        heads=4,
-        patch=4,
-        size=28,
-        channels=1,
-        classes=len(data.classes),
-        attention_dropout=0.1,
-        position_sigma=1.0,
+    shape: dict[str, Any] = dict(
+        width=64, depth=2, heads=4, patch=4, attention_dropout=0.1, position_sigma=1.0
     )
     train = TrainConfig(epochs=10, batch=256, lr=8e-3, weight_decay=0.05)
-    return Recipe(model, Preprocess(size=28, mean=_MEAN, std=_STD), train)
+    return _recipe(data, 28, shape, train)
 
 
 def mnist_weak(data: Dataset) -> Recipe:
@@ -55,20 +48,11 @@ def mnist_weak(data: Dataset) -> Recipe:
 
         vitrail train mnist/ --recipe mnist-weak --seed 0
     """
-    model = ViTConfig(
-        width=9,
-        depth=3,
-        heads=3,
-        patch=16,
-        size=32,
-        channels=1,
-        classes=len(data.classes),
-        position="sincos1d",
-    )
+    shape: dict[str, Any] = dict(width=9, depth=3, heads=3, patch=16, position="sincos1d")
     train = TrainConfig(
         epochs=5, batch=128, lr=5e-3, weight_decay=0.0, schedule="constant", warmup=0.0, clip=0.0
     )
-    return Recipe(model, Preprocess(size=32, mean=_MEAN, std=_STD), train)
+    return _recipe(data, 32, shape, train)
 
 
 def mnist(data: Dataset) -> Recipe:
@@ -82,24 +66,15 @@ def mnist(data: Dataset) -> Recipe:
 
     The settings are a first guess; no others were tried.
     """
-    model = ViTConfig(
-        width=128,
-        depth=6,
-        heads=4,
-        patch=4,
-        size=28,
-        channels=1,
-        classes=len(data.classes),
-        position="rotary",
-        drop_path=0.1,
-    )
+    shape: dict[str, Any] = dict(width=128, depth=6, heads=4, patch=4, position="rotary", drop_path=0.1)
+    augment = Augment(rotate=15, zoom=1.15, translate=0.1, shear=10)
     train = TrainConfig(
-        epochs=30,
-        batch=256,
-        lr=1e-3,
-        weight_decay=0.05,
-        smoothing=0.1,
-        ema=0.999,
-        augment=Augment(rotate=15, zoom=1.15, translate=0.1, shear=10),
+        epochs=30, batch=256, lr=1e-3, weight_decay=0.05, smoothing=0.1, ema=0.999, augment=augment
     )
-    return Recipe(model, Preprocess(size=28, mean=_MEAN, std=_STD), train)
+    return _recipe(data, 28, shape, train)
+
+
+def _recipe(data: Dataset, size: int, shape: Mapping[str, Any], train: TrainConfig) -> Recipe:
+    """A recipe for gray digits, with the mean and standard deviation of the 60,000 training images."""
+    model = ViTConfig(size=size, channels=1, classes=len(data.classes), **shape)
+    return Recipe(model, Preprocess(size=size, mean=(0.1307,), std=(0.3081,)), train)

@@ -14,12 +14,12 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import build_trial, step_peak
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
 from vitrail.training.run_plan import RunPlan
-from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory of a GPU is measured")

@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_captured_is_computed_plainly(data, monkeypatch):
         assert skipped.item() >= 0
 
     plain = trained(data, cuda_graph=False)
-    monkeypatch.setattr("vitrail.training.metric_values.EpochMetrics.add_step", reads_back)
+    monkeypatch.setattr("vitrail.training.epoch.EpochMetrics.add_step", reads_back)
     other = trained(data, cuda_graph=True)
     assert not other.mode.cuda_graph
     assert "not captured as a CUDA graph, because" in other.notes[0]

@@ -17,6 +17,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.model.model_memory import step_bytes
 from vitrail.model.presets import preset
+from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import (
     build_trial,
@@ -27,7 +28,6 @@ from vitrail.training.plan.batch_size import (
 )
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
 from vitrail.training.run_plan import RunPlan
-from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 
 CPU = choose_device("fp32")

@@ -6,9 +6,9 @@ from datetime import datetime
 import pytest
 
 from tests.support.tiny_runs import SETTINGS, rows, stopped_and_resumed, train, write_arrays
+from vitrail.training import callbacks as log_module
 from vitrail.training import clock as clock_module
 from vitrail.training import console_lines as console
-from vitrail.training import log as log_module
 from vitrail.training.callbacks import Progress, epoch_line, progress_line
 from vitrail.training.clock import TIME_COLUMNS, Clock, Interval, format_seconds
 

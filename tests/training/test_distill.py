@@ -25,10 +25,9 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.device import choose_device
 from vitrail.training import input_pipeline as inputs
-from vitrail.training.objective import distillation_loss
+from vitrail.training.objective import Teacher, distillation_loss
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.training.run_plan import RunPlan
-from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=1, heads=2, patch=4, size=8, channels=1, classes=3)

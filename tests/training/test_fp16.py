@@ -20,7 +20,7 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
-from vitrail.training.metric_values import Diverged, EpochMetrics
+from vitrail.training.epoch import Diverged, EpochMetrics
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan.step_mode import capture_obstacle
 from vitrail.training.recipes.settings import Recipe, TrainConfig

@@ -13,8 +13,8 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import WorkerPlan, Workers
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
-from vitrail.training.plan import rehearsal, summary_of_plan
-from vitrail.training.plan.summary_of_plan import training_plan
+from vitrail.training.plan import rehearsal
+from vitrail.training.plan.rehearsal import training_plan
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
@@ -67,7 +67,7 @@ def test_a_slow_loader_is_measured_and_named(folder, monkeypatch, workers, at_on
 
 def test_fast_loading_is_not_named(folder, monkeypatch):
     monkeypatch.setattr(rehearsal, "_READ_SECONDS", 0.1)
-    monkeypatch.setattr("vitrail.training.plan.summary_of_plan.measure_loading", lambda trainer: 1e9)
+    monkeypatch.setattr("vitrail.training.plan.rehearsal.measure_loading", lambda trainer: 1e9)
     plan = training_plan(build(folder))
     assert "loading" not in plan
 
@@ -96,11 +96,11 @@ def test_a_file_that_cannot_be_read_does_not_end_the_measurement(tmp_path, monke
     ],
 )
 def test_the_time_of_a_step(folder, monkeypatch, plan, device, expected):
-    monkeypatch.setattr(summary_of_plan, "usable_cores", lambda: 4)
+    monkeypatch.setattr(rehearsal, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4 if plan.count == 4 else 1)
     trainer = build(folder)
     trainer.workers = Workers(plan)
     trainer.compute = replace(trainer.compute, device=torch.device(device))
     computing, reading = (2.0, 3.0) if plan.count != 4 or device == "cuda" else (2.0, 1.5)
-    assert summary_of_plan.step_seconds(computing, reading, trainer) == expected
+    assert rehearsal.step_seconds(computing, reading, trainer) == expected
     trainer.workers.close()

@@ -15,7 +15,6 @@ from tests.training.test_loading import build
 from vitrail.images.workers import WorkerPlan, Workers
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.plan import rehearsal
-from vitrail.training.plan import summary_of_plan as plan
 from vitrail.training.plan.rehearsal import rehearse_run
 from vitrail.training.trainer import Trainer
 
@@ -41,7 +40,7 @@ def test_a_rehearsed_run_has_the_same_bits(data, tmp_path, always, monkeypatch, 
     callback.on_plan = plans.append
     train(data, out=tmp_path / "rehearsed", callback=callback, **SETTINGS, **more)
     rehearsed = len(taken)
-    monkeypatch.setattr(plan, "rehearse_run", lambda trainer, estimate, loading: None)
+    monkeypatch.setattr(rehearsal, "rehearse_run", lambda trainer, estimate, loading: None)
     train(data, out=tmp_path / "plain", callback=RecordingCallback(), **SETTINGS, **more)
     assert "by the rehearsal" in plans[0]["time"]
     assert rehearsed >= len(taken) - rehearsed + 4, "steps were taken before the run"
@@ -88,4 +87,4 @@ def test_short_runs_and_few_steps_are_not_rehearsed(data):
     ],
 )
 def test_the_time_in_words(seconds, text):
-    assert plan._format_time(seconds) == text
+    assert rehearsal._format_time(seconds) == text

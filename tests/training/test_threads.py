@@ -76,7 +76,9 @@ def test_without_a_rehearsal(trainer, timed):
         2, "torch's own number; the run is too short to measure others"
     )
     timed({})
-    assert choose_threads(trainer, 5) == threads.Threads(5, "as chosen before")
+    trainer.plan = replace(trainer.plan, resolved={"threads": 5})
+    assert choose_threads(trainer) == threads.Threads(5, "as chosen before")
+    trainer.plan = replace(trainer.plan, resolved={})
     torch.set_num_threads(1)
     assert choose_threads(trainer).count == 1
 

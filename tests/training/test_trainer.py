@@ -29,8 +29,7 @@ from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training import checkpoint
 from vitrail.training import input_pipeline as inputs
 from vitrail.training import trainer as loop
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged, evaluate_epoch
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
 from vitrail.training.recipes.settings import Recipe, TrainConfig
 from vitrail.training.run_plan import RunPlan

@@ -16,7 +16,7 @@ from vitrail.base.errors import require_extra
 from vitrail.evaluation.forward import run_model
 from vitrail.images.formats.sources import Dataset, Split, open_dataset
 from vitrail.training.callbacks import Callback
-from vitrail.training.run import Run
+from vitrail.training.start import Run
 from vitrail.training.start import train as run_training
 from vitrail.views import rollout
 from vitrail.views.figure_images import from_pixels

@@ -48,7 +48,6 @@ class Fold:
     """On the images of this fold, after the last epoch; no epoch is selected by it."""
     loss: float
     out: str
-    """The run directory."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -70,7 +70,6 @@ class Sweep(Summary):
     """The held-out accuracy of the best candidate after all epochs. It was selected by it among others, so
     expect a little less on new images."""
     command: str
-    """Trains the best candidate again."""
     model: str
     """The model file of the best candidate, in `out`."""
     environment: Mapping[str, Any] = field(default_factory=environment)

@@ -20,7 +20,7 @@ from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
 from vitrail.images.formats.sources import Dataset
 from vitrail.training.callbacks import NullCallback
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.run_plan import plan_recipe
@@ -46,7 +46,6 @@ class LRCurve(Summary):
     """Of each step's images, before the step."""
     smoothed: list[float]
     lr: float
-    """The suggestion."""
     recipe_lr: float
 
     def summary(self) -> dict[str, str]:

@@ -20,11 +20,11 @@ from vitrail.base.errors import FileError, InputError, option, printable
 from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged
 from vitrail.training.recipes.settings import Recipe
-from vitrail.training.run import execute
+from vitrail.training.run_directory import check_same_run, describe_run
 from vitrail.training.run_plan import plan_recipe
-from vitrail.training.saved_run import check_same_run, describe_run
+from vitrail.training.start import execute
 from vitrail.weights.bundle.bundle import Bundle
 
 Item = TypeVar("Item")
@@ -40,9 +40,7 @@ class TrialTask:
     seed: int
     recipe: Recipe
     out: Path
-    """The run directory."""
     start: Bundle | None = None
-    """The weights to start from."""
 
     @property
     def record(self) -> Path:
@@ -52,16 +50,14 @@ class TrialTask:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one training run of a study."""
+    """The result of one training run of a study; of one that diverged, the score is 0 and the loss None."""
 
     arm: str
     lr: float
-    """The learning rate."""
     seed: int
     score: float
-    """The held-out accuracy after the last epoch; 0 if training diverged."""
+    """The held-out accuracy after the last epoch."""
     loss: float | None
-    """The held-out loss; None if training diverged."""
     seconds: float
     """Since the run was last started or resumed."""
 

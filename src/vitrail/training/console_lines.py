@@ -18,7 +18,7 @@ from vitrail.base.fields import short_repr
 from vitrail.base.progress import ProgressBars
 from vitrail.training.callbacks import (
     Callback,
-    NullCallback,
+    Callbacks,
     Progress,
     epoch_line,
     format_rate,
@@ -32,7 +32,7 @@ _LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
 
 
-class ConsoleCallback:
+class ConsoleCallback(Callback):
     """A callback that prints the events of a run.
 
     Args:
@@ -123,38 +123,14 @@ def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
     Args:
         verbose: whether anything is shown; of several processes, the main one shows it.
     """
-    own = callback or NullCallback()
-    if missing := [name for name in vars(NullCallback) if name.startswith("on_") and not hasattr(own, name)]:
+    own = callback or Callback()
+    if missing := [name for name in vars(Callback) if name.startswith("on_") and not hasattr(own, name)]:
         raise InputError(
-            f"callback must have the methods of vitrail.training.callbacks.NullCallback, and "
+            f"callback must have the methods of vitrail.training.callbacks.Callback, and "
             f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
         )
     if not verbose or not init_process_group().is_main:
         yield own
         return
     with NotebookCallback() if in_notebook() else ConsoleCallback() as display:
-        yield display if callback is None else _Both(display, own)
-
-
-class _Both:
-    """The display and the user's callback, in this order: the user's may end the run."""
-
-    def __init__(self, display: Callback, own: Callback) -> None:
-        self.display, self.own = display, own
-        self.shows_bars = getattr(display, "shows_bars", False)
-
-    def on_message(self, text: str) -> None:
-        self.display.on_message(text)
-        self.own.on_message(text)
-
-    def on_plan(self, plan: Mapping[str, Any]) -> None:
-        self.display.on_plan(plan)
-        self.own.on_plan(plan)
-
-    def on_progress(self, progress: Progress) -> None:
-        self.display.on_progress(progress)
-        self.own.on_progress(progress)
-
-    def on_epoch(self, metrics: Mapping[str, Any]) -> None:
-        self.display.on_epoch(metrics)
-        self.own.on_epoch(metrics)
+        yield display if callback is None else Callbacks(display, own)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from vitrail.base.errors import VitrailError, printable
 from vitrail.evaluation.forward import BATCH, run_model
-from vitrail.images.formats.sources import Split
+from vitrail.evaluation.trained_images import fit_statistics
+from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
@@ -17,6 +24,14 @@ from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice
 from vitrail.training.objective import correct_predictions
 from vitrail.training.parallel import ProcessGroup
+from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.run_plan import RunPlan
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.own_shape import reading_preprocess
+from vitrail.weights.bundle.scores import DEFAULT_THRESHOLD, Scores, choose_thresholds
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _ONE_PROCESS = ProcessGroup()
 _GPU_TOKENS = 2**18  # in a batch, about
@@ -91,3 +106,164 @@ def early_stop(history: Sequence[Mapping[str, Any]], patience: int | None) -> st
         f"Stopped early after epoch {last}: the validation accuracy was {best['val_accuracy']:.2%} after "
         f"epoch {best['epoch']}, and not higher since (patience {patience})."
     )
+
+
+# ---- training metrics -----------------------------------------------------------------------
+
+LOG_EVERY = 10  # steps between reads of what is on the device
+LOG_SECONDS = 10  # a slow step is reported when this much time has passed since the last report
+_MAX_SKIPPED = 3  # steps in a row
+_MAX_SKIPPED_FP16 = 20  # where each skipped step halves the scale of the loss, at first 2^16
+
+
+class Diverged(VitrailError):
+    """The gradient was NaN or infinite for several steps in a row."""
+
+
+class EpochMetrics:
+    """Loss, correct predictions and images of an epoch, and the steps that were skipped."""
+
+    def __init__(self, compute: ComputeDevice, ranks: ProcessGroup) -> None:
+        device, self.ranks = compute.device, ranks
+        self.max_skipped = _MAX_SKIPPED_FP16 if compute.dtype == torch.float16 else _MAX_SKIPPED
+        # loss, correct, images, skipped steps
+        self.sums = torch.zeros(4, dtype=compute.sum_dtype, device=device)
+        self.in_a_row = torch.zeros((), device=device)
+        self.worst = torch.zeros((), device=device)
+        self.recent: deque[tuple[int, Tensor, Tensor]] = deque(maxlen=2 * LOG_EVERY)  # step, images, skipped
+
+    def add_images(self, losses: Tensor, correct: Tensor, valid: Tensor) -> None:
+        """Add each image's loss, whether it was classified correctly, and whether it counts; all (b,)."""
+        with torch.no_grad():
+            counts = valid * losses.isfinite()  # NaN and infinity do not count: their step is skipped
+            loss = losses.where(counts > 0, 0.0).sum()
+            self.sums[:3] += torch.stack([loss, (correct * counts).sum(), counts.sum()]).to(self.sums.dtype)
+
+    def add_step(self, skipped: Tensor) -> None:
+        """Add a step; `skipped` is 1 where it changed no weight. In place, so that it can be captured."""
+        self.in_a_row.add_(skipped).mul_(skipped)
+        torch.maximum(self.worst, self.in_a_row, out=self.worst)
+        self.sums[3] += skipped
+
+    def remember_step(self, step: int, images: Tensor, skipped: Tensor) -> None:
+        """Remember the indices of a step's images, for the message of `check_divergence`."""
+        self.recent.append((step, images, skipped))
+
+    def totals(self) -> tuple[float, float, int, int]:
+        """Mean loss, accuracy, images and skipped steps, over all processes."""
+        loss, correct, images, skipped = self.ranks.sum(self.sums.clone()).tolist()
+        count = max(images, 1)
+        return loss / count, correct / count, int(images), int(skipped / self.ranks.count)
+
+    def check_divergence(self, names: Sequence[str]) -> None:
+        """Raise Diverged after too many skipped steps in a row; `names` are those of the images."""
+        if self.worst < self.max_skipped:
+            return
+        bad = [(step, images) for step, images, skipped in self.recent if skipped][:_MAX_SKIPPED]
+        steps = ", ".join(str(step) for step, _ in bad)
+        some = [names[int(i)] for _, images in bad for i in images[:2]]
+        more = " and more" * (self.max_skipped > len(bad) == _MAX_SKIPPED)
+        raise Diverged(
+            f"training diverged: the gradient was NaN or infinite {self.max_skipped} times in a row, at "
+            f"steps {steps}{more}, whose images include {printable(', '.join(some))}. The last checkpoint is "
+            "unchanged; use a lower learning rate, a longer warm-up, or fp32."
+        )
+
+    def start_epoch(self) -> None:
+        self.sums.zero_()
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums of every process (ranks, 4): added up now, they would be rounded differently later."""
+        rows = self.sums.new_zeros(self.ranks.count, len(self.sums))
+        rows[self.ranks.rank] = self.sums
+        return {"sums": self.ranks.sum(rows), "in_a_row": self.in_a_row.clone(), "worst": self.worst.clone()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        rows = state["sums"]
+        if len(rows) != self.ranks.count:  # another number of processes than before: the first takes all
+            rows = torch.cat([rows.sum(0, keepdim=True), rows.new_zeros(self.ranks.count, rows.shape[1])])
+        self.sums.copy_(rows[self.ranks.rank])
+        self.in_a_row.copy_(state["in_a_row"])
+        self.worst.copy_(state["worst"])
+
+
+# ---- what goes into the model file at the end -----------------------------------------------
+
+MAX_IMAGES = 5000  # of the training set, whose features are computed
+MAX_FRACTION = 0.05  # of the bytes of the weights, for the feature statistics
+
+
+def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
+    """Softmax, or sigmoid with binary cross-entropy; multi-label models start with thresholds of 0.5."""
+    if settings.loss != "bce":
+        return Scores()
+    thresholds = (DEFAULT_THRESHOLD,) * len(data.classes) if data.multilabel else None
+    return Scores(activation="sigmoid", thresholds=thresholds)
+
+
+@dataclass(frozen=True)
+class FinishedModel:
+    """What is measured on the images when a run has ended, and goes into the model's file.
+
+    Args:
+        on_batch: called with the number of images done; it may raise to stop.
+    """
+
+    plan: RunPlan
+    on_batch: Callable[[int], None] = lambda done: None
+
+    def complete(self, bundle: Bundle) -> Bundle:
+        """The bundle with thresholds of multi-label scores, and with statistics of its features.
+
+        Both need a validation set: the test set must not choose anything.
+        """
+        data, scores = self.plan.data, bundle.scores
+        if data.val is None:
+            return bundle
+        features, _, labels = self._run(bundle, _sample(data.train))
+        val_features, val_logits, val_labels = self._run(bundle, data.val)
+        if scores.thresholds is not None:
+            scores = replace(scores, thresholds=choose_thresholds(val_logits, val_labels))
+        size = sum(tensor.nbytes for tensor in bundle.model.state_dict().values())
+        statistics = fit_statistics(features, labels, val_features, int(MAX_FRACTION * size))
+        return replace(bundle, scores=scores, statistics=statistics)
+
+    def _run(
+        self, bundle: Bundle, split: Split
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+        """Pooled vectors (N, D), logits (N, K) and labels of the images that can be read, in the precision of
+        the run; equal in all processes, whatever their number."""
+        device, ranks = self.plan.compute, self.plan.ranks
+        model = copy.deepcopy(bundle.model).to(device.device)
+        width, classes = model.config.pooled_width, model.config.classes
+
+        def compute(images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            with device.autocast():
+                pooled = model.pool_images(images)
+                return torch.cat([pooled, model.head(pooled)], dim=1).float()
+
+        rows, valid = run_model(
+            model,
+            split,
+            reading_preprocess(bundle, model),
+            compute=compute,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            workers=self.plan.recipe.train.workers,
+            corrupt=CorruptFiles("skip"),
+            progress=self.on_batch,
+        )
+        if rows.shape[1] != width + classes:  # there was no batch for this process
+            rows = torch.zeros(len(split), width + classes)
+        rows, valid = (ranks.sum(part.to(device.device)).cpu() for part in (rows, valid))
+        kept = valid.numpy() > 0
+        return rows.numpy()[kept, :width], rows.numpy()[kept, width:], split.labels[kept]
+
+
+def _sample(split: Split) -> Split:
+    """At most `MAX_IMAGES` images, evenly spaced, so that sorted classes keep their fractions."""
+    if len(split) <= MAX_IMAGES:
+        return split
+    return split.take(np.linspace(0, len(split) - 1, MAX_IMAGES).astype(np.int64))

@@ -20,10 +20,9 @@ from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.model.model_memory import check_fits, training_bytes
 from vitrail.training.loggers import check_loggers
-from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group
+from vitrail.training.objective import Teacher
+from vitrail.training.parallel import ProcessGroup, global_batch_size, init_process_group, shards_of_replica
 from vitrail.training.recipes.settings import Recipe, TrainConfig
-from vitrail.training.sharding import check_processes
-from vitrail.training.teacher import Teacher
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
 
@@ -142,7 +141,8 @@ class RunPlan:
                 "when training stops; remove patience, or add a validation set."
             )
         batch = global_batch_size(self.data, settings, self.ranks)
-        check_processes(settings, self.ranks)
+        if settings.parallel == "hsdp" and self.ranks.count > 1:
+            shards_of_replica(self.ranks)
         if settings.tune == "lora":
             check_rank(model, settings.lora_rank)
         if self.compute.device.type == "cpu":

@@ -21,15 +21,13 @@ from vitrail.model import ViT
 from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.epoch import early_stop, evaluate_epoch
-from vitrail.training.head_scores import FinishedModel, initial_scores
+from vitrail.training.epoch import FinishedModel, early_stop, evaluate_epoch, initial_scores
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
-from vitrail.training.plan.summary_of_plan import training_plan
+from vitrail.training.plan.rehearsal import training_plan
 from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
-from vitrail.training.run_directory import explain_errors, record_resolved
-from vitrail.training.saved_run import call_to_resume
+from vitrail.training.run_directory import call_to_resume, explain_errors, record_resolved
 from vitrail.training.signals import Interrupted, StopSignal
 from vitrail.training.trainer import Trainer
 from vitrail.views.run_page import row_score
@@ -52,25 +50,19 @@ class TrainingSession:
     threads: Threads
     stop: StopSignal = field(default_factory=StopSignal)
     started: bool = False
-    """Whether the plan is done, and steps are taken."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """One row of metrics per epoch."""
     pending: bool = False
     """Whether the last epoch is over but not evaluated yet."""
     best: tuple[float, float] = (-1.0, 0.0)
     """The best `row_score` so far."""
     corrupt_eval: dict[str, str] = field(default_factory=dict)
-    """Held-out images that could not be read."""
     start: Mapping[str, Any] = field(default_factory=dict)
     """Where the weights came from, as config.json has it: license and source."""
     reported: set[str] = field(default_factory=set)
-    """Corrupt files that have been reported."""
     busy: CpuWait | None = field(default_factory=CpuWait)
     """Watches for other processes; None once it has been said that there are some."""
     fingerprint: Fingerprint | None = None
-    """Which images the weights were trained on."""
     loggers: Loggers | None = None
-    """In the main process, while training."""
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
@@ -174,7 +166,18 @@ class TrainingSession:
         last = row["epoch"] == s.epochs
         if row["epoch"] % s.evaluate_every == 0 or last:
             model = t.averaged_model
-            row |= self.val_metrics(model)
+            corrupt = CorruptFiles(s.corrupt)
+            row |= evaluate_epoch(
+                model,
+                t.data.eval_split,
+                t.reading,
+                t.compute,
+                ranks=t.ranks,
+                workers=t.workers,
+                corrupt=corrupt,
+                on_batch=self.check_stop,
+            )
+            self.corrupt_eval = corrupt.reasons
             t.clock.evaluated()
             t.stopped = early_stop(self.history, s.patience) is not None
         row["time"], row["seconds"] = t.clock.end_epoch()
@@ -195,21 +198,6 @@ class TrainingSession:
             self.log.on_message(early_stop(self.history, s.patience) or "")
         if row["epoch"] % s.save_every == 0 or last or t.stopped:
             self.checkpoints.save(self.checkpoint())
-
-    def val_metrics(self, model: ViT) -> dict[str, Any]:
-        t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
-        metrics = evaluate_epoch(
-            model,
-            t.data.eval_split,
-            t.reading,
-            t.compute,
-            ranks=t.ranks,
-            workers=t.workers,
-            corrupt=corrupt,
-            on_batch=self.check_stop,
-        )
-        self.corrupt_eval = corrupt.reasons
-        return metrics
 
     def check_stop(self, done: int) -> None:
         """Stop between two batches; several processes would have to stop at the same batch."""
@@ -278,11 +266,12 @@ class TrainingSession:
             if t.ranks.is_main:
                 self.checkpoints.save_best(bundle)
         t.ranks.barrier()
-        finished = FinishedModel(t.data, t.settings, t.compute, t.ranks, self.check_stop)
+        finished = FinishedModel(t.plan, self.check_stop)
         best, last = load(out / "best.safetensors"), self.bundle(t.plain(t.trained))
-        same = _same_weights(best.model, last.model)
+        weights = last.model.state_dict()
+        same = all(torch.equal(one, weights[name].cpu()) for name, one in best.model.state_dict().items())
         best = finished.complete(best)
-        if same:
+        if same:  # as after a run without EMA that improved to the end
             last = replace(last, scores=best.scores, statistics=best.statistics)
         else:
             last = finished.complete(last)
@@ -291,12 +280,6 @@ class TrainingSession:
             self.checkpoints.save_best(best)
             self.checkpoints.save_last(last)
         t.ranks.barrier()
-
-
-def _same_weights(one: ViT, other: ViT) -> bool:
-    """Whether the best weights are the last ones, as after a run without EMA that improved to the end."""
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name].cpu()) for name, tensor in one.state_dict().items())
 
 
 def out_of_memory(trainer: Trainer) -> VitrailError:

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import InputError, printable
+from vitrail.base.errors import FileError, InputError, MissingExtra, VitrailError, option, printable
+from vitrail.base.safe_files import DISK_FULL
+from vitrail.base.summary import Summary
+from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.images.class_names import ClassNames
 from vitrail.images.formats.pack_cache import cached_dataset
-from vitrail.training.callbacks import Callback
+from vitrail.training.callbacks import Callback, Callbacks, LogFile
+from vitrail.training.checkpoint import CheckpointManager
 from vitrail.training.console_lines import show_run
-from vitrail.training.open_data import open_training_data
+from vitrail.training.open_data import open_training_data, run_fingerprint
 from vitrail.training.parallel import init_process_group
 from vitrail.training.plan.batch_size import choose_batch
 from vitrail.training.plan.rehearsal import fit_minutes
-from vitrail.training.plan.threads import use_threads
+from vitrail.training.plan.threads import choose_threads, use_threads
 from vitrail.training.recipes.settings import Recipe, TrainConfig
-from vitrail.training.report import write_report
 from vitrail.training.resolve import AUTO_BATCH, resolve_distillation, resolve_recipe, run_context
-from vitrail.training.run import Run, execute, open_session
-from vitrail.training.run_directory import check_empty
+from vitrail.training.run_directory import (
+    call_to_resume,
+    check_empty,
+    prepare_run_directory,
+    read_config,
+    read_saved_run,
+)
 from vitrail.training.run_plan import RunCall, RunPlan, plan_recipe, run_device
-from vitrail.training.saved_run import call_to_resume, read_saved_run
+from vitrail.training.session import TrainingSession
 from vitrail.training.signals import stop_early
+from vitrail.training.trainer import Trainer
+from vitrail.views.html_page import check_extras, write_page
+from vitrail.views.run_page import REPORT_NAME, best_row, run_page
 from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.load import load
 
 if TYPE_CHECKING:
     from vitrail.training.run_plan import Data
@@ -186,3 +200,96 @@ def _no_data(out: Path, resume: bool) -> str:
     if (out / "config.json").exists():
         return f"{printable(out)} does not record its data; give the data and the run's settings again."
     return f"there is no run to resume in {printable(out)}; check the folder, or give data to start a run."
+
+
+# ---- from a plan to a finished run ----------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Summary):
+    """A finished run."""
+
+    out: Path
+    bundle: Bundle
+    """The best weights: their EMA if there is one."""
+    metrics: list[dict[str, Any]]
+    """One row per epoch, as in metrics.jsonl."""
+    best: Mapping[str, Any]
+    """The row of the epoch whose weights are in `bundle` and best.safetensors."""
+
+    def summary(self) -> dict[str, str]:
+        """The run directory, and the accuracy of the best weights."""
+        accuracy = f"{self.best['val_accuracy']:.2%} on {self.best['val_images']:,} held-out images"
+        epochs = f"{self.best['epoch']} of {self.metrics[-1]['epoch']}"
+        return {"run": str(self.out), "accuracy": accuracy, "best epoch": epochs}
+
+
+def execute(plan: RunPlan, out: Path, *, resume: bool = False, callback: Callback | None = None) -> Run:
+    """Train by a plan, from the first step or from the newest checkpoint in `out`."""
+    file = LogFile(out / "log.txt", enabled=plan.ranks.is_main)
+    log = Callbacks(callback or Callback(), file)
+    plan.check()  # before there is a folder
+    if not (out / "config.json").exists():
+        plan = fit_minutes(plan, log)
+    with plan.compute.current():  # environment.json has its name
+        finished = prepare_run_directory(plan, out, resume, log)
+    if not finished:
+        file.open()
+        session = open_session(plan, out, log)
+        session.start = read_config(out / "config.json")["start"]
+        if plan.recipe.train.fingerprint and plan.ranks.is_main:  # which writes the files
+            session.fingerprint = run_fingerprint(out, plan.data, plan.start, log)
+        with plan.compute.current(), use_threads(session.threads.count):
+            if resume:
+                session.resume()
+            session.run()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(out, load(out / "best.safetensors"), rows, best_row(rows, plan.data))
+
+
+def open_session(plan: RunPlan, out: Path, log: Callback) -> TrainingSession:
+    """The run at step 0; what was decided on the way is reported."""
+    for note in plan.notes():
+        log.on_message(note)
+    trainer = Trainer(plan)
+    trainer.on_message = log.on_message
+    threads = plan.threads or choose_threads(trainer)
+    return TrainingSession(trainer, CheckpointManager(out, plan.recipe.train.keep, plan.ranks), log, threads)
+
+
+# ---- the report -----------------------------------------------------------------------------
+
+
+def write_report(out: Path, bundle: Bundle, plan: RunPlan, callback: Callback) -> None:
+    """Evaluate the best weights and write report.html, unless it exists.
+
+    A finished run does not fail because of its report: an error becomes a message. Only a full disk is
+    raised, since more than the page may be missing then. All processes evaluate; the main one writes.
+    """
+    data, ranks = plan.data, plan.ranks
+    try:
+        missing = ranks.is_main and not (out / REPORT_NAME).exists()
+        if missing:
+            check_extras()
+    except MissingExtra:
+        callback.on_message("No report: install vitrail[inspect].")
+        missing = False
+    if not ranks.any(missing):
+        return
+    try:
+        on_device = replace(bundle, model=copy.deepcopy(bundle.model).to(plan.compute.device))
+        evaluation = evaluate(on_device, data, split="val" if data.val else "test")
+        if ranks.is_main:
+            write_page(out / REPORT_NAME, run_page(out, bundle, data, evaluation))
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            name, reason = printable(out / REPORT_NAME), printable(error.strerror)
+            raise FileError(
+                f"the report {name} could not be written: {reason}. The run itself is complete and saved. "
+                f"Free some disk space, then write the report with {option('resume', True)}."
+            ) from error
+        where = f"{printable(error.filename)}: " if error.filename else ""
+        callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")
+    except Exception as error:  # whatever it is, the run is finished
+        reason = str(error) if isinstance(error, VitrailError) else f"{type(error).__name__}: {error}"
+        callback.on_message(f"No report: {printable(reason, 400)}")

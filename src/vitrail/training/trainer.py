@@ -29,10 +29,11 @@ from vitrail.training.callbacks import Progress
 from vitrail.training.captured_step import CapturedStep, CaptureError, StepValues
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
-from vitrail.training.dropout import dropout_seeds
+from vitrail.training.dropout import DropoutSeeds
+from vitrail.training.epoch import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.input_pipeline import build_inputs
-from vitrail.training.metric_values import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import (
+    Student,
     class_weights,
     correct_predictions,
     distillation_loss,
@@ -48,12 +49,10 @@ from vitrail.training.optim import (
     set_lr,
     update_ema,
 )
-from vitrail.training.parallel import SharedSignal, global_batch_size
+from vitrail.training.parallel import SharedSignal, choose_parallelism, global_batch_size
 from vitrail.training.plan.step_mode import StepMode, choose_step_mode
 from vitrail.training.run_plan import RunPlan
-from vitrail.training.sharding import choose_parallelism
 from vitrail.training.signals import Interrupted
-from vitrail.training.teacher import Student
 from vitrail.weights.bundle.own_shape import use_native
 
 
@@ -89,13 +88,13 @@ class Trainer:
         self.ema = copy.deepcopy(self.trained).eval().requires_grad_(False) if s.ema else None
         if self.ema is not None:
             self.parallel.place(self.ema, device)
-        self.dropout = dropout_seeds(self.model.config, s, self.ranks, device)
+        self.dropout = DropoutSeeds(self.model.config, s, self.ranks, device)
         if not self.parallel.sharded:
             for own in {self.model, self.trained}:
                 own.to(device)
         execution = TrainingExecution(
             trained=self.trained,
-            rows=self.dropout if self.dropout.shared else None,
+            rows=self.dropout if self.dropout.alike and self.ranks.count > 1 else None,
             around=Student if self.teacher else None,
             parallel=self.parallel,
             dtype=self.compute.dtype,

@@ -16,8 +16,7 @@ import torch
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
 from vitrail.model.device import choose_device
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged, evaluate_epoch
 from vitrail.training.recipes.settings import Recipe
 from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer

@@ -44,7 +44,6 @@ class Cluster:
     tflops: float = 790.0
     """Of a bf16 product of 8192 x 8192 matrices; measured."""
     memory: float = 139 * 2**30
-    """Bytes of a GPU."""
     link: float = 360e9
     """Bytes/s in each direction between the GPUs of a machine; assumed: NVLink at 80 % of 450 GB/s."""
     network: float = 40e9
@@ -68,28 +67,23 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step takes on every GPU."""
+    """What a step takes on every GPU, in seconds and bytes."""
 
     mode: Mode
     compute: float
-    """Seconds, like the next two."""
     traffic: float
     loading: float
     states: float
-    """Bytes of weights, gradients, optimizer and EMA, and of what is gathered."""
     activations: float
     all_gather: float
     """Bytes that a GPU sends: shards of weights; the next two: shards of gradients, gradients of copies."""
     reduce_scatter: float
     all_reduce: float
     read: float
-    """Bytes of image files that are read for a GPU."""
     checkpoint: float
-    """Bytes of all files of a checkpoint."""
     window: float
     """Seconds of computing in which traffic is hidden."""
     fits: bool
-    """Whether states and activations fit in a GPU's memory."""
 
     @property
     def sent(self) -> float:
@@ -183,9 +177,7 @@ class StepMemory:
     config: ViTConfig
     parameters: int
     trained: int
-    """Parameters that are not frozen."""
     images: int
-    """Of a micro-batch, on each GPU."""
     processes: int = 1
     itemsize: int = _HALF
     """Bytes of a number in products; the next one: in the residual stream."""

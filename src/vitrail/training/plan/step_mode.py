@@ -20,7 +20,10 @@ _MEMORY = 0.45  # of the device's: more is not kept for a graph
 
 @dataclass(frozen=True)
 class _Variant:
-    """A way to compute a step's kernels, with its cost and gain."""
+    """A way to compute a step's kernels, with its cost and gain.
+
+    It takes a fraction of the time of a plain step; the other one where launching is slow and captured.
+    """
 
     compile: bool = False
     kernels: bool = False
@@ -28,9 +31,7 @@ class _Variant:
     """Until the first step; and as many for each block."""
     seconds_per_block: float = 0.0
     fraction: float = 1.0
-    """Of the time of a plain step."""
     captured_fraction: float = 0.23
-    """The same for a step that is launch-bound, captured as a CUDA graph."""
 
     def ready(self, trainer: Trainer) -> float:
         return self.seconds + self.seconds_per_block * trainer.model.config.depth
@@ -49,24 +50,19 @@ class StepMode:
     compile: bool
     cuda_graph: bool
     reason: str = ""
-    """What was chosen and why, for the plan."""
     kernels: bool = False
-    """Whether fused kernels are used (`vitrail.fast.variants`)."""
     seconds: float | None = None
-    """The estimated duration of a micro-batch; None if it was not measured."""
+    """Of a micro-batch, estimated, and until the first step; None if it was not measured."""
     ready: float = 0.0
-    """The estimated time until the first step, for compiling."""
 
 
 @dataclass(frozen=True)
 class _PassCost:
-    """What one forward and backward pass costs."""
+    """What one forward and backward pass costs; `memory` is a fraction of the device's."""
 
     seconds: float = 0.0
     launch_bound: bool = False
-    """Whether launching its kernels takes most of the time."""
     memory: float = 0.0
-    """The fraction of the device's memory that is in use."""
 
 
 def choose_step_mode(trainer: Trainer) -> StepMode:

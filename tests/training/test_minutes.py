@@ -31,7 +31,7 @@ PACE = Pace(first_step=5, step=0.1, evaluation=2, closing=9)  # 100 steps: 12 s 
         (14 + 12 * 7, 1, 7, "7 of 40 epochs are trained, as many as fit in 2 minutes: an epoch"),
         (14 + 12 * 8 - 0.01, 1, 7, "with its evaluation takes about 12 s here."),
         (14 + 10 * 7 + 2 * 2, 5, 7, "7 of 40 epochs"),  # evaluated after 5 and 7
-        (14 + 12 * 40, 1, 40, "All 40 epochs are trained: that takes about 8 min of the 2 minutes."),
+        (14 + 12 * 40, 1, 40, "All 40 epochs are trained: that takes about 8.2 min of the 2 minutes."),
         (25, 1, 1, "does not fit in 2 minutes: with evaluation it takes about 26 s here. To be quicker"),
         (-3, 1, 1, "does not fit"),
     ],
@@ -71,7 +71,7 @@ def test_the_plan_says_what_the_rehearsal_measured(data, tmp_path, monkeypatch):
     train(data, out=tmp_path / "plain", callback=callback, **SETTINGS)
     dry_run(str(data), out=tmp_path / "dry", minutes=1, callback=callback, **SETTINGS)
     measured, plain, dry = plans
-    assert measured["time"] == dry["time"] == "about 45 seconds, with evaluation, by the rehearsal"
+    assert measured["time"] == dry["time"] == "about 45 s, with evaluation, by the rehearsal"
     assert "extrapolated from one step" in plain["time"]
     assert measured["threads"] == plain["threads"] == dry["threads"]
     assert "as chosen before" not in measured["threads"]

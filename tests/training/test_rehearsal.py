@@ -71,20 +71,3 @@ def test_short_runs_and_few_steps_are_not_rehearsed(data):
     assert rehearse_run(trainer, 20.0, 0.0) is None
     few = build(data, epochs=2)
     assert rehearse_run(few, 1000.0, 0.0) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "1 second"),
-        (89.4, "89 seconds"),
-        (90, "1 min 30 s"),
-        (116, "2 minutes"),
-        (144, "2 min 20 s"),
-        (599, "10 minutes"),
-        (700, "12 minutes"),
-        (6000, "1.7 hours"),
-    ],
-)
-def test_the_time_in_words(seconds, text):
-    assert rehearsal._format_time(seconds) == text

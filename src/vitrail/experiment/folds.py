@@ -33,7 +33,6 @@ from vitrail.views.folds_page import folds_page
 from vitrail.views.html_page import check_extras, write_page
 
 _RECORD, _REPORT = "folds.json", "report.html"
-_MAX_FOLDS = 100
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def cross_validate(
         callback: receives the events of all runs.
         options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
     """
-    count = as_integer("folds", folds, 2, _MAX_FOLDS)
+    count = as_integer("folds", folds, 2, 100)
     if options.get("minutes") is not None:
         raise InputError(
             f"{option('folds')} and {option('minutes')} exclude each other: all folds must have the same "
@@ -153,10 +152,9 @@ def cross_validate(
         with show_run(callback, verbose) as log:
             log.on_message(f"Fold {number + 1} of {count}.")
             shared: dict[str, Any] = {"report": False, "verbose": False, "callback": log, **options}
-            run = train(part, out=path, resume=path.exists(), **shared)
-        row = run.metrics[-1]
-        scores = row["val_accuracy"], row["val_loss"]
-        done.append(Fold(number + 1, len(part.train), int(held_out.sum()), *scores, path.name))
+            row = train(part, out=path, resume=path.exists(), **shared).metrics[-1]
+        sizes, scores = (len(part.train), int(held_out.sum())), (row["val_accuracy"], row["val_loss"])
+        done.append(Fold(number + 1, *sizes, *scores, path.name))
     result = CrossValidation(folder, dataset.name, done, len(dataset.test or ()))
     write_text(folder / _RECORD, json.dumps(result.as_json(), indent=2), overwrite=True)
     try:

@@ -60,9 +60,7 @@ class LRCurve(Summary):
         axis.plot(self.lrs, self.losses, color=FAINT, linewidth=0.6, label="loss of a step")
         axis.plot(self.lrs, self.smoothed, color=LINES[0], label="smoothed")
         axis.axvline(self.lr, color=LINES[1], linestyle="--", label=f"suggested: {self.lr:.2g}")
-        axis.axvline(
-            self.recipe_lr, color=LINES[2], linestyle=":", label=f"the recipe's: {self.recipe_lr:.2g}"
-        )
+        axis.axvline(self.recipe_lr, color=LINES[2], linestyle=":", label=f"recipe: {self.recipe_lr:.2g}")
         low = min(self.smoothed)
         axis.set_ylim(0.9 * low, max(self.smoothed[0] * 1.3, 1.5 * low))
         axis.set(xscale="log", xlabel="learning rate", ylabel="loss")
@@ -97,7 +95,11 @@ def find_lr(
         raise InputError(
             f"low and high must be learning rates, low < high <= 100, not {short_repr((low, high))}."
         )
-    folder = None if out is None else _check_folder(Path(out))
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        there = [path for path in (folder / f"lr.{end}" for end in ("json", "png", "svg")) if path.exists()]
+        if there or (folder.exists() and not folder.is_dir()):
+            raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
     dataset = open_training_data(data, None, changes, NullCallback())
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
     plan = plan_recipe(dataset, resolved, start).with_settings(
@@ -162,11 +164,3 @@ def suggest_lr(lrs: list[float], smoothed: list[float]) -> float:
     if not finite:
         raise InputError("no step of the ramp had a finite loss; check the images, or use precision=fp32.")
     return float(f"{min(finite)[1] / _FROM_MINIMUM:.2g}")
-
-
-def _check_folder(folder: Path) -> Path:
-    names = [folder / f"lr.{ending}" for ending in ("json", "png", "svg")]
-    there = [path for path in names if path.exists()]
-    if there or (folder.exists() and not folder.is_dir()):
-        raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
-    return folder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
@@ -21,6 +21,7 @@ from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
 from vitrail.training.epoch import Diverged
+from vitrail.training.plan.threads import use_threads
 from vitrail.training.recipes.settings import Recipe
 from vitrail.training.run_directory import check_same_run, describe_run
 from vitrail.training.run_plan import plan_recipe
@@ -130,7 +131,7 @@ class StudyPool(ProcessPool):
 def map_in_processes(
     function: Callable[[Item], Result], items: Sequence[Item], processes: int
 ) -> list[Result]:
-    """`Pool.each` in a pool for this call only."""
+    """The function's results for all items, by a pool for this call only."""
     with ProcessPool(processes) as pool:
         return pool.map(function, items)
 
@@ -157,16 +158,12 @@ def _init_worker() -> None:
 
 def _run_trial(task: TrialTask, data: Dataset) -> Trial:
     """Run or resume the training, and write the result."""
-    start = time.perf_counter()
-    score, loss = 0.0, None
-    try:
+    start, score, loss = time.perf_counter(), 0.0, None
+    with suppress(Diverged):
         plan = plan_recipe(data, task.recipe, task.start)
         last = execute(plan, task.out, resume=True).metrics[-1]
         score, loss = last["val_accuracy"], last["val_loss"]
-    except Diverged:
-        pass
-    seconds = time.perf_counter() - start
-    trial = Trial(task.arm, task.lr, task.seed, score, loss, round(seconds, 3))
+    trial = Trial(task.arm, task.lr, task.seed, score, loss, round(time.perf_counter() - start, 3))
     write_text(task.record, json.dumps(asdict(trial), indent=2), overwrite=True)
     return trial
 
@@ -182,12 +179,6 @@ def _read_trial(task: TrialTask, data: Dataset) -> Trial | None:
         return None  # unreadable: the run directory has the result, too
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Run torch on one thread: the same order of additions on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return use_threads(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -145,10 +145,6 @@ class EpochMetrics:
         torch.maximum(self.worst, self.in_a_row, out=self.worst)
         self.sums[3] += skipped
 
-    def remember_step(self, step: int, images: Tensor, skipped: Tensor) -> None:
-        """Remember the indices of a step's images, for the message of `check_divergence`."""
-        self.recent.append((step, images, skipped))
-
     def totals(self) -> tuple[float, float, int, int]:
         """Mean loss, accuracy, images and skipped steps, over all processes."""
         loss, correct, images, skipped = self.ranks.sum(self.sums.clone()).tolist()
@@ -203,67 +199,58 @@ def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
     return Scores(activation="sigmoid", thresholds=thresholds)
 
 
-@dataclass(frozen=True)
-class FinishedModel:
-    """What is measured on the images when a run has ended, and goes into the model's file.
+def complete_bundle(bundle: Bundle, plan: RunPlan, on_batch: Callable[[int], None]) -> Bundle:
+    """The bundle of a finished run with thresholds of multi-label scores, and statistics of its features.
+
+    Both need a validation set: the test set must not choose anything.
 
     Args:
         on_batch: called with the number of images done; it may raise to stop.
     """
-
-    plan: RunPlan
-    on_batch: Callable[[int], None] = lambda done: None
-
-    def complete(self, bundle: Bundle) -> Bundle:
-        """The bundle with thresholds of multi-label scores, and with statistics of its features.
-
-        Both need a validation set: the test set must not choose anything.
-        """
-        data, scores = self.plan.data, bundle.scores
-        if data.val is None:
-            return bundle
-        features, _, labels = self._run(bundle, _sample(data.train))
-        val_features, val_logits, val_labels = self._run(bundle, data.val)
-        if scores.thresholds is not None:
-            scores = replace(scores, thresholds=choose_thresholds(val_logits, val_labels))
-        size = sum(tensor.nbytes for tensor in bundle.model.state_dict().values())
-        statistics = fit_statistics(features, labels, val_features, int(MAX_FRACTION * size))
-        return replace(bundle, scores=scores, statistics=statistics)
-
-    def _run(
-        self, bundle: Bundle, split: Split
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-        """Pooled vectors (N, D), logits (N, K) and labels of the images that can be read, in the precision of
-        the run; equal in all processes, whatever their number."""
-        device, ranks = self.plan.compute, self.plan.ranks
-        model = copy.deepcopy(bundle.model).to(device.device)
-        width, classes = model.config.pooled_width, model.config.classes
-
-        def compute(images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-            with device.autocast():
-                pooled = model.pool_images(images)
-                return torch.cat([pooled, model.head(pooled)], dim=1).float()
-
-        rows, valid = run_model(
-            model,
-            split,
-            reading_preprocess(bundle, model),
-            compute=compute,
-            rank=ranks.rank,
-            ranks=ranks.count,
-            workers=self.plan.recipe.train.workers,
-            corrupt=CorruptFiles("skip"),
-            progress=self.on_batch,
-        )
-        if rows.shape[1] != width + classes:  # there was no batch for this process
-            rows = torch.zeros(len(split), width + classes)
-        rows, valid = (ranks.sum(part.to(device.device)).cpu() for part in (rows, valid))
-        kept = valid.numpy() > 0
-        return rows.numpy()[kept, :width], rows.numpy()[kept, width:], split.labels[kept]
+    data, scores = plan.data, bundle.scores
+    if data.val is None:
+        return bundle
+    train = data.train  # at most MAX_IMAGES, evenly spaced, so that sorted classes keep their fractions
+    if len(train) > MAX_IMAGES:
+        train = train.take(np.linspace(0, len(train) - 1, MAX_IMAGES).astype(np.int64))
+    features, _, labels = _outputs(bundle, train, plan, on_batch)
+    val_features, val_logits, val_labels = _outputs(bundle, data.val, plan, on_batch)
+    if scores.thresholds is not None:
+        scores = replace(scores, thresholds=choose_thresholds(val_logits, val_labels))
+    size = sum(tensor.nbytes for tensor in bundle.model.state_dict().values())
+    statistics = fit_statistics(features, labels, val_features, int(MAX_FRACTION * size))
+    return replace(bundle, scores=scores, statistics=statistics)
 
 
-def _sample(split: Split) -> Split:
-    """At most `MAX_IMAGES` images, evenly spaced, so that sorted classes keep their fractions."""
-    if len(split) <= MAX_IMAGES:
-        return split
-    return split.take(np.linspace(0, len(split) - 1, MAX_IMAGES).astype(np.int64))
+def _outputs(
+    bundle: Bundle, split: Split, plan: RunPlan, on_batch: Callable[[int], None]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Pooled vectors (N, D), logits (N, K) and labels of the images that can be read.
+
+    In the precision of the run, and equal in all processes, whatever their number.
+    """
+    device, ranks = plan.compute, plan.ranks
+    model = copy.deepcopy(bundle.model).to(device.device)
+    width, classes = model.config.pooled_width, model.config.classes
+
+    def compute(images: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        with device.autocast():
+            pooled = model.pool_images(images)
+            return torch.cat([pooled, model.head(pooled)], dim=1).float()
+
+    rows, valid = run_model(
+        model,
+        split,
+        reading_preprocess(bundle, model),
+        compute=compute,
+        rank=ranks.rank,
+        ranks=ranks.count,
+        workers=plan.recipe.train.workers,
+        corrupt=CorruptFiles("skip"),
+        progress=on_batch,
+    )
+    if rows.shape[1] != width + classes:  # there was no batch for this process
+        rows = torch.zeros(len(split), width + classes)
+    rows, valid = (ranks.sum(part.to(device.device)).cpu() for part in (rows, valid))
+    kept = valid.numpy() > 0
+    return rows.numpy()[kept, :width], rows.numpy()[kept, width:], split.labels[kept]

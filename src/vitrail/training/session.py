@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,16 +21,16 @@ from vitrail.model import ViT
 from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.epoch import FinishedModel, early_stop, evaluate_epoch, initial_scores
+from vitrail.training.epoch import complete_bundle, early_stop, evaluate_epoch, initial_scores
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
 from vitrail.training.plan.rehearsal import training_plan
 from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
-from vitrail.training.run_directory import call_to_resume, explain_errors, record_resolved
+from vitrail.training.run_directory import call_to_resume, explain_errors, read_config, record_resolved
 from vitrail.training.signals import Interrupted, StopSignal
 from vitrail.training.trainer import Trainer
-from vitrail.views.run_page import row_score
+from vitrail.views.run_page import best_row
 from vitrail.weights.bundle.bundle import Bundle, Card
 from vitrail.weights.load import load
 
@@ -53,11 +53,7 @@ class TrainingSession:
     history: list[dict[str, Any]] = field(default_factory=list)
     pending: bool = False
     """Whether the last epoch is over but not evaluated yet."""
-    best: tuple[float, float] = (-1.0, 0.0)
-    """The best `row_score` so far."""
     corrupt_eval: dict[str, str] = field(default_factory=dict)
-    start: Mapping[str, Any] = field(default_factory=dict)
-    """Where the weights came from, as config.json has it: license and source."""
     reported: set[str] = field(default_factory=set)
     busy: CpuWait | None = field(default_factory=CpuWait)
     """Watches for other processes; None once it has been said that there are some."""
@@ -179,7 +175,8 @@ class TrainingSession:
             )
             self.corrupt_eval = corrupt.reasons
             t.clock.evaluated()
-            t.stopped = early_stop(self.history, s.patience) is not None
+        why = early_stop(self.history, s.patience)
+        t.stopped = why is not None
         row["time"], row["seconds"] = t.clock.end_epoch()
         row["seconds_left"] = 0.0 if t.stopped else round(t.seconds_left or 0.0, 1)
         if t.ranks.is_main:
@@ -188,14 +185,13 @@ class TrainingSession:
                 write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
             if self.loggers is not None:
                 self.loggers.log(self.history)
-            if t.data.val and "val_accuracy" in row and row_score(row) > self.best:
-                self.best = row_score(row)
+            if t.data.val and "val_accuracy" in row and best_row(self.history, t.data) is row:
                 self.checkpoints.save_best(self.bundle(model))
         self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
         self.pending = False
-        if t.stopped and not last:
-            self.log.on_message(early_stop(self.history, s.patience) or "")
+        if why is not None and not last:
+            self.log.on_message(why)
         if row["epoch"] % s.save_every == 0 or last or t.stopped:
             self.checkpoints.save(self.checkpoint())
 
@@ -234,20 +230,18 @@ class TrainingSession:
         self.trainer.stopped = early_stop(self.history, self.trainer.settings.patience) is not None
         self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
         self.reported = set(self.trainer.corrupt.reasons)
-        scores = [row_score(row) for row in self.history if "val_accuracy" in row]
-        self.best = max(scores, default=(-1.0, 0.0))
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
 
     def bundle(self, model: ViT) -> Bundle:
         """A plain model (`Trainer.plain`) as a bundle."""
-        t = self.trainer
+        t, start = self.trainer, read_config(self.checkpoints.out / "config.json")["start"]
         rows = [row for row in self.history if "val_accuracy" in row]
-        metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
-        source = f"trained on {t.data.name}"
-        if self.start.get("source"):
-            source += f", from {self.start['source']}"
-        license = self.start.get("license", "unknown")  # of the weights that it started from
-        card = Card(name=t.data.name, source=source, license=license, metrics=metrics)
+        card = Card(
+            name=t.data.name,
+            source=f"trained on {t.data.name}" + (f", from {start['source']}" if start.get("source") else ""),
+            license=start.get("license", "unknown"),  # of the weights that it started from
+            metrics={"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {},
+        )
         return Bundle(
             model=model,
             preprocess=t.preprocess,
@@ -266,15 +260,13 @@ class TrainingSession:
             if t.ranks.is_main:
                 self.checkpoints.save_best(bundle)
         t.ranks.barrier()
-        finished = FinishedModel(t.plan, self.check_stop)
         best, last = load(out / "best.safetensors"), self.bundle(t.plain(t.trained))
         weights = last.model.state_dict()
         same = all(torch.equal(one, weights[name].cpu()) for name, one in best.model.state_dict().items())
-        best = finished.complete(best)
-        if same:  # as after a run without EMA that improved to the end
-            last = replace(last, scores=best.scores, statistics=best.statistics)
-        else:
-            last = finished.complete(last)
+        best = complete_bundle(best, t.plan, self.check_stop)
+        # After a run without EMA that improved to the end, both are the same.
+        known = replace(last, scores=best.scores, statistics=best.statistics)
+        last = known if same else complete_bundle(last, t.plan, self.check_stop)
         self.checkpoints.wait()
         if t.ranks.is_main:
             self.checkpoints.save_best(best)

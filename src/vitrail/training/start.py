@@ -29,7 +29,6 @@ from vitrail.training.run_directory import (
     call_to_resume,
     check_empty,
     prepare_run_directory,
-    read_config,
     read_saved_run,
 )
 from vitrail.training.run_plan import RunCall, RunPlan, plan_recipe, run_device
@@ -236,7 +235,6 @@ def execute(plan: RunPlan, out: Path, *, resume: bool = False, callback: Callbac
     if not finished:
         file.open()
         session = open_session(plan, out, log)
-        session.start = read_config(out / "config.json")["start"]
         if plan.recipe.train.fingerprint and plan.ranks.is_main:  # which writes the files
             session.fingerprint = run_fingerprint(out, plan.data, plan.start, log)
         with plan.compute.current(), use_threads(session.threads.count):

@@ -235,7 +235,7 @@ class Trainer:
         parts = [next(batches) for _ in range(s.accumulate)]
         captured = mode.cuda_graph and not self.executable.watched
         skipped = self._captured_step(parts) if captured else self._compute_step(parts)
-        self.metrics.remember_step(self.step, torch.cat([part.indices for part in parts]), skipped)
+        self.metrics.recent.append((self.step, torch.cat([part.indices for part in parts]), skipped))
         self.step += 1
 
     def _epoch(self) -> int | Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vitrail.base.errors import option
-from vitrail.base.machine import is_out_of_memory, usable_cores
+from vitrail.base.machine import is_out_of_memory
 from vitrail.images.loader import CorruptFiles
 from vitrail.images.reader import AHEAD
 from vitrail.images.worker_process import PREFETCH
@@ -252,6 +252,11 @@ def training_plan(trainer: Trainer, threads: Threads | None = None) -> dict[str,
     count = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     data, epochs = trainer.data, f"{s.epochs} epoch{'s' * (s.epochs > 1)}"
+    shards, blocks = trainer.parallel.shards, trainer.trained.blocks
+    needed = step_memory(trainer.trained, s, trainer.compute, trainer.ranks, trainer.batch)
+    # Activations of frozen blocks are not kept for the backward pass: there is one block's at a time.
+    kept = 1 if any(p.requires_grad for p in blocks.parameters()) else 1 / len(blocks)
+    memory = needed.states(shards) + kept * needed.activations(shards)
     plan = {
         "data": f"{data.name}: {len(data.classes)} classes",
         "images": f"{len(data.train):,} for training, {len(data.eval_split):,} held out",
@@ -259,8 +264,8 @@ def training_plan(trainer: Trainer, threads: Threads | None = None) -> dict[str,
         "tokens": f"{trainer.model.config.tokens} per image"
         + (" at most; images keep their shape" if s.native else ""),
         "steps": f"{trainer.steps:,} of {trainer.batch} images, {epochs}",
-        "memory": f"about {_estimate_memory(trainer) / 2**20:,.0f} MB for weights and activations",
-        "time": f"about {_format_time(seconds)}, {basis}",
+        "memory": f"about {memory / 2**20:,.0f} MB for weights and activations",
+        "time": f"about {format_seconds(seconds)}, {basis}",
     }
     if trainer.parallel.reason:
         plan["parallel"] = trainer.parallel.reason
@@ -291,48 +296,20 @@ def _estimate_time(trainer: Trainer) -> tuple[float, str, str]:
     basis = "extrapolated from one step" + (" and the reading of some images" if rate else "")
     if (rehearsed := rehearse_run(t, seconds, loading)) is not None:
         seconds, basis = rehearsed, _REHEARSED
-    bottleneck = ""
-    if rate and loading > computing:
-        bottleneck = (
-            f"slower than the model: {rate:,.0f} images/s are read, and the model takes "
-            f"{images / computing:,.0f}; decode them once with vitrail pack or {option('cache', True)}, or "
-            "use more workers"
-        )
-    return seconds, basis, bottleneck
+    if not rate or loading <= computing:
+        return seconds, basis, ""
+    slow = (
+        f"slower than the model: {rate:,.0f} images/s are read, and the model takes "
+        f"{images / computing:,.0f}; decode them once with vitrail pack or {option('cache', True)}, or use "
+        "more workers"
+    )
+    return seconds, basis, slow
 
 
 def step_seconds(computing: float, loading: float, trainer: Trainer) -> float:
     """The time of a step from that of computing alone and that of reading its images alone.
 
-    Workers read while the device computes. Where both need the same cores, these do the work of both.
+    Workers read while the device computes; on a CPU, they take cores from it.
     """
-    plan, cores = trainer.workers.plan, usable_cores()
-    if plan.kind == "none":
-        return computing + loading
-    longest = max(computing, loading)
-    if trainer.compute.device.type != "cpu":
-        return longest
-    threads, workers = min(torch.get_num_threads(), cores), min(plan.count, cores)
-    return max(longest, (threads * computing + workers * loading) / cores)
-
-
-def _format_time(seconds: float) -> str:
-    """40 seconds, 2 min 20 s, 18 minutes, 3.5 hours: no rounding by more than 5 %."""
-    if seconds < 90:
-        count = max(1, round(seconds))
-        return f"{count} second{'s' * (count > 1)}"
-    if seconds < 10 * 60:
-        minutes, rest = divmod(10 * round(seconds / 10), 60)
-        return f"{minutes} min {rest} s" if rest else f"{minutes} minutes"
-    return f"{round(seconds / 60)} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"
-
-
-def _estimate_memory(trainer: Trainer) -> float:
-    """Bytes of weights, gradients, the optimizer's two moments, and the activations kept for backward.
-
-    Activations of frozen blocks are not kept: there is one block's at a time.
-    """
-    model, t = trainer.trained, trainer
-    kept = 1.0 if any(p.requires_grad for p in model.blocks.parameters()) else 1 / model.config.depth
-    needed, shards = step_memory(model, t.settings, t.compute, t.ranks, t.batch), t.parallel.shards
-    return needed.states(shards) + kept * needed.activations(shards)
+    at_once = trainer.workers.plan.kind != "none" and trainer.compute.device.type != "cpu"
+    return max(computing, loading) if at_once else computing + loading

@@ -7,16 +7,12 @@ draws the attention of the chosen token. Without a script the page shows what wa
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import printable, require_extra
-from vitrail.base.version import __version__
-from vitrail.views import html_page as report_page
+from vitrail.views.html_page import data_uri, markup, render_template
 from vitrail.views.walk.format_tensor import format_number, summarize
 from vitrail.views.walk.mathml import as_mathml, text_with_mathml
 from vitrail.views.walk.overview import NUMBERING, paper_equations
@@ -24,12 +20,10 @@ from vitrail.views.walk.stage import token_name
 from vitrail.views.walk.tensor_images import pixels_image, png, stage_image
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from vitrail.views.walk.encoder_stages import Recording
     from vitrail.views.walk.stage import Stage
 
-_PARTS = Path(__file__).parent
+_SCRIPT = Path(__file__).parent / "page.js"
 _MAX_WEIGHTS = 6_000_000  # attention weights in a page, two bytes each; a B/16 has 5.6 million
 _OF_HEAD = ("q", "k", "v", "bias", "scores", "weights", "row", "head")  # stages of one head
 _OF_TOKEN = ("norm1.before", "norm1.standard", "norm1.after", "attention.row")
@@ -62,24 +56,22 @@ def walk_page(
     block, head, token = (facts[name] for name in ("block", "head", "token"))
     every = fits_one_page(config)
     shown = recording.stages(block, head, token)
-    script = (_PARTS / "page.js").read_text(encoding="utf-8") if every else ""
     equations = paper_equations(config)
-    return _template().render(
+    return render_template(
+        "walk.html",
+        _SCRIPT.read_text(encoding="utf-8") if every else "",
         facts={"files": [], **facts},
         answer=answer,
-        numbering=_markup(text_with_mathml(NUMBERING)),
-        equations=[(number, _markup(as_mathml(text))) for number, text in equations.items()],
+        numbering=markup(text_with_mathml(NUMBERING)),
+        equations=[(number, markup(as_mathml(text))) for number, text in equations.items()],
         titles=_TITLES,
         groups=_groups(recording, shown, block, head, token, every),
         every=every,
         choices={"block": range(config.depth), "head": range(config.heads)},
         tokens=[token_name(config, index) for index in range(config.tokens)],
-        data=_markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
-        image=_uri(png(pixels_image(shown[0].tensor))),
-        script=_markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
+        image=data_uri(png(pixels_image(shown[0].tensor))),
         command=command,
-        version=__version__,
     )
 
 
@@ -131,8 +123,8 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
     """What the template shows of one stage."""
     entry: dict[str, Any] = {
         "name": stage.name,
-        "math": _markup(as_mathml(stage.equation)),
-        "meaning": _markup(text_with_mathml(stage.meaning)),
+        "math": markup(as_mathml(stage.equation)),
+        "meaning": markup(text_with_mathml(stage.meaning)),
         "shape": " × ".join(map(str, stage.shape)),
         "block": None,
         "head": None,
@@ -148,7 +140,7 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
     )
     if entry["of_token"] in ("", "attention.row"):
         image, width, height = stage_image(stage, config, max_side)
-        entry["image"] = {"uri": _uri(image), "width": width, "height": height}
+        entry["image"] = {"uri": data_uri(image), "width": width, "height": height}
     return entry
 
 
@@ -181,35 +173,3 @@ def _data(recording: Recording, facts: dict[str, Any]) -> dict[str, Any]:
 
 def _short(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-# ---- the template ---------------------------------------------------------------------------
-
-
-@cache
-def _template() -> Template:
-    with require_extra("inspect"):
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
-
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else printable(value, 2000)
-
-    folders = [_PARTS, Path(report_page.__file__).parent / "templates"]
-    environment = Environment(
-        loader=FileSystemLoader(folders), autoescape=True, finalize=finalize, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("walk.html")
-
-
-def _markup(text: str) -> Any:
-    """Markup of our own, which is not escaped."""
-    with require_extra("inspect"):
-        from markupsafe import Markup
-
-    return Markup(text)
-
-
-def _uri(image: bytes) -> Any:
-    return _markup(f"data:image/png;base64,{base64.b64encode(image).decode()}")

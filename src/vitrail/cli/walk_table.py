@@ -96,7 +96,7 @@ def _add_stage(table: Table, stage: Stage) -> None:
 
 def _numbers(stage: Stage) -> str:
     """Two lines: mean and std, min and max; of one or two values, the values."""
-    from vitrail.views.walk.format_tensor import format_number, summarize
+    from vitrail.views.walk.stage import format_number, summarize
 
     shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
     numbers = [*(format_number(number) for number in shown), "", "", ""]

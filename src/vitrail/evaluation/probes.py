@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.base.errors import InputError, suggest
-from vitrail.evaluation.forward import BATCH, run_model
+from vitrail.evaluation.forward import BATCH, LabeledFeatures, run_model
 from vitrail.evaluation.selection import Progress
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import CorruptFiles
@@ -60,14 +60,6 @@ class ProbeResult:
     """Standard deviation over the draws, for few-shot."""
     l2: float | None = None
     """The selected L2 of the linear probe."""
-
-
-@dataclass(frozen=True, eq=False)
-class LabeledFeatures:
-    """Features (N, layers, parts, D) of images, and their labels (N,)."""
-
-    features: Tensor
-    labels: Tensor
 
 
 def check_probes(names: Sequence[str]) -> tuple[str, ...]:
@@ -322,9 +314,15 @@ def probe_head(
         evaluated = len(y_test)
         predicted = (x_test.double() @ weight.T + bias).argmax(dim=1)
         accuracy = _accuracy(predicted, y_test) if evaluated else None
-    derived = {"statistics": None, "source": None, "extras": {}, "text_files": {}, "fingerprint": None}
-    head = _with_head(frozen, weight, bias)
-    new = replace(bundle, model=head, labels=list(data.classes), scores=Scores(), **derived)
+    new = Bundle(
+        model=_with_head(frozen, weight, bias),
+        preprocess=bundle.preprocess,
+        labels=list(data.classes),
+        card=bundle.card,
+        notes=bundle.notes,
+        guess=bundle.guess,
+        native=bundle.native,
+    )
     return ProbedModel(new, len(y), l2, accuracy, evaluated)
 
 

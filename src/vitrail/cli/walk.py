@@ -169,7 +169,7 @@ def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
 
 def as_json(stages: list[Stage], summary: dict[str, Any]) -> str:
     """The summary and the stages; tensors with many values only as statistics."""
-    from vitrail.views.walk.format_tensor import finite_or_none, summarize
+    from vitrail.views.walk.stage import finite_or_none, summarize
 
     entries = []
     for stage in stages:

@@ -18,9 +18,9 @@ from vitrail.base.errors import InputError, option, require_extra
 from vitrail.base.telemetry import import_onnxruntime
 from vitrail.exporters.graph import Graph, Plan, build_metadata, plan_for, trace
 from vitrail.exporters.proof import Check, Proof, Run, measure_speed, prove, write_checked
-from vitrail.fast.accelerate import pass_gate, read_calibration
+from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.choices import Choices
-from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
+from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, pass_gate, split_images
 from vitrail.fast.inference_routes import Accelerated, Acceleration, Builder
 from vitrail.fast.onnx_graph import OPSET, open_session, to_onnx
 from vitrail.predict.engine import OnnxEngine
@@ -148,7 +148,7 @@ def write_int8(
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
     report = pass_gate(
-        builder,
+        builder.calibration,
         quantized,
         "int8",
         kept,

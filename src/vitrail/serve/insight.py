@@ -26,7 +26,6 @@ from vitrail.views.attention_maps import POOL_WEIGHTS, over_all_tokens
 from vitrail.views.figure_images import check_finite, check_index
 from vitrail.views.rollout import (
     BLOCK_WEIGHTS,
-    fuse_heads,
     mixing_matrix,
     normalize_relevance,
     pooled_tokens,
@@ -97,13 +96,13 @@ def trace(
 
     def add_block(weights: Tensor) -> Tensor:
         nonlocal flow
-        flow = mixing_matrix(fuse_heads(weights.float(), "mean"), residual_weight(config)) @ flow
+        flow = mixing_matrix(weights.float().mean(dim=1), residual_weight(config)) @ flow
         if row is not None:
             relevance.append(row @ flow[0])
         return weights
 
     def add_pool(weights: Tensor) -> Tensor:
-        pool_row = over_all_tokens(fuse_heads(weights.float(), "mean")[0, 0], config)
+        pool_row = over_all_tokens(weights.float().mean(dim=1)[0, 0], config)
         relevance.append(pool_row @ flow[0])
         return weights
 

@@ -23,8 +23,7 @@ from vitrail.predict.prediction import Prediction
 from vitrail.serve.batcher import Batcher
 from vitrail.serve.messages import Client, HTTPError, busy
 from vitrail.weights.bundle.scores import Scores
-from vitrail.weights.text.prompts import fill_templates
-from vitrail.weights.text.zero_shot import embedding_projection
+from vitrail.weights.text.prompts import embedding_projection, fill_templates
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,16 +1,21 @@
-"""A model's preprocessing: from the settings beside the weights, from its family, or from the user."""
+"""What the settings beside the weights say: sizes, labels and preprocessing.
+
+The sizes in a config.json must agree with the tensors. The preprocessing comes from the settings, from the
+model's family, or from the user.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitrail.base.errors import ConfigError, VitrailError, printable, setting, suggest
+from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, setting, suggest
 from vitrail.base.fields import short_repr
-from vitrail.images.fit_preprocess import default_preprocess, fit_preprocess
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, default_preprocess, fit_preprocess
 from vitrail.images.published_preprocess import (
     PUBLISHED,
     complete_hf,
@@ -19,11 +24,123 @@ from vitrail.images.published_preprocess import (
     published_preprocess,
 )
 from vitrail.model.config import ViTConfig, format_sides
-from vitrail.weights.families.config_json import model_names, split_words
+from vitrail.weights.families.match import join_names
 from vitrail.weights.readers.folder import ModelFiles
 
+# Our fields by transformers' or timm's names. The tensors show all of these.
+_SIZES = {
+    **{"hidden_size": "width", "embed_dim": "width", "num_features": "width"},
+    **{"num_hidden_layers": "depth", "depth": "depth"},
+    **{"num_attention_heads": "heads", "num_heads": "heads"},
+    **{"intermediate_size": "mlp_width", "num_channels": "channels", "in_chans": "channels"},
+    **{"patch_size": "patch", "image_size": "size", "img_size": "size"},
+    **{"num_register_tokens": "registers", "reg_tokens": "registers", "num_classes": "classes"},
+}
+
+
+def check_sizes(
+    path: str, settings: Mapping[str, Any], config: ViTConfig, overrides: Collection[str]
+) -> None:
+    """Refuse settings that contradict the weights, except for fields that the user gives."""
+    for prefix, part in _size_parts(settings).items():
+        for name, field in _SIZES.items():
+            value = part.get(name)
+            if value is None or field in overrides or (name, value) == ("num_classes", 0):
+                continue
+            stored = {"patch": config.patch_pixels, "size": config.pixels, "mlp_width": config.F}.get(
+                field, getattr(config, field)
+            )
+            if _as_side(value) != _as_side(stored):
+                raise FileError(
+                    f"{path}: config.json has {prefix}{name}={short_repr(value)}, but the weights have "
+                    f"{short_repr(stored)}. Correct it, or pass the weight file instead of its folder."
+                )
+
+
+def _size_parts(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The objects of a config.json that hold sizes of the image model, by the prefix of their keys.
+
+    Settings of other libraries than transformers (model_type) and timm (model_args) are not checked.
+    """
+    if isinstance(timm := settings.get("model_args"), dict):
+        return {
+            "model_args.": timm,
+            "": {name: settings.get(name) for name in ("num_features", "num_classes")},
+        }
+    if "model_type" not in settings:
+        return {}
+    for name in ("vision_config_dict", "vision_config"):  # of two, transformers uses the first of these
+        if isinstance(settings.get(name), dict):
+            return {f"{name}.": settings[name]}
+    return {"": settings}
+
+
+def _as_side(value: Any) -> Any:
+    """One number for all sides, if they are equal."""
+    if isinstance(value, (list, tuple)):
+        return value[0] if value and all(side == value[0] for side in value) else tuple(value)
+    return value if not isinstance(value, bool) else None
+
+
+def read_labels(settings: Mapping[str, Any], config: ViTConfig, notes: list[str]) -> list[str] | None:
+    """transformers' id2label or timm's label_names, if they name every class.
+
+    LABEL_0, LABEL_1, ... are not names. Names that do not fit the classes are not used; a note reports it.
+    """
+    timm = settings.get("pretrained_cfg")
+    names = settings.get("id2label", settings.get("label_names"))
+    if names is None and isinstance(timm, dict):
+        names = timm.get("label_names")
+    if names is None or not config.classes:
+        return None
+    if isinstance(names, list):
+        names = {str(number): name for number, name in enumerate(names)}
+    classes = [str(number) for number in range(config.classes)]
+    if not isinstance(names, dict):
+        what = f"they are {short_repr(names)}, not names by number"
+    elif all(name == f"LABEL_{number}" for number, name in names.items()):
+        return None
+    else:
+        missing = [number for number in classes if not isinstance(names.get(number), str)]
+        unexpected = [number for number in names if number not in classes]
+        if not missing and not unexpected:
+            return [names[number] for number in classes]
+        what = "has no name for" if missing else "names"
+        what = (
+            f"id2label {what} class {join_names(missing or unexpected)}, and the model has {config.classes} "
+            f"classes, 0 to {config.classes - 1}"
+        )
+    notes.append(f"The labels in config.json were not used: {what}.")
+    return None
+
+
+_NAMES = ("architecture", "architectures", "model_type", "tag", "hf_hub_id", "_name_or_path")
+
+
+def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[set[str], str]]:
+    """The words of each name of a model, in lower case, and where it has this name.
+
+    The names in transformers' or timm's config.json come first, then its path. The words of
+    "deit_tiny_patch16_224" are deit, tiny and patch.
+    """
+    named: list[tuple[str, Any]] = []
+    for part in (settings, settings.get("pretrained_cfg")):
+        for key in _NAMES if isinstance(part, Mapping) else ():
+            value = part.get(key)
+            names = value if isinstance(value, list) else [value]
+            named += [(f"config.json, {key}", name) for name in names]
+    if not path.is_dir():
+        named.append(("the name of the file", path.name))
+    if path.is_dir() or path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
+        folder = path.absolute() if path.is_dir() else path.absolute().parent
+        named.append(("the name of the folder", folder.name))
+    for where, name in named:
+        if isinstance(name, str):
+            yield set(re.findall("[a-z]+", name.lower())), f"{where}: {printable(name)[:80]}"
+
+
 # Published for weights whose tensors look the same as those of the first.
-_SAME_TENSORS = {"augreg": ("deit",), "google": ("deit",)}
+_SAME_TENSORS = {"augreg": "deit", "google": "deit"}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Preprocess))
 _TIMM_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -46,10 +163,11 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
     if config.input != "image":
         return FoundPreprocess(None, "")
     settings = files.settings or files.settings_beside(notes)
-    others = [other for other in _SAME_TENSORS.get(family, ()) if config.channels == 3]
-    said_by = ""
-    if others:
-        family, said_by = _known_from(files, settings, family, others)
+    other, said_by = _SAME_TENSORS.get(family, "") if config.channels == 3 else "", ""
+    if other:
+        for words, where in model_names(files.path, settings.get("config.json", {})):
+            if not said_by and words & {family, other}:
+                family, said_by = family if family in words else other, where
     published = _published(family, config)
     try:
         preprocess, origin = _from_settings(settings, published, notes)
@@ -71,21 +189,10 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
     elif said_by:
         origin, used = f"{origin}, known from {said_by}", f"{used} (known from {said_by})"
     notes.append(f"{reason}; {used}.")
-    if not others or said_by:
+    if not other or said_by:
         return FoundPreprocess(published, origin)
-    notes.append(_guess_note(published, others[0], config))
+    notes.append(_guess_note(published, other, config))
     return FoundPreprocess(published, f"{origin}, a guess (see the notes)", " ".join(notes[-2:]))
-
-
-def _known_from(
-    files: ModelFiles, settings: Mapping[str, Any], family: str, others: list[str]
-) -> tuple[str, str]:
-    """Which of several published preprocessings a name shows, and which name; the first if none does."""
-    for where, name in model_names(files.path, settings.get("config.json", {})):
-        for one in (family, *others):
-            if one in split_words(name):
-                return one, f"{where}: {printable(name)[:80]}"
-    return family, ""
 
 
 def _describe_values(preprocess: Preprocess) -> str:
@@ -98,7 +205,7 @@ def _describe_values(preprocess: Preprocess) -> str:
 
 
 def _guess_note(used: Preprocess, other: str, config: ViTConfig) -> str:
-    """That the tensors do not tell which preprocessing it is, how they differ, and how to choose."""
+    """A note for an ambiguous preprocessing: how the other one differs, and how to choose it."""
     published = _published(other, config)
     values = _describe_values(published)
     if (published.resize, published.interpolation) != (used.resize, used.interpolation):
@@ -190,11 +297,6 @@ def override_preprocess(
         if (now := getattr(changed, name)) != (before := getattr(preprocess, name)):
             notes.append(f"preprocess.{name} is {short_repr(now)} as given, instead of {short_repr(before)}.")
     return changed
-
-
-def settles_guess(given: Mapping[str, Any] | str | None) -> bool:
-    """Whether the user's choice leaves nothing to guess: a published preprocessing, or mean and std."""
-    return bool(given) and (isinstance(given, str) or {"mean", "std"} <= set(given or ()))
 
 
 def check_fields(given: Any) -> None:

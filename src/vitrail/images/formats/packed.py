@@ -7,8 +7,9 @@
 | the rest | the index: the length of a JSON object, the object, a row (ROW) for each image, labels    |
 
 The index is checked when the file is opened. The bytes of an image are checked against the CRC-32 of its row
-when a process first reads it (images/packed.py), by every command: if they are damaged, the image is one that
-cannot be read. A checksum shows damage; it does not show a forgery.
+when a process first reads it, by every command: if they are damaged, the image is one that cannot be read.
+After that, of an image that is stored as pixels, only the rows that a crop covers are read. A checksum shows
+damage; it does not show a forgery.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import numpy as np
 
 from vitrail.base.errors import FileError, VitrailError, printable
 from vitrail.base.safe_files import open_regular, parse_json
-from vitrail.images.formats.packed_images import PackedImage
 from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.formats.stored_images import StoredImage, open_stored
+from vitrail.images.limits import BrokenImage
 
 if TYPE_CHECKING:
     from typing import BinaryIO
 
     from numpy.typing import NDArray
+    from PIL.Image import Image
 
 MAGIC, VERSION = b"VITRPACK", 1
 HEADER = struct.Struct("<8sIIQQ32x")
@@ -162,9 +165,13 @@ def _parse_index(block: bytes, name: str) -> PackIndex:
     if length > len(block) - 8:
         raise ValueError("its description is longer than it")
     fields = parse_json(block[8 : 8 + length], name)
-    classes, names = _texts(fields, "classes"), _texts(fields, "names")
+    classes, names, size = fields["classes"], fields["names"], fields["size"]
+    for texts in (classes, names):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("classes or names are not a list of text")
+    if type(size) is not int or not 1 <= size <= _MAX_SIDE:
+        raise ValueError(f"size is not a number from 1 to {_MAX_SIDE:,}")
     count, rest = len(names), memoryview(block)[8 + length :]
-    size = _number(fields, "size", _MAX_SIDE)
     multilabel, jpeg = (fields[key] is True for key in ("multilabel", "jpeg"))
     label_bytes = count * (len(classes) if multilabel else 8)
     if len(rest) != count * ROW.itemsize + label_bytes:
@@ -176,20 +183,6 @@ def _parse_index(block: bytes, name: str) -> PackIndex:
     if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) <= most:
         raise ValueError("a label is no class")
     return PackIndex(str(fields["name"]), classes, names, rows, labels, size, jpeg)
-
-
-def _texts(fields: Any, key: str) -> list[str]:
-    texts = fields[key]
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{key} is not a list of text")
-    return texts
-
-
-def _number(fields: Any, key: str, most: int) -> int:
-    number = fields[key]
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
-        raise ValueError(f"{key} is not a number from 1 to {most:,}")
-    return number
 
 
 def _check_rows(index: PackIndex, end: int) -> None:
@@ -208,3 +201,73 @@ def _check_rows(index: PackIndex, end: int) -> None:
         raise ValueError("an image lies outside the file, or has an impossible shape")
     if ((channels == 0) & ((height > 0) | (width > 0))).any() or ((height == 0) & (width > 0)).any():
         raise ValueError("an image without pixels has a size")
+
+
+# ---- reading images -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PackedImage(StoredImage):
+    """An image in a packed file, in place of the path of an image file."""
+
+    file: str
+    """The path of the packed file."""
+    image_name: str
+    row: int
+    """Its number in the index."""
+    crc: int
+    """The CRC-32 of its bytes."""
+    offset: int
+    size: int
+    """Its bytes."""
+    height: int
+    """0 for a JPEG, which has a header of its own."""
+    width: int
+    channels: int
+    reason: str = ""
+    """Why the source could not be read when it was packed."""
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is stored as pixels, and can be read in parts."""
+        return self.height > 0 and not self.reason
+
+    def read_rows(self, top: int, count: int) -> NDArray[np.uint8]:
+        """Some rows of an image that is stored as pixels, (count, width, channels)."""
+        row = self.width * self.channels
+        data = self._read(self.offset + top * row, count * row)
+        return np.frombuffer(data, dtype=np.uint8).reshape(count, self.width, self.channels)
+
+    def read_bytes(self) -> bytearray:
+        """Its pixels, or the bytes of a JPEG."""
+        return self._read(self.offset, self.size)
+
+    def load(self, channels: int) -> NDArray[np.uint8] | Image:
+        """The pixels (h, w, C) of a stored array; an image, if it has other channels than asked for."""
+        pixels = self.read_rows(0, self.height)
+        return pixels if self.channels == channels else as_image(pixels)
+
+    def _read(self, start: int, count: int) -> bytearray:
+        """Some of its bytes; the first time all, to check them."""
+        if self.reason:
+            raise BrokenImage(f"{printable(self)} could not be read when it was packed: {self.reason}")
+        cut_off = f"{printable(self.file)} is shorter than its index says; it was cut off. Pack it again."
+        file = open_stored(self.file)
+        if file.is_checked(self.row):
+            return file.read(start, count, cut_off)
+        data = file.read(self.offset, self.size, cut_off)
+        if zlib.crc32(data) != self.crc:
+            raise BrokenImage(
+                f"{printable(self)} is damaged: its bytes do not have the checksum that they were packed "
+                "with. Pack the data again."
+            )
+        file.set_checked(self.row)
+        first = start - self.offset
+        return data if count == self.size else data[first : first + count]
+
+
+def as_image(pixels: NDArray[np.uint8]) -> Image:
+    """Pixels (h, w, C) as an image of Pillow's."""
+    from PIL import Image
+
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)

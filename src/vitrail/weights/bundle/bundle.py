@@ -134,8 +134,7 @@ class Bundle(Summary):
         Args:
             templates: texts with {} in place of the class; an ensemble of our own by default.
         """
-        from vitrail.weights.text.prompts import fill_templates
-        from vitrail.weights.text.zero_shot import bake_prompts
+        from vitrail.weights.text.prompts import bake_prompts, fill_templates
 
         return bake_prompts(self, fill_templates(labels, templates))
 

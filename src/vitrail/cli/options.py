@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from vitrail.base.errors import DeviceWarning, InputError, printable, suggest
 from vitrail.cli.option_groups import options
-from vitrail.cli.option_values import parse_settings, parse_sides, parse_workers
+from vitrail.cli.option_values import parse_settings, parse_sides, parse_workers, refuse_given
 
 if TYPE_CHECKING:
     from vitrail.fast.accelerate import Speedup
@@ -93,15 +93,15 @@ class FileOptions:
 
     def named(self) -> dict[str, object]:
         """The values by the names of their options, for messages."""
-        names = {"--size": self.size, "--family": self.family, "--keys": self.keys, "--set": self.settings}
-        return {name: value for name, value in names.items() if value}
+        named = {"--size": self.size, "--family": self.family, "--keys": self.keys}
+        return named | {"--set": self.settings or None}
 
     def overrides(self) -> dict[str, Any]:
         """The keyword arguments of `vitrail.load` that are given and that change the model."""
         values = {"family": self.family, "size": parse_sides(self.size) if self.size else None}
         values |= {
             "keys": _read_keys(self.keys) if self.keys else None,
-            **parse_settings(self.settings or []),
+            **parse_settings(self.settings or ()),
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -191,9 +191,9 @@ class SpeedOptions(GateOptions):
 
     def __post_init__(self) -> None:
         known = ("auto", "fp32", "bf16", "fp8", "int8")
-        for name, value in (("--calibration", self.calibration), ("--keep", self.keep)):
-            if self.precision is None and value is not None:
-                raise InputError(f"{name} is for --precision int8 and fp8; add one, or remove it.")
+        if self.precision is None:
+            lossy = {"--calibration": self.calibration, "--keep": self.keep}
+            refuse_given(lossy, "OPTION is for --precision int8 and fp8; add one, or remove it.")
         if self.precision not in (None, *known):
             hint = suggest(self.precision or "", known)
             raise InputError(f"Unknown precision {printable(repr(self.precision))}. {hint}")

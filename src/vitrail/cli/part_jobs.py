@@ -23,6 +23,7 @@ from vitrail.cli.streams import print_error
 if TYPE_CHECKING:
     from vitrail.predict.parts import PartOptions, PartResult
 
+NOT_FOR_PARTS = "OPTION is not for a folder of parts; use vitrail embed, or a file for --out."
 _ENGINES = ("local", "ray")
 _MAX_JOBS = 1_000_000
 _FILE_SUFFIXES = (".csv", ".jsonl", ".json", ".txt", ".parquet", ".npy", ".safetensors")
@@ -74,15 +75,6 @@ class JobOptions:
                 f"not {printable(self.part)!r}."
             )
         return number, of
-
-
-def check_not_given(**options: object) -> None:
-    """Refuse options that a folder of parts does not have."""
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                f"--{name} is not for a folder of parts; use vitrail embed, or a file for --out."
-            )
 
 
 def run_parts(

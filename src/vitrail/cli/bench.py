@@ -11,7 +11,6 @@ from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.safe_files import write_text
-from vitrail.cli.models import load_model, print_device
 from vitrail.cli.options import GateOptions, ModelOptions, split_names
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
@@ -74,7 +73,7 @@ def bench(
     on = next(bundle.model.parameters()).device
     chosen = chosen or _usual_precisions(on, calibrated=data is not None)
     batches = batches if batch else _parse_batches(_BATCHES.get(on.type, _BATCHES["cpu"]))
-    print_device(bundle.model, opening.device, ", ".join(chosen), quiet=opening.quiet)
+    opening.print_device(bundle.model, ", ".join(chosen))
     table = measure_speeds(
         bundle,
         data,
@@ -117,7 +116,7 @@ def _open(model: str, opening: ModelOptions) -> Bundle:
             raise ValueError
         preset(model)
     except ValueError:
-        return load_model(model, opening, precision=None)  # which explains what is wrong
+        return opening.load(model, precision=None)  # which explains what is wrong
     built = create(model, **opening.overrides()).eval()
     place(built, opening.device)
     return Bundle(model=built)

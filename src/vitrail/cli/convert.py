@@ -8,9 +8,8 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
-from vitrail.cli.models import load_model, print_device, usual_precision
 from vitrail.cli.option_values import refuse_given
-from vitrail.cli.options import ModelOptions, WordOptions
+from vitrail.cli.options import ModelOptions, WordOptions, usual_precision
 
 
 def convert(
@@ -114,7 +113,7 @@ def _interpolate(
     check_suffix(out)
     check_new_files({"OUT": out})
     on_cpu = replace(opening, device="cpu")
-    first, second = (load_model(one, on_cpu) for one in (source, toward))
+    first, second = (on_cpu.load(one) for one in (source, toward))
     mixed = interpolate(first, second, at)
     if data is not None:
         from vitrail.evaluation.evaluate_model import evaluate
@@ -126,7 +125,7 @@ def _interpolate(
             place(between.model, opening.device)
             if t == 0:
                 precision = usual_precision(between)
-                print_device(between.model, opening.device, precision, quiet=opening.quiet)
+                opening.print_device(between.model, precision)
             metrics = evaluate(between, data).metrics
             accuracy = None if metrics is None else metrics.top1
             mark = "  written" if t == at else ""

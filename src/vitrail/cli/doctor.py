@@ -16,7 +16,6 @@ from typer import Option
 
 from vitrail.base.errors import printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import load_model
 from vitrail.cli.option_values import parse_workers, refuse_given
 from vitrail.cli.options import DATA, WORKERS, ModelOptions
 from vitrail.cli.outputs import check_new_files, this_command
@@ -95,7 +94,7 @@ def doctor(
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
         if features and model is not None:
-            bundle = load_model(model, opening, channels=dataset.channels)
+            bundle = opening.load(model, channels=dataset.channels)
             _compare(html_file, bundle, dataset, report, count, batch, bars)
     report.problems = problems
     if as_json:

@@ -9,9 +9,16 @@ from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import open_predictor
 from vitrail.cli.option_values import refuse_given
-from vitrail.cli.options import MODEL_OR_ONNX, NATIVE, WORKERS, Batch, ModelOptions, start_workers
+from vitrail.cli.options import (
+    MODEL_OR_ONNX,
+    NATIVE,
+    WORKERS,
+    Batch,
+    ModelOptions,
+    SpeedOptions,
+    start_workers,
+)
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.part_jobs import NOT_FOR_PARTS, JobOptions, run_parts
 from vitrail.cli.streams import print_error
@@ -69,7 +76,7 @@ def embed(
     from vitrail.weights.bundle.own_shape import check_native
 
     start_workers(images, workers)
-    predictor = open_predictor(model, opening, batch=batch, workers=workers, native=native)
+    predictor = opening.predictor(model, SpeedOptions(), batch=batch, workers=workers, native=native)
     if native:
         check_native(predictor.bundle)
     with ProgressBars(enabled=not opening.quiet) as bars:

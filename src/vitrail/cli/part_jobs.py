@@ -14,10 +14,9 @@ from typer import Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import check_classes, print_notes
 from vitrail.cli.option_groups import options
 from vitrail.cli.option_values import parse_workers
-from vitrail.cli.options import ModelOptions
+from vitrail.cli.options import ModelOptions, check_classes
 from vitrail.cli.streams import print_error
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def run_parts(
     with ProgressBars(enabled=not opening.quiet) as bars:
         images = ImageList(inputs, lambda done, total: bars("reading shards", done, total))
         predictor = open_model()
-        print_notes(predictor, opening)
+        opening.print_notes(predictor)
         if written.content == "predict":
             check_classes(predictor.bundle)
             if not predictor.config.classes:

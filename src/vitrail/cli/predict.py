@@ -16,7 +16,6 @@ from typer import Argument, Option
 from vitrail.base.errors import InputError, printable, require_extra
 from vitrail.base.progress import ProgressBars
 from vitrail.base.safe_files import naming_file
-from vitrail.cli.models import check_classes, open_predictor, open_zero_shot
 from vitrail.cli.option_values import refuse_given
 from vitrail.cli.options import (
     MODEL_OR_ONNX,
@@ -26,6 +25,7 @@ from vitrail.cli.options import (
     ModelOptions,
     SpeedOptions,
     WordOptions,
+    check_classes,
     start_workers,
 )
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
@@ -101,7 +101,7 @@ def predict(
     if folder is None:
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     opening = opening.for_precision(speed.precision)
-    with_words = open_zero_shot(model, words, opening)
+    with_words = words.open(model, opening)
     if folder is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
@@ -117,9 +117,7 @@ def predict(
         return
     start_workers(inputs, workers)
     with saving_gate_report(Path(out) if out else None):
-        predictor = open_predictor(
-            with_words or model, opening, speed, batch=batch, workers=workers, native=native
-        )
+        predictor = opening.predictor(with_words or model, speed, batch=batch, workers=workers, native=native)
     config = predictor.config
     if embeddings is None or top is not None:
         check_classes(predictor.bundle)

@@ -108,7 +108,7 @@ def _interpolate(
     from vitrail.base.errors import printable
     from vitrail.cli.outputs import check_new_files
     from vitrail.weights.bundle.bundle import check_suffix
-    from vitrail.weights.interpolate import interpolate
+    from vitrail.weights.conversion import interpolate
 
     check_suffix(out)
     check_new_files({"OUT": out})

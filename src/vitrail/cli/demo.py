@@ -34,8 +34,10 @@ def demo(
     from rich.console import Console
 
     from vitrail.experiment import digits_demo as steps
+    from vitrail.images.formats.sources import open_dataset
     from vitrail.training.console_lines import ConsoleCallback, print_rows
     from vitrail.training.signals import Interrupted
+    from vitrail.training.start import train
 
     steps.check_extras()
     folder = _create_folder(out)
@@ -43,12 +45,20 @@ def demo(
     torch.set_num_threads(1)  # no slower at this size, and the same result on any number of cores
     console = Console(highlight=False)
     console.print("\n[bold]Training a Vision Transformer to read digits[/]\n")
-    digits = steps.load_digits()
+    digits = open_dataset("digits")
     start = time.monotonic()
     print_rows({"device": "CPU, one thread, fp32"})
     with ConsoleCallback(brief=True) as callback:
         try:
-            run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, callback=callback)
+            run = train(
+                digits,
+                out=folder,
+                recipe="digits",
+                epochs=epochs,
+                seed=seed,
+                callback=callback,
+                verbose=False,
+            )
         except Interrupted as stop:
             callback.close()
             command = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"

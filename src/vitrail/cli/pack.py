@@ -97,7 +97,7 @@ def pack(
 
 
 def _check(data: str, out: Path, quiet: bool) -> None:
-    from vitrail.images.formats.pack_check import check_packed
+    from vitrail.images.formats.pack_writer import check_packed
     from vitrail.images.formats.sources import read_data
 
     with ProgressBars(enabled=not quiet) as bars:

@@ -61,6 +61,7 @@ def serve(
     """
     with require_extra("serve"):
         import h11  # noqa: F401
+        import prometheus_client  # noqa: F401
 
     from vitrail.serve.server_settings import ServeConfig
 

@@ -239,7 +239,7 @@ def train(
 def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
     """Print what a run would do: its plan, and its settings by the names that --set takes."""
     from vitrail.training.console_lines import print_rows
-    from vitrail.training.plan.dry_run import dry_run
+    from vitrail.training.start import dry_run
 
     with _training_process(quiet) as (callback, is_main):
         settings = dry_run(data, out=out, callback=callback, **changes)

@@ -98,7 +98,7 @@ def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str 
     from vitrail.model.device import place
     from vitrail.model.presets import preset
     from vitrail.weights.bundle.bundle import Bundle
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
     if name.startswith("hf:") or _is_file(name):
         if seed is not None:
@@ -168,7 +168,7 @@ def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
 
 def as_json(stages: list[Stage], summary: dict[str, Any]) -> str:
     """The summary and the stages; tensors with many values only as statistics."""
-    from vitrail.views.walk.format_tensor import finite_or_none, summarize
+    from vitrail.views.walk.stage import finite_or_none, summarize
 
     entries = []
     for stage in stages:

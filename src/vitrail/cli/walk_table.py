@@ -81,7 +81,7 @@ def _row(name: str, stage: Stage, equation: str, meaning: str) -> list[Text]:
     """The cells of a stage: name and shape, equation and meaning, and its numbers: of one or two, all."""
     from rich.text import Text
 
-    from vitrail.views.walk.format_tensor import format_number, summarize
+    from vitrail.views.walk.stage import format_number, summarize
 
     values = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
     numbers = [*(format_number(number) for number in values), "", "", ""]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vitrail.base.errors import printable
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.folders import SUFFIXES
 from vitrail.images.formats.stored_images import StoredImage
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import MIN_IMAGES, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def prefetch(
     try:
         with closing(running.map(tasks(), -(-ahead // running.chunk))) as results:
             for part in results:
-                read = iter(part.unpack(copy=True))
-                running.release(part)
+                read = iter(part)
                 for name, known in waiting.popleft():
                     yield name, next(read) if known is None else known
     finally:

@@ -26,8 +26,8 @@ from vitrail.base.machine import memory_limit
 from vitrail.fast.accelerate import Speedup
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.inference_routes import Acceleration
+from vitrail.images.decode import read_pixels
 from vitrail.images.pixels import check_pixel_range
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers, in_background
 from vitrail.model import ViT
 from vitrail.model.model_memory import check_fits, forward_bytes
@@ -88,6 +88,7 @@ class Predictor:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
             raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
         speedup = None
+        calibration = Path(calibration) if isinstance(calibration, str) else calibration
         if precision is not None:
             speedup = Speedup(
                 precision=precision, calibration=calibration, min_agreement=min_agreement, keep=keep

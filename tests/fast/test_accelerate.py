@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 import vitrail as vt
 from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
+from vitrail.base.errors import DeviceWarning
 from vitrail.fast.gate import GateError, compare
 from vitrail.fast.inference_routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.int8 import choose_scales
@@ -262,6 +263,18 @@ def test_what_is_recorded_of_an_accelerated_model_is_the_models(trained):
     torch.testing.assert_close(logits, fast(images), rtol=0, atol=1e-4)
     (message,) = said
     assert "recorded or edited" in message
+
+
+def test_without_a_listener_the_line_is_a_warning(trained):
+    model, images, _ = trained
+    fast = Accelerated(
+        model, plain_forward(model, torch.float32), Acceleration(precision="fp32", route=PLAIN)
+    )
+    with vt.record(model, "encoded"), pytest.warns(DeviceWarning, match="the plain model computes meanwhile"):
+        fast(images[:2])
+    with vt.record(model, "encoded") as tape:  # said once
+        fast(images[:2])
+    assert len(tape["encoded"]) == 2
 
 
 def test_what_another_thread_records_leaves_the_fast_way(trained):

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from vitrail.fast import plain
 from vitrail.fast.products import Product
+from vitrail.fast.variants import has_exact_gelu
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
-from vitrail.model.layers import MLP, LayerScale
+from vitrail.model.layers import LayerScale
 
 _HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
 
@@ -156,6 +157,4 @@ class BlockBuilder:
 
 def _is_papers(mlp: Any) -> bool:
     """Whether an MLP is two products with an exact GELU between, and nothing else."""
-    if type(mlp) is not MLP or mlp.middle or not isinstance(mlp.norm, nn.Identity):
-        return False
-    return isinstance(mlp.activation, nn.GELU) and mlp.activation.approximate == "none"
+    return has_exact_gelu(mlp) and isinstance(mlp.norm, nn.Identity)

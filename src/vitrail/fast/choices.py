@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,10 @@ def describe_machine(device: torch.device) -> str:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = [
-        f"torch {torch.__version__}",
-        *_versions("triton" if device.type == "cuda" else "onnxruntime"),
-    ]
+    versions = [f"torch {torch.__version__}"]
+    package = "triton" if device.type == "cuda" else "onnxruntime"
+    with suppress(PackageNotFoundError):
+        versions.append(f"{package} {version(package)}")
     return ", ".join([name, *versions])
 
 
@@ -117,15 +118,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _versions(package: str) -> list[str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return [f"{package} {version(package)}"]
-    except PackageNotFoundError:
-        return []
 
 
 def _read() -> dict[str, Any]:

@@ -81,7 +81,7 @@ class ComputeDevice:
 def choose_device(
     precision: str = "auto", local_rank: int | None = None, device: str = "auto"
 ) -> ComputeDevice:
-    """Where a run trains, and its dtype: bf16 on a GPU, fp16 with loss scaling on older ones, fp32 on a CPU.
+    """Choose where a run trains, and its dtype: bf16 on a GPU, fp16 on older ones, fp32 on a CPU.
 
     bf16 and fp16 on a CPU are refused: where the processor only claims to support them, the process would be
     killed without an error.

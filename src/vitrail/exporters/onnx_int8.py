@@ -14,8 +14,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
-from vitrail.exporters.proof import Check, Proof, measure_speed
-from vitrail.exporters.writing import check_output, write_checked
+from vitrail.exporters.proof import Check, Proof, measure_speed, write_checked
 from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, pass_gate, split_images
@@ -46,7 +45,6 @@ def write_int8(
             compared on the others.
         min_agreement, keep: as in `vitrail.accelerate`.
     """
-    target = check_output(Path(path), ".onnx")
     if not bundle.model.config.classes:
         raise InputError("int8 is checked by its classes, and this model has no head; export it in fp32.")
     plan = plan_for(bundle, dynamic=dynamic)
@@ -67,7 +65,7 @@ def write_int8(
 
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
-    found = pass_gate(
+    report = pass_gate(
         builder.calibration,
         quantized,
         "int8",
@@ -77,8 +75,7 @@ def write_int8(
         labels=labels,
         min_agreement=check_agreement(min_agreement),
         search=keep == "auto",
-    )
-    report = found.report
+    ).report
     assert report.gate is not None
     gate = {**report.gate.as_dict(), "keep": list(report.kept)}
 
@@ -91,7 +88,7 @@ def write_int8(
         return Proof(checks=[check], speed=speed, precision="int8", gate=gate)
 
     data = graphs[report.kept].SerializeToString(deterministic=True)
-    return write_checked(target, data, prove, {"form": "onnx", "opset": OPSET, "packages": PACKAGES})
+    return write_checked(Path(path), data, prove, "onnx", opset=OPSET, packages=PACKAGES)
 
 
 def _check_batches(run: _Session, images: Tensor) -> Check:

@@ -47,8 +47,8 @@ from vitrail.fast.inference_routes import (
     resolve,
 )
 from vitrail.fast.merge import MergedForward, why_not_merged
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.folders import list_images
-from vitrail.images.reader import read_pixels
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle

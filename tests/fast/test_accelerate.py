@@ -247,8 +247,8 @@ def test_narrow_layers_have_tiles_for_many_rows(monkeypatch):
     for columns in (192, 384, 768):
         weight = torch.zeros(columns, 768).to(torch.float8_e4m3fn)
         for rows in (197, 50432):
-            assert Product(weight=weight, add=True).ways(rows, kernels=True), (columns, rows)
-            few = Product(weight=weight, add=True).ways(100, kernels=True)
+            assert Product(weight=weight, add=True).ways(rows), (columns, rows)
+            few = Product(weight=weight, add=True).ways(100)
             assert list(few) == ["Triton 64x32x128, 4 warps, 4 stages, 1 parts"], "nothing to measure"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.base.summary import Summary
 from vitrail.fast.choices import Choices
-from vitrail.fast.cuda_graph import Replay
+from vitrail.fast.cuda_graph import Forward, Replay
 from vitrail.fast.executable import Executable
 from vitrail.fast.gate import Gate
 from vitrail.fast.quantize import Calibration, block_layers
@@ -30,8 +30,6 @@ Precision = Literal["auto", "fp32", "bf16", "fp8", "int8"]
 Goal = Literal["throughput", "latency"]
 LOSSY = ("fp8", "int8")
 
-Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Pooled vectors and logits of images."""
 Routes = dict[str, Callable[[], Forward]]
 """Functions that build a forward pass, by the route's name."""
 

@@ -184,12 +184,11 @@ class ResNetStem(nn.Module):
 
     Args:
         layers: the number of units in each stage; (2, 2, 2, 2) is the R26 of stride 32, () only the root.
-        width_factor: multiplies all widths.
     """
 
-    def __init__(self, channels: int = 3, layers: Sequence[int] = (3, 4, 9), width_factor: int = 1) -> None:
+    def __init__(self, channels: int = 3, layers: Sequence[int] = (3, 4, 9)) -> None:
         super().__init__()
-        width = 64 * width_factor
+        width = 64
         self.root = Root(channels, width)
         self.stages = nn.Sequential()
         self.out_channels = width  # of the root; each stage updates it

@@ -164,7 +164,7 @@ def _merge_tokens(model: ViT, precision: str, how: InferenceExecution) -> Accele
 
 
 def accelerate_by_default(model: ViT) -> Accelerated | None:
-    """What commands use unless a precision is asked for: on a GPU, bf16 by fused kernels in CUDA graphs.
+    """Accelerate for a command without a precision: on a GPU, bf16 by fused kernels in CUDA graphs.
 
     Nothing is measured, so that a command with few images starts at once; what `accelerate` has measured
     before on this machine is used. On a CPU building takes longer than most commands save.

@@ -41,7 +41,7 @@ class Norm:
     """Quantizes the result to fp8."""
 
     def __call__(self, z: Tensor, parts: Tensor | None = None, *, dependent: bool = False) -> Tensor:
-        """Of tokens (M, D), to which `parts` are added first; see `vitrail.fast.kernels.norm_inference`."""
+        """Add `parts` to tokens (M, D) and normalize them; see `vitrail.fast.kernels.norm_inference`."""
         from vitrail.fast.kernels.norm_inference import norm
 
         return norm(self, z, parts, dependent=dependent)

@@ -48,7 +48,7 @@ class ChainTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedNorm:
-    """What a product needs to normalize its input."""
+    """Statistics and sums with which a product normalizes its input."""
 
     statistics: Tensor
     """(2, M, chunks): the mean, and the sum of squared deviations from it, of each chunk of the input."""

@@ -1,4 +1,4 @@
-"""What was the fastest on this machine, remembered in a file of the cache folder.
+"""Measure candidates once on this machine, and remember the fastest in a file of the cache folder.
 
 A choice is made by measuring all candidates once. `vitrail bench --forget` deletes the file; so may you. The
 key names the machine and the versions, so that a new driver or another torch is measured again.
@@ -50,7 +50,7 @@ class Choices:
         self.on_cpu = device.type == "cpu"
         self.remember, self.measure = remember, measure
         self.seconds: dict[str, dict[str, float | None]] = {}
-        """What was measured or remembered, by question and candidate; None for one that failed."""
+        """Measured or remembered seconds, by question and candidate; None for one that failed."""
         self.failures: dict[str, str] = {}
         """Why candidates failed that were measured now."""
         if remember:
@@ -121,7 +121,7 @@ def _processor() -> str:
 
 
 def _read() -> dict[str, Any]:
-    """What the file remembers; nothing if it is missing or damaged."""
+    """Read the file; empty if it is missing or damaged."""
     with suppress(OSError, ValueError):
         path = choices_path()
         if path.stat().st_size <= _MAX_BYTES:

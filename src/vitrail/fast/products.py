@@ -54,7 +54,7 @@ class Product:
 
     @property
     def kind(self) -> str:
-        """What the choice of the fastest way depends on, but for the number of rows."""
+        """A key for the choice of the fastest way, without the number of rows."""
         flags = [name for name in ("gelu", "add") if getattr(self, name)]
         flags += ["bias"] * (self.bias is not None) + ["to fp8"] * (self.factor is not None)
         return f"{str(self.weight.dtype).removeprefix('torch.')} {tuple(self.weight.shape)} {' '.join(flags)}"

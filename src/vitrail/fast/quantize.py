@@ -55,12 +55,12 @@ class Int8Scales:
     """(N,): added to the bias, for what rounding changes on average."""
 
     def round_input(self, x: Tensor) -> Tensor:
-        """What the integers of an input stand for, divided by the factors."""
+        """Round an input as its integers do; the result is divided by the factors."""
         values = (x / self.factors / self.step).round().add(self.zero)
         return values.clamp(0, 255).sub(self.zero) * self.step
 
     def rounded_weight(self) -> Tensor:
-        """What the integers of the weights stand for, multiplied by the factors."""
+        """The rounded weights, multiplied by the factors."""
         return self.integers.to(self.rows.dtype) * self.rows[:, None]
 
 

@@ -108,7 +108,7 @@ def check_mask(mask: Tensor | None, z: Tensor) -> Tensor | None:
 
 
 def _shape_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
-    """What to do about a wrong shape."""
+    """Advice for a wrong shape."""
     match config.input:
         case "image":
             return _image_advice(shape, config)

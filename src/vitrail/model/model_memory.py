@@ -78,7 +78,7 @@ def activation_bytes(
 
 
 def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:
-    """What a model takes between two steps: weights, gradients, two moments of AdamW, and the EMA.
+    """Memory of a model between two steps: weights, gradients, two moments of AdamW, and the EMA.
 
     Args:
         copies: whether every process has a copy, whose gradients are averaged in a buffer of their size.

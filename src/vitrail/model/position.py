@@ -40,7 +40,7 @@ class Position(nn.Module):
     equation: ClassVar[str] = ""
     """How the position is used, in the paper's notation."""
     meaning: ClassVar[str] = ""
-    """The same in words."""
+    """How the position is used, in words."""
     measure: ClassVar[str] = ""
     """The name of what `similarity` returns; empty if there is nothing to compare."""
     fixed_grid: ClassVar[str] = ""
@@ -67,7 +67,7 @@ class Position(nn.Module):
         return identity
 
     def packed_rotation(self, grids: Iterable[Grid]) -> Rotate:
-        """The same for the tokens of several images in one sequence, each on its own grid."""
+        """The rotation for the tokens of several images in one sequence, each on its own grid."""
         return identity
 
     @classmethod

@@ -13,10 +13,12 @@ import vitrail as vt
 from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
 from vitrail.base.errors import DeviceWarning
+from vitrail.fast.accelerate import InferenceExecution
 from vitrail.fast.gate import GateError, compare
 from vitrail.fast.inference_routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.int8 import choose_scales
 from vitrail.fast.onnx_graph import OnnxForward
+from vitrail.fast.prepare import prepare
 from vitrail.fast.products import Product
 from vitrail.fast.quantize import Observed, block_layers, observe
 from vitrail.fast.smooth import Divide, smooth
@@ -275,6 +277,17 @@ def test_without_a_listener_the_line_is_a_warning(trained):
     with vt.record(model, "encoded") as tape:  # said once
         fast(images[:2])
     assert len(tape["encoded"]) == 2
+
+
+def test_inference_is_prepared_as_training_is(trained, monkeypatch):
+    model, images, _ = trained
+    plain = {PLAIN: lambda: plain_forward(model, torch.float32)}
+    monkeypatch.setattr(Builder, "routes", lambda self, precision, kept: (plain, []))
+    fast = prepare(model, InferenceExecution("fp32", remember=False))
+    assert (fast.model, fast.report.route) == (model, PLAIN)
+    assert torch.equal(logits(fast, images[:2]), logits(model, images[:2]))
+    with pytest.raises(vt.InputError, match="a TrainingExecution or an InferenceExecution, not 'int8'"):
+        prepare(model, "int8")
 
 
 def test_what_another_thread_records_leaves_the_fast_way(trained):

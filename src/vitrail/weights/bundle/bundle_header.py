@@ -18,7 +18,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import FORMAT, Card, Source, check_labels, check_preprocess
 from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.bundle.scores import Scores, parse_scores
-from vitrail.weights.readers.folder import TEXT_PREFIX, ModelFiles
+from vitrail.weights.readers.folder import HEADER_KEY, TEXT_PREFIX, ModelFiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,16 +69,15 @@ class FileDescription:
         return "a vitrail file" if self.match is None else self.match.family.title
 
 
-def is_own(file: ModelFiles) -> bool:
-    """Whether a file declares itself a vitrail file."""
-    return "vitrail" in file.metadata
-
-
 def split_own(names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """The names of the model's tensors, and of those kept beside it: in a bundle, and in the file."""
-    others = [name for name in names if not name.startswith(_OTHERS)]
-    extras = {name.removeprefix(_EXTRAS): name for name in others if name.startswith(_EXTRAS)}
-    return [name for name in others if not name.startswith(_EXTRAS)], extras
+    own, extras = list[str](), dict[str, str]()
+    for name in names:
+        if name.startswith(_EXTRAS):
+            extras[name.removeprefix(_EXTRAS)] = name
+        elif not name.startswith(_OTHERS):
+            own.append(name)
+    return own, extras
 
 
 def describe_own(file: ModelFiles, overrides: Mapping[str, Any]) -> FileDescription:
@@ -102,9 +101,9 @@ def describe_own(file: ModelFiles, overrides: Mapping[str, Any]) -> FileDescript
 
 def read_header(file: ModelFiles) -> dict[str, Any] | None:
     """The JSON object of a vitrail file, checked; None for other files."""
-    if not is_own(file):
+    if HEADER_KEY not in file.metadata:
         return None
-    header = parse_json(file.metadata["vitrail"], f"the description in {file.path}", allow_nan=True)
+    header = parse_json(file.metadata[HEADER_KEY], f"the description in {file.path}", allow_nan=True)
     if not isinstance(header, dict) or not isinstance(header.get("format"), int):
         raise _damaged(file, "it has no format version")
     if header["format"] > FORMAT:

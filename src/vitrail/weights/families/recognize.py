@@ -174,9 +174,10 @@ def _recognize(
     files: ModelFiles, family: str | None, table: KeyTable | None, overrides: Mapping[str, Any]
 ) -> FamilyMatch:
     """The file, matched against the first family that fits."""
-    names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
-    if family is not None and family not in (*names, CUSTOM.name):
-        raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
+    if family is not None:
+        names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
+        if family not in (*names, CUSTOM.name):
+            raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
     patch = per_axis("patch", overrides.get("patch", 1), ("height", "width"))
     sizes = Sizes(channels=overrides.get("channels", 3), patch=patch)
     entries = table.without_ignored(files.entries) if table else files.entries

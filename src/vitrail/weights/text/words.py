@@ -20,7 +20,7 @@ from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.key_rows import Sizes
-from vitrail.weights.families.match import FamilyMatch, describe_mismatch, match_family, read_state
+from vitrail.weights.families.match import FamilyMatch, match_family, read_state
 from vitrail.weights.families.text_towers import TEXT_FAMILIES, TextFamily
 from vitrail.weights.readers.folder import open_model
 from vitrail.weights.readers.tensor_entries import Entry
@@ -148,6 +148,7 @@ def build_text(
     import torch
 
     from vitrail.model.text_tower import TextTower
+    from vitrail.weights.load import describe_mismatch
 
     found = _match(entries_of(extras))
     if found is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError, FileError, InputError, printable
 from vitrail.base.fields import per_axis
-from vitrail.images.fit_preprocess import fit_preprocess
+from vitrail.images.preprocess import fit_preprocess
 from vitrail.model.config import POSITIONS, format_sides
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.bundle_header import (

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, setting, suggest
 from vitrail.base.fields import short_repr
-from vitrail.images.fit_preprocess import default_preprocess, fit_preprocess
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, default_preprocess, fit_preprocess
 from vitrail.images.published_preprocess import (
     PUBLISHED,
     complete_hf,

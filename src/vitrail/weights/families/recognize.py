@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.base.fields import per_axis, short_repr
-from vitrail.images.fit_preprocess import default_preprocess
+from vitrail.images.preprocess import default_preprocess
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle import Card, Source
 from vitrail.weights.bundle.bundle_header import OWN_NAMES, FileDescription

@@ -42,7 +42,7 @@ def open_zero_shot(model: str, words: WordOptions, opening: ModelOptions) -> Bun
     prompts = words.read()
     if prompts is None:
         return None
-    from vitrail.weights.text.zero_shot import bake_prompts
+    from vitrail.weights.text.prompts import bake_prompts
 
     bundle = bake_prompts(load_model(model, opening, precision=None), prompts)
     if not opening.quiet:

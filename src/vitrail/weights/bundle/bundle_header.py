@@ -164,13 +164,19 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
         preprocess = None if spec is None else Preprocess(**as_tuples(spec))
         labels = header.get("labels")
         source = header.get("source")
+        if source is not None:
+            tensors = source["tensors"].items()
+            source = {**source, "tensors": {str(n): (str(d), tuple(map(int, s))) for n, (d, s) in tensors}}
+        card = dict(header.get("card", {}))
+        if "licence" in card:  # as version 0.1 wrote it
+            card["license"] = card.pop("licence")
         parts = {
             "config": config,
             "preprocess": preprocess,
             "labels": None if labels is None else check_labels(labels, config.classes),
             "scores": parse_scores(header.get("scores"), config.classes),
-            "card": Card(**_current_names(header.get("card", {}))),
-            "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
+            "card": Card(**card),
+            "source": None if source is None else Source(**source),
             "notes": [str(note) for note in header.get("notes", [])],
             "native": None if header.get("native") is None else dict(header["native"]),
         }
@@ -178,14 +184,3 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise _damaged(file, str(error).removesuffix(".")) from error
     return parts
-
-
-def _current_names(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's fields as they are called now; version 0.1 wrote "licence"."""
-    return {{"licence": "license"}.get(name, name): value for name, value in card.items()}
-
-
-def _read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {
-        str(n): (str(dtype), tuple(int(s) for s in shape)) for n, (dtype, shape) in source["tensors"].items()
-    }

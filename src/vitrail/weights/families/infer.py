@@ -88,9 +88,8 @@ def shape_fields(match: FamilyMatch) -> dict[str, Any]:
         fields |= {"embedding": "mobile", "patch": tuple(8 * side for side in patch), "channels": channels}
     elif "tokens.stem.root.conv.weight" in shapes:
         fields |= {"embedding": "resnet", "patch": tuple(16 * side for side in patch), "channels": 3}
-    inner = shapes.get("blocks.0.mlp.fc1.weight", (0,))[0]
     hidden = shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[1]
-    fields |= {"mlp_width": hidden or None, "mlp": "gated" if inner == 2 * hidden else "plain"}
+    fields |= {"mlp_width": hidden or None, "mlp": "gated" if match.gated else "plain"}
     return {**fields, **_head_fields(match, fields)}
 
 

@@ -79,6 +79,12 @@ class FamilyMatch:
         return template.format(**self.placeholders, i=0) in self.locations
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP is gated: its first layer is twice as wide as its second expects."""
+        first = self.shapes.get("blocks.0.mlp.fc1.weight", (0,))
+        return first[0] == 2 * self.shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[1] > 0
+
+    @property
     def depth(self) -> int:
         blocks = {name.split(".")[1] for name in self.shapes if name.startswith("blocks.")}
         return len(blocks)

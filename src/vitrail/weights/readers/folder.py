@@ -240,11 +240,3 @@ def read_json(path: Path) -> Any:
         raise FileError(f"{printable(path)} cannot be read: {error.strerror or error}.") from error
     except InputError as error:
         raise FileError(str(error)) from error
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's object_pairs_hook: an object without duplicate keys."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return dict(pairs)

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Fields that the shapes show, or that matter only in training: every family supports them.
+TRAINING_ONLY = (
+    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "layer_scale"),
+)
 _ALWAYS_SUPPORTED = (
-    *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "layer_scale"),
-    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "vocabulary"),
+    *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "vocabulary"),
+    *TRAINING_ONLY,
 )
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError, printable
+from vitrail.base.errors import FileError, InputError, VitrailError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
 from vitrail.model.config import ViTConfig
@@ -28,7 +28,8 @@ from vitrail.weights.text.tokenizer import (
     CLIP_FILE,
     CLIP_VOCABULARY,
     TOKENIZER_FILES,
-    Tokenizer,
+    ClipTokenizer,
+    JsonTokenizer,
     installed_clip_file,
     open_tokenizer,
 )
@@ -59,7 +60,7 @@ class TextEncoder:
     """CLIP compares texts with each other (softmax); SigLIP judges each by itself (sigmoid)."""
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> ClipTokenizer | JsonTokenizer:
         return open_tokenizer(self.files, self.style)  # type: ignore[arg-type]
 
     def tokens(self, texts: Sequence[str]) -> Tensor:
@@ -251,11 +252,9 @@ def _config(
         if isinstance(end, int) and end >= vocabulary:
             fields["end"] = None
         return TextConfig(**fields)
-    except ConfigError:
+    except VitrailError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, VitrailError):
-            raise
         raise FileError(
             f"The text tower ({text.family.name}) is incomplete: {printable(error)} is missing or has an "
             "unexpected shape. Download the file again."

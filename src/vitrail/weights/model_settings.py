@@ -171,7 +171,7 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
                 family, said_by = family if family in words else other, where
     published = _published(family, config)
     try:
-        preprocess, origin = _from_settings(settings, published, notes)
+        preprocess, origin = _from_settings(settings, published, notes) if settings else (None, "")
         if preprocess is not None:
             if not files.settings:
                 origin += " beside the file"

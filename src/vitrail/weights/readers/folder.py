@@ -76,7 +76,11 @@ class ModelFiles(AbstractContextManager["ModelFiles"]):
         They are those of a file with a usual name, or of the only one in the folder. Settings that cannot be
         read are skipped, with a note: the file alone was asked for.
         """
-        if self.alone or (self.path.name not in WEIGHTS and not _is_only_one(self.path)):
+        name = self.path.name
+        try:
+            if self.alone or (name not in WEIGHTS and _list_weights(self.path.parent) != [name]):
+                return {}
+        except OSError:  # a folder that may not be listed
             return {}
         found = {}
         for path in (self.path.parent / name for name in SETTINGS):
@@ -182,14 +186,6 @@ def _find_weights(folder: Path) -> tuple[Path | None, list[str]]:
 def _list_weights(folder: Path) -> list[str]:
     """The names of all weight files in a folder."""
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
-
-
-def _is_only_one(file: Path) -> bool:
-    """Whether a folder holds no other weight file, so that its settings are those of this one."""
-    try:
-        return _list_weights(file.parent) == [file.name]
-    except OSError:  # a folder that may not be listed
-        return False
 
 
 def _check_index(index: Path, files: list[WeightFile]) -> None:

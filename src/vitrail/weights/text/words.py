@@ -68,7 +68,9 @@ class TextEncoder:
         import torch
 
         for text in texts:
-            if not isinstance(text, str) or not text.strip() or len(text) > _MAX_TEXT or _is_broken(text):
+            # Half of a character comes from a file name or an argument that is not UTF-8.
+            valid = isinstance(text, str) and text.strip() and len(text) <= _MAX_TEXT
+            if not valid or any("\ud800" <= character <= "\udfff" for character in text):
                 raise InputError(
                     f"A text must be a string of 1 to {_MAX_TEXT:,} characters, not {short_repr(text)}; "
                     "check labels and prompts."
@@ -102,11 +104,6 @@ class TextEncoder:
     def width(self) -> int:
         """E, the length of a vector."""
         return self.tower.config.projection or self.tower.config.width
-
-
-def _is_broken(text: str) -> bool:
-    """Whether a string holds half of a character: of a file name or an argument that is not UTF-8."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:

@@ -123,14 +123,14 @@ def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
     Args:
         verbose: whether anything is shown; of several processes, the main one shows it.
     """
-    own = callback or Callback()
-    if missing := [name for name in vars(Callback) if name.startswith("on_") and not hasattr(own, name)]:
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    if callback is not None and (missing := [name for name in events if not hasattr(callback, name)]):
         raise InputError(
             f"callback must have the methods of vitrail.training.callbacks.Callback, and "
             f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
         )
     if not verbose or not init_process_group().is_main:
-        yield own
+        yield Callbacks(callback)
         return
     with NotebookCallback() if in_notebook() else ConsoleCallback() as display:
-        yield display if callback is None else Callbacks(display, own)
+        yield Callbacks(display, callback)

@@ -297,6 +297,12 @@ def describe_cost(
     }
     advice = "" if cost.fits else "; it does not fit: checkpoint its blocks, accumulate, or use more GPUs"
     rate = batch / cost.seconds
+    kinds = {
+        "weights (all-gather)": cost.all_gather,
+        "gradients (reduce-scatter)": cost.reduce_scatter,
+        "gradients between copies (all-reduce)": cost.all_reduce,
+    }
+    sent = ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds.items() if size)
     plan = {
         "model": f"{name}: {millions:,.0f} million parameters, {config.tokens} tokens",
         "GPUs": f"{cluster.gpus:,} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}",
@@ -308,18 +314,9 @@ def describe_cost(
         f"time traffic {cost.traffic * 1000:,.0f} and loading {cost.loading * 1000:,.0f}",
         "bottleneck": cost.bottleneck,
         "speed": f"{rate:,.0f} images/s, {rate / cluster.gpus:,.0f} for each GPU",
-        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step: {_kinds_of_traffic(cost)}",
+        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step: {sent}",
         "loading": f"{format_bytes(cost.read)} of image files for each GPU in a step, "
         f"{format_bytes(cost.read * cluster.gpus / cost.seconds)}/s for all",
         "checkpoint": format_bytes(cost.checkpoint),
     }
     return plan if cost.sent else {row: text for row, text in plan.items() if row != "traffic"}
-
-
-def _kinds_of_traffic(cost: StepCost) -> str:
-    kinds = {
-        "weights (all-gather)": cost.all_gather,
-        "gradients (reduce-scatter)": cost.reduce_scatter,
-        "gradients between copies (all-reduce)": cost.all_reduce,
-    }
-    return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds.items() if size)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.fast.twin import share_parameters
+from vitrail.fast.executable import share_parameters
 from vitrail.fast.variants import LastBlock, shorten_last_block, tokens_read
 from vitrail.model.block import Block
 

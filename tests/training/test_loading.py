@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.tiny_runs import one_thread, write_arrays, write_folder
-from vitrail.images import reader
+from vitrail.images import loader
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import WorkerPlan, Workers
@@ -37,13 +37,13 @@ def build(data, **settings):
 
 
 def throttle(monkeypatch, seconds):
-    read = reader.read_or_reason
+    read = loader.read_or_reason
 
     def slowly(*args):
         time.sleep(seconds)
         return read(*args)
 
-    monkeypatch.setattr(reader, "read_or_reason", slowly)
+    monkeypatch.setattr(loader, "read_or_reason", slowly)
 
 
 @pytest.mark.parametrize(("workers", "at_once"), [(0, 1), (2, 2)])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.fast.draws import draw_for_all
-from vitrail.fast.twin import share_parameters
+from vitrail.fast.executable import share_parameters
+from vitrail.fast.variants import draw_for_all
 from vitrail.model.layers import DropPath
 from vitrail.training.dropout import DropoutSeeds
 from vitrail.training.parallel import ProcessGroup

@@ -26,7 +26,7 @@ class DropoutSeeds:
         self.seed, self.accumulate = settings.seed, settings.accumulate
         activations = bool(config.dropout or config.attention_dropout)
         self.alike = (device.type == "cpu" or not activations) and not settings.native
-        """Whether all processes draw the same (`vitrail.fast.draws`); not masks of activations on GPUs."""
+        """Whether all processes draw the same (`vitrail.fast.variants`); not masks of activations on GPUs."""
         self.part = 0
         """This process's part of what a single process would take at once."""
 

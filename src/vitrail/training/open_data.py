@@ -14,8 +14,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.images.class_names import ClassNames, rename_classes
-from vitrail.images.classes import check_empty_classes
+from vitrail.images.classes import ClassNames, check_empty_classes, rename_classes
 from vitrail.images.content import content_keys
 from vitrail.images.fingerprint import Fingerprint, fingerprint_of, read_fingerprint
 from vitrail.images.formats.sources import Dataset, open_dataset

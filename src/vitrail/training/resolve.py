@@ -12,9 +12,8 @@ import torch
 from vitrail.base.errors import ConfigError, option
 from vitrail.base.fields import short_repr
 from vitrail.images.augment.mixing import Mixing
-from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.images.formats.sources import Dataset
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, fit_preprocess
 from vitrail.model import ViT
 from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.model.device import find_device
@@ -25,7 +24,7 @@ from vitrail.training.recipes.auto import MAX_SIDE, RunContext
 from vitrail.training.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
-from vitrail.weights.preprocessing import override_preprocess
+from vitrail.weights.model_settings import override_preprocess
 from vitrail.weights.readers.pretrained import FEW_IMAGES, pretrained_note
 
 AUTO_BATCH = "auto"

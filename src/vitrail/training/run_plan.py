@@ -14,7 +14,7 @@ import torch
 from vitrail.base.errors import ConfigError, option, setting
 from vitrail.base.fields import is_real, short_repr
 from vitrail.fast.lora import check_rank
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
 from vitrail.model.device import ComputeDevice, choose_device

@@ -13,7 +13,7 @@ from vitrail.base.errors import FileError, InputError, MissingExtra, VitrailErro
 from vitrail.base.safe_files import DISK_FULL
 from vitrail.base.summary import Summary
 from vitrail.evaluation.evaluate_model import evaluate
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
 from vitrail.images.formats.pack_cache import cached_dataset
 from vitrail.training.callbacks import Callback, Callbacks, LogFile
 from vitrail.training.checkpoint import CheckpointManager

@@ -21,9 +21,16 @@ from vitrail.fast.lora import plain_model, with_lora
 from vitrail.fast.parallelism import gather
 from vitrail.fast.prepare import prepare
 from vitrail.fast.training import TrainingExecution
-from vitrail.images.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.images.loader import (
+    Batch,
+    CorruptFiles,
+    Reader,
+    batch_indices,
+    epoch_order,
+    start_workers,
+    steps_in_epoch,
+)
 from vitrail.images.order import Order
-from vitrail.images.reader import start_workers
 from vitrail.model import ViT
 from vitrail.training.callbacks import Progress
 from vitrail.training.captured_step import CapturedStep, CaptureError, StepValues

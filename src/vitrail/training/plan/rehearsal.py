@@ -18,9 +18,8 @@ import torch
 
 from vitrail.base.errors import option
 from vitrail.base.machine import is_out_of_memory
-from vitrail.images.loader import CorruptFiles
-from vitrail.images.reader import AHEAD
-from vitrail.images.worker_process import PREFETCH
+from vitrail.images.loader import AHEAD, CorruptFiles
+from vitrail.images.workers import PREFETCH
 from vitrail.training.callbacks import Callback
 from vitrail.training.captured_step import WARM_UP
 from vitrail.training.checkpoint import Checkpoint

@@ -10,10 +10,9 @@ from typing import Literal
 
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
-from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import steps_in_epoch
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, fit_preprocess
 from vitrail.images.published_preprocess import IMAGENET, published_preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.presets import preset

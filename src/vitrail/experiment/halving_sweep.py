@@ -24,7 +24,7 @@ from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.rng import random_uniform
-from vitrail.training.callbacks import NullCallback
+from vitrail.training.callbacks import Callback
 from vitrail.training.open_data import open_training_data
 from vitrail.training.recipes.settings import MAX_SEED, Recipe, TrainConfig
 from vitrail.training.resolve import resolve_recipe
@@ -108,7 +108,7 @@ def sweep(
         changes: changes to the recipe for all runs, such as epochs=27, as `vitrail.train` takes them.
     """
     count, seed = as_integer("trials", trials, 2, 1000), as_integer("seed", seed, 0, MAX_SEED)
-    folder, dataset = Path(out), open_training_data(data, None, changes, NullCallback())
+    folder, dataset = Path(out), open_training_data(data, None, changes, Callback())
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
     check_folder(folder, "sweep", (_RECORD,))
     candidates = draw_candidates(base.train, count, seed)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from vitrail.base.errors import ConfigError
 from vitrail.base.machine import format_bytes
 from vitrail.model.config import ViTConfig
@@ -26,9 +28,9 @@ from vitrail.model.model_memory import activation_bytes, state_bytes
 
 Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 
-# By width, of the matrix product: in bf16, with 256 images.
-_EFFICIENCY = ((768, 0.562), (1024, 0.611))
-_COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
+# The fraction of a plain product that is reached, in bf16 with 256 images: linear between the measured widths,
+# proportional to the width below them, and constant above.
+_WIDTHS, _EFFICIENCY, _COMPILED_EFFICIENCY = (0, 768, 1024), (0.0, 0.562, 0.611), (0.0, 0.486, 0.565)
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
 _FILE_BYTES = 110_000  # of an image file; assumed: about the mean of ImageNet's
 MARGIN = 0.85  # of a GPU's memory
@@ -148,8 +150,8 @@ def step_cost(
     seconds, all_gather, reduce_scatter, all_reduce = _traffic(config, cluster, mode, accumulate)
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
-    reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
-    compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)
+    reached = np.interp(config.width, _WIDTHS, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
+    compute = float(images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached))
     return StepCost(
         mode,
         compute,
@@ -239,14 +241,6 @@ def forward_flops(config: ViTConfig) -> float:
     blocks = T * (counts["attention"] + counts["the MLPs"]) + config.depth * 2 * T * T * config.heads_width
     embedding = math.prod(config.grid) * D * config.channels * math.prod(config.patch_pixels)
     return 2.0 * (blocks + embedding + config.pooled_width * config.classes)
-
-
-def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int, float]]) -> float:
-    """The fraction of a plain product: linear between the measured widths, constant above, less below."""
-    (low, least), (high, most) = measured
-    if config.width < low:
-        return least * config.width / low
-    return least + (most - least) * min(1.0, (config.width - low) / (high - low))
 
 
 def _traffic(

@@ -28,7 +28,7 @@ from vitrail.model.model_memory import activation_bytes, state_bytes
 
 Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 
-# The fraction of a plain product that is reached, in bf16 with 256 images: linear between the measured widths,
+# The fraction of a plain product that is reached, in bf16 with 256 images: linear between measured widths,
 # proportional to the width below them, and constant above.
 _WIDTHS, _EFFICIENCY, _COMPILED_EFFICIENCY = (0, 768, 1024), (0.0, 0.562, 0.611), (0.0, 0.486, 0.565)
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)

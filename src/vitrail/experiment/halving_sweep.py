@@ -111,9 +111,7 @@ def sweep(
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
     check_folder(folder, "sweep", (_RECORD,))
     candidates = draw_candidates(base.train, count, seed)
-    last = int(math.log(count, _KEEP) + 1e-9) or 1
-    numbers = [*(max(1, round(count / _KEEP**n)) for n in range(last)), 1]  # of candidates in each round
-    plan = [(some, math.ceil(base.train.epochs / _KEEP ** (last - n))) for n, some in enumerate(numbers)]
+    plan = _rounds(count, base.train.epochs)
 
     def task(candidate: Candidate, epochs: int) -> TrialTask:
         settings = replace(_changed(base.train, candidate), epochs=epochs)
@@ -171,6 +169,13 @@ def scale_augmentation(augment: Augment, mixing: Mixing, strength: float) -> tup
 
 
 # ---- parts ----------------------------------------------------------------------------------
+
+
+def _rounds(count: int, epochs: int) -> list[tuple[int, int]]:
+    """The number of candidates and of epochs of each round."""
+    last = int(math.log(count, _KEEP) + 1e-9) or 1
+    numbers = [*(max(1, round(count / _KEEP**n)) for n in range(last)), 1]
+    return [(number, math.ceil(epochs / _KEEP ** (last - n))) for n, number in enumerate(numbers)]
 
 
 def _changed(base: TrainConfig, candidate: Candidate) -> TrainConfig:

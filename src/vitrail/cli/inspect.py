@@ -30,10 +30,14 @@ def inspect(
         str | None,
         typer.Option(
             help=f"Figures to draw, separated by commas: {_FIGURES}.",
-            show_default="all possible",
+            show_default="all that are quick",
             autocompletion=figure_names,
         ),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Draw figures that take long, too; others are named with their time."),
+    ] = False,
     layer: Annotated[
         int | None, typer.Option(help="The block whose attention is drawn, from 0.", show_default="the last")
     ] = None,
@@ -80,7 +84,7 @@ def inspect(
         if trained := request.trained_on():
             print(trained)
         command = shlex.join(["vitrail", *sys.argv[1:]])
-        missing = write_inspection(request, out, only=figures, command=command)
+        missing = write_inspection(request, out, only=figures, every=every, command=command)
     for name, reason in ({} if quiet else missing).items():
         print(f"No figure {name}: {reason}")
     for file, reason in request.corrupt.reasons.items():

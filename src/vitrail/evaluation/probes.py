@@ -29,7 +29,6 @@ from vitrail.images.rng import random_permutation
 from vitrail.model import ViT, surgery
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.own_shape import reading_preprocess
-from vitrail.weights.bundle.scores import Scores
 
 PROBES = ("knn", "linear", "fewshot")
 _NEIGHBORS = (10, 20, 100, 200)

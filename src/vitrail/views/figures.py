@@ -119,14 +119,13 @@ def _slow_figures(request: InspectionRequest) -> dict[str, str]:
         start = time.perf_counter()
         request.model(images)
         seconds = time.perf_counter() - start
-    times = {name: seconds * spec.passes(request.model.config) for name, spec in FIGURES.items()}
-    return {
-        name: f"It would take about {_format_time(taken)}; draw it with {option('all', True)}, or alone with "
-        f"{option('only', name)}."
-        for name, taken in times.items()
-        if taken > _QUICK
-    }
-
-
-def _format_time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+    slow = {}
+    for name, spec in FIGURES.items():
+        taken = seconds * spec.passes(request.model.config) if spec.passes else 0.0
+        if taken > _QUICK:
+            how_long = f"{taken:.0f} s" if taken < 90 else f"{taken / 60:.0f} minutes"
+            slow[name] = (
+                f"It would take about {how_long}; draw it with {option('all', True)}, or alone with "
+                f"{option('only', name)}."
+            )
+    return slow

@@ -30,7 +30,7 @@ from vitrail.evaluation.probes import Layers, ProbeResult, check_layers, check_p
 from vitrail.evaluation.selection import Progress, read_real_labels, select_images
 from vitrail.evaluation.trained_images import OutOfDistribution, TrainedOn, count_flagged, score_others
 from vitrail.fast.accelerate import Speedup, accelerate_bundle
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
 from vitrail.images.content import content_keys
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles

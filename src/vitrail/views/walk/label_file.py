@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, option, printable
-from vitrail.images.class_names import read_names
+from vitrail.images.classes import read_names
 from vitrail.weights.bundle.bundle import Bundle
 
 
@@ -20,8 +20,7 @@ def name_classes(bundle: Bundle, given: str) -> Bundle:
             names by index {"0": "tench", ...} or indices by name.
     """
     if bundle.has_text:
-        from vitrail.weights.text.prompts import read_prompts
-        from vitrail.weights.text.zero_shot import bake_prompts
+        from vitrail.weights.text.prompts import bake_prompts, read_prompts
 
         return bake_prompts(bundle, read_prompts(given, None, None))
     classes = bundle.model.config.classes

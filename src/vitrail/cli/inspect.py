@@ -76,14 +76,8 @@ def inspect(
         )
         if trained := request.trained_on():
             print(trained)
-<<<<<<< HEAD
-        command = shlex.join(["vitrail", *sys.argv[1:]])
-        missing = write_inspection(request, out, only=figures, every=every, command=command)
-    for name, reason in ({} if quiet else missing).items():
-=======
-        missing = write_inspection(request, out, only=figures, command=this_command())
+        missing = write_inspection(request, out, only=figures, every=every, command=this_command())
     for name, reason in ({} if opening.quiet else missing).items():
->>>>>>> lead
         print(f"No figure {name}: {reason}")
     for file, reason in request.corrupt.reasons.items():
         print(f"{file} could not be read: {reason}")

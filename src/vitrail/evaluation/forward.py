@@ -22,7 +22,6 @@ from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
-from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.weights.bundle.bundle import Bundle

@@ -128,6 +128,8 @@ def test_a_broken_image_is_named_and_skipped(tmp_path, photos):
     with pytest.raises(InputError, match=r"None of the 3 images could be read"):
         write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "none", only=["rollout"])
     assert not (tmp_path / "none").exists()
+    missing = write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "weights")
+    assert set(missing) == set(FIGURES) - OF_WEIGHTS
 
 
 def test_a_folder_filled_in_the_meantime_is_not_replaced(tmp_path, monkeypatch):

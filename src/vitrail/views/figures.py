@@ -27,7 +27,7 @@ from vitrail.views import (
 from vitrail.views import attention_maps as attention
 from vitrail.views.canvas import save_figure
 from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.figure_images import check_images, check_index
+from vitrail.views.figure_images import check_images, check_index, device_of
 
 _ON_IMAGES = attribution, rollout, attention, features, lens, scoring, distance, similarity, ablation
 FIGURES: dict[str, FigureSpec] = {
@@ -113,7 +113,10 @@ def _choose(only: Sequence[str], *, has_images: bool) -> list[str]:
 
 def _slow_figures(request: InspectionRequest) -> dict[str, str]:
     """The figures that take long on this machine, by the time of a forward pass, and what to do."""
-    images = request.drawn.images.to(next(request.model.parameters()).device)
+    try:
+        images = request.drawn.images.to(device_of(request.model))
+    except InputError:  # no image can be read, as every figure will say
+        return {}
     with eval_mode(request.model):
         request.model(images[:1])  # the first pass is slower
         start = time.perf_counter()

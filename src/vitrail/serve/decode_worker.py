@@ -28,14 +28,8 @@ from PIL import Image
 
 from vitrail.base.errors import InputError
 from vitrail.images.any_size import build_preprocess
-from vitrail.images.decode import (
-    BrokenImage,
-    DecodeLimits,
-    ImageTooLarge,
-    NotAnImage,
-    decode_image,
-    suppress_warnings,
-)
+from vitrail.images.decode import decode_image, suppress_warnings
+from vitrail.images.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage
 from vitrail.images.pixels import to_uint8
 from vitrail.images.preprocess import Preprocess
 from vitrail.serve.messages import HTTPError

@@ -1,4 +1,4 @@
-"""Figures that show what a model computes, one per file, and the pages of reports.
+"""Figures that show what a model computes, one per file.
 
 In each file, `compute` returns plain arrays, `draw` plots them, `table` returns them as rows of a CSV file,
 and `caption` explains in a few sentences how to read the figure and what it shows for this model. `python -m

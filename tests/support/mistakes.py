@@ -61,7 +61,11 @@ MISTAKES = [
         "The channels stay in front",
     ),
     ("patches", [(FLAT, "patch.mT.reshape(B, -1)")], "Each patch is transposed"),
-    ("patches", [(GRID, TURNED), (FLAT, "patch.mT.reshape(B, -1)")], "Rows and columns are swapped"),
+    (
+        "patches",
+        [(GRID, TURNED), (FLAT, "patch.mT.reshape(B, -1)")],
+        "Two mistakes. The grid is read column by column",
+    ),
     (
         "patches",
         [("    cut = []\n", "    return images.reshape(B, -1, images.shape[1] * P * P)\n")],
@@ -100,7 +104,7 @@ MISTAKES = [
     (
         "layer_norm",
         [(VAR, "x.std(dim=-1, keepdim=True)"), ("torch.sqrt(variance + eps)", "(variance + eps)")],
-        "The variance is the unbiased one (D - 1)",
+        "Two mistakes. The variance is the unbiased one",
     ),
     ("layer_norm", [(" + eps", "")], "eps is missing."),
     ("layer_norm", [(" + eps", " + 1e-6")], "eps is always 1e-6."),
@@ -123,7 +127,7 @@ MISTAKES = [
     ("layer_norm", [(" * weight + bias", " * bias + weight")], "Weight and bias are swapped."),
     ("layer_norm", [(" * weight + bias", " + bias")], "The weight is missing."),
     ("layer_norm", [(" * weight + bias", " * weight")], "The bias is missing."),
-    ("layer_norm", [(" * weight + bias", "")], "Weight and bias are missing."),
+    ("layer_norm", [(" * weight + bias", "")], "Two mistakes. The weight is missing."),
     ("attention", [(" / math.sqrt(d)", "")], "The scale is missing."),
     ("attention", [("math.sqrt(d)", "d")], "The scores are divided by d."),
     (
@@ -234,14 +238,14 @@ MISTAKES = [
     (
         "block",
         [(FIRST, FIRST.replace(" + z\n", "\n")), (SECOND, SECOND.removesuffix(" + z1"))],
-        "Both residuals are",
+        "Two mistakes. The first residual is missing",
     ),
     ("block", [(FIRST, FIRST.replace(" + z\n", " + normed\n"))], "The first residual adds the normalized"),
     ("block", [(SECOND, SECOND.replace("+ z1", "+ normed"))], "The second residual adds the normalized"),
     (
         "block",
         [(FIRST, FIRST.replace(" + z\n", " + normed\n")), (SECOND, SECOND.replace("+ z1", "+ normed"))],
-        "Both residuals add",
+        "Two mistakes. The first residual adds the normalized",
     ),
     ("block", [(SECOND, SECOND.replace("+ z1", "+ z"))], "The second residual adds z."),
     (
@@ -297,10 +301,10 @@ MISTAKES = [
     ("vit", [(TOKENS, "torch.cat([x_class, tokens + E_pos[:-1]], dim=1)")], "Positions are added before"),
     ("vit", [(" + E_pos", "")], "The position embeddings are missing."),
     ("vit", [(MATRIX, RESHAPED)], "E is tokens.proj.weight reshaped"),
-    ("vit", [(LOGITS, f"({LOGITS}).softmax(dim=-1)")], "A softmax is applied to the logits."),
-    ("vit", [(LOGITS, f"F.log_softmax({LOGITS}, dim=1)")], "A log-softmax is applied to the logits."),
-    ("vit", [(LOGITS, f"torch.sigmoid({LOGITS})")], "A sigmoid is applied to the logits."),
-    ("vit", [(LOGITS, f"F.softmax({LOGITS}, dim=0)")], "A softmax over dimension 0"),
+    ("vit", [(LOGITS, f"({LOGITS}).softmax(dim=-1)")], "A softmax, log-softmax or sigmoid"),
+    ("vit", [(LOGITS, f"F.log_softmax({LOGITS}, dim=1)")], "A softmax, log-softmax or sigmoid"),
+    ("vit", [(LOGITS, f"torch.sigmoid({LOGITS})")], "A softmax, log-softmax or sigmoid"),
+    ("vit", [(LOGITS, f"F.softmax({LOGITS}, dim=0)")], "A softmax, log-softmax or sigmoid"),
     ("vit", [(' + weights["tokens.proj.bias"]', "")], "The bias of the patch projection"),
     ("vit", [(LAST_NORM, "z[:, 0]")], "The last norm is missing."),
     ("vit", [(LOOP, NORM_IN_LOOP), (LAST_NORM, "z[:, 0]")], "The last norm is applied after every block."),

@@ -120,7 +120,7 @@ TWO_MISTAKES = [
     (
         "vit",
         [(LOGITS, f"F.log_softmax({LOGITS}, dim=-1)"), (" + E_pos", "")],
-        ["The position embeddings are missing.", "A log-softmax is applied to the logits."],
+        ["The position embeddings are missing.", "A softmax, log-softmax or sigmoid"],
     ),
 ]
 

@@ -38,9 +38,9 @@ from bench.cpu_inference import forward, processor_time
 from bench.measure import environment, interleave, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.fast.gate import GateError, compare
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.sources import Dataset, Split, open_dataset
 from vitrail.images.normalize import normalize_batch
-from vitrail.images.reader import read_pixels
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
 

@@ -24,7 +24,7 @@ from bench.measure import clock, environment, interleave, rates, save
 from bench.peers import PEERS, make_torchvision_importable
 from vitrail.fast.choices import Choices
 from vitrail.fast.inference_routes import Builder
-from vitrail.fast.onnx_graph import OnnxForward
+from vitrail.fast.onnx_graph import OnnxForward, build_onnx
 from vitrail.model.presets import preset
 
 
@@ -80,7 +80,7 @@ def candidates(config: Any, peers: list[str]) -> dict[str, Callable[[torch.Tenso
     calibration = torch.randn(8, config.channels, *config.pixels)
     builder = Builder(model, device, "throughput", Choices(device, remember=False), calibration)
     found["ours, PyTorch"] = model
-    for precision, graph in (("fp32", builder.onnx_graph()), ("int8", builder.int8_graph())):
+    for precision, graph in (("fp32", build_onnx(model)), ("int8", builder.int8_graph())):
         found[f"ours, ONNX Runtime {precision}"] = OnnxForward(graph)
         found[f"ours, {precision}, an image a thread"] = OnnxForward(graph, one_by_one=True)
     return found

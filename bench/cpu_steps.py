@@ -26,6 +26,7 @@ from vitrail.images.loader import Reader
 from vitrail.model import ViT
 from vitrail.model.device import choose_device
 from vitrail.training.recipes import recipe
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 RECIPES = {"digits": "the demo", "auto": "the default"}
@@ -48,7 +49,7 @@ def main() -> None:
 def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     data = open_dataset("digits")
     plan = recipe(name, data)
-    trainer = Trainer(ViT(plan.model), plan.preprocess, data, plan.train, choose_device("fp32", device="cpu"))
+    trainer = Trainer(RunPlan(data, plan, choose_device("fp32", device="cpu")))
     batches = Reader(data.train, plan.preprocess, augment=plan.train.augment).batches(
         trainer.micro_batch_indices()
     )

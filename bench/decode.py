@@ -26,9 +26,9 @@ from PIL import Image, __version__, features
 from bench.measure import environment, interleave, save
 from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import place_crop, propose_crops, read_crop
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.sources import Split
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import read_pixels
 
 SIZES = {(500, 375): 60, (1600, 1200): 30, (4000, 3000): 10}  # (width, height): rounds
 EACH = 4  # times that each photograph is read in a round

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLKIT = ROOT / "src" / "vitrail"
 COURSE = ROOT / "course" / "src"
-RUNS = ("predict", "run", "load")
+RUNS = ("predict", "run", "step", "load")
 
 
 def room_of(path: Path) -> str:
@@ -106,14 +107,40 @@ def job(name: str, folder: Path) -> Callable[[int], None]:
             vt.convert(own, other, to="timm")
         vt.load(other, heads=4)
 
-    return {"predict": predict, "run": train, "load": load}[name]
+    return {"predict": predict, "run": train, "step": train, "load": load}[name]
+
+
+@contextlib.contextmanager
+def watch_steps(tracing: threading.Event) -> Iterator[None]:
+    """Trace only while the trainer takes a step."""
+    from vitrail.training.trainer import Trainer
+
+    take_step = Trainer.take_step
+
+    def watched(*arguments: Any) -> None:
+        tracing.set()
+        try:
+            take_step(*arguments)
+        finally:
+            tracing.clear()
+
+    tracing.clear()
+    Trainer.take_step = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer.take_step = take_step  # type: ignore[method-assign]
 
 
 def trace(name: str) -> set[tuple[str, int]]:
     """The functions of the toolkit that a second run calls, by file and first line; imports are over."""
     called: set[tuple[str, int]] = set()
+    tracing = threading.Event()
+    tracing.set()
 
     def profile(frame: FrameType, event: str, _: object) -> None:
+        if not tracing.is_set():
+            return
         code = frame.f_code
         is_function = bool(code.co_flags & 1)  # CO_OPTIMIZED: not the body of a module or a class
         if event == "call" and is_function and code.co_filename.startswith(str(TOOLKIT)):
@@ -122,13 +149,14 @@ def trace(name: str) -> set[tuple[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         run = job(name, Path(folder))
         run(0)
-        sys.setprofile(profile)
-        threading.setprofile(profile)
-        try:
-            run(1)
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+        with watch_steps(tracing) if name == "step" else contextlib.nullcontext():
+            sys.setprofile(profile)
+            threading.setprofile(profile)
+            try:
+                run(1)
+            finally:
+                sys.setprofile(None)
+                threading.setprofile(None)
     return called
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 import vitrail as vt
 from bench.measure import environment, save
 from tests.support.digit_clip import DIGITS, FILE, save_scenes
-from vitrail.weights.interpolate import interpolate
+from vitrail.weights.conversion import interpolate
 
 RESULTS = Path(__file__).parent / "results" / "interpolation.json"
 

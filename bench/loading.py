@@ -26,11 +26,11 @@ from bench.measure import environment, save
 from bench.photos import HIGH, WIDE, write_images
 from vitrail.images.augment.pipeline import Augment, crop_numbers
 from vitrail.images.crop import propose_crops, read_crop
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.pack_writer import pack_dataset
 from vitrail.images.formats.sources import Split, read_data
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import WorkerPlan, Workers
 
 BATCH = 256

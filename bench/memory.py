@@ -35,7 +35,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.model.presets import preset
 from vitrail.training.optim import build_optimizer
-from vitrail.training.plan.fitting import StepMemory
+from vitrail.training.plan.cost import StepMemory
 from vitrail.training.recipes.settings import TrainConfig
 
 # size, images, recomputed blocks, shards

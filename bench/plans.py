@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.measure import environment, save
 
-_UNITS = {"second": 1, "s": 1, "min": 60, "minute": 60, "hour": 3600}
+_UNITS = {"second": 1, "s": 1, "min": 60, "minute": 60, "hour": 3600, "h": 3600}
 _PLANNED = re.compile(r"^time\s+about (.+?)(?:, (.+))?$")
 
 
@@ -67,7 +67,7 @@ def measure(run: str) -> dict[str, Any]:
 
 
 def seconds(text: str) -> float:
-    """Of "2 min 20 s", "40 seconds", "3.5 hours"."""
+    """Of "40 s", "2.3 min", "3.5 h", and "2 min 20 s" or "40 seconds" as earlier versions have it."""
     parts = re.findall(r"([\d.]+) ([a-z]+)", text)
     return sum(
         float(count) * _UNITS[unit if unit == "s" else unit.removesuffix("s")] for count, unit in parts

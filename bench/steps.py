@@ -42,6 +42,7 @@ from vitrail.model.device import choose_device
 from vitrail.model.presets import preset
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.recipes import recipe
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 Step = Callable[[], object]
@@ -212,7 +213,7 @@ def recipe_step(what: str, name: str) -> Step:
         labels = torch.randint(plan.model.classes, (plan.train.batch,), device="cuda")
         cast = choose_device("auto").autocast
         return training_step(ViT(plan.model), images, labels, cast, compiled=True, graph=True)
-    trainer = Trainer(ViT(plan.model), plan.preprocess, data, plan.train, choose_device("auto"))
+    trainer = Trainer(RunPlan(data, plan, choose_device("auto")))
     trainer.use_mode(_RECIPE_ROWS[name])
     return functools.partial(trainer.take_step, endless_batches(trainer))
 

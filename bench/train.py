@@ -61,12 +61,12 @@ from vitrail.images.formats.pack_writer import pack_dataset
 from vitrail.images.formats.sources import Dataset, read_data
 from vitrail.images.loader import Batch, Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.model.presets import preset
 from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 ROWS = (
@@ -243,7 +243,7 @@ def build_trainer(data: Dataset, config: ViTConfig) -> Trainer:
     )
     side = config.pixels[0]
     preprocess = Preprocess(size=side, resize="shortest", resize_to=round(side * 8 / 7))
-    return Trainer(ViT(config), preprocess, data, settings, choose_device("auto"))
+    return Trainer(RunPlan(data, Recipe(config, preprocess, settings), choose_device("auto")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Vitrail: a Vision Transformer you can train, see through and ship.
+"""Vitrail: a Vision Transformer you can train, look inside and ship.
 
 import vitrail as vt
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vitrail.cli.completion import FIGURES, figure_names
+from vitrail.cli.inspect import OF_IMAGES, OF_WEIGHTS, complete_figure
 from vitrail.views import figures
 
 
@@ -42,8 +42,8 @@ def test_names_complete(words, expected):
 
 
 def test_figures_complete_after_a_comma():
-    assert figure_names("filters,sc") == ["filters,scoring"]
-    assert set(FIGURES) == set(figures.FIGURES)
+    assert complete_figure("filters,sc") == ["filters,scoring"]
+    assert {*OF_WEIGHTS, *OF_IMAGES} == set(figures.FIGURES)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.command import run_command
 from tests.support.tiny_runs import train, without_dropout, write_arrays
 from vitrail.base.machine import failed_allocation, is_out_of_memory
 from vitrail.predict.image_sources import describe_error
-from vitrail.training.plan import summary_of_plan as plan
+from vitrail.training.plan import rehearsal as plan
 from vitrail.training.trainer import Trainer
 from vitrail.views.sample import SAMPLE_FILE
 

@@ -19,7 +19,7 @@ from vitrail.base.errors import InputError
 from vitrail.cli import app
 from vitrail.evaluation.trained_images import fit_statistics
 from vitrail.predict import Predictor
-from vitrail.predict.embeddings import writing_rows
+from vitrail.predict.output_rows import writing_rows
 
 STRANGE = ["=1+1.png", "+a.png", "@b.png", "two\nlines.png", 'quo"te, comma.png', os.fsdecode(b"caf\xe9.png")]
 LABELS = ["ant", "=bee", "cat"]
@@ -215,7 +215,7 @@ def test_lists_on_stdin(place):
     names = [os.fsencode(os.path.join("photos", name)) for name in STRANGE]
     plain = [name for name in names if b"\n" not in name]
     for listing in (b"\n".join(plain), b"\r\n".join(plain) + b"\r\n\r\n"):
-        done = run("--stdin", "--format", "jsonl", stdin=listing)
+        done = run("-", "--format", "jsonl", stdin=listing)
         assert [os.fsencode(json.loads(line)["file"]) for line in done.stdout.splitlines()] == plain
         assert done.exit_code == 0
     done = run("photos/broken.png", "-", "photos/@b.png", "-0", "--format", "jsonl", stdin=b"\0".join(names))

@@ -9,27 +9,11 @@ from pathlib import Path
 import pytest
 
 import vitrail
+from docs.architecture import ROOMS
 
 ROOT = Path(vitrail.__file__).parent
 
-# From the bottom up, with what belongs in each room. A room may import from those above it in this list.
-ROOMS = {
-    "base": "What every room stands on: errors, checks of fields, safe files, progress. No torch.",
-    "model": "The paper with every option, and its settings, which do without torch. Imports only torch and base.",
-    "images": "Images, where they come from, augmentation, and their order.",
-    "weights": "Weight files: other libraries' and our own.",
-    "fast": "How a model is executed: another executable beside it, with a check of its answers.",
-    "evaluation": "What a model does on data. Returns arrays.",
-    "views": "Figures and pages.",
-    "predict": "Images in; labels, scores and embeddings out.",
-    "training": "One training loop, from a recipe to a run directory.",
-    "exporters": "A model in another format, with proof.",
-    "experiment": "Comparing many runs.",
-    "serve": "HTTP.",
-    "cli": "One file per command.",
-    "__main__": "python -m vitrail.",
-}
-PACKAGES = ["paper", *ROOMS]
+PACKAGES = ["paper", *ROOMS, "__main__"]
 
 # Imports upwards, inside a function, each with its reason.
 EXCEPTIONS = {

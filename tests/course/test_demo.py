@@ -6,14 +6,15 @@ import torch
 
 from vitrail import ViT, ViTConfig
 from vitrail.experiment import digits_demo as demo
-from vitrail.training.callbacks import NullCallback
+from vitrail.images.formats.sources import open_dataset
+from vitrail.training.start import train
 from vitrail.views import rollout
 from vitrail.weights.bundle.bundle import Bundle
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return demo.load_digits()
+    return open_dataset("digits")
 
 
 def predictions_of(labels, predicted, score):
@@ -25,7 +26,7 @@ def predictions_of(labels, predicted, score):
 def test_the_split_is_fixed_stratified_and_disjoint(digits):
     train, held_out = digits.train, digits.eval_split
     assert (len(train), len(held_out)) == (1437, 360)
-    assert held_out.labels[:8].tolist() == demo.load_digits().eval_split.labels[:8].tolist()
+    assert held_out.labels[:8].tolist() == open_dataset("digits").eval_split.labels[:8].tolist()
     assert np.bincount(held_out.labels).min() >= 35
     pixels = {image.tobytes() for image in train.images}
     assert not [image for image in held_out.images if image.tobytes() in pixels]
@@ -76,7 +77,7 @@ def test_the_demo_reaches_98_percent(digits, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run = demo.train_demo(digits, tmp_path / "run", epochs=50, seed=0, callback=NullCallback())
+        run = train(digits, out=tmp_path / "run", recipe="digits", epochs=50, seed=0, verbose=False)
         assert demo.predict_digits(run.bundle, digits.eval_split).correct.mean() >= 0.98
     finally:
         torch.set_num_threads(threads)

@@ -13,9 +13,9 @@ from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
 from vitrail.views.walk import token_name, walk
 from vitrail.views.walk import walk_page as page
 from vitrail.views.walk.encoder_stages import Recording
-from vitrail.views.walk.format_tensor import finite_or_none, format_number, summarize
 from vitrail.views.walk.mathml import as_mathml, text_with_mathml
 from vitrail.views.walk.overview import paper_equations, top_classes
+from vitrail.views.walk.stage import finite_or_none, format_number, summarize
 
 FIELDS = dict(depth=3)
 

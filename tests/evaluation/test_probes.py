@@ -43,15 +43,11 @@ def test_nearest_neighbors_by_brute_force(monkeypatch):
 
 def test_k_is_at_most_the_number_of_training_images():
     (x, y), (x_test, y_test) = clusters(110, 1), clusters(50, 2)
-    rows = list(probes._knn_results(x, y, x_test, y_test, 4, 3, "mean"))
-    assert [(row.setting, row.layer, row.feature) for row in rows] == [
-        ("k=10", 3, "mean"),
-        ("k=20", 3, "mean"),
-        ("k=100", 3, "mean"),
-    ]
+    rows = list(probes._knn_scores(x, y, x_test, y_test, 4))
+    assert [setting for setting, *_ in rows] == ["k=10", "k=20", "k=100"]
     predicted = probes.predict_knn(x, y, x_test, 4, [20])[0]
-    assert rows[1].top1 == (predicted == y_test).double().mean()
-    assert [row.setting for row in probes._knn_results(x[:7], y[:7], x_test, y_test, 4, 0, "mean")] == ["k=7"]
+    assert rows[1][1] == (predicted == y_test).double().mean()
+    assert [setting for setting, *_ in probes._knn_scores(x[:7], y[:7], x_test, y_test, 4)] == ["k=7"]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1e-2, 1e-4])
@@ -106,15 +102,15 @@ def test_few_shot_draws_are_nested_and_differ():
     assert y[five].bincount().tolist() == [5] * 4
     assert set(one.tolist()) < set(five.tolist())
     assert probes.draw_shots(y, 5, 3).tolist() != five.tolist()
-    rows = list(probes._few_shot_results(x, y, x_test, y_test, 4, 0, "both"))
+    rows = list(probes._few_shot_scores(x, y, x_test, y_test, 4))
     smallest = int(y.bincount().min())
-    assert [row.setting for row in rows] == [f"{n}-shot" for n in (1, 5, 10) if n <= smallest]
+    assert [setting for setting, *_ in rows] == [f"{n}-shot" for n in (1, 5, 10) if n <= smallest]
     accuracies = [
         (probes.predict_ridge(x[w], y[w], x_test, 4) == y_test).double().mean().item()
         for w in (probes.draw_shots(y, 5, draw) for draw in range(5))
     ]
-    assert rows[1].top1 == pytest.approx(np.mean(accuracies))
-    assert rows[1].std == pytest.approx(np.std(accuracies, ddof=1))
+    assert rows[1][1] == pytest.approx(np.mean(accuracies))
+    assert rows[1][2] == pytest.approx(np.std(accuracies, ddof=1))
 
 
 # ---- features -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.support.tiny_runs import train, write_folder
 from vitrail.cli import app
 from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.images.formats.sources import open_dataset
-from vitrail.training.data_fingerprint import FILE_NAME
+from vitrail.training.open_data import FILE_NAME
 
 SMALL = dict(epochs=2, batch=16, lr=3e-3, workers=0, model=dict(width=16, depth=1, heads=2, patch=4, size=8))
 

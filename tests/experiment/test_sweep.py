@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.support.tiny_runs import file_hashes, one_thread, write_arrays
 from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
-from vitrail.cli.train import apply_setting
+from vitrail.cli.option_values import apply_setting
 from vitrail.experiment import halving_sweep as module
 from vitrail.experiment.halving_sweep import draw_candidates, scale_augmentation, sweep
 from vitrail.experiment.lr_finder import find_lr, suggest_lr

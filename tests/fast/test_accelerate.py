@@ -101,7 +101,7 @@ def test_answers_are_compared_on_images_that_set_no_range(trained, monkeypatch):
     monkeypatch.setattr("vitrail.fast.inference_routes.Builder.fastest", use_the_graph)
     seen = []
     monkeypatch.setattr(
-        "vitrail.fast.inference_routes.observe",
+        "vitrail.fast.quantize.observe",
         lambda model, images, batch: seen.append(images) or observe(model, images, 8),
     )
     fast = vt.accelerate(model, "int8", calibrate=images, min_agreement=0.0, remember=False)

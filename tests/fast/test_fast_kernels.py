@@ -7,6 +7,7 @@ are wrong in it; tests/gpu has them on a GPU.
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -44,19 +45,15 @@ def assert_fp8_close(found, expected):
 @pytest.mark.parametrize("shape", [(37, 100), (5, 1024)])
 def test_norm(shape, centered):
     from vitrail.fast import plain
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.kernels.norm_inference import norm
 
     torch.manual_seed(0)
     z, (shift, weight, bias) = torch.randn(shape), torch.randn(3, shape[1])
-    how = {"centered": centered}
-    torch.testing.assert_close(
-        norm(z, shift, weight, bias, 1e-6, **how), plain.norm(z, shift, weight, bias, 1e-6, **how),
-        atol=2e-6, rtol=1e-5,
-    )  # fmt: skip
-    how["factor"] = 50.0
-    assert_fp8_close(
-        norm(z, shift, weight, bias, 1e-6, **how), plain.norm(z, shift, weight, bias, 1e-6, **how)
-    )
+    how = Norm(shift=shift, weight=weight, bias=bias, eps=1e-6, centered=centered)
+    torch.testing.assert_close(norm(how, z), plain.norm(how, z), atol=2e-6, rtol=1e-5)
+    how = replace(how, factor=50.0)
+    assert_fp8_close(norm(how, z), plain.norm(how, z))
 
 
 @inside
@@ -77,6 +74,7 @@ def test_gelu_is_exact_to_the_rounding_of_bf16():
 def test_product(kind, parts, what):
     from vitrail.fast import plain
     from vitrail.fast.kernels.product import Tiles, product
+    from vitrail.fast.products import Product
 
     torch.manual_seed(0)
     x, weight = torch.randn(150, 96).to(kind), torch.randn(256, 96).to(kind)
@@ -87,9 +85,10 @@ def test_product(kind, parts, what):
         "add": {"scales": scales, "add": True},
         "fp8": {"bias": bias, "factor": 2.0},
     }[what]
+    one = Product(weight=weight, **how)
     before = torch.randn(150, 256).to(FP8 if what == "fp8" else torch.float32)
-    found = product(x, weight, before.clone(), tiles=Tiles(64, 128, 64, 4, 2, parts), **how)
-    expected = plain.product(x, weight, before.clone(), **how)
+    found = product(one, x, before.clone(), Tiles(64, 128, 64, 4, 2, parts))
+    expected = plain.product(one, x, before.clone())
     if what == "fp8":
         assert_fp8_close(found, expected)
     else:
@@ -114,6 +113,7 @@ def chain_inputs(M=150, D=96, hidden=256, dtype=torch.float32, device="cpu"):
 def test_products_of_a_chain(centered, gelu):
     """One leaves the statistics of the tokens, with which the next one normalizes."""
     from vitrail.fast import plain
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import ChainTiles, FoldedNorm
     from vitrail.fast.kernels import chain_products as chain
 
@@ -128,13 +128,15 @@ def test_products_of_a_chain(centered, gelu):
     how = {"bias": bias, "norm": norm, "gelu": gelu}
     y = chain.project(found, up, tiles, **how)
     torch.testing.assert_close(y, plain.project(found, up, tiles, **how), atol=1e-3, rtol=2e-3)
-    exact = plain.norm(found, shift, torch.ones(96), torch.zeros(96), 1e-6, centered=centered) @ up.T + bias
+    whole = Norm(shift=shift, weight=torch.ones(96), bias=torch.zeros(96), eps=1e-6, centered=centered)
+    exact = plain.norm(whole, found) @ up.T + bias
     torch.testing.assert_close(y, torch.nn.functional.gelu(exact) if gelu else exact, atol=1e-3, rtol=2e-3)
 
 
 @inside
 def test_parts_are_added_up_in_the_norm():
     from vitrail.fast import plain
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import ChainTiles
     from vitrail.fast.kernels import chain_products as chain
     from vitrail.fast.kernels.norm_inference import norm
@@ -144,9 +146,9 @@ def test_parts_are_added_up_in_the_norm():
     parts = chain.project_in_parts(x, down, tiles)
     torch.testing.assert_close(parts, plain.project_in_parts(x, down, tiles), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(parts.sum(0), x @ down.T, atol=1e-5, rtol=1e-5)
-    found, expected, one = z.clone(), z.clone(), torch.ones(96)
-    y = norm(found, shift, one, 0 * one, 1e-6, parts=parts)
-    torch.testing.assert_close(y, plain.norm(expected, shift, one, 0 * one, 1e-6, parts=parts))
+    found, expected = z.clone(), z.clone()
+    how = Norm(shift=shift, weight=torch.ones(96), bias=torch.zeros(96), eps=1e-6, centered=True)
+    torch.testing.assert_close(norm(how, found, parts), plain.norm(how, expected, parts))
     torch.testing.assert_close(found, expected)
 
 

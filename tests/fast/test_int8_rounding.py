@@ -8,9 +8,9 @@ import vitrail as vt
 from tests.support.models import add_noise
 from vitrail.fast.choices import Choices
 from vitrail.fast.inference_routes import Builder
+from vitrail.fast.int8 import _DAMPING, round_columns, round_to_nearest
 from vitrail.fast.onnx_graph import OnnxForward
-from vitrail.fast.quantize import round_to_nearest, row_scales, simulate
-from vitrail.fast.rounding import _DAMPING, round_columns
+from vitrail.fast.quantize import row_scales
 
 
 def gptq(weight, products):
@@ -61,8 +61,8 @@ def test_the_graph_computes_what_is_simulated(fields):
     model = add_noise(vt.create("mu/4", depth=2, classes=5, **fields)).eval()
     images, device = torch.randn(24, 3, 32, 32), torch.device("cpu")
     builder = Builder(model, device, "throughput", Choices(device, remember=False), images)
-    assert all(one.shift.abs().max() > 0 for one in builder.scales.values())
-    with torch.no_grad(), simulate(model, "int8", builder.seen, list(builder.scales), builder.scales):
+    assert all(one.shift.abs().max() > 0 for one in builder.calibration.scales.values())
+    with torch.no_grad(), builder.calibration.simulate("int8", builder.calibration.scales):
         expected = model(images)
     with torch.no_grad():
         exact, found = model(images), OnnxForward(builder.int8_graph())(images)[1]

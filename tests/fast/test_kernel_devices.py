@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import vitrail
+from vitrail.fast.blocks import Norm
 from vitrail.fast.chain import ChainTiles
+from vitrail.fast.products import Product
 from vitrail.model.device import ComputeDevice
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -74,8 +76,8 @@ def launch_inference():
     chain.project_in_parts(x, weight, tiles)
     chain.attend_first(tensor(2, 5, 3 * 64), 2, 1.0, 1)
     gelu.bias_gelu(x, row)
-    norm.norm(x, row, row, row, 1e-6)
-    product.product(x, weight, out, tiles=product.SMALL_TILES[0])
+    norm.norm(Norm(shift=row, weight=row, bias=row, eps=1e-6, centered=True), x)
+    product.product(Product(weight=weight), x, out, product.SMALL_TILES[0])
 
 
 def launch_training():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.fast.twin import share_parameters
+from vitrail.fast.executable import share_parameters
 from vitrail.fast.variants import LastBlock, shorten_last_block, tokens_read
 from vitrail.model.block import Block
 
@@ -106,13 +106,13 @@ def test_training_uses_it():
     from vitrail.images.formats.sources import open_dataset
     from vitrail.images.preprocess import Preprocess
     from vitrail.model.device import choose_device
-    from vitrail.training.recipes.settings import TrainConfig
+    from vitrail.training.recipes.settings import Recipe, TrainConfig
+    from vitrail.training.run_plan import RunPlan
     from vitrail.training.trainer import Trainer
 
     rng = np.random.default_rng(0)
     data = open_dataset((rng.integers(0, 256, (20, 32, 32, 3), np.uint8), rng.integers(0, 2, 20)))
     model = vt.create("mu/4", classes=2)
-    trainer = Trainer(
-        model, Preprocess(size=32), data, TrainConfig(epochs=1, batch=4, ema=None), choose_device("cpu")
-    )
+    recipe = Recipe(model.config, Preprocess(size=32), TrainConfig(epochs=1, batch=4, ema=None))
+    trainer = Trainer(RunPlan(data, recipe, choose_device("cpu")), model)
     assert isinstance(trainer.executable.twin.blocks[-1], LastBlock)

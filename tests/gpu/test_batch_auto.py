@@ -14,11 +14,12 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import build_trial, step_peak
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
-from vitrail.training.teacher import Teacher
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory of a GPU is measured")
@@ -82,11 +83,12 @@ def test_a_tried_step_needs_the_memory_of_a_step_of_the_run(name, data, teacher)
         return batch_size._gpu_peak(compute.device, step)
 
     batch_size._free_memory()  # of the runs before
-    trial = build_trial(recipe, opened, taught, compute)
+    plan = RunPlan(opened, recipe, compute, teacher=taught)
+    trial = build_trial(plan)
     tried = step_peak(trial, 256, measure)
     del trial
     batch_size._free_memory()
-    run = Trainer(vt.ViT(recipe.model), recipe.preprocess, opened, recipe.train, compute, teacher=taught)
+    run = Trainer(plan)
     run.use_mode(StepMode(compile=False, cuda_graph=False))
     reader = Reader(opened.train, run.reading, augment=recipe.train.augment, device=compute.device)
     batches = reader.batches(run.micro_batch_indices())

@@ -9,11 +9,11 @@ from tests.support.tiny_runs import write_arrays
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.training.plan.step_mode import StepMode
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
@@ -41,7 +41,7 @@ def trained(data, steps=None, dropout=0.1, checkpoint=None, kernels=False, **set
     )
     how = TrainConfig(**{**EVERYTHING, "compile": False, "precision": "fp32", **settings})
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
-    trainer = Trainer(ViT(config), spec, data, how, choose_device(how.precision))
+    trainer = Trainer(RunPlan(data, Recipe(config, spec, how), choose_device(how.precision)))
     trainer.notes = []
     trainer.on_message = trainer.notes.append
     if kernels:
@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_captured_is_computed_plainly(data, monkeypatch):
         assert skipped.item() >= 0
 
     plain = trained(data, cuda_graph=False)
-    monkeypatch.setattr("vitrail.training.metric_values.EpochMetrics.add_step", reads_back)
+    monkeypatch.setattr("vitrail.training.epoch.EpochMetrics.add_step", reads_back)
     other = trained(data, cuda_graph=True)
     assert not other.mode.cuda_graph
     assert "not captured as a CUDA graph, because" in other.notes[0]

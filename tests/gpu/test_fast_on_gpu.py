@@ -26,14 +26,14 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("rows", "width"), [(50, 768), (197, 1024), (3, 100)])
 def test_norm(rows, width, fp8):
     from vitrail.fast import plain
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.kernels.norm_inference import norm
 
     torch.manual_seed(0)
     z = torch.randn(rows, width, device="cuda").to(BF16)
     shift, weight, bias = torch.randn(3, width, device="cuda")
-    factor = 40.0 if fp8 else None
-    found = norm(z, shift, weight, bias, 1e-6, factor=factor)
-    near(found.float(), plain.norm(z, shift, weight, bias, 1e-6, factor=factor).float())
+    how = Norm(shift=shift, weight=weight, bias=bias, eps=1e-6, centered=True, factor=40.0 if fp8 else None)
+    near(norm(how, z).float(), plain.norm(how, z).float())
 
 
 def test_gelu_is_exact_to_the_rounding_of_bf16():
@@ -51,6 +51,7 @@ def test_gelu_is_exact_to_the_rounding_of_bf16():
 def test_product(kind, what):
     from vitrail.fast import plain
     from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES, product
+    from vitrail.fast.products import Product
 
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -63,9 +64,10 @@ def test_product(kind, what):
         "add": {"add": True},
         "fp8": {"bias": bias, "gelu": True, "factor": 30.0},
     }[what]
-    expected = plain.product(x, weight, before.clone(), **how).float()
+    one = Product(weight=weight, **how)
+    expected = plain.product(one, x, before.clone()).float()
     for tiles in (*SMALL_TILES, *LARGE_TILES):
-        found = product(x, weight, before.clone(), tiles=tiles, **how).float()
+        found = product(one, x, before.clone(), tiles).float()
         near(found, expected, 1e-2 if FP8 in (kind, before.dtype) else ROUNDING)
 
 
@@ -73,6 +75,7 @@ def test_product(kind, what):
 @pytest.mark.parametrize("rows", [1, 197, 394])
 def test_kernels_of_a_chain(rows):
     from vitrail.fast import plain
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import FoldedNorm, choose_tiles
     from vitrail.fast.kernels import chain_products as chain
     from vitrail.fast.kernels.norm_inference import norm
@@ -94,7 +97,8 @@ def test_kernels_of_a_chain(rows):
     near(y, torch.nn.functional.gelu(normed @ up.double().T + bias))
     again = z.clone()
     parts = chain.project_in_parts(x, down, choose_tiles(rows, down, parts=True))
-    y = norm(again, shift, one, 0 * one, 1e-6, parts=parts, dependent=True)
+    whole = Norm(shift=shift, weight=one, bias=0 * one, eps=1e-6, centered=True)
+    y = norm(whole, again, parts, dependent=True)
     near(again, exact)
     near(y, torch.nn.functional.layer_norm(again.double() + shift, (768,), eps=1e-6))
     qkv = torch.randn(2, 197, 2304, device="cuda").to(BF16)

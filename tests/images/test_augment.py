@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 from torchvision.transforms.v2 import functional as tv
 
-from vitrail.base.errors import ConfigError, InputError
+from vitrail.base.errors import ConfigError
 from vitrail.images.augment.color import HUE_QUARTER, TO_GRAY, adjust_colors
 from vitrail.images.augment.pipeline import (
     _NAMES,
@@ -540,29 +540,3 @@ def test_invalid_settings(fields, message):
 def test_the_fields_are_documented():
     assert "translate (default 0.0): The largest translation" in Augment.__doc__
     assert Augment(policy="trivialaugment").policy == "trivialaugment"
-
-
-@pytest.mark.parametrize(
-    ("images", "indices", "size", "message"),
-    [
-        (torch.zeros(3, 4, 4), torch.arange(3), (4, 4), r"images must be .* not torch.float32 \(3, 4, 4\)"),
-        (torch.zeros(1, 3, 4, 4).int(), torch.arange(1), (4, 4), r"images must be .* not torch.int32"),
-        (torch.zeros(2, 3, 4, 4), torch.arange(3), (4, 4), r"indices must be int64 \(2,\), .* \(3,\)"),
-        (
-            torch.zeros(2, 3, 4, 4),
-            torch.zeros(2),
-            (4, 4),
-            r"indices must be int64 .* not torch.float32 \(2,\)",
-        ),
-        (
-            torch.zeros(2, 3, 4, 4),
-            torch.arange(2),
-            (4, 0),
-            r"must have pixels; pass size as \(height, width\)",
-        ),
-        (torch.zeros(2, 3, 0, 4), torch.arange(2), (4, 4), r"Images \(2, 3, 0, 4\) cannot be augmented"),
-    ],
-)
-def test_invalid_batches(images, indices, size, message):
-    with pytest.raises(InputError, match=message):
-        augment_batch(images, indices, Augment(), seed=0, epoch=0, size=size)

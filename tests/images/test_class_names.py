@@ -10,7 +10,7 @@ from PIL import Image
 import vitrail as vt
 from tests.support.command import run_command
 from tests.support.shared_data import shared
-from vitrail.images.class_names import rename_classes
+from vitrail.images.classes import rename_classes
 from vitrail.images.formats.sources import open_dataset
 
 

@@ -11,9 +11,9 @@ from vitrail.base.errors import InputError
 from vitrail.cli import app
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.content import content_keys
-from vitrail.images.formats import packed_images
+from vitrail.images.formats import packed
 from vitrail.images.formats.pack_writer import pack_dataset
-from vitrail.images.formats.packed_file import read_index
+from vitrail.images.formats.packed import read_index
 from vitrail.images.formats.shard_images import HEADER
 from vitrail.images.formats.shard_index import open_index
 from vitrail.images.formats.sources import read_data
@@ -81,7 +81,7 @@ def test_training_evaluation_and_doctor_notice_it(damaged, folder, tmp_path):
 def test_each_image_is_checked_once_in_a_process(folder, tmp_path, monkeypatch):
     out = pack_dataset(read_data(folder), tmp_path / "images.pack", workers=0).out
     images, checked = list(read_data(out).train.paths), []
-    real = packed_images.zlib.crc32
+    real = packed.zlib.crc32
 
     class Zlib:
         @staticmethod
@@ -89,7 +89,7 @@ def test_each_image_is_checked_once_in_a_process(folder, tmp_path, monkeypatch):
             checked.append(len(data))
             return real(data)
 
-    monkeypatch.setattr(packed_images, "zlib", Zlib)
+    monkeypatch.setattr(packed, "zlib", Zlib)
     expected = {}
     for image in reversed(images):
         expected[image.image_name] = image.read_rows(3, 2)  # a part, for which all of it is read and checked

@@ -13,7 +13,9 @@ import pytest
 from PIL import Image
 
 from vitrail.base.errors import InputError
-from vitrail.images.decode import FORMATS, BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, open_image
+from vitrail.images.decode import open_image
+from vitrail.images.headers import FORMATS
+from vitrail.images.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage
 
 
 def noise(*shape):

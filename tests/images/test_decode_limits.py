@@ -18,17 +18,9 @@ from PIL import Image
 from tests.support.image_corpus import BROKEN, CASES, LARGE, OK, OTHER, saved
 from vitrail.base.errors import VitrailError
 from vitrail.images import headers
-from vitrail.images.decode import (
-    BrokenImage,
-    DecodeLimits,
-    ImageTooLarge,
-    NotAnImage,
-    decode_image,
-    open_header,
-    suppress_warnings,
-)
+from vitrail.images.decode import decode_image, open_header, suppress_warnings
 from vitrail.images.headers import read_header
-from vitrail.images.limits import bytes_needed
+from vitrail.images.limits import BrokenImage, DecodeLimits, ImageTooLarge, NotAnImage, bytes_needed
 from vitrail.images.preprocess import Preprocess
 
 SECONDS, MEGABYTES = 2.5, 400  # of one core, and beyond what the process had

@@ -12,7 +12,7 @@ from tests.support.tiny_runs import write_folder
 SCRIPT = """
 import pickle, sys, threading
 import vitrail as vt
-from vitrail.images import worker_process, workers
+from vitrail.images import workers
 
 class Own:
     pass
@@ -22,12 +22,12 @@ workers.MIN_IMAGES = 1  # processes for a few files
 main, model, folder = sys.modules["__main__"], *sys.argv[1:]
 answers, processes, losses, pickled = [], set(), 0, 0
 
-class Watched(worker_process.WorkerProcesses):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        processes.update(worker.pid for worker in self.results._workers)
+class Watched(workers.WorkerProcess):
+    def __init__(self, block):
+        super().__init__(block)
+        processes.add(self.process.pid)
 
-workers.WorkerProcesses = Watched
+workers.WorkerProcess = Watched
 
 def predict():
     for _ in range(2):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vitrail.base.errors import ConfigError, InputError
+from vitrail.base.errors import ConfigError
 from vitrail.images.augment.mixing import Mixing, beta, mix_batch, sample_mixing
 from vitrail.images.rng import random_uniform
 
@@ -182,21 +182,3 @@ def test_invalid_settings(fields, message):
 
 
 IMAGES, TARGETS, INDICES = torch.zeros(2, 3, 4, 4), torch.zeros(2, 5), torch.arange(2)
-
-
-@pytest.mark.parametrize(
-    ("images", "targets", "indices", "message"),
-    [
-        (IMAGES[0], TARGETS, INDICES, r"images must be .*, not torch.float32 \(3, 4, 4\)"),
-        (IMAGES.byte(), TARGETS, INDICES, r"images must be .* floating point, not torch.uint8"),
-        (IMAGES[:1], TARGETS[:1], INDICES[:1], "mixed in pairs, and the batch has 1; use an even batch size"),
-        (IMAGES, TARGETS[:, 0], INDICES, r"targets must be \(2, K\) .* not torch.float32 \(2,\).*one_hot"),
-        (IMAGES, TARGETS[:1], INDICES, r"targets must be \(2, K\) .* \(1, 5\)"),
-        (IMAGES, TARGETS.long(), INDICES, r"targets must be .* not torch.int64"),
-        (IMAGES, TARGETS, INDICES.int(), r"indices must be int64 \(2,\), .* not torch.int32"),
-        (IMAGES, TARGETS, INDICES[:1], r"indices must be int64 \(2,\), .* \(1,\)"),
-    ],
-)
-def test_invalid_batches(images, targets, indices, message):
-    with pytest.raises(InputError, match=message):
-        mix_batch(images, targets, indices, Mixing(mixup=1.0), seed=0, epoch=0)

@@ -19,16 +19,15 @@ from vitrail.base.safe_files import locked_file
 from vitrail.cli import app
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.content import content_keys
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats import pack_writer as pack
 from vitrail.images.formats.pack_cache import clear_cache, packed_folder
-from vitrail.images.formats.pack_check import check_packed
-from vitrail.images.formats.pack_writer import pack_dataset
-from vitrail.images.formats.packed_file import HEADER, ROW, read_index
+from vitrail.images.formats.pack_writer import check_packed, pack_dataset
+from vitrail.images.formats.packed import HEADER, ROW, read_index
 from vitrail.images.formats.sources import open_dataset, read_data
 from vitrail.images.limits import BrokenImage
 from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import read_pixels
 
 __all__ = ["one_thread"]
 

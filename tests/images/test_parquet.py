@@ -101,8 +101,8 @@ def test_what_is_refused(folder, tmp_path):
         read_data(tmp_path / "x.parquet")
     write(tmp_path / "val-0.parquet", images, labels)
     (tmp_path / "x.parquet").unlink()
-    with pytest.raises(InputError, match="files of val but none of train"):
-        read_data(tmp_path)
+    with pytest.raises(InputError, match="images of val but none of train"):
+        open_dataset(tmp_path)
 
 
 def test_an_image_that_is_elsewhere_is_a_sentence(folder, tmp_path):

@@ -11,10 +11,10 @@ from PIL import Image
 
 from vitrail.images.augment.pipeline import Augment, augment_batch, crop_numbers
 from vitrail.images.crop import place_crop, propose_crops
-from vitrail.images.loader import Reader
+from vitrail.images.decode import read_pixels
+from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import CorruptFiles, ImageReader, read_pixels
-from vitrail.images.workers import look_ahead, submit
+from vitrail.images.workers import take_ahead
 
 
 def coordinates(size=200):
@@ -36,9 +36,9 @@ def files(tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_without_labels_are_read_in_order(files, workers):
     corrupt = CorruptFiles("skip")
-    reader = ImageReader(files, Preprocess(size=8), workers=workers, corrupt=corrupt)
+    reader = Reader(files, Preprocess(size=8), workers=workers, corrupt=corrupt)
     order = torch.tensor([4, 3, 0, 4])
-    (batch,) = reader.batches([(order, None)])
+    (batch,) = reader.batches([(0, order)])
     reader.close()
     assert batch.images[:, 0, 0, 0].tolist() == [4, 128, 0, 4]
     assert batch.valid.tolist() == [1, 0, 1, 1]
@@ -54,37 +54,19 @@ def test_pixels_of_a_path_an_image_and_an_array_are_the_same(files):
     assert (path == array).all()
 
 
-def test_look_ahead_takes_items_before_they_are_needed():
+def test_results_come_in_order_and_are_taken_before_they_are_needed():
     taken = []
 
-    def items():
-        for i in range(6):
-            taken.append(i)
-            yield i
+    def slow_first(i):
+        time.sleep(0.05 if i == 0 else 0)
+        return i
 
-    ahead = look_ahead(items(), 2)
-    assert next(ahead) == 0
-    assert taken == [0, 1, 2]
-    assert list(ahead) == [1, 2, 3, 4, 5]
-    assert list(look_ahead([], 2)) == []
-
-
-def test_submit_keeps_the_error_for_the_caller():
-    for pool in (None, ThreadPoolExecutor(1)):
-        assert submit(pool, pow, 2, 5).result() == 32
-        with pytest.raises(ZeroDivisionError):
-            submit(pool, divmod, 1, 0).result()
-
-
-def test_results_come_in_order_whichever_is_ready_first():
     with ThreadPoolExecutor(4) as pool:
-
-        def slow_first(i):
-            time.sleep(0.05 if i == 0 else 0)
-            return i
-
-        futures = (submit(pool, slow_first, i) for i in range(8))
-        assert [future.result() for future in look_ahead(futures, 4)] == list(range(8))
+        ahead = take_ahead((taken.append(i) or pool.submit(slow_first, i) for i in range(6)), 2)
+        assert next(ahead) == 0
+        assert taken == [0, 1, 2]
+        assert list(ahead) == [1, 2, 3, 4, 5]
+        assert list(take_ahead([], 2)) == []
 
 
 def test_files_and_arrays_get_the_same_crops(tmp_path):

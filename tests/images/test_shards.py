@@ -114,8 +114,8 @@ def test_shards_named_by_their_split_or_in_folders(folder, tmp_path):
         os.rename(second / f"pets-{number:03}.tar", second / name / "0.tar")
     os.unlink(second / "pets-002.tar")
     assert set(read_data(second).splits) == {"train", "val"}
-    with pytest.raises(InputError, match="shards of val but none of train"):
-        read_data(f"{first}/imagenet-val-{{0..0}}.tar")
+    with pytest.raises(InputError, match="images of val but none of train"):
+        open_dataset(f"{first}/imagenet-val-{{0..0}}.tar")
     assert len(open_labeled(first / "test.tar").train) == 9
 
 

@@ -124,7 +124,7 @@ CSV = {
     "long row, empty": (HEAD + "1.png,a,\n", r"line 2: the row has 3 values"),
     "after lines in quotes": ('path,label,note\n1.png,a,"x\ny\nz"\n2.png,a\n', r"line 5: the row has 2 values"),
     "split": ("path,label,split\n1.png,a,train\n2.png,a,trian\n", r"line 3: the split is 'trian'; .* train, val or test"),
-    "test alone": ("path,label,split\n1.png,a,test\n", r"has no training rows"),
+    "test alone": ("path,label,split\n1.png,a,test\n", r"has images of test but none of train"),
     "open quote": (HEAD + '1.png,a\n"2.png,a\n3.png,b\n', r"line 3: a quote is opened here and never closed"),
     "open quote, then another": (HEAD + '"1.png,a\n"2.png",b\n', r"line 3: text follows a closing quote.* begins in line 2"),
     "quote inside": (HEAD + '1.png,a\n"2"x.png,a\n', r"line 3: text follows a closing quote"),

@@ -10,8 +10,7 @@ from tests.support.command import run_command
 from tests.support.tiny_runs import forked
 from vitrail.base.safe_files import atomic_file
 from vitrail.predict import Predictor
-from vitrail.predict.image_list import ImageList
-from vitrail.predict.parts import PartOptions, Parts
+from vitrail.predict.parts import ImageList, PartOptions, Parts
 
 __all__ = ["model", "photos"]
 LEFT = ".0123456789abcdef.part"

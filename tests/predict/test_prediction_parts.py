@@ -18,9 +18,8 @@ from tests.support.shard_files import shard_folder
 from tests.support.tiny_runs import file_hashes, write_folder
 from vitrail.cli import app
 from vitrail.predict import Predictor
-from vitrail.predict.image_list import ImageList
 from vitrail.predict.index import read_index
-from vitrail.predict.parts import PartOptions, Parts, write_parts
+from vitrail.predict.parts import ImageList, PartOptions, Parts
 from vitrail.predict.ray_engine import _actors
 
 
@@ -199,7 +198,7 @@ def test_shards_are_predicted_as_their_files(model, photos, tmp_path):
     assert one[0]["file"] == "pets-000.tar/ant/00.jpg"
     workers = Predictor(model, workers=2)
     parts = Parts(tmp_path / "c", ImageList([str(shards)]), workers, PartOptions("predict", "csv", 1, 5))
-    assert write_parts(parts).failed == 1
+    assert parts.write_missing().failed == 1
     assert rows_of(tmp_path / "c") == one
 
 

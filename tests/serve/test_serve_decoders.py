@@ -29,8 +29,8 @@ from tests.support.serving import (
     toy,
     until,
 )
-from vitrail.serve import decode_process, decode_queue
-from vitrail.serve.decode_queue import DecodeJob, DecodeQueue
+from vitrail.serve import decode_pool, decode_process
+from vitrail.serve.decode_pool import DecodeJob, DecodeQueue
 from vitrail.serve.messages import Client
 
 MiB = 2**20
@@ -217,7 +217,7 @@ def test_costly_images_hardly_delay_others(model, kind):
 
 def test_default_limits_refuse_costly_images(model):
     with child(model, deadline=60.0) as server:
-        assert server.predict(strip())[1]["error"]["code"] == "too_long_side"
+        assert server.predict(strip())[1]["error"]["code"] == "image_too_large"
         status, said = server.predict(many_scans())
         assert status in (413, 422), said
 
@@ -238,7 +238,7 @@ def test_decode_timeout(obedient):
 
 def test_decode_timeout_of_a_large_valid_image():
     """With the decoder as it is."""
-    with serving(vt.Predictor(toy()), decode_time=0.05) as running:
+    with serving(vt.Predictor(toy()), decode_time=0.03) as running:
         assert running.predict(make_image(size=(2000, 2000)))[1]["error"]["code"] == "slow_image"
         assert running.predict()[0] == 200
 
@@ -356,7 +356,7 @@ def test_slow_images_never_occupy_all_decoders(obedient):
         with Honest(running.port, clients=1) as honest:
             until(lambda: len(honest.seconds) > 50)
         assert honest.statuses == {200}
-        assert honest.seconds[0] < decode_queue.QUICK + 1.5
+        assert honest.seconds[0] < decode_pool.QUICK + 1.5
         assert sorted(honest.seconds)[len(honest.seconds) // 2] < 0.2
         assert running.count('vitrail_killed_decodes_total{reason="postponed"}') == 1
         assert running.app.default.decoders.queue.jobs
@@ -381,7 +381,7 @@ def test_fast_clients_go_before_new_ones():
     jobs = jobs_of(Client("10.0.0.1"), known, Client("10.0.0.1"), known)
     jobs[0].arrived -= 60
     for job in jobs:
-        queue.put(job)
+        queue.jobs.append(job)
     assert [queue.take([]) for _ in jobs] == [jobs[0], jobs[1], jobs[3], jobs[2]]
 
 
@@ -397,7 +397,7 @@ def test_round_robin_over_connections():
     many, few, late = (Client("10.0.0.1", slow=False) for _ in range(3))
     queue, jobs = DecodeQueue(2), jobs_of(many, many, many, many, few, few, late)
     for job in jobs:
-        queue.put(job)
+        queue.jobs.append(job)
     assert [job.client for job in order(queue)] == [many, few, late, many, few, many, many]
 
 
@@ -405,7 +405,7 @@ def test_round_robin_over_addresses():
     crowd, one = [Client("10.0.0.1") for _ in range(20)], Client("10.0.0.2")
     queue = DecodeQueue(2)
     for job in jobs_of(*crowd, one, one, one):
-        queue.put(job)
+        queue.jobs.append(job)
     found = "".join(job.client.address[-1] for job in order(queue))
     assert found.startswith("12")
     assert found[:10].count("2") == 3
@@ -416,15 +416,15 @@ def test_no_starvation():
     queue, waiting = DecodeQueue(2), Client("10.0.0.1")
     (first,) = jobs_of(waiting)
     queue.record(first, 0.01)
-    queue.put(first)
+    queue.jobs.append(first)
     first.arrived -= 0.25
     for job in jobs_of(*(Client("10.0.0.1") for _ in range(5))):
-        queue.put(job)
+        queue.jobs.append(job)
     assert queue.take([]) is first
 
 
 def test_usage_decays():
-    usage = decode_queue.RecentUsage()
+    usage = decode_pool.RecentUsage()
     usage.add("a", 2.0, now=100)
     usage.add("b", 0.1, now=100)
     assert usage.of("a", 100) > usage.of("b", 100) > usage.of("c", 100) == 0
@@ -438,7 +438,7 @@ def test_slow_images_leave_one_decoder_free():
     queue = DecodeQueue(2)
     first, second, other = jobs_of(slow, slow, quick)
     for job in (first, second, other):
-        queue.put(job)
+        queue.jobs.append(job)
     assert queue.take([]) is first
     assert queue.take([first]) is other
     assert queue.take([first]) is None

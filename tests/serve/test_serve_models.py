@@ -18,8 +18,7 @@ from vitrail.cli.serve import parse_models
 from vitrail.predict.index import build_index
 from vitrail.serve.served_model import fit_memory
 from vitrail.serve.server_settings import ServeConfig
-from vitrail.weights.text.prompts import fill_templates
-from vitrail.weights.text.zero_shot import bake_prompts
+from vitrail.weights.text.prompts import bake_prompts, fill_templates
 
 
 def as_png(pixels, path):

@@ -22,9 +22,9 @@ from tests.support.scenes import SCENES, DigitSampler, compose_scenes, scene_dig
 from tests.support.text_models import save_clip_tokenizer, tiny_vocabulary
 from vitrail.model.text_tower import TextConfig, TextTower
 from vitrail.weights.families.hf_clip import CLIP
-from vitrail.weights.families.key_tables import plan_rows, write_state
 from vitrail.weights.families.text_towers import HF_CLIP
-from vitrail.weights.text.clip_tokenizer import ClipTokenizer
+from vitrail.weights.families.to_family import plan_rows, write_state
+from vitrail.weights.text.tokenizer import ClipTokenizer
 from vitrail_course.labs.datasets import load_dataset
 
 FILE = Path(__file__).parents[1] / "weights" / "digit-clip.safetensors"

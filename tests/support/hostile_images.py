@@ -8,8 +8,7 @@ from tests.support.serving import make_image
 COMMANDED = """
 import os, time
 from vitrail.serve import (decode_worker)
-from vitrail.serve import received_images as images
-original = images.decode_image
+original = decode_worker.decode_image
 def decode(file, *more, **options):
     word = bytes(file.getvalue()[-4:])
     while word == b"spin":
@@ -23,7 +22,7 @@ def decode(file, *more, **options):
         while True:
             blocks.append(b"x" * 2**24)
     return original(file, *more, **options)
-images.decode_image = decode
+decode_worker.decode_image = decode
 decode_worker.main()
 """
 COMMAND = [sys.executable, "-c", COMMANDED]

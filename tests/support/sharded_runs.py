@@ -115,19 +115,19 @@ class StartRecorder:
         self.file = file
 
     def __enter__(self):
-        self.post_init = Trainer.__post_init__
+        self.init = Trainer.__init__
 
-        def post_init(trainer):
-            self.post_init(trainer)
+        def init(trainer, plan):
+            self.init(trainer, plan)
             kinds = {name: "trained" if p.requires_grad else "frozen" for p, name in trainer.names.items()}
             weights = {f"{kinds[name]}/{name}": gather(p.detach()) for p, name in trainer.names.items()}
             if trainer.ranks.is_main:
                 save_file(weights, self.file)
 
-        Trainer.__post_init__ = post_init
+        Trainer.__init__ = init
 
     def __exit__(self, *_):
-        Trainer.__post_init__ = self.post_init
+        Trainer.__init__ = self.init
 
 
 def recorded(folder, name, **settings):

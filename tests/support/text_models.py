@@ -5,7 +5,7 @@ import json
 import torch
 import transformers as hf
 
-from vitrail.weights.text.clip_tokenizer import END_OF_WORD, byte_symbols
+from vitrail.weights.text.tokenizer import END_OF_WORD, byte_symbols
 
 WORDS = ["photo", "of", "cat", "dog", "small", "large", "left", "right"]
 

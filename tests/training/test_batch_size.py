@@ -17,7 +17,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.model.model_memory import step_bytes
 from vitrail.model.presets import preset
-from vitrail.training.parallel import ProcessGroup
+from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import (
     build_trial,
@@ -27,7 +27,7 @@ from vitrail.training.plan.batch_size import (
     step_peak,
 )
 from vitrail.training.resolve import resolve_distillation, resolve_recipe
-from vitrail.training.teacher import Teacher
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 CPU = choose_device("fp32")
@@ -59,11 +59,11 @@ def test_memory_limits_the_batch_on_a_cpu(data, monkeypatch):
     half = 2 * step_bytes(recipe.model, 16)  # of the memory may be used
     for limit, want in ((half, 16), (half - 1, 8), (10**15, 32), (None, 32)):
         monkeypatch.setattr(batch_size, "memory_limit", lambda limit=limit: limit)
-        batch, note = choose_batch(recipe, open_dataset(data), None, CPU, ProcessGroup())
+        batch, note = choose_batch(plan_of(recipe, open_dataset(data)))
         assert batch == want
         assert ("fits in memory" in note) == (want < 32)  # 400 images: ten steps of 32 at least
     parts = replace(recipe, train=replace(recipe.train, accumulate=2))
-    assert choose_batch(parts, open_dataset(data), None, CPU, ProcessGroup())[0] == 32
+    assert choose_batch(plan_of(parts, open_dataset(data)))[0] == 32
 
 
 # ---- steps that are tried, as on a GPU -------------------------------------------------------
@@ -89,6 +89,10 @@ def resolved(data, teacher, **settings):
     return replace(recipe, train=resolve_distillation(recipe.train, changes, teacher is not None))
 
 
+def plan_of(recipe, data, teacher=None):
+    return RunPlan(data, recipe, CPU, teacher=teacher)
+
+
 def build_teacher(data):
     spec = Preprocess(size=12, mean=(0.5,), std=(0.5,))
     config = ViTConfig(**{**TINY, "size": 12, "channels": 1, "classes": 3})
@@ -103,8 +107,8 @@ def test_a_tried_step_needs_what_a_step_of_the_run_needs(optimizer, tune, taught
     teacher = build_teacher(data) if taught else None
     mixing = {"mixup": 0.3, "cutmix": 1.0}
     recipe = resolved(data, teacher, optimizer=optimizer, tune=tune, batch=16, mixing=mixing)
-    tried = step_peak(build_trial(recipe, data, teacher, CPU), 16, saved_bytes)
-    run = Trainer(vt.ViT(recipe.model), recipe.preprocess, data, recipe.train, CPU, teacher=teacher)
+    tried = step_peak(build_trial(plan_of(recipe, data, teacher)), 16, saved_bytes)
+    run = Trainer(plan_of(recipe, data, teacher))
     reader = Reader(data.train, run.reading, augment=recipe.train.augment)
     batches = reader.batches(run.micro_batch_indices())
     assert tried == pytest.approx(saved_bytes(lambda: run.take_step(batches)), rel=0.01)
@@ -113,7 +117,7 @@ def test_a_tried_step_needs_what_a_step_of_the_run_needs(optimizer, tune, taught
 def test_lora_needs_the_activations_of_all_blocks(data):
     data = open_dataset(data)
     needed = {
-        tune: step_peak(build_trial(resolved(data, None, tune=tune), data, None, CPU), 64, saved_bytes)
+        tune: step_peak(build_trial(plan_of(resolved(data, None, tune=tune), data)), 64, saved_bytes)
         for tune in ("full", "lora", "head")
     }
     assert needed["full"] > needed["lora"] > 10 * needed["head"]
@@ -123,11 +127,11 @@ def test_lora_needs_the_activations_of_all_blocks(data):
 def test_the_measured_memory_limits_the_batch(settings, data, monkeypatch):
     data = open_dataset(data)
     recipe = resolved(data, None, **settings)
-    needed = {n: step_peak(build_trial(recipe, data, None, CPU), n, saved_bytes) for n in (8, 16)}
+    needed = {n: step_peak(build_trial(plan_of(recipe, data)), n, saved_bytes) for n in (8, 16)}
     assert 1.5 * needed[8] < needed[16]
     for limit, want in ((needed[8], 8), (needed[16] - 1, 8), (needed[16], 16)):
         monkeypatch.setattr(batch_size, "_usable_memory", lambda _, m=limit: m + data.train.images.nbytes)
-        batch, note = choose_batch(recipe, data, None, CPU, ProcessGroup(), saved_bytes)
+        batch, note = choose_batch(plan_of(recipe, data), saved_bytes)
         assert batch == want
         assert "the largest that fits in memory" in note
 
@@ -136,7 +140,7 @@ def test_all_micro_batches_of_a_step_are_tried(data, monkeypatch):
     data, sizes, loss = open_dataset(data), [], Trainer._loss
     monkeypatch.setattr(Trainer, "_loss", lambda t, part: sizes.append(len(part.indices)) or loss(t, part))
     recipe = resolved(data, None, accumulate=2)
-    batch, _ = choose_batch(recipe, data, None, CPU, ProcessGroup(), lambda step: step() or 0)
+    batch, _ = choose_batch(plan_of(recipe, data), lambda step: step() or 0)
     assert batch == 32  # ten steps of an epoch of 400
     assert sizes == [4, 4, 8, 8, 16, 16]
 
@@ -150,16 +154,16 @@ def test_a_step_that_runs_out_of_memory_does_not_fit_and_other_errors_are_raised
         raise RuntimeError(message)
 
     out_of_memory = partial(fails, "CUDA out of memory. Tried to allocate 2.00 GiB")
-    assert choose_batch(recipe, data, None, CPU, ProcessGroup(), out_of_memory)[0] == 2
+    assert choose_batch(plan_of(recipe, data), out_of_memory)[0] == 2
     with pytest.raises(RuntimeError, match="a bug"):
-        choose_batch(recipe, data, None, CPU, ProcessGroup(), partial(fails, "a bug"))
+        choose_batch(plan_of(recipe, data), partial(fails, "a bug"))
 
 
 def test_images_of_different_shapes_are_tried_at_their_largest(tmp_path):
     data = open_dataset(write_folder(tmp_path / "images"))
     model = {**TINY, "size": 16, "embedding": "linear", "position": "learned"}
     recipe = resolved(data, None, native=True, model=model)
-    trial = build_trial(recipe, data, None, CPU)
+    trial = build_trial(plan_of(recipe, data))
     assert step_peak(trial, 8, saved_bytes) > 1.5 * step_peak(trial, 4, saved_bytes)
 
 

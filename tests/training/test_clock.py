@@ -6,9 +6,9 @@ from datetime import datetime
 import pytest
 
 from tests.support.tiny_runs import SETTINGS, rows, stopped_and_resumed, train, write_arrays
+from vitrail.training import callbacks as log_module
 from vitrail.training import clock as clock_module
 from vitrail.training import console_lines as console
-from vitrail.training import log as log_module
 from vitrail.training.callbacks import Progress, epoch_line, progress_line
 from vitrail.training.clock import TIME_COLUMNS, Clock, Interval, format_seconds
 
@@ -77,12 +77,14 @@ def test_metrics_have_the_time(tmp_path):
 def test_lines_fit_in_80_columns():
     row = dict(epoch=100, loss=12.345, accuracy=0.5678, val_loss=1.234, val_accuracy=0.99)
     assert epoch_line(row) == "epoch 100  loss 12.345, accuracy 56.78%  held out 1.234, 99.00%"
-    assert len(epoch_line({**row, "seconds": 41.2, "seconds_left": 495.0})) <= 82
+    assert len(epoch_line({**row, "seconds": 41.2, "seconds_left": 495.0})) <= 84
     progress = Progress(1200, 77700, 2, 1.5, 0.5, 1e-3, 34.6, 500.0)
     assert progress_line(progress) == (
-        "step 1,200 of 77,700, epoch 3: loss 1.500, accuracy 50.0%, 35 images/s, 8 min left"
+        "step 1,200 of 77,700, epoch 3: loss 1.500, accuracy 50.0%, 35 images/s, 8.3 min left"
     )
-    assert [format_seconds(s) for s in (0.2, 41, 500, 7200)] == ["1 s", "41 s", "8 min", "2.0 h"]
+    assert [format_seconds(s) for s in (0.2, 89.4, 90, 116, 144, 599, 700, 7200)] == [
+        *("1 s", "89 s", "1.5 min", "1.9 min", "2.4 min", "10.0 min", "12 min", "2.0 h")
+    ]
 
 
 def test_without_a_terminal_a_line_now_and_then(tmp_path, monkeypatch, capsys):

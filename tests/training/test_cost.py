@@ -15,8 +15,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.model_memory import activation_bytes
 from vitrail.model.presets import preset
 from vitrail.training.optim import build_optimizer
-from vitrail.training.plan.cost import Cluster, forward_flops, step_cost
-from vitrail.training.plan.fitting import fitting_mode
+from vitrail.training.plan.cost import Cluster, fitting_mode, forward_flops, step_cost
 from vitrail.training.recipes.settings import TrainConfig
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -25,9 +25,9 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.device import choose_device
 from vitrail.training import input_pipeline as inputs
-from vitrail.training.objective import distillation_loss
-from vitrail.training.recipes.settings import TrainConfig
-from vitrail.training.teacher import Teacher
+from vitrail.training.objective import Teacher, distillation_loss
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=1, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -84,7 +84,10 @@ def test_a_step_equals_one_by_hand(head, kind, data):
     other.load_state_dict(model.state_dict())
     how = TrainConfig(batch=16, epochs=1, smoothing=0.1, distill=kind, distill_weight=0.3)
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
-    trainer = Trainer(model, spec, dataset, how, CPU, teacher=Teacher(bundle, dataset, 1, CPU))
+    trainer = Trainer(
+        RunPlan(dataset, Recipe(model.config, spec, how), CPU, teacher=Teacher(bundle, dataset, 1, CPU)),
+        model,
+    )
     _, indices = next(trainer.micro_batch_indices())
     trainer.take_step(Reader(dataset.train, spec).batches(iter([(0, indices)])))
 

@@ -18,7 +18,7 @@ from tests.support.tiny_runs import (
 from vitrail.base.errors import ConfigError
 from vitrail.cli import app
 from vitrail.model.device import choose_device
-from vitrail.training.early_stop import early_stop
+from vitrail.training.epoch import early_stop
 
 FLAT = {**SETTINGS, "epochs": 9, "lr": 1e-9, "ema": None}  # the accuracy hardly changes
 

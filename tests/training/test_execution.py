@@ -13,7 +13,8 @@ from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.device import choose_device
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 CONFIG = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -24,7 +25,10 @@ def build_trainer(data, **settings):
     how = TrainConfig(**{"batch": 16, "epochs": 1, "ema": None, "lr": 1e-2, **settings})
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
     model = vt.ViT(vt.ViTConfig(**CONFIG, drop_path=0.2))
-    return Trainer(model, spec, open_dataset(data), how, choose_device("fp32", device="cpu"))
+    return Trainer(
+        RunPlan(open_dataset(data), Recipe(model.config, spec, how), choose_device("fp32", device="cpu")),
+        model,
+    )
 
 
 def batches_of(trainer):
@@ -57,19 +61,19 @@ def test_a_callback_meets_a_whole_model(data, tmp_path):
             seen.append({name: tuple(tensor.shape) for name, tensor in tape.items()})
             seen.append(tuple(model.encode(torch.rand(2, 1, 8, 8)).patches.shape))
 
-    trainers, init = [], Trainer.__post_init__
+    trainers, init = [], Trainer.__init__
 
-    def remember(self):
-        init(self)
+    def remember(self, plan):
+        init(self, plan)
         trainers[:] = [self]
 
-    Trainer.__post_init__ = remember
+    Trainer.__init__ = remember
     try:
         model = dict(width=16, depth=2, heads=2, patch=4, size=8, pool="class", class_token=True)
         settings = {**SETTINGS, "epochs": 1, "model": model, "device": "cpu"}
         train(data, out=tmp_path / "run", callback=Watcher(), **settings)
     finally:
-        Trainer.__post_init__ = init
+        Trainer.__init__ = init
     tape, patches = seen
     assert tape["blocks.0.out"] == tape["blocks.1.out"] == (2, 5, 16)
     assert tape["blocks.1.attention.q"] == (2, 2, 5, 8)

@@ -18,13 +18,13 @@ from vitrail.base.errors import ConfigError
 from vitrail.images.formats.sources import open_dataset
 from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
-from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice, choose_device
-from vitrail.training.metric_values import Diverged, EpochMetrics
+from vitrail.training.epoch import Diverged, EpochMetrics
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan.step_mode import capture_obstacle
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 CONFIG = ViTConfig(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)
@@ -52,14 +52,14 @@ def half_on_cpu(monkeypatch):
     if subprocess.run([sys.executable, "-c", PROBE], capture_output=True).returncode:
         pytest.skip("this processor does not compute in fp16")
     device = HalfOnCpu(torch.device("cpu"), torch.float16, "fp16 on the CPU")
-    monkeypatch.setattr("vitrail.training.run.choose_device", lambda *args: device)
+    monkeypatch.setattr("vitrail.training.run_plan.choose_device", lambda *args: device)
 
 
 def build_trainer(data, compute, **settings):
     torch.manual_seed(0)
     how = TrainConfig(**{"batch": 16, "epochs": 2, "ema": 0.9, "lr": 1e-2, "accumulate": 2, **settings})
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
-    return Trainer(ViT(CONFIG), spec, open_dataset(data), how, compute)
+    return Trainer(RunPlan(open_dataset(data), Recipe(CONFIG, spec, how), compute))
 
 
 def take_steps(trainer, count):
@@ -123,7 +123,7 @@ def test_a_run_in_fp16_learns_and_resumes_exactly(data, tmp_path, half_on_cpu):
     assert fingerprints(tmp_path / "run") == fingerprints(tmp_path / "whole")
     fp32 = tmp_path / "fp32"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitrail.training.run.choose_device", choose_device)
+        patch.setattr("vitrail.training.run_plan.choose_device", choose_device)
         train(data, out=fp32, **{**SETTINGS, "device": "cpu"})
     (a, b) = (rows(out)[-1]["loss"] for out in (tmp_path / "whole", fp32))
     assert a != b

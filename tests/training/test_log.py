@@ -18,9 +18,8 @@ from tests.support.tiny_runs import (
 from vitrail.base.errors import FileError
 from vitrail.images.formats.sources import open_dataset
 from vitrail.training import open_data
-from vitrail.training.callbacks import NullCallback, Progress, epoch_line
+from vitrail.training.callbacks import Callbacks, LogFile, Progress, epoch_line
 from vitrail.training.console_lines import ConsoleCallback
-from vitrail.training.log import LogFile
 from vitrail.training.trainer import Interrupted
 
 HOW = {**SETTINGS, "epochs": 2}
@@ -98,7 +97,7 @@ def test_files_that_cannot_be_read_are_named_or_counted(policy, tmp_path):
 
 
 def test_messages_before_the_folder_exists_are_written_first(tmp_path):
-    log = LogFile(NullCallback(), tmp_path / "run" / "log.txt")
+    log = LogFile(tmp_path / "run" / "log.txt")
     log.on_message("a fifth is held out")
     (tmp_path / "run").mkdir()
     log.open()
@@ -110,15 +109,15 @@ def test_messages_before_the_folder_exists_are_written_first(tmp_path):
 
 def test_only_the_main_process_writes(tmp_path):
     notes = RecordingCallback()
-    log = LogFile(notes, tmp_path / "log.txt", enabled=False)
-    log.open()
-    log.on_message("heard")
+    file = LogFile(tmp_path / "log.txt", enabled=False)
+    file.open()
+    Callbacks(notes, file).on_message("heard")
     assert (notes.notes, list(tmp_path.iterdir())) == (["heard"], [])
 
 
 def test_a_truncated_last_line_is_ended(tmp_path):
     (tmp_path / "log.txt").write_text("2026-01-01T00:00:00Z epo")
-    log = LogFile(NullCallback(), tmp_path / "log.txt")
+    log = LogFile(tmp_path / "log.txt")
     log.on_message("again")
     log.open()
     assert lines(tmp_path) == ["epo", "again"]

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 import vitrail as vt
-from vitrail.training.muon import MOMENTUM, orthogonalize
-from vitrail.training.optim import build_optimizer, optimizer_step, set_lr
+from vitrail.training.optim import MOMENTUM, build_optimizer, optimizer_step, orthogonalize, set_lr
 from vitrail.training.recipes.settings import TrainConfig
 
 

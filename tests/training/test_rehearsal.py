@@ -15,7 +15,6 @@ from tests.training.test_loading import build
 from vitrail.images.workers import WorkerPlan, Workers
 from vitrail.training.callbacks import NullCallback
 from vitrail.training.plan import rehearsal
-from vitrail.training.plan import summary_of_plan as plan
 from vitrail.training.plan.rehearsal import rehearse_run
 from vitrail.training.trainer import Trainer
 
@@ -41,7 +40,7 @@ def test_a_rehearsed_run_has_the_same_bits(data, tmp_path, always, monkeypatch, 
     callback.on_plan = plans.append
     train(data, out=tmp_path / "rehearsed", callback=callback, **SETTINGS, **more)
     rehearsed = len(taken)
-    monkeypatch.setattr(plan, "rehearse_run", lambda trainer, estimate, loading: None)
+    monkeypatch.setattr(rehearsal, "rehearse_run", lambda trainer, estimate, loading: None)
     train(data, out=tmp_path / "plain", callback=RecordingCallback(), **SETTINGS, **more)
     assert "by the rehearsal" in plans[0]["time"]
     assert rehearsed >= len(taken) - rehearsed + 4, "steps were taken before the run"
@@ -72,20 +71,3 @@ def test_short_runs_and_few_steps_are_not_rehearsed(data):
     assert rehearse_run(trainer, 20.0, 0.0) is None
     few = build(data, epochs=2)
     assert rehearse_run(few, 1000.0, 0.0) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.2, "1 second"),
-        (89.4, "89 seconds"),
-        (90, "1 min 30 s"),
-        (116, "2 minutes"),
-        (144, "2 min 20 s"),
-        (599, "10 minutes"),
-        (700, "12 minutes"),
-        (6000, "1.7 hours"),
-    ],
-)
-def test_the_time_in_words(seconds, text):
-    assert plan._format_time(seconds) == text

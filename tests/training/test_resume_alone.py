@@ -21,7 +21,7 @@ from vitrail.base.errors import ConfigError, FileError, InputError
 from vitrail.cli import app
 from vitrail.images.formats.sources import open_dataset
 from vitrail.training.optim import lr_at
-from vitrail.training.saved_run import read_saved_run
+from vitrail.training.run_directory import read_saved_run
 from vitrail.training.trainer import Interrupted
 
 HOW = {**SETTINGS, "epochs": 2}

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import vitrail as vt
-from vitrail.fast.draws import draw_for_all
-from vitrail.fast.twin import share_parameters
+from vitrail.fast.executable import share_parameters
+from vitrail.fast.variants import draw_for_all
 from vitrail.model.layers import DropPath
-from vitrail.training.dropout import dropout_seeds
+from vitrail.training.dropout import DropoutSeeds
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.recipes.settings import TrainConfig
 
@@ -25,8 +25,8 @@ def build(**dropout):
 
 def share_dropout(model, settings, ranks, device=CPU):
     """A twin as the trainer has it, and its seeds."""
-    seeds, twin = dropout_seeds(model.config, settings, ranks, device), share_parameters(model)
-    if seeds.shared:
+    seeds, twin = DropoutSeeds(model.config, settings, ranks, device), share_parameters(model)
+    if seeds.alike and ranks.count > 1:
         draw_for_all(twin, seeds)
     return twin, seeds
 

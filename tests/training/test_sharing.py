@@ -12,10 +12,9 @@ from vitrail.fast import parallelism as shards
 from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.model.model_memory import activation_bytes
 from vitrail.model.presets import preset
-from vitrail.training import sharding
+from vitrail.training import parallel
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.plan.cost import Cluster, step_cost
-from vitrail.training.plan.fitting import MARGIN
+from vitrail.training.plan.cost import MARGIN, Cluster, step_cost
 from vitrail.training.recipes.settings import TrainConfig
 
 
@@ -33,8 +32,8 @@ def choose(monkeypatch):
     model, compute = vt.create("S/16@32", classes=3), choose_device("fp32", device="cpu")
 
     def choose(memory, ranks, **settings):
-        monkeypatch.setattr(sharding, "_device_memory", lambda compute, ranks: memory)
-        return sharding._choose_mode(model, TrainConfig(batch=64, **settings), compute, ranks, 64)
+        monkeypatch.setattr(parallel, "_device_memory", lambda compute, ranks: memory)
+        return parallel._choose_mode(model, TrainConfig(batch=64, **settings), compute, ranks, 64)
 
     block = sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)
     choose.weights = 4 * sum(p.numel() for p in model.parameters())
@@ -88,9 +87,9 @@ def test_auto_chooses_what_plan_advises(monkeypatch, size):
             accumulate=extra["accumulate"],
             ema="ema" in extra,
         )
-        monkeypatch.setattr(sharding, "_device_memory", lambda compute, ranks, all=memory: MARGIN * all)
+        monkeypatch.setattr(parallel, "_device_memory", lambda compute, ranks, all=memory: MARGIN * all)
         ranks, settings = Ranks(0, gpus, 0, gpus // nodes), TrainConfig(batch=batch, residual="bf16", **extra)
-        mode, _ = sharding._choose_mode(model, settings, compute, ranks, batch)
+        mode, _ = parallel._choose_mode(model, settings, compute, ranks, batch)
         assert mode == cost.mode, (gib, gpus, images, extra)
         assert cost.fits or cost.mode == "fsdp"
         found.add(cost.mode)
@@ -107,19 +106,18 @@ def test_the_shards_of_recomputed_blocks_count():
 
 @pytest.mark.parametrize(("ranks", "shards"), [((0, 16, 0, 8), 8), ((0, 4, 0, 4), 2), ((0, 8, 0, 8), 4)])
 def test_hsdp_has_a_replica_on_each_machine_or_two_on_one(ranks, shards):
-    assert sharding._shards_of_replica(ProcessGroup(*ranks)) == shards
+    assert parallel.shards_of_replica(ProcessGroup(*ranks)) == shards
 
 
 @pytest.mark.parametrize("ranks", [(0, 2, 0, 2), (0, 4, 0, 1), (0, 5, 0, 5)])
 def test_hsdp_of_too_few_processes_is_refused(ranks):
     with pytest.raises(ConfigError, match=f"{ranks[1]} processes, .* use parallel=fsdp"):
-        sharding.check_processes(TrainConfig(parallel="hsdp"), ProcessGroup(*ranks))
-    sharding.check_processes(TrainConfig(parallel="fsdp"), ProcessGroup(*ranks))
+        parallel.shards_of_replica(ProcessGroup(*ranks))
 
 
 def test_one_process_shares_nothing():
     model, compute = vt.create("mu/4"), choose_device("fp32", device="cpu")
-    found = sharding.choose_parallelism(model, TrainConfig(parallel="fsdp"), compute, ProcessGroup(), 8)
+    found = parallel.choose_parallelism(model, TrainConfig(parallel="fsdp"), compute, ProcessGroup(), 8)
     assert (found.mode, found.sharded) == ("one", False)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import vitrail as vt
-from vitrail.cli.train import apply_setting
+from vitrail.cli.option_values import apply_setting
 from vitrail.images.formats.sources import open_dataset
 from vitrail.training.recipes.settings import Recipe
 from vitrail.training.resolve import resolve_recipe

@@ -20,7 +20,8 @@ from vitrail.training.captured_step import StepValues
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan import step_mode
 from vitrail.training.plan.step_mode import capture_obstacle
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 CONFIG = ViTConfig(width=16, depth=3, heads=2, patch=4, size=8, channels=1, classes=3, drop_path=0.3)
@@ -30,7 +31,7 @@ def build_trainer(data, **settings):
     torch.manual_seed(0)
     how = TrainConfig(**{"batch": 16, "epochs": 2, "ema": 0.9, "lr": 1e-2, **settings})
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
-    return Trainer(ViT(CONFIG), spec, open_dataset(data), how, choose_device("fp32"))
+    return Trainer(RunPlan(open_dataset(data), Recipe(CONFIG, spec, how), choose_device("fp32")))
 
 
 def batches_of(trainer):

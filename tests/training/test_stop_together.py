@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.tiny_runs import write_arrays
 from tests.support.two_ranks import __file__ as program
-from vitrail.training.metric_values import LOG_EVERY
+from vitrail.training.epoch import LOG_EVERY
 
 
 def two_ranks(what, folder):

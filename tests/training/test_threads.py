@@ -18,12 +18,12 @@ from tests.support.tiny_runs import (
 )
 from vitrail.base.errors import ConfigError
 from vitrail.images.formats.sources import open_dataset
-from vitrail.model import ViT
 from vitrail.model.device import choose_device
 from vitrail.training.plan import threads
 from vitrail.training.plan.threads import CpuWait, choose_threads
 from vitrail.training.recipes.settings import TrainConfig
 from vitrail.training.resolve import resolve_recipe
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Interrupted, Trainer
 
 
@@ -41,7 +41,7 @@ def trainer(data):
     opened = open_dataset(data)
     changes = {name: SETTINGS[name] for name in ("batch", "model")}
     recipe, _ = resolve_recipe("small", opened, None, changes)
-    return Trainer(ViT(recipe.model), recipe.preprocess, opened, recipe.train, choose_device("fp32"))
+    return Trainer(RunPlan(opened, recipe, choose_device("fp32")))
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def timed(monkeypatch):
 
 def test_fewer_threads_where_they_are_clearly_faster(trainer, timed):
     timed({1: 1.0, 2: 2.0})
-    assert choose_threads(trainer, None) == threads.Threads(1, "a pass takes 1 s with 1, 2 s with 2")
+    assert choose_threads(trainer) == threads.Threads(1, "a pass takes 1 s with 1, 2 s with 2")
     timed({1: 0.9, 2: 1.0})  # not clearly: the next start might measure it the other way round
-    assert choose_threads(trainer, None).count == 2
+    assert choose_threads(trainer).count == 2
     assert torch.get_num_threads() == 2
 
 
@@ -67,33 +67,35 @@ def test_many_cores_and_a_limited_container(trainer, timed, monkeypatch):
     torch.set_num_threads(8)
     timed({1: 8.0, 3: 1.0, 4: 5.0, 8: 6.0})
     monkeypatch.setattr(threads, "usable_cores", lambda: 3)
-    assert choose_threads(trainer, None).count == 3
+    assert choose_threads(trainer).count == 3
 
 
 def test_without_a_rehearsal(trainer, timed):
     timed({}, run=10.0)
-    assert choose_threads(trainer, None) == threads.Threads(
+    assert choose_threads(trainer) == threads.Threads(
         2, "torch's own number; the run is too short to measure others"
     )
     timed({})
-    assert choose_threads(trainer, 5) == threads.Threads(5, "as chosen before")
+    trainer.plan = replace(trainer.plan, resolved={"threads": 5})
+    assert choose_threads(trainer) == threads.Threads(5, "as chosen before")
+    trainer.plan = replace(trainer.plan, resolved={})
     torch.set_num_threads(1)
-    assert choose_threads(trainer, None).count == 1
+    assert choose_threads(trainer).count == 1
 
 
 def test_one_thread_beside_a_gpu(trainer, timed):
     """The threads of torch's copies would spin on the cores that decode."""
     timed({})
     trainer.compute = replace(trainer.compute, device=torch.device("cuda"))
-    assert choose_threads(trainer, None).count == 1
+    assert choose_threads(trainer).count == 1
     trainer.settings = replace(trainer.settings, threads=3)
-    assert choose_threads(trainer, None).count == 3
+    assert choose_threads(trainer).count == 3
 
 
 def test_a_real_rehearsal(trainer, monkeypatch):
     monkeypatch.setattr(threads, "estimate_seconds", lambda trainer: 100.0)
     start = time.perf_counter()
-    found = choose_threads(trainer, None)
+    found = choose_threads(trainer)
     assert found.count in (1, 2)
     assert "s with 1, " in found.reason
     assert time.perf_counter() - start < 20

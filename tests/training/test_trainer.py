@@ -29,10 +29,10 @@ from vitrail.model.device import ComputeDevice, choose_device
 from vitrail.training import checkpoint
 from vitrail.training import input_pipeline as inputs
 from vitrail.training import trainer as loop
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged, evaluate_epoch
 from vitrail.training.optim import build_optimizer, lr_at, parameter_groups, set_lr
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -43,8 +43,7 @@ def build_trainer(data, model=None, **settings):
     torch.manual_seed(0)
     spec = Preprocess(size=8, mean=(0.5,), std=(0.5,))
     how = TrainConfig(**{"batch": 16, "epochs": 2, **settings})
-    model = vt.ViT(model or ViTConfig(**TINY))
-    return Trainer(model, spec, data, how, choose_device("fp32"))
+    return Trainer(RunPlan(data, Recipe(model or ViTConfig(**TINY), spec, how), choose_device("fp32")))
 
 
 def copies(model):

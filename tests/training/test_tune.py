@@ -23,7 +23,8 @@ from vitrail.model.attention import QKV
 from vitrail.model.device import choose_device
 from vitrail.training import checkpoint
 from vitrail.training.optim import parameter_groups
-from vitrail.training.recipes.settings import TrainConfig
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 TINY = dict(width=16, depth=2, heads=2, patch=4, size=8, channels=1, classes=3)
@@ -45,7 +46,7 @@ def build_trainer(data, **settings):
     drops = settings.pop("drops", {})
     how = TrainConfig(**{"batch": 16, "epochs": 2, "lr": 0.01, **settings})
     model = add_noise(vt.ViT(vt.ViTConfig(**TINY, **drops)))
-    return Trainer(model, spec, open_dataset(data), how, choose_device("fp32"))
+    return Trainer(RunPlan(open_dataset(data), Recipe(model.config, spec, how), choose_device("fp32")), model)
 
 
 # ---- LoRA: the update ---------------------------------------------------------------------------

@@ -41,14 +41,11 @@ def test_occlusion_takes_one_forward_per_patch_and_one_for_the_image():
     assert len(batches) < 6
 
 
-def test_target_and_baseline_are_used():
+def test_the_target_is_used():
     model = build()
     images = images_for(model)
-    found = attribution.compute(
-        model, images, methods=["occlusion"], target=[3, 0], baseline=[1.0, 0.0, -2.0]
-    )
-    color = torch.tensor([1.0, 0.0, -2.0])[:, None, None]
-    covered = torch.stack([painted(one, (1, 2), (8, 8), color) for one in images])
+    found = attribution.compute(model, images, methods=["occlusion"], target=[3, 0])
+    covered = torch.stack([painted(one, (1, 2), (8, 8)) for one in images])
     drop = log_p(model, images, [3, 0]) - log_p(model, covered, [3, 0])
     assert found.maps["occlusion"][:, 1, 2] == pytest.approx(drop.numpy(), abs=1e-5)
     assert found.probability == pytest.approx(log_p(model, images, [3, 0]).exp().numpy(), abs=1e-6)
@@ -116,16 +113,15 @@ def test_caption_warns_if_integrated_gradients_do_not_sum_to_the_change():
 def test_integrated_gradients_equal_a_loop_over_points_that_crowd_at_the_baseline():
     model = build("oblong")
     images = images_for(model, 3)
-    found = attribution.compute(model, images, methods="integrated", steps=5, baseline=0.5)
+    found = attribution.compute(model, images, methods="integrated", steps=5)
     for n, image in enumerate(images):
-        baseline = torch.full_like(image, 0.5)
         total = torch.zeros_like(image)
         for step in range(5):
             t = (step + 0.5) / 5
-            point = (baseline + t**4 * (image - baseline)).requires_grad_()
+            point = (t**4 * image).requires_grad_()
             log_probability = torch.log_softmax(model(point[None]), dim=1)[0, found.target[n]]
             total += 4 * t**3 / 5 * torch.autograd.grad(log_probability, point)[0]
-        map_ = ((image - baseline) * total).sum(0)
+        map_ = (image * total).sum(0)
         for row, column in np.ndindex(7, 9):
             here = map_[8 * row : 8 * row + 8, 8 * column : 8 * column + 8].sum()
             assert found.maps["integrated"][n, row, column] == pytest.approx(float(here), abs=1e-5)
@@ -151,14 +147,11 @@ def test_only_the_patch_that_the_model_uses_has_attribution(method):
     assert np.abs(found).max() < 1e-6
 
 
-def test_random_maps_depend_only_on_the_seed():
+def test_random_maps_are_the_same_each_time():
     model = build()
     images = images_for(model)
-    first, again, other = (
-        attribution.compute(model, images, methods="random", seed=seed).maps["random"] for seed in (0, 0, 1)
-    )
+    first, again = (attribution.compute(model, images, methods="random").maps["random"] for _ in range(2))
     assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
     assert 0 <= first.min() < first.max() <= 1
 
 
@@ -225,11 +218,6 @@ def test_caption_reports_the_error_and_the_correlations():
         (dict(target=5), "class indices from 0 to 4, not 5, 5."),
         (dict(target=[1]), "dtype is int64 and its shape (1,)"),
         (dict(target=[0.5, 1]), "dtype is float64 and its shape (2,)"),
-        (
-            dict(baseline=[0, 1]),
-            "one for each of 3 channels, not [0, 1]",
-        ),
-        (dict(baseline=float("nan")), "baseline must be one finite number"),
         (dict(steps=0), "steps must be a positive integer, not 0"),
     ],
 )
@@ -249,5 +237,5 @@ def test_headless_models_and_other_pixels_are_rejected():
     with pytest.raises(vt.InputError, match="batch"):
         attribution.compute(model, images[0])
     found = attribution.compute(model, images, methods="random")
-    with pytest.raises(vt.InputError, match="the 2 explained images"):
+    with pytest.raises(vt.InputError, match="the same 2 images"):
         attribution.draw(found, to_pixels(images)[:1])

@@ -1,6 +1,5 @@
 """Patch features: components as colors, foreground, norms and cosine similarity."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -62,20 +61,6 @@ def test_every_layout_equals_a_plain_computation(layout):
     assert {len(row) for row in rows} == {len(header)}
 
 
-def test_layer_selects_the_tokens_after_that_block():
-    model = build(depth=3)
-    images = random_images(model)
-    found = features.compute(model, images.images, layer=-2, patch=(0, 2))
-    with torch.no_grad():
-        tokens = model.eval().encode(images.images, layers=[1]).layers[1].patches.double()
-    cosine = torch.cosine_similarity(tokens, tokens[:, 0, 2][:, None, None], dim=-1)
-    np.testing.assert_allclose(found.cosine, cosine, atol=1e-9)
-    assert (found.layer, found.block, found.patch) == (1, 1, (0, 2))
-    assert "Patch tokens of block 1" in check_figure(features.draw(found, images))
-    ring = features.draw(found, images).axes[4 * 4].lines[0]  # fifth row of three images and a bar
-    assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([2], [0])
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_otsu_equals_trying_every_threshold(seed):
     rng = np.random.default_rng(seed)
@@ -89,17 +74,17 @@ def test_otsu_equals_trying_every_threshold(seed):
 def test_a_central_object_is_the_foreground_for_either_sign(sign):
     first = np.random.default_rng(0).normal(0, 0.1, (2, 6, 7))
     first[:, 2:4, 2:5] += 5
-    mask, border, rest = features._split_foreground(sign * first)
+    mask = features._find_foreground(sign * first)
     expected = np.zeros((2, 6, 7), dtype=bool)
     expected[:, 2:4, 2:5] = True
     assert (mask == expected).all()
-    assert (border, rest) == (0, 22 / 36)
+    assert not features._find_foreground(0 * first).any()
 
 
 def test_at_a_tie_the_smaller_side_is_the_foreground():
     first = np.array([[[5.0, 0, 0.1, 0.2]]])
     for sign in (1, -1):
-        assert features._split_foreground(sign * first)[0].ravel().tolist() == [True, False, False, False]
+        assert features._find_foreground(sign * first).ravel().tolist() == [True, False, False, False]
 
 
 def test_tokens_of_large_norm_are_artifacts():
@@ -134,18 +119,6 @@ def test_artifact_limit_by_hand():
     assert features._artifact_limit(np.full(9, 10.0)) == pytest.approx(10.5)  # equal norms have no outliers
 
 
-def test_caption_says_what_the_first_component_separates():
-    model = build()
-    found = features.compute(model, random_images(model).images)
-    assert "mainly separates images" in features.caption(dataclasses.replace(found, between_images=0.8))
-    assert "mainly separates patches within an image" in features.caption(
-        dataclasses.replace(found, between_images=0.1)
-    )
-    assert f"{found.explained_variance[0]:.0%}" in features.caption(found)
-    one = features.caption(features.compute(model, random_images(model, 1).images))
-    assert "between images" not in one
-
-
 @pytest.mark.parametrize(
     ("fields", "count"), [(dict(size=8), 1), (dict(size=(8, 72)), 2), (dict(depth=24, size=(80, 24)), 10)]
 )
@@ -161,12 +134,6 @@ def test_unusual_sizes_are_drawn(fields, count):
 def test_invalid_inputs_are_rejected():
     model = build()
     images = random_images(model).images
-    with pytest.raises(vt.InputError, match=r"layer must be an integer from 0 to 1.*not 2"):
-        features.compute(model, images, layer=2)
-    with pytest.raises(vt.InputError, match=r"patch column must be an integer from 0 to 2.*not 3"):
-        features.compute(model, images, patch=(0, 3))
-    with pytest.raises(vt.InputError, match="3 x 3 patch grid, not 4"):
-        features.compute(model, images, patch=4)
     with pytest.raises(vt.InputError, match="batch"):
         features.compute(model, images[0])
     with torch.no_grad():

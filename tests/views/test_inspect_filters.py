@@ -7,7 +7,6 @@ import torch
 import vitrail as vt
 from tests.support.figure_checks import LAYOUTS, build, check_figure
 from vitrail.views import filters
-from vitrail.views.components import principal
 
 
 def plain_components(weight):
@@ -130,6 +129,6 @@ def test_invalid_models_are_rejected():
 
 
 def test_equal_rows_have_no_components():
-    components, explained = principal(np.full((5, 3), 0.1))
+    components, explained = filters.principal(np.full((5, 3), 0.1))
     assert components.shape == (0, 3)
     assert explained.shape == (0,)

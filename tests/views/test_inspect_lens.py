@@ -39,10 +39,10 @@ def test_each_block_equals_the_truncated_model(name):
         assert found.top_probability[depth] == pytest.approx(p.max(1).values.numpy(), abs=1e-5)
 
 
-def make_result(top, labels=None):
+def make_result(top):
     top = np.array(top)
     p = np.linspace(0.1, 0.9, top.size, dtype=np.float32).reshape(top.shape)
-    return Lens(top[-1], p, top, p, None if labels is None else np.array(labels))
+    return Lens(top[-1], p, top, p)
 
 
 # four blocks by four images: settled at once, changed in the last block, in the middle, and changed back
@@ -50,30 +50,24 @@ TOP = [[7, 1, 1, 3], [7, 1, 2, 5], [7, 1, 2, 3], [7, 4, 2, 3]]
 
 
 def test_settled_is_the_block_after_which_predictions_stop_changing():
-    found = make_result(TOP, labels=[7, 1, 2, 0])
+    found = make_result(TOP)
     assert found.settled.tolist() == [0, 3, 1, 2]
     assert found.agreement.tolist() == [0.5, 0.5, 0.75, 1.0]
-    assert found.accuracy.tolist() == [0.5, 0.75, 0.75, 0.5]
     text = lens.caption(found)
-    assert "On average over 4 images, the prediction stops changing after block 1.5" in text
-    assert "earliest 0, latest 3; blocks are numbered 0 to 3" in text
+    assert "The prediction stops changing after block 1.5 on average over 4 images" in text
+    assert "(earliest 0, latest 3); blocks are numbered 0 to 3" in text
     assert "50% of the predictions" in text
-    assert (
-        "Accuracy is 50% after the first block and 50% after the last; it is highest, 75%, after block 1."
-        in text
-    )
-    assert "Accuracy" not in lens.caption(make_result(TOP))
+    one = lens.caption(make_result([[7], [1]]))
+    assert "The prediction stops changing after block 1; blocks" in one
 
 
-def test_target_and_labels_are_used():
+def test_the_target_is_tracked():
     model = build()
     images = images_for(model)
-    found = lens.compute(model, images, target=3, labels=torch.tensor([1, 2]))
+    found = lens.compute(model, images, target=3)
     assert found.target.tolist() == [3, 3]
     with torch.no_grad():
         assert found.probability[-1] == pytest.approx(model(images).softmax(1)[:, 3].numpy(), abs=1e-5)
-    assert found.labels.tolist() == [1, 2]
-    assert found.accuracy[-1] == np.mean(model(images).argmax(1).numpy() == [1, 2])
 
 
 def test_many_images_are_processed_in_chunks_and_modes_are_restored():
@@ -91,7 +85,7 @@ def test_many_images_are_processed_in_chunks_and_modes_are_restored():
 )
 def test_figure_is_legible(depth, count):
     model = build(depth=depth)
-    found = lens.compute(model, images_for(model, count), labels=[0] * count)
+    found = lens.compute(model, images_for(model, count))
     names = [f"an image with a long name {n}" for n in range(count)]
     figure = lens.draw(found, ["a class with a long name"] * 5, names)
     assert_legible(figure)
@@ -102,7 +96,7 @@ def test_figure_is_legible(depth, count):
     bold = sum(text.get_fontweight() == "bold" for text in table.texts)
     assert bold == sum(depth - settled for settled in found.settled[:8])
     header, rows = lens.table(found)
-    assert header == ["block", "probability", "agreement", "accuracy"]
+    assert header == ["block", "probability", "agreement"]
     assert len(rows) == depth
     assert rows[-1][1:3] == [pytest.approx(found.probability[-1].mean()), 1.0]
 
@@ -118,12 +112,10 @@ def test_the_thick_line_is_the_mean():
 def test_invalid_inputs_are_rejected():
     model = build()
     images = images_for(model)
-    with pytest.raises(vt.InputError, match="labels must hold class indices from 0 to 4, not 9"):
-        lens.compute(model, images, labels=[0, 9])
-    with pytest.raises(vt.InputError, match="labels must hold one integer class index for each of 2 images"):
-        lens.compute(model, images, labels=[0])
-    with pytest.raises(vt.InputError, match="target must hold class indices"):
-        lens.compute(model, images, target=-1)
+    with pytest.raises(vt.InputError, match="target must hold class indices from 0 to 4, not -1, 9"):
+        lens.compute(model, images, target=[-1, 9])
+    with pytest.raises(vt.InputError, match="target must hold one integer class index for each of 2 images"):
+        lens.compute(model, images, target=[0])
     with pytest.raises(vt.InputError, match="needs a classifier"):
         lens.compute(build(classes=0), images)
     with pytest.raises(vt.InputError, match="1 names do not match 2 images"):

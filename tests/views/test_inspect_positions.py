@@ -68,18 +68,15 @@ def test_rotary_positions_are_compared_by_the_product_of_rotated_vectors(positio
 
 
 @pytest.mark.parametrize("position", ["pairwise", "relative"])
-def test_a_bias_is_selected_by_head_and_block_or_averaged(position):
+def test_a_bias_is_selected_by_head_or_averaged(position):
     model = build_random(position=position)
     tables = torch.stack([block.attention.bias() for block in model.blocks]).detach().numpy()
-    one = positions.compute(model, head=1, layer=-1)
-    np.testing.assert_allclose(one.similarity, tables[1, 1, 1:, 1:], atol=1e-6)
-    np.testing.assert_allclose(one.class_row, tables[1, 1, 0, 1:], atol=1e-6)
-    assert one.where == "block 1, head 1"
+    one = positions.compute(model, head=-1).similarity
+    np.testing.assert_allclose(one, tables[:, 1].mean(0)[1:, 1:], atol=1e-6)
+    assert positions.compute(model, head=-1).where == "mean over blocks, head 1"
     mean = positions.compute(model)
     np.testing.assert_allclose(mean.similarity, tables.mean((0, 1))[1:, 1:], atol=1e-6)
-    np.testing.assert_allclose(
-        positions.compute(model, head=0).similarity, tables[:, 0].mean(0)[1:, 1:], atol=1e-6
-    )
+    np.testing.assert_allclose(mean.class_row, tables.mean((0, 1))[0, 1:], atol=1e-6)
 
 
 def test_nearness_by_plain_loops():
@@ -179,25 +176,10 @@ def test_tiles_are_arranged_like_the_patches():
     assert np.isnan(drawn[2]).all()
 
 
-def test_comparison_of_checkpoints():
-    models = {f"step {n}": build_random() for n in range(5)}
-    found = positions.compare(models)
-    texts = check_figure(positions.draw_compared(found))
-    for name, one in found.items():
-        assert f"{name}\nr with distance {one.correlation:+.2f}" in texts
-        assert f"{name} {one.correlation:+.2f}" in positions.caption_compared(found)
-    images = [axis.images[0] for axis in positions.draw_compared(found).axes if axis.images]
-    assert len({image.get_clim() for image in images[:5]}) == 1  # one scale for all
-    with pytest.raises(vt.InputError, match="rotary positions on 3 x 3 patches"):
-        positions.compare({"a": build(), "b": build(position="rotary")})
-    with pytest.raises(vt.InputError, match="no models to compare"):
-        positions.compare({})
-
-
 def test_invalid_inputs_are_rejected():
     with pytest.raises(vt.InputError, match="position='none'"):
         positions.compute(build(position="none"))
-    with pytest.raises(vt.InputError, match="all heads and blocks share"):
+    with pytest.raises(vt.InputError, match="all heads share"):
         positions.compute(build(), head=0)
     with pytest.raises(vt.InputError, match=r"head must be an integer from 0 to 1.*not 2"):
         positions.compute(build(position="relative"), head=2)

@@ -16,8 +16,6 @@ from tests.support.attention_models import (
 from vitrail.base.errors import InputError
 from vitrail.views import rollout
 
-FUSE = {"mean": np.mean, "max": np.max, "min": np.min}
-
 
 def pooled_by_hand(model, B, pool_weights):
     """The weights of the pooled tokens, (B, T)."""
@@ -40,25 +38,22 @@ def pooled_by_hand(model, B, pool_weights):
     return row
 
 
-def by_hand(model, images, heads="mean", discard=0.0):
+def by_hand(model, images):
     """Rollout in plain loops: maps and prefix fractions."""
     n, T = model.config.prefix, model.config.tokens
     pool = None
     if model.config.pool == "attention":
         with torch.no_grad(), vt.record(model, "pool.attention.weights") as tape:
             model(images)
-        pool = FUSE[heads](tape["pool.attention.weights"][:, :, 0].double().numpy(), axis=1)
+        pool = tape["pool.attention.weights"][:, :, 0].double().numpy().mean(axis=1)
     rows = pooled_by_hand(model, len(images), pool)
     blocks = explicit_weights(model, images)
     maps, prefix = [], []
     for image in range(len(images)):
         flow = np.eye(T)
         for weights in blocks:
-            step = FUSE[heads](weights[image], axis=0)
+            step = weights[image].mean(axis=0)
             for row in range(T):
-                smallest = sorted(range(n, T), key=lambda key: step[row, key])
-                for key in smallest[: int(discard * (T - n))]:
-                    step[row, key] = 0
                 step[row, row] += model.config.block != "no-residual"
                 step[row] /= step[row].sum()
             flow = step @ flow
@@ -78,18 +73,6 @@ def test_rollout_equals_plain_loops(layout):
     np.testing.assert_allclose(found.prefix[0], prefix, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.maps.sum((-1, -2)), 1, atol=1e-5)
     assert found.targets is None
-
-
-@pytest.mark.parametrize("heads", ["mean", "max", "min"])
-@pytest.mark.parametrize("discard", [0.0, 0.34, 0.9])
-def test_head_fusion_and_discarded_weights(heads, discard):
-    for layout in ("registers", "attention pool and registers"):
-        model = build(layout)
-        images = random_images(model)
-        found = rollout.compute(model, images, heads=heads, discard=discard)
-        maps, prefix = by_hand(model, images, heads, discard)
-        np.testing.assert_allclose(found.maps[0], maps, atol=2e-5, rtol=0)
-        np.testing.assert_allclose(found.prefix[0], prefix, atol=2e-5, rtol=0)
 
 
 def test_rollout_of_attention_set_by_hand():
@@ -202,19 +185,6 @@ def test_gradient_rollout_depends_on_the_target():
     np.testing.assert_array_equal(*plain)  # rollout does not depend on the class
 
 
-def test_relevance_for_another_query():
-    model = build("distilled", depth=1)
-    images = random_images(model)
-    for query, index in (("distillation", 1), ((1, 2), 2 + 5)):
-        found = rollout.compute(model, images, to=query)
-        step = explicit_weights(model, images)[0].mean(axis=1)[:, index] / 2
-        step[:, index] += 0.5
-        np.testing.assert_allclose(found.prefix[0], step[:, :2], atol=1e-5)
-        np.testing.assert_allclose(
-            found.maps[0].reshape(2, -1), step[:, 2:] / step[:, 2:].sum(1, keepdims=True), atol=1e-5
-        )
-
-
 def test_parameters_gradients_and_modes_are_unchanged():
     model = build().train()
     model.blocks[0].eval()
@@ -247,16 +217,9 @@ def test_invalid_inputs_are_rejected():
     images = random_images(model)
     with pytest.raises(InputError, match=r"unknown method.*gradient"):
         rollout.compute(model, images, method="gradients")
-    with pytest.raises(InputError, match="unknown heads"):
-        rollout.compute(model, images, heads="sum")
-    for discard in (1.0, -0.1, float("nan")):
-        with pytest.raises(InputError, match="from 0 to below 1"):
-            rollout.compute(model, images, discard=discard)
     for target in (5, -1, torch.tensor([1]), torch.tensor([0.0, 1.0])):
-        with pytest.raises(InputError, match="class index from 0 to 4"):
+        with pytest.raises(InputError, match="target must hold"):
             rollout.compute(model, images, method="gradient", target=target)
-    with pytest.raises(InputError, match=r"no query.*class, mean"):
-        rollout.compute(model, images, to="pool")
     with pytest.raises(InputError, match="has no head"):
         rollout.compute(build(classes=0), images, method="gradient")
     with pytest.raises(InputError, match="Attention weights must be finite"):
@@ -276,7 +239,7 @@ def test_caption_and_table():
     maps[0] = 1 / 20
     maps[1, 0, 0, :2] = 0.5
     prefix = np.array([[[0.25]], [[0.0]]], np.float32)
-    fields = dict(names=("class",), targets=np.array([7]), to="the class token", heads="mean", discard=0.0)
+    fields = dict(names=("class",), targets=np.array([7]), to="the class token")
     found = rollout.Rollout(methods=("rollout", "gradient"), maps=maps, prefix=prefix, **fields)
     text = rollout.caption(found)
     assert "the top 2 of 20 patches have 10.0% of the relevance (uniform: 10.0%)" in text

@@ -29,7 +29,7 @@ def test_curves_equal_covering_patches_in_a_loop(name):
     images = images_for(model)
     maps = random_maps(model, 2, "a")
     N, w = model.config.patches, model.config.grid[1]
-    found = scoring.compute(model, images, maps, points=min(4, N))
+    found = scoring.compute(model, images, maps)
     target = model(images).argmax(1)
     points = len(found.fraction) - 1
     for n, image in enumerate(images):
@@ -87,13 +87,13 @@ def test_ties_are_broken_at_random():
     assert np.array_equal(scoring._ranks(np.array([[[0.1, 3.0], [2.0, -1.0]]])), [[[2, 0], [1, 3]]])
 
 
-def test_target_and_baseline_are_used():
+def test_the_target_is_used():
     model = build()
     images = images_for(model)
     maps = random_maps(model, 2, "a")
-    found = scoring.compute(model, images, maps, target=[1, 4], baseline=0.7)
+    found = scoring.compute(model, images, maps, target=[1, 4])
     assert found.deletion["a"][:, 0] == pytest.approx(log_p(model, images, [1, 4]).exp(), abs=1e-5)
-    assert found.insertion["a"][:, 0] == pytest.approx(log_p(model, images * 0 + 0.7, [1, 4]).exp(), abs=1e-5)
+    assert found.insertion["a"][:, 0] == pytest.approx(log_p(model, images * 0, [1, 4]).exp(), abs=1e-5)
 
 
 def curves(**areas):
@@ -136,7 +136,7 @@ def test_caption_of_one_image_and_without_random_maps():
 def test_figure_is_legible_and_table_holds_the_areas():
     model = build("oblong")
     maps = random_maps(model, 3, *"abcdefg", "random", "a name that is long beyond all measure and reason")
-    found = scoring.compute(model, images_for(model, 3), maps, points=5)
+    found = scoring.compute(model, images_for(model, 3), maps)
     figure = scoring.draw(found)
     assert_legible(figure)
     area = np.trapezoid(found.deletion["b"], found.fraction, axis=1)
@@ -155,8 +155,6 @@ def test_figure_is_legible_and_table_holds_the_areas():
         (dict(maps={}), "no maps to score"),
         (dict(maps={"a": np.zeros((2, 9))}), "(2, 3, 3), but it has shape (2, 9)"),
         (dict(maps={"a": np.full((2, 3, 3), np.nan)}), "it contains NaN or infinity"),
-        (dict(points=10), "from 1 to 9, the number of patches, not 10"),
-        (dict(points=0), "not 0"),
     ],
 )
 def test_invalid_arguments_are_rejected(change, words):

@@ -27,7 +27,7 @@ def request_for_sigmoid(tmp_path):
 
 def sigmoid_of_prediction(request):
     with torch.no_grad():
-        return request.model(request.drawn().images).sigmoid().max(dim=1).values.numpy()
+        return request.model(request.drawn.images).sigmoid().max(dim=1).values.numpy()
 
 
 def test_attribution_explains_the_sigmoid(request_for_sigmoid):
@@ -47,7 +47,7 @@ def test_scoring_measures_the_sigmoid(request_for_sigmoid):
 
 def test_ablation_measures_the_drop_of_log_sigmoid(request_for_sigmoid):
     found, _ = ablation.FIGURE.make(request_for_sigmoid)
-    model, images = request_for_sigmoid.model, request_for_sigmoid.drawn().images
+    model, images = request_for_sigmoid.model, request_for_sigmoid.drawn.images
     d = model.config.d
     with torch.no_grad():
         full = model(images)

@@ -56,26 +56,8 @@ def test_cka_ignores_rotation_and_scale_and_of_noise_is_as_in_the_caption():
     assert cka[0, 2] == pytest.approx(20 / 420, abs=0.02)
 
 
-def test_pooled_compares_the_inputs_of_the_head():
-    model = build(depth=3)
-    images = random_images(model, 5)
-    found = similarity.compute(model, images.images, over="pooled")
-    with torch.no_grad():
-        layers = model.eval().encode(images.images, layers=[0, 1, 2]).layers
-    pooled = [layers[index].pooled.double().numpy() for index in range(3)]
-    assert found.names == ["embed", "0", "1", "final"]
-    np.testing.assert_allclose(
-        found.cka[1:, 1:], [[cka_by_grams(x, y) for y in pooled] for x in pooled], atol=1e-9
-    )
-    assert np.isnan(found.cka[0]).all()  # the class token is the same for all images at first
-    assert "In embed all vectors are equal" in similarity.caption(found)
-    check_figure(similarity.draw(found))
-
-
 def test_labels_of_deep_models_do_not_overlap():
-    found = similarity.Similarity(
-        ["embed", *map(str, range(32)), "final"], np.full((34, 34), 0.5), 100, 8, "patches"
-    )
+    found = similarity.Similarity(["embed", *map(str, range(32)), "final"], np.full((34, 34), 0.5), 100, 8)
     texts = check_figure(similarity.draw(found))
     assert {"embed", "final", "0"} <= set(texts)
     assert "31" not in texts  # would overlap `final`
@@ -83,20 +65,28 @@ def test_labels_of_deep_models_do_not_overlap():
 
 def test_caption_reports_the_numbers():
     cka = np.array([[1, 0.9, 0.3], [0.9, 1, 0.5], [0.3, 0.5, 1]])
-    caption = similarity.caption(similarity.Similarity(["embed", "0", "final"], cka, 90, 10, "patches"))
+    caption = similarity.caption(similarity.Similarity(["embed", "0", "final"], cka, 90, 10))
     assert "Consecutive layers have a CKA of 0.70 on average" in caption
     assert "from block 0 to final (0.50)" in caption
     assert "least similar layers are embed and final (0.30)" in caption
     assert "noise of this size would have 0.10" in caption
 
 
+def test_vectors_that_are_all_equal_have_no_similarity():
+    model = build(depth=1)
+    with vt.edit(model, {"embed": torch.zeros_like}):
+        found = similarity.compute(model, random_images(model).images)
+    assert np.isnan(found.cka[0]).all()
+    assert "In embed" in similarity.caption(found)
+    check_figure(similarity.draw(found))
+
+
 def test_invalid_inputs_are_rejected():
     model = build()
     images = random_images(model, 1).images
-    with pytest.raises(vt.InputError, match=r"over='tokens'. Choose from: patches, pooled"):
-        similarity.compute(model, images, over="tokens")
-    with pytest.raises(vt.InputError, match="only 1 image"):
-        similarity.compute(model, images, over="pooled")
+    alone = build(size=8)
+    with pytest.raises(vt.InputError, match="only 1 patch"):
+        similarity.compute(alone, random_images(alone, 1).images)
     with pytest.raises(vt.InputError, match="batch"):
         similarity.compute(model, images[0])
     with torch.no_grad():

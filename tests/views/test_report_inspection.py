@@ -66,10 +66,7 @@ def test_skipped_figures_are_listed_unless_they_were_requested(tmp_path):
     request = InspectionRequest(bundle_of(position="none"))
     missing = write_inspection(request, tmp_path / "out")
     assert list(missing) == ["positions"]
-    assert (
-        "Figures that do not apply to this model"
-        in ParsedPage((tmp_path / "out" / "index.html").read_text()).text
-    )
+    assert "Figures that were not drawn" in ParsedPage((tmp_path / "out" / "index.html").read_text()).text
     with pytest.raises(InputError):
         write_inspection(request, tmp_path / "other", only=["positions"])
     assert not (tmp_path / "other").exists()

@@ -21,7 +21,7 @@ from tests.support.tiny_runs import (
 from vitrail.base.errors import FileError
 from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.images.formats.sources import open_dataset
-from vitrail.views.numbers import percent
+from vitrail.views.html_page import percent
 from vitrail.views.run_page import describe_selection, run_page
 
 __all__ = ["one_thread"]

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from tests.support.text_models import gemma_like, save_clip_tokenizer, tiny_vocabulary
 from vitrail.base.errors import FileError, MissingExtra
-from vitrail.weights.text.clip_tokenizer import ClipTokenizer, byte_symbols
-from vitrail.weights.text.tokenizer import CLIP_FILE, installed_clip_file, open_tokenizer
+from vitrail.weights.text.tokenizer import (
+    CLIP_FILE,
+    ClipTokenizer,
+    byte_symbols,
+    installed_clip_file,
+    open_tokenizer,
+)
 
 OPEN_CLIP = open_clip.tokenizer.SimpleTokenizer()
 OURS = open_tokenizer({CLIP_FILE: installed_clip_file()}, "openai")

@@ -15,7 +15,7 @@ import vitrail as vt
 from tests.support.hub_server import CARD, COMMAND, run_against, serve_hub
 from tests.support.shared_data import shared
 from vitrail.training.callbacks import NullCallback
-from vitrail.weights.bundle.head_rows import rehead
+from vitrail.weights.bundle.labels import rehead
 from vitrail.weights.readers.hub import _parse_name
 from vitrail.weights.readers.pretrained import PRETRAINED
 

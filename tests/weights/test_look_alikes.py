@@ -9,7 +9,7 @@ import torch
 
 import vitrail as vt
 from vitrail.base.errors import FileError
-from vitrail.weights.families.look_alikes import LOOK_ALIKES, find_look_alike
+from vitrail.weights.families.recognize import LOOK_ALIKES, find_look_alike
 
 MODELS = {
     "hiera_tiny_224": "Hiera",

@@ -9,7 +9,7 @@ from tests.support.bits import same_file
 from tests.support.hf_models import agree, from_pretrained, save_pretrained
 from tests.support.models import add_noise
 from vitrail.images.published_preprocess import from_hf
-from vitrail.weights.families.siglip2 import flat_patches
+from vitrail.weights.families.hf_clip import flat_patches
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, patch_size=8)
 TEXT = dict(

@@ -16,7 +16,7 @@ from tests.support.text_models import gemma_like, noisy
 from vitrail.base.errors import InputError
 from vitrail.cli import app
 from vitrail.predict import Predictor
-from vitrail.weights.interpolate import interpolate
+from vitrail.weights.conversion import interpolate
 from vitrail.weights.text.prompts import TEMPLATES, fill_templates, read_prompts
 
 

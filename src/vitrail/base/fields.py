@@ -73,16 +73,15 @@ class Config:
     """Base class of configs: frozen dataclasses that check their fields on construction."""
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        names, required = _field_names(cls)  # type: ignore[arg-type]
         for name in values:
             if name not in names:
                 raise ConfigError(unknown_field(cls.__name__, name, names))
-        required = [name for name in names if _is_required(cls, name)]
-        missing = [name for name in required if name not in values]
-        if values and missing:  # copy and pickle call this without any
+        if values and not required <= values.keys():  # copy and pickle call this without any
+            missing = [name for name in names if name in required and name not in values]
             raise ConfigError(
-                f"{cls.__name__} needs {', '.join(required)}, but got no {', '.join(missing)}; pass it by "
-                "keyword, or start from a preset."
+                f"{cls.__name__} needs {', '.join(n for n in names if n in required)}, but got no "
+                f"{', '.join(missing)}; pass it by keyword, or start from a preset."
             )
         return super().__new__(cls)
 
@@ -98,16 +97,19 @@ class Config:
         object.__setattr__(self, name, value)
 
 
+@cache
+def _field_names(cls: type) -> tuple[list[str], set[str]]:
+    """The names of all fields, and of those without a default."""
+    fields = dataclasses.fields(cls)
+    return [one.name for one in fields], {one.name for one in fields if one.default is dataclasses.MISSING}
+
+
 def unknown_field(owner: str, name: str, names: list[str]) -> str:
     """The message for a keyword that is not a field of `owner`."""
     ours = FOREIGN_NAMES.get(name)
     if ours in names:
         return f"{owner} has no field {name!r}; here it is called {ours!r}."
     return f"{owner} has no field {name!r}. {suggest(name, names)}"
-
-
-def _is_required(cls: type, name: str) -> bool:
-    return cls.__dataclass_fields__[name].default is dataclasses.MISSING  # type: ignore[attr-defined]
 
 
 @cache
@@ -120,7 +122,8 @@ def documented(cls: type[T]) -> type[T]:
     """Class decorator: append each field with its default and documentation to the docstring, for help()."""
     lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Fields:"]
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        default = "required" if _is_required(cls, field.name) else f"default {field.default!r}"
+        required = field.default is dataclasses.MISSING
+        default = "required" if required else f"default {field.default!r}"
         lines.append(f"    {field.name} ({default}): {field.metadata['doc']}.")
     cls.__doc__ = "\n".join(lines)
     return cls

@@ -77,31 +77,21 @@ _OUT_OF_MEMORY = (
 
 def memory_limit() -> int | None:
     """The bytes this process can have: RAM and swap, or less if a limit is set; None if unknown."""
-    limits = (_installed_memory(), _process_limit(), *map(_container_limit, _CGROUP_FILES))
-    return min(filter(None, limits), default=None)
-
-
-def _installed_memory() -> int | None:
+    limits = []
     with suppress(OSError):
-        text = Path("/proc/meminfo").read_text()
-        return 1024 * sum(int(size) for size in re.findall(r"^(?:MemTotal|SwapTotal): *(\d+) kB", text, re.M))
-    return None
+        sizes = re.findall(
+            r"^(?:MemTotal|SwapTotal): *(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
+        )
+        limits.append(1024 * sum(map(int, sizes)))
+    if sys.platform != "win32":
+        import resource
 
-
-def _process_limit() -> int | None:
-    """The limit set by `ulimit -v`."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _container_limit(file: str) -> int | None:
-    with suppress(OSError, ValueError):  # no such file, or the word "max"
-        return int(Path(file).read_text())
-    return None
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)  # of `ulimit -v`
+        limits += [soft] * (soft != resource.RLIM_INFINITY)
+    for file in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # no such file, or the word "max"
+            limits.append(int(Path(file).read_text()))
+    return min(filter(None, limits), default=None)
 
 
 def format_bytes(size: float) -> str:

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vitrail.base.errors import FileError, InputError, printable
@@ -243,9 +244,7 @@ def folder_beside(path: Path) -> Iterator[Path]:
 
 def write_text(path: str | Path, text: str, *, overwrite: bool = False) -> Path:
     """Write a UTF-8 file atomically."""
-    with atomic_file(path, overwrite=overwrite) as partial:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-    return Path(path)
+    return write_bytes(path, text.encode(), overwrite=overwrite)
 
 
 def write_bytes(path: str | Path, data: bytes, *, overwrite: bool = False) -> Path:
@@ -260,16 +259,10 @@ def write_array(path: str | Path, array: NDArray[Any], *, overwrite: bool = Fals
     import numpy as np
 
     with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
-        # np.save writes by itself to a file that Python has opened, and of a full disk it tells only numbers.
-        np.lib.format.write_array(_Writer(file), array, allow_pickle=False)
+        # NumPy writes to a file of Python past Python, and of a full disk it tells only numbers.
+        writer: Any = SimpleNamespace(write=file.write)
+        np.lib.format.write_array(writer, array, allow_pickle=False)
     return Path(path)
-
-
-class _Writer:
-    """A file that np.save writes to by Python."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.write = file.write
 
 
 def check_new(path: Path, what: str = "the output") -> None:

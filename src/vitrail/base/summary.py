@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from html import escape
 from itertools import islice
@@ -13,12 +14,12 @@ _MAX_NAME = 30  # characters of one name in a list
 _NAMES = 3  # of a longer list
 
 
-class Summary:
+class Summary(ABC):
     """Base class of results: one line as repr, and a table with a row for each value in a notebook."""
 
+    @abstractmethod
     def summary(self) -> Mapping[str, str]:
         """What a reader wants to know first, by name."""
-        raise NotImplementedError
 
     def _rows(self) -> dict[str, str]:
         return {name: printable(value, _MAX_VALUE) for name, value in self.summary().items()}

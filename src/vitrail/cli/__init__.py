@@ -10,34 +10,18 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Annotated
 
 import typer
+from typer import Option
 
 from vitrail.base.errors import InputError, VitrailError, command_line_names, printable
 from vitrail.base.version import __version__
-from vitrail.cli.bench import bench
-from vitrail.cli.convert import convert
-from vitrail.cli.demo import demo
-from vitrail.cli.doctor import doctor
-from vitrail.cli.embed import embed
-from vitrail.cli.evaluate import evaluate
-from vitrail.cli.export import export
-from vitrail.cli.info import info
-from vitrail.cli.inspect import inspect
 from vitrail.cli.malloc import keep_freed_memory
-from vitrail.cli.pack import pack
-from vitrail.cli.plan import plan
-from vitrail.cli.predict import predict
-from vitrail.cli.probe import probe
-from vitrail.cli.search import search
-from vitrail.cli.serve import serve
+from vitrail.cli.option_groups import flatten
 from vitrail.cli.streams import discard_output, open_streams, print_error, show_device_lines
-from vitrail.cli.sweep import sweep
-from vitrail.cli.train import check_options, train
-from vitrail.cli.verify import verify
-from vitrail.cli.walk import walk
+from vitrail.cli.train import check_options
 
 app = typer.Typer(
     name="vitrail",
@@ -47,13 +31,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (
-    *(demo, train, sweep, evaluate, predict, embed, search, probe, serve, doctor, pack, inspect, walk),
-    *(export, bench, info, convert, verify, plan),
-)
-for _command in (*_COMMANDS, *(point.load() for point in entry_points(group="vitrail.commands"))):
-    app.command(_command.__name__)(_command)
-_OF_THE_COURSE = ("lab", "notes", "generate", "check")
+_PANELS = {  # a command is the function of its name in the module of its name
+    "Everyday": ("train", "evaluate", "predict", "inspect", "serve"),
+    "Train": ("doctor", "probe", "sweep", "plan"),
+    "Use": ("embed", "search", "bench"),
+    "Look inside": ("walk", "info", "verify"),
+    "Files": ("convert", "export", "pack"),
+    "Learn": ("demo",),
+}
+_COURSE = {point.name: point for point in entry_points(group="vitrail.commands")}
+for _panel, _names in _PANELS.items():
+    for _name in _names:
+        _command = getattr(import_module(f"vitrail.cli.{_name}"), _name)
+        app.command(_name, rich_help_panel=_panel)(flatten(_command))
+for _name, _point in _COURSE.items():
+    app.command(_name, rich_help_panel="Learn")(flatten(_point.load()))
 
 
 def _print_version(requested: bool) -> None:
@@ -65,10 +57,9 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _options(
     context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
+    version: bool = Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
 ) -> None:
     context.with_resource(command_line_names())
 
@@ -103,9 +94,7 @@ def _check_arguments(arguments: list[str]) -> None:
     """Refuse empty arguments: as a path, "" would mean the current folder. Name options that are settings."""
     if arguments[:1] == ["train"]:
         check_options(arguments[1:])
-    if arguments and arguments[0] in set(_OF_THE_COURSE) - {
-        each.name for each in entry_points(group="vitrail.commands")
-    }:
+    if arguments and arguments[0] in {"lab", "notes", "generate", "check"} - set(_COURSE):
         raise InputError(f"vitrail {arguments[0]} is a command of the course; pip install vitrail-course.")
     for number, argument in enumerate(arguments, start=1):
         if not argument:

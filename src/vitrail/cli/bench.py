@@ -4,63 +4,50 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
-from vitrail.base.errors import InputError, printable, require_extra, suggest
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import load_model, print_device
+from vitrail.base.errors import InputError, printable, suggest
+from vitrail.cli.models import load_model, print_device
+from vitrail.cli.options import GateOptions, ModelOptions, split_names
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
 
 if TYPE_CHECKING:
     import torch
 
-    from vitrail.evaluation.speed import SpeedRow, SpeedTable
+    from vitrail.evaluation.speed import SpeedTable
     from vitrail.weights.bundle.bundle import Bundle
 
 _BATCHES = {"cpu": "1,8", "cuda": "1,8,256"}
 
 
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="A weight file, a model folder, hf:owner/name, or a size as B/16.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Argument(help="A folder of images: for agreement with fp32, for top-1, and to calibrate int8."),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...", help="Of fp32, bf16, fp8, int8.", show_default="fp32,int8; GPU bf16,fp8"
-        ),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="N,M,...", help="Batch sizes.", show_default="1,8; GPU 1,8,256")
-    ] = None,
-    min_agreement: options.MinAgreement = 0.99,
-    keep: options.Keep = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Save the table to this new JSON file.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Save a plot to this new PNG, SVG or PDF file.")] = None,
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Forget which way was the fastest on this machine, and exit.")
-    ] = False,
-    device: options.Device = "auto",
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    model: str | None = Argument(
+        None, help="A weight file, a model folder, hf:owner/name, or a size as B/16."
+    ),
+    data: Path | None = Argument(
+        None, help="A folder of images: for agreement with fp32, for top-1, and to calibrate int8."
+    ),
+    precision: str | None = Option(
+        None, metavar="A,B,...", help="Of fp32, bf16, fp8, int8.", show_default="fp32,int8; GPU bf16,fp8"
+    ),
+    batch: str | None = Option(None, metavar="N,M,...", help="Batch sizes.", show_default="1,8; GPU 1,8,256"),
+    json_file: Path | None = Option(None, "--json", help="Save the table to this new JSON file."),
+    forget: bool = Option(
+        False, "--forget", help="Forget which way was the fastest on this machine, and exit."
+    ),
+    *,
+    gate: GateOptions,
+    opening: ModelOptions,
 ) -> None:
-    """Measure a model in each precision and batch size: speed, latency, memory, agreement with fp32, top-1.
+    """Measure speed, memory and accuracy in each precision.
 
-    Of DATA, half of the images calibrate, and answers are compared on the others. A size such as B/16 is
-    built with random weights: its speed is that of any model of this size. timm's model of the same size is
-    measured beside it if timm is installed.
+    Agreement is that with the classes of fp32. Of DATA, half of the images calibrate, and answers are
+    compared on the others. A size such as B/16 is built with random weights: its speed is that of any model
+    of this size. timm's model of the same size is measured beside it if timm is installed.
     """
     if forget:
         from vitrail.fast.choices import forget as forget_choices
@@ -69,10 +56,7 @@ def bench(
         return
     if model is None:
         raise InputError("No model given; name a weight file, or a size such as B/16.")
-    check_new_files({"--json": json_file, "--plot": plot})
-    if plot is not None:
-        with require_extra("inspect"):
-            import matplotlib  # noqa: F401  # fails here rather than after the measurement
+    check_new_files({"--json": json_file})
     if data is not None and not data.is_dir():
         raise InputError(f"DATA must be a folder of images, and {printable(data)} is none.")
     chosen = _parse_precisions(precision or "")
@@ -80,33 +64,29 @@ def bench(
 
     from vitrail.evaluation.speed import measure_speeds
 
-    arguments = options.load_arguments(family, keys, settings, None, device=device, offline=offline or None)
-    if "int8" in chosen:  # which GPUs do not compute
-        arguments = {"device": "cpu", **arguments}
-    bundle = _open(model, arguments, quiet=quiet)
+    opening = opening.for_precision("int8" if "int8" in chosen else None)
+    bundle = _open(model, opening)
     on = next(bundle.model.parameters()).device
     chosen = chosen or _usual_precisions(on, calibrated=data is not None)
     batches = batches if batch else _parse_batches(_BATCHES.get(on.type, _BATCHES["cpu"]))
-    print_device(bundle.model, arguments, ", ".join(chosen), quiet=quiet)
-    layers = "auto" if keep == "auto" else [name for name in (keep or "").split(",") if name]
+    print_device(bundle.model, opening.device, ", ".join(chosen), quiet=opening.quiet)
     table = measure_speeds(
         bundle,
         data,
         precisions=chosen,
         batches=batches,
-        min_agreement=min_agreement,
-        keep=layers,
-        progress=(lambda what: None) if quiet else (lambda what: print_error(f"measuring {what} ...")),
+        min_agreement=gate.min_agreement,
+        keep=gate.layers,
+        progress=(lambda what: None)
+        if opening.quiet
+        else (lambda what: print_error(f"measuring {what} ...")),
     )
-    _show(table, quiet)
+    _show(table, opening.quiet)
     if json_file is not None:
         from vitrail.base.safe_files import write_text
 
         write_text(json_file, json.dumps({"model": model, **table.as_dict()}, indent=1) + "\n")
         print(f"Saved {printable(json_file)}")
-    if plot is not None:
-        _plot(table, plot)
-        print(f"Saved {printable(plot)}")
     if any(row.error for row in table.rows if not row.name.startswith("timm")):
         raise typer.Exit(1)
 
@@ -125,7 +105,7 @@ def _usual_precisions(device: torch.device, *, calibrated: bool) -> list[str]:
     return [exact, "fp8"] if torch.cuda.get_device_capability(device) >= (9, 0) else [exact]
 
 
-def _open(model: str, arguments: dict[str, Any], *, quiet: bool) -> Bundle:
+def _open(model: str, opening: ModelOptions) -> Bundle:
     """The file, or a model of this size with random weights."""
     from vitrail.model.device import place
     from vitrail.model.presets import create, preset
@@ -135,16 +115,16 @@ def _open(model: str, arguments: dict[str, Any], *, quiet: bool) -> Bundle:
         try:
             preset(model)
         except ValueError:
-            return load_model(model, arguments, quiet=quiet, precision=None)  # which explains what is wrong
+            return load_model(model, opening, precision=None)  # which explains what is wrong
         built = create(model).eval()
-        place(built, arguments.get("device", "auto"))
+        place(built, opening.device)
         return Bundle(model=built)
-    return load_model(model, arguments, quiet=quiet, precision=None)
+    return load_model(model, opening, precision=None)
 
 
 def _parse_precisions(text: str) -> list[str]:
     known = ("fp32", "bf16", "fp8", "int8")
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = list(split_names(text))
     for name in names:
         if name not in known:
             raise InputError(f"Unknown precision {printable(repr(name))}. {suggest(name, known)}")
@@ -182,26 +162,3 @@ def _show(table: SpeedTable, quiet: bool) -> None:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
-
-
-def _plot(table: SpeedTable, path: Path) -> None:
-    """Images per second of each row, a group of bars for each batch size."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in table.rows if not row.error]
-    batches = sorted({row.batch for row in rows})
-    figure, axes = pyplot.subplots(
-        1, len(batches), figsize=(4.5 * len(batches), 3), squeeze=False, layout="constrained"
-    )
-    for panel, batch in zip(axes[0], batches, strict=True):
-        shown: list[SpeedRow] = [row for row in rows if row.batch == batch]
-        names = [f"{row.name}\n{row.precision}" for row in shown]
-        panel.barh(names, [row.images_per_second for row in shown], color="#2a6f97")
-        panel.invert_yaxis()
-        panel.set_title(f"batch {batch}")
-        panel.set_xlabel("images/s")
-    figure.savefig(path)
-    pyplot.close(figure)

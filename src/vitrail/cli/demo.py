@@ -6,9 +6,10 @@ import shlex
 import time
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Option
 
 from vitrail.cli.outputs import check_empty_folder, is_empty
 from vitrail.training.console_lines import ConsoleCallback, print_rows
@@ -20,16 +21,13 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="The run directory, new or empty.", show_default="runs/demo, or runs/demo-2 and so on"
-        ),
-    ] = None,
-    epochs: Annotated[int, typer.Option(min=1, max=10_000, help="Passes over the training set.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed.")] = 0,
+    out: Path | None = Option(
+        None, help="The run directory, new or empty.", show_default="runs/demo, or runs/demo-2 and so on"
+    ),
+    epochs: int = Option(50, min=1, max=10_000, help="Passes over the training set."),
+    seed: int = Option(0, min=0, max=2**63 - 1, help="Random seed."),
 ) -> None:
-    """Train a small ViT on handwritten digits and show its attention, in about a minute.
+    """Train a small ViT on handwritten digits, in about a minute.
 
     The 1,797 digits are part of scikit-learn: nothing is downloaded.
     """
@@ -37,7 +35,9 @@ def demo(
     from rich.console import Console
 
     from vitrail.experiment import digits_demo as steps
+    from vitrail.images.formats.sources import open_dataset
     from vitrail.training.signals import Interrupted
+    from vitrail.training.start import train
 
     steps.check_extras()
     folder = _create_folder(out)
@@ -45,18 +45,25 @@ def demo(
     torch.set_num_threads(1)  # no slower at this size, and the same result on any number of cores
     console = Console(highlight=False)
     console.print("\n[bold]Training a Vision Transformer to read digits[/]\n")
-    digits = steps.load_digits()
+    digits = open_dataset("digits")
     start = time.monotonic()
     print_rows({"device": "CPU, one thread, fp32"})
     with ConsoleCallback(brief=True) as callback:
         try:
-            run = steps.train_demo(digits, folder, epochs=epochs, seed=seed, callback=callback)
+            run = train(
+                digits,
+                out=folder,
+                recipe="digits",
+                epochs=epochs,
+                seed=seed,
+                callback=callback,
+                verbose=False,
+            )
         except Interrupted as stop:
             callback.close()
-            if stop.saved:
-                _print_resume_command(folder, epochs, seed)
-            else:
-                print(stop)
+            command = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"
+            resume = f"Saved a checkpoint. Resume with: {command} {shlex.quote(str(folder))}"
+            print(resume if stop.saved else stop)
             raise typer.Exit(128 + stop.signal) from None
     predictions = steps.predict_digits(run.bundle, digits.eval_split)
     correct, total = int(predictions.correct.sum()), len(predictions.correct)
@@ -82,11 +89,6 @@ def _create_folder(out: Path | None) -> Path:
     check_empty_folder("--out", out, "name another folder, or omit --out")
     out.mkdir(parents=True, exist_ok=True)
     return out
-
-
-def _print_resume_command(folder: Path, epochs: int, seed: int) -> None:
-    command = f"vitrail train digits --recipe digits --epochs {epochs} --seed {seed} --resume --out"
-    print(f"Saved a checkpoint. Resume with: {command} {shlex.quote(str(folder))}")
 
 
 def _show_digits(predictions: DemoPredictions, console: Console) -> None:

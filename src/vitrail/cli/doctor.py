@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import load_model
-from vitrail.cli.outputs import check_new_files
-from vitrail.cli.overrides import WorkersOption, parse_workers
+from vitrail.cli.models import load_model
+from vitrail.cli.option_values import parse_workers
+from vitrail.cli.options import DATA, WORKERS, ModelOptions
+from vitrail.cli.outputs import check_new_files, this_command
 
 if TYPE_CHECKING:
-    from vitrail.images.fingerprint import Fingerprint
     from vitrail.images.formats.sources import Dataset
     from vitrail.images.problems import DatasetReport
     from vitrail.weights.bundle.bundle import Bundle
@@ -33,51 +31,31 @@ _WIDTH = 80
 
 
 def doctor(
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with one folder of images per class, a .csv, .jsonl, .npz or packed file, or "
-            '"digits".'
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="Count the images that this model was trained on, and compare all images by its features. "
-            "DATA needs no training set then.",
-        ),
-    ] = None,
-    features: Annotated[
-        bool,
-        typer.Option(
-            "--features/--no-features",
-            help="With --model: run it to find near-duplicates, outliers and label errors; or only count.",
-        ),
-    ] = True,
-    html_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--html",
-            help="With --model: save a page with the images that its features tell about to this new HTML "
-            "file.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Images per forward pass of --model.")
-    ] = 64,
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the complete report as JSON.")] = False,
-    workers: WorkersOption = "auto",
-    quiet: options.Quiet = False,
+    data: str = DATA,
+    model: str | None = Option(
+        None,
+        "--model",
+        metavar="MODEL",
+        help="Count the images that this model was trained on, and compare all images by its features. "
+        "DATA needs no training set then.",
+    ),
+    features: bool = Option(
+        True,
+        "--features/--no-features",
+        help="With --model: run it to find near-duplicates, outliers and label errors; or only count.",
+    ),
+    html_file: Path | None = Option(
+        None,
+        "--html",
+        help="With --model: save a page with the images that its features tell about to this new HTML file.",
+    ),
+    batch: int = Option(64, min=1, max=1_000_000, help="Images per forward pass of --model."),
+    as_json: bool = Option(False, "--json", help="Print the complete report as JSON."),
+    workers: str = WORKERS,
+    *,
+    opening: ModelOptions,
 ) -> None:
-    """Check a data set: corrupt files, images in two splits, suspicious classes.
+    """Check a data set: corrupt files, leaks between splits, classes.
 
     Every image is decoded; no file is changed. The exit code is 1 if something must be repaired: files
     that cannot be read or are skipped, the same image in two splits or with two labels, classes without
@@ -88,23 +66,25 @@ def doctor(
     probably wrong are reported too. These are guesses: look at the images, on the page of --html, before you
     change anything.
     """
-    if html_file is not None and (model is None or not features):
+    if model is None or not features:
         how = "give --model as well" if model is None else "leave out --no-features"
-        raise InputError(f"--html shows what a model's features tell about the data; {how}.")
-    _check_used({"--set": settings, "--size": size, "--family": family, "--keys": keys}, model, features)
+        if html_file is not None:
+            raise InputError(f"--html shows what a model's features tell about the data; {how}.")
+        for name in opening.named():
+            raise InputError(f"{name} says how the model is loaded that computes features; {how}.")
     check_new_files({"--html": html_file})
-    if html_file is not None:
-        from vitrail.views.html_page import check_extras
-
-        check_extras()
-    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
 
     from vitrail.images.formats.sources import open_labeled
     from vitrail.images.problems import check_images, count_trained, open_for_check
+    from vitrail.weights.bundle.bundle_header import stored_fingerprint
+    from vitrail.weights.readers.folder import open_model
 
-    fingerprint = None if model is None else _read_fingerprint(model, offline)
+    fingerprint = None
+    if model is not None:
+        with open_model(model, offline=opening.offline) as files:  # its file alone
+            fingerprint = stored_fingerprint(files)
     count = parse_workers(workers)
-    with ProgressBars(enabled=not quiet) as bars:
+    with ProgressBars(enabled=not opening.quiet) as bars:
         bars("listing files", 0, None)
         if model is None:
             dataset, problems = open_for_check(data, bars)
@@ -115,7 +95,7 @@ def doctor(
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
         if features and model is not None:
-            bundle = load_model(model, {"channels": dataset.channels, **arguments}, quiet=quiet)
+            bundle = load_model(model, opening, channels=dataset.channels)
             _compare(html_file, bundle, dataset, report, count, batch, bars)
     report.problems = problems
     if as_json:
@@ -123,21 +103,13 @@ def doctor(
     else:
         if model is not None:
             _print_wrapped(_trained_line(report, model))
-        _show_report(report, notes=not quiet)
+        _show_report(report, notes=not opening.quiet)
         if html_file is not None:
             print(f"Page: {printable(html_file)}")
-        elif report.near_leaks is not None and not quiet:
+        elif report.near_leaks is not None and not opening.quiet:
             print("Add --html PAGE to see the images.")
     if report.has_faults:
         raise typer.Exit(1)
-
-
-def _check_used(given: dict[str, Any], model: str | None, features: bool) -> None:
-    """Refuse options of the model if none is run."""
-    for name, value in given.items():
-        if value and (model is None or not features):
-            how = "give --model as well" if model is None else "leave out --no-features"
-            raise InputError(f"{name} says how the model is loaded that computes features; {how}.")
 
 
 def _compare(
@@ -161,16 +133,7 @@ def _compare(
     found = curate(images)
     add_findings(report, found, images, data)
     if page is not None:
-        write_page(page, curation_page(found, images, data, command=shlex.join(["vitrail", *sys.argv[1:]])))
-
-
-def _read_fingerprint(model: str, offline: bool) -> Fingerprint | None:
-    """Which images a model was trained on, from its file alone."""
-    from vitrail.weights.bundle.bundle_header import stored_fingerprint
-    from vitrail.weights.readers.folder import open_model
-
-    with open_model(model, offline=offline) as files:
-        return stored_fingerprint(files)
+        write_page(page, curation_page(found, images, data, command=this_command()))
 
 
 def _trained_line(report: DatasetReport, model: str) -> str:
@@ -186,12 +149,8 @@ def _trained_line(report: DatasetReport, model: str) -> str:
     return f"The model was trained on {count} of these {total:,} images{detail}."
 
 
-class _Section(NamedTuple):
-    """A kind of finding: its title, the number of findings, and lines for the first few."""
-
-    title: str
-    total: int
-    lines: list[str]
+_Section = tuple[str, int, list[str]]
+"""A kind of finding: its title, the number of findings, and lines for the first few."""
 
 
 def _show_report(report: DatasetReport, *, notes: bool) -> None:
@@ -201,17 +160,21 @@ def _show_report(report: DatasetReport, *, notes: bool) -> None:
     _print_wrapped(f"color modes: {modes}")
     for note in report.notes if notes else []:
         _print_wrapped(printable(note, 400))
-    faults, remarks, guesses = list(_faults(report)), list(_remarks(report)), list(_guesses(report))
-    titles = ("MUST BE REPAIRED", "WORTH KNOWING", "GUESSES BY THE MODEL'S FEATURES")
-    for title, sections in zip(titles, (faults, remarks, guesses), strict=True):
+    findings = {
+        "MUST BE REPAIRED": list(_faults(report)),
+        "WORTH KNOWING": list(_remarks(report)),
+        "GUESSES BY THE MODEL'S FEATURES": list(_guesses(report)),
+    }
+    for heading, sections in findings.items():
         if sections:
-            print(f"\n{title}")
-        for section in sections:
-            print(f"{section.title} ({section.total:,}):")
-            print("\n".join(section.lines))
+            print(f"\n{heading}")
+        for title, total, lines in sections:
+            print(f"{title} ({total:,}):")
+            print("\n".join(lines))
     verdict = "Nothing must be repaired."
     if report.has_faults:
-        verdict = f"{len(faults)} kind{'s' * (len(faults) > 1)} of problem must be repaired."
+        kinds = len(findings["MUST BE REPAIRED"])
+        verdict = f"{kinds} kind{'s' * (kinds > 1)} of problem must be repaired."
     print(f"\n{verdict}")
 
 
@@ -221,19 +184,16 @@ def _faults(report: DatasetReport) -> Iterator[_Section]:
 
     if report.problems:
         lines = [line for text in report.problems for line in _wrap(printable(text, 600))]
-        yield _Section("training would refuse this data", len(report.problems), lines)
+        yield "training would refuse this data", len(report.problems), lines
     if report.corrupt:
-        yield _Section("cannot be read", len(report.corrupt), _group_by_reason(report.corrupt))
+        yield "cannot be read", len(report.corrupt), _group_by_reason(report.corrupt)
     yield from _list_groups("the same image in two splits", report.leaked)
     yield from _list_groups("the same image under two labels", report.conflicting_labels)
-    if names := report.empty_classes.get("train"):
-        yield _list_names("classes without a training image", names)
-    if report.similar_classes:
-        title = "classes whose names differ only in case, blanks or separators"
-        yield _list_names(title, report.similar_classes)
+    yield from _list_names("classes without a training image", report.empty_classes.get("train"))
+    title = "classes whose names differ only in case, blanks or separators"
+    yield from _list_names(title, report.similar_classes)
     for kind, title in FAULTS.items():
-        if names := report.skipped.get(kind):
-            yield _list_names(f"not read: {title}", names)
+        yield from _list_names(f"not read: {title}", report.skipped.get(kind))
 
 
 def _remarks(report: DatasetReport) -> Iterator[_Section]:
@@ -243,15 +203,12 @@ def _remarks(report: DatasetReport) -> Iterator[_Section]:
     yield from _list_groups("the same image twice", report.duplicates)
     for split, names in report.empty_classes.items():
         if split != "train":
-            yield _list_names(f"classes without an image in {split}", names)
-    if report.small_classes:
-        few = [f"{name}: {count}" for name, count in report.small_classes.items()]
-        yield _list_names("classes with few training images", few)
-    if report.small_images:
-        yield _list_names("very small images", report.small_images)
+            yield from _list_names(f"classes without an image in {split}", names)
+    few = [f"{name}: {count}" for name, count in report.small_classes.items()]
+    yield from _list_names("classes with few training images", few)
+    yield from _list_names("very small images", report.small_images)
     for kind, title in HARMLESS.items():
-        if kind in report.skipped:
-            yield _list_names(f"not read: {title}", report.skipped[kind])
+        yield from _list_names(f"not read: {title}", report.skipped.get(kind))
 
 
 def _guesses(report: DatasetReport) -> Iterator[_Section]:
@@ -260,13 +217,12 @@ def _guesses(report: DatasetReport) -> Iterator[_Section]:
         return
     yield from _list_groups("probably the same image in two splits", report.near_leaks)
     yield from _list_groups("probably the same image twice", report.near_duplicates or [])
-    if errors := report.label_errors:
-        lines = [f"{_short(one['image'])}: {one['label']}, or {one['suggested']}?" for one in errors]
-        yield _list_names("labels that may be wrong", lines)
-    if report.outliers:
-        yield _list_names("unlike all other images", [_short(name) for name in report.outliers])
-    if not (report.near_leaks or report.near_duplicates or report.label_errors or report.outliers):
-        yield _Section("near-duplicates, labels that may be wrong, outliers", 0, ["  none found"])
+    errors = report.label_errors or []
+    lines = [f"{_short(one['image'])}: {one['label']}, or {one['suggested']}?" for one in errors]
+    yield from _list_names("labels that may be wrong", lines)
+    yield from _list_names("unlike all other images", [_short(name) for name in report.outliers or []])
+    if not (report.near_leaks or report.near_duplicates or errors or report.outliers):
+        yield "near-duplicates, labels that may be wrong, outliers", 0, ["  none found"]
 
 
 # ---- lines of at most 80 columns ------------------------------------------------------------
@@ -286,14 +242,19 @@ def _short(name: str) -> str:
     return path if path.startswith(f"{split}/") else name
 
 
-def _list_names(title: str, names: Sequence[str], indent: str = "  ") -> _Section:
+def _list_names(title: str, names: Sequence[str] | None) -> Iterator[_Section]:
+    if names:
+        yield title, len(names), _first_names(names, "  ")
+
+
+def _first_names(names: Sequence[str], indent: str) -> list[str]:
     """The first few names on one line, or one per line if they are long."""
     more = [f"and {len(names) - _MAX_LINES:,} more (--json has all)"] if len(names) > _MAX_LINES else []
     line = indent + " ".join([", ".join(names[:_MAX_LINES]), *more])
     if len(line) <= _WIDTH:
-        return _Section(title, len(names), [line])
+        return [line]
     lines = [indent + printable(name, _WIDTH - len(indent)) for name in names[:_MAX_LINES]]
-    return _Section(title, len(names), lines + [indent + text for text in more])
+    return lines + [indent + text for text in more]
 
 
 def _list_groups(title: str, groups: list[list[str]]) -> Iterator[_Section]:
@@ -306,7 +267,7 @@ def _list_groups(title: str, groups: list[list[str]]) -> Iterator[_Section]:
             lines.append("  " + " = ".join(printable(_short(name), room) for name in names[:2]) + more)
         if len(groups) > _MAX_LINES:
             lines.append(f"  and {len(groups) - _MAX_LINES:,} more (--json has all)")
-        yield _Section(title, len(groups), lines)
+        yield title, len(groups), lines
 
 
 def _group_by_reason(corrupt: dict[str, str]) -> list[str]:
@@ -316,7 +277,7 @@ def _group_by_reason(corrupt: dict[str, str]) -> list[str]:
         files[reason].append(name)
     lines = []
     for reason, names in list(files.items())[:_MAX_LINES]:
-        lines += [*_wrap(f"{len(names):,}: {reason}"), *_list_names("", names, "    ").lines]
+        lines += [*_wrap(f"{len(names):,}: {reason}"), *_first_names(names, "    ")]
     if len(files) > _MAX_LINES:
         lines.append(f"  and {len(files) - _MAX_LINES:,} more reasons (--json has all)")
     return lines

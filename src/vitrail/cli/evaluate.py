@@ -3,117 +3,80 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli import overrides as options
+from vitrail.base.safe_files import write_text
 from vitrail.cli.evaluation_tables import show_evaluation
-from vitrail.cli.model_arguments import (
-    check_classes,
-    load_model,
-    open_zero_shot,
-    print_device,
-    usual_precision,
+from vitrail.cli.models import check_classes, load_model, open_zero_shot, print_device, usual_precision
+from vitrail.cli.option_values import parse_workers
+from vitrail.cli.options import (
+    DATA,
+    MODEL,
+    WORKERS,
+    Batch,
+    ModelOptions,
+    SpeedOptions,
+    WordOptions,
+    split_names,
 )
-from vitrail.cli.outputs import check_new_files, saving_gate_report
+from vitrail.cli.outputs import check_new_files, saving_gate_report, this_command
 
 if TYPE_CHECKING:
     from vitrail.evaluation.evaluate_model import Evaluation
-    from vitrail.images.formats.sources import Split
     from vitrail.weights.bundle.bundle import Bundle
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A weight file, a model folder, or hf:owner/name.")],
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with one folder of images per class, a .csv, .jsonl, .npz or packed file, or "
-            '"digits".'
-        ),
-    ],
-    split: Annotated[
-        str | None,
-        typer.Option(
-            metavar="train|val|test|all",
-            help="The images to evaluate.",
-            show_default="test, else val, else all",
-        ),
-    ] = None,
-    mapping: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map", metavar="OLD=NEW", help="The model's name for a class of the data; may be repeated."
-        ),
-    ] = None,
-    classes: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Names for numbered classes: one per line, or a JSON list or object."
-        ),
-    ] = None,
-    probe: Annotated[
-        str, typer.Option(help="Probe the features: any of knn, linear and fewshot, separated by commas.")
-    ] = "",
-    layers: Annotated[
-        str | None,
-        typer.Option(help="Blocks to probe: all, or numbers such as 0,5,11.", show_default="the last"),
-    ] = None,
-    real: Annotated[
-        Path | None, typer.Option(help="The real.json of ImageNet-ReaL, for ReaL accuracy.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            help="Save the model with its fitted temperature and threshold to this new .safetensors file."
-        ),
-    ] = None,
-    target_accuracy: Annotated[
-        float, typer.Option(help="Accuracy that predictions above the threshold must reach.")
-    ] = 0.95,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Save all results, with each prediction, to this new JSON file, or print them (-).",
-        ),
-    ] = None,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", help="Save label, prediction and scores to this new CSV, a row per image."),
-    ] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Save a report with images to this new HTML file.")
-    ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
-    ] = 128,
-    labels: options.Labels = None,
-    prompts: options.Prompts = None,
-    templates: options.Templates = None,
-    workers: options.WorkersOption = "auto",
-    precision: options.Precision = None,
-    calibration: options.Calibration = None,
-    min_agreement: options.MinAgreement = 0.99,
-    keep: options.Keep = None,
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    model: str = MODEL,
+    data: str = DATA,
+    split: str | None = Option(
+        None,
+        metavar="train|val|test|all",
+        help="The images to evaluate.",
+        show_default="test, else val, else all",
+    ),
+    mapping: list[str] | None = Option(
+        None, "--map", metavar="OLD=NEW", help="The model's name for a class of the data; may be repeated."
+    ),
+    classes: Path | None = Option(
+        None, metavar="FILE", help="Names for numbered classes: one per line, or a JSON list or object."
+    ),
+    probe: str = Option("", help="Probe the features: any of knn, linear and fewshot, separated by commas."),
+    layers: str | None = Option(
+        None, help="Blocks to probe: all, or numbers such as 0,5,11.", show_default="the last"
+    ),
+    real: Path | None = Option(None, help="The real.json of ImageNet-ReaL, for ReaL accuracy."),
+    calibrate: Path | None = Option(
+        None, help="Save the model with its fitted temperature and threshold to this new .safetensors file."
+    ),
+    target_accuracy: float = Option(0.95, help="Accuracy that predictions above the threshold must reach."),
+    json_file: Path | None = Option(
+        None,
+        "--json",
+        help="Save all results, with each prediction, to this new JSON file, or print them (-).",
+    ),
+    csv_file: Path | None = Option(
+        None, "--csv", help="Save label, prediction and scores to this new CSV, a row per image."
+    ),
+    html_file: Path | None = Option(None, "--html", help="Save a report with images to this new HTML file."),
+    batch: Batch = 128,
+    workers: str = WORKERS,
+    *,
+    words: WordOptions,
+    speed: SpeedOptions,
+    opening: ModelOptions,
 ) -> None:
-    """Evaluate a model on labeled images: accuracy, calibration, mistakes, features.
+    """Measure accuracy, calibration and mistakes on labeled images.
 
     All labeled images in DATA are evaluated; if it has splits, those of test, or else of val. Classes are
     matched to the model's by name, and DATA may lack some. Images that cannot be read are listed and skipped;
@@ -129,7 +92,7 @@ def evaluate(
             f"--calibrate must name a .safetensors file, not {printable(calibrate)}; change its ending."
         )
     blocks = _parse_layers(layers)
-    probes = [name.strip() for name in probe.split(",") if name.strip()]
+    probes = split_names(probe)
     if probe and not probes:
         raise InputError(f"--probe takes any of knn, linear and fewshot, separated by commas, not {probe!r}.")
     if layers is not None and not probes:
@@ -138,23 +101,14 @@ def evaluate(
     from rich.console import Console
 
     from vitrail.evaluation.evaluate_model import evaluate as evaluate_model
-    from vitrail.fast.accelerate import Speedup
 
-    if html_file is not None:
-        from vitrail.views.html_page import check_extras
-
-        check_extras()
-    speedup = options.parse_speedup(precision, calibration, min_agreement, keep)
-    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    if precision == "int8":  # which GPUs do not compute
-        arguments = {"device": "cpu", **arguments}
-    bundle = open_zero_shot(model, labels, prompts, templates, arguments, quiet=quiet)
-    bundle = bundle or load_model(model, arguments, quiet=quiet, precision=None)
-    own_code = bool(probes) or bundle.native is not None
-    print_device(bundle.model, arguments, usual_precision(bundle.model, precision, own_code), quiet=quiet)
+    opening = opening.for_precision(speed.precision)
+    bundle = open_zero_shot(model, words, opening) or load_model(model, opening, precision=None)
+    precision = usual_precision(bundle, speed.precision, own_code=bool(probes))
+    print_device(bundle.model, opening.device, precision, quiet=opening.quiet)
     if bundle.model.config.classes or not probes:
         check_classes(bundle)
-    with ProgressBars(enabled=not quiet) as bars, saving_gate_report(json_file):
+    with ProgressBars(enabled=not opening.quiet) as bars, saving_gate_report(json_file):
         result = evaluate_model(
             bundle,
             data,
@@ -162,27 +116,29 @@ def evaluate(
             classes=classes,
             map=_parse_map(mapping or []),
             batch=batch,
-            workers=options.parse_workers(workers),
+            workers=parse_workers(workers),
             real=real,
             probe=probes,
             layers=blocks,
             target_accuracy=target_accuracy,
-            speedup=Speedup(**speedup) if speedup else None,
+            speedup=speed.speedup(),
             progress=bars,
         )
+    text = json.dumps({"model": model, **result.as_dict()}, indent=1)
     if print_json:
-        print(_as_json(result, model))
+        print(text)
     else:
-        shown = replace(result, notes=[]) if quiet else result
+        shown = replace(result, notes=[]) if opening.quiet else result
         show_evaluation(shown, printable(model), Console(highlight=False))
     with redirect_stdout(sys.stderr if print_json else sys.stdout):
         if json_file is not None:
-            _save_json(json_file, result, model)
+            write_text(json_file, text + "\n")
+            print(f"Saved {printable(json_file)}")
         if csv_file is not None:
-            _save_csv(csv_file, result)
+            write_text(csv_file, "".join(_csv_rows(result)))
+            print(f"Saved {printable(csv_file)}")
         if html_file is not None:
-            assert result.evaluated is not None
-            _save_report(html_file, result, bundle, result.evaluated, model)
+            _save_page(html_file, result, bundle, model)
         if calibrate is not None:
             _save_calibrated(calibrate, result, bundle)
     if result.corrupt:
@@ -215,41 +171,28 @@ def _parse_map(texts: list[str]) -> dict[str, str]:
 # ---- files ----------------------------------------------------------------------------------
 
 
-def _as_json(result: Evaluation, model: str) -> str:
-    return json.dumps({"model": model, **result.as_dict()}, indent=1)
-
-
-def _save_json(path: Path, result: Evaluation, model: str) -> None:
-    from vitrail.base.safe_files import write_text
-
-    write_text(path, _as_json(result, model) + "\n")
-    print(f"Saved {printable(path)}")
-
-
-def _save_csv(path: Path, result: Evaluation) -> None:
+def _csv_rows(result: Evaluation) -> Iterator[str]:
     """A row per image: name, label, prediction, and the most likely classes with their scores."""
-    from vitrail.base.safe_files import atomic_file
     from vitrail.predict.output_rows import as_csv
 
     if result.predictions is None:
         raise InputError("--csv needs a model with a head; remove --csv.")
     count = result.predictions.best.shape[1]
     top = [f"{word}_{place}" for place in range(1, count + 1) for word in ("label", "score")]
-    with atomic_file(path) as partial, partial.open("w", encoding="utf-8", newline="") as file:
-        file.write(as_csv(["file", "label", "predicted", "correct", "confidence", *top]))
-        for one in result.predictions:
-            guesses = [value for guess in one.top for value in guess.values()]
-            correct = "yes" if one.correct else "no"
-            file.write(as_csv([one.name, one.label, one.predicted, correct, one.confidence, *guesses]))
-    print(f"Saved {printable(path)}")
+    yield as_csv(["file", "label", "predicted", "correct", "confidence", *top])
+    for one in result.predictions:
+        guesses = [value for guess in one.top for value in guess.values()]
+        correct = "yes" if one.correct else "no"
+        yield as_csv([one.name, one.label, one.predicted, correct, one.confidence, *guesses])
 
 
-def _save_report(path: Path, result: Evaluation, bundle: Bundle, split: Split, model: str) -> None:
+def _save_page(path: Path, result: Evaluation, bundle: Bundle, model: str) -> None:
     from vitrail.views.evaluation_page import evaluation_page
     from vitrail.views.html_page import write_page
 
-    command = shlex.join(["vitrail", *sys.argv[1:]])
-    write_page(path, evaluation_page(result, bundle, split, model=Path(model).name, command=command))
+    assert result.evaluated is not None
+    command, name = this_command(), Path(model).name
+    write_page(path, evaluation_page(result, bundle, result.evaluated, model=name, command=command))
     print(f"Saved {printable(path)}")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from vitrail.base.errors import printable
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.metrics import ClassificationMetrics
 
 _MAX_CLASSES = 20  # in the table; of more, those with the lowest recall are shown
-_MAX_MISTAKES = 10
+_MAX_CONFUSED, _MAX_MISTAKES = 5, 10
 _MAX_NAME = 24  # characters of a name in a table
 
 
@@ -53,12 +53,10 @@ def _summary(result: Evaluation, model: str) -> Iterator[tuple[str, str]]:
             correct = round(scores.top1 * scores.count)
             yield "top-1 accuracy", f"{_percent(scores.top1)}, {correct:,} of {scores.count:,} correct"
         names = {"top-5 accuracy": scores.top5, "mean AP": scores.mean_ap, "exact match": scores.exact}
-        names["macro-F1"] = scores.macro_f1
-        for name, value in names.items():
+        for name, value in {**names, "macro-F1": scores.macro_f1}.items():
             if value is not None:
                 yield name, _percent(value)
-        if result.real is not None:
-            real = result.real
+        if (real := result.real) is not None:
             yield "ReaL accuracy", f"{_percent(real.accuracy)} of {real.count:,} images with ReaL labels"
         yield "loss", f"{scores.loss:.4f}"
     if result.calibration is not None:
@@ -74,12 +72,9 @@ def _calibration_summary(calibration: Calibration, split: str) -> Iterator[tuple
         images = "these images" if split == "all" else split
         fitted = f"temperature {calibration.temperature:.3f}, fitted on {images}"
         yield "", f"{_percent(calibration.ece_scaled)} with {fitted}"
-    if calibration.threshold is None:
-        yield "threshold", f"none reaches an accuracy of {calibration.target_accuracy:.4g}"
-    else:
-        yield "threshold", _describe_threshold(calibration.threshold)
-    if calibration.stored is not None:
-        stored = calibration.stored
+    none = f"none reaches an accuracy of {calibration.target_accuracy:.4g}"
+    yield "threshold", none if calibration.threshold is None else _describe_threshold(calibration.threshold)
+    if (stored := calibration.stored) is not None:
         yield "stored", f"ECE {_percent(stored.ece)} with temperature {stored.temperature:.3f}"
         if stored.threshold is not None:
             yield "", f"threshold {_describe_threshold(stored.threshold)}"
@@ -92,85 +87,76 @@ def _describe_threshold(threshold: ConfidenceThreshold) -> str:
 
 def _show_classes(scores: ClassificationMetrics, console: Console) -> None:
     """Precision, recall and F1 of each class, or of those with the lowest recall."""
-    from rich.text import Text
-
-    rows = scores.per_class
-    title = "Classes"
-    if len(rows) > _MAX_CLASSES:
-        with_recall = [row for row in rows if row.recall is not None]
-        rows = sorted(with_recall, key=lambda row: row.recall or 0.0)[:_MAX_CLASSES]
-        title = f"The {len(rows)} of {len(scores.per_class):,} classes with the lowest recall"
+    classes, title = scores.per_class, "Classes"
+    if len(classes) > _MAX_CLASSES:
+        with_recall = [one for one in classes if one.recall is not None]
+        classes = sorted(with_recall, key=lambda one: one.recall or 0.0)[:_MAX_CLASSES]
+        title = f"The {len(classes)} of {len(scores.per_class):,} classes with the lowest recall"
     multilabel = scores.mean_ap is not None
-    table = _create_table(title, ["class"], ["images", "precision", "recall", "F1", *(["AP"] * multilabel)])
-    for row in rows:
-        fractions = [row.precision, row.recall, row.f1, *([row.ap] * multilabel)]
-        cells = ["-" if fraction is None else _percent(fraction) for fraction in fractions]
-        table.add_row(Text(_shorten(row.name)), f"{row.count:,}", *cells)
-    console.print(table)
+    rows = []
+    for one in classes:
+        fractions = [one.precision, one.recall, one.f1, *([one.ap] * multilabel)]
+        cells = ("-" if fraction is None else _percent(fraction) for fraction in fractions)
+        rows.append([one.name, f"{one.count:,}", *cells])
+    numbers = ["images", "precision", "recall", "F1", *(["AP"] * multilabel)]
+    _print_table(console, title, ["class"], numbers, rows)
 
 
 def _show_mistakes(scores: ClassificationMetrics, console: Console) -> None:
-    from rich.text import Text
-
-    if scores.confusion is not None and (pairs := _confused_pairs(scores)):
-        table = _create_table("Most often confused", ["class", "predicted as"], ["images"])
-        for label, predicted, count in pairs:
-            table.add_row(Text(_shorten(label)), Text(_shorten(predicted)), f"{count:,}")
-        console.print(table)
-    if scores.mistakes:
-        table = _create_table("Most confident mistakes", ["image", "predicted", "label"], ["confidence"])
-        for mistake in scores.mistakes[:_MAX_MISTAKES]:
-            cells = [Text(_shorten(text)) for text in (mistake.name, mistake.predicted, mistake.label)]
-            table.add_row(*cells, f"{mistake.confidence:.3f}")
-        console.print(table)
-
-
-def _confused_pairs(scores: ClassificationMetrics, most: int = 5) -> list[tuple[str, str, int]]:
-    """Label, predicted class and count of the most frequent confusions, those that occur at least twice."""
-    names = [row.name for row in scores.per_class]
+    """The classes that are confused most often, those at least twice, and the most confident mistakes."""
+    names = [one.name for one in scores.per_class]
     pairs = [
         (names[label], names[predicted], count)
         for label, row in enumerate(scores.confusion or [])
         for predicted, count in enumerate(row)
         if label != predicted and count > 1
     ]
-    return sorted(pairs, key=lambda pair: -pair[2])[:most]
+    most = sorted(pairs, key=lambda pair: -pair[2])[:_MAX_CONFUSED]
+    rows = [[label, predicted, f"{count:,}"] for label, predicted, count in most]
+    _print_table(console, "Most often confused", ["class", "predicted as"], ["images"], rows)
+    rows = [[m.name, m.predicted, m.label, f"{m.confidence:.3f}"] for m in scores.mistakes[:_MAX_MISTAKES]]
+    texts = ["image", "predicted", "label"]
+    _print_table(console, "Most confident mistakes", texts, ["confidence"], rows)
 
 
 def _show_probes(result: Evaluation, console: Console) -> None:
     """One row per probe, setting and layer; one column per feature."""
-    if not result.probes:
-        return
     features = list(dict.fromkeys(row.feature for row in result.probes))
-    title = "Probes: top-1 accuracy in %"
-    table = _create_table(title, ["probe", "setting"], ["layer", *features])
     rows: dict[tuple[str, str, int], dict[str, str]] = {}
     for probe in result.probes:
         spread = "" if probe.std is None else f" ± {100 * probe.std:.1f}"
         cells = rows.setdefault((probe.probe, probe.setting, probe.layer), {})
         cells[probe.feature] = f"{100 * probe.top1:.2f}{spread}"
-    for (name, setting, layer), cells in rows.items():
-        table.add_row(name, setting, str(layer), *(cells[feature] for feature in features))
-    console.print(table)
+    shown = [
+        [name, setting, str(layer), *(cells[feature] for feature in features)]
+        for (name, setting, layer), cells in rows.items()
+    ]
+    title = "Probes: top-1 accuracy in %"
+    _print_table(console, title, ["probe", "setting"], ["layer", *features], shown)
 
 
-def _create_table(title: str, text_columns: list[str], number_columns: list[str]) -> Any:
+def _print_table(
+    console: Console, title: str, texts: list[str], numbers: list[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print rows of texts, which are shortened, and of numbers; nothing without rows."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    style: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "show_edge": False}
-    table = Table(title=Text(f"\n{title}", style="bold"), **style)
-    for name in text_columns:
+    if not rows:
+        return
+    table = Table(
+        title=Text(f"\n{title}", style="bold"), title_justify="left", box=box.SIMPLE_HEAD, show_edge=False
+    )
+    for name in texts:
         table.add_column(name, overflow="fold")
-    for name in number_columns:
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
-    return table
+    for row in rows:
+        shortened = (Text(printable(cell, _MAX_NAME)) for cell in row[: len(texts)])
+        table.add_row(*shortened, *row[len(texts) :])
+    console.print(table)
 
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
-
-
-def _shorten(text: str) -> str:
-    return printable(text, _MAX_NAME)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
-import typer
+from typer import Option
 
 from vitrail.base.errors import printable
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import print_guess
+from vitrail.cli.models import print_guess
+from vitrail.cli.options import MODEL, ModelOptions, SpeedOptions, split_names
 from vitrail.cli.outputs import saving_gate_report
 
 if TYPE_CHECKING:
@@ -21,66 +21,36 @@ _FILE_NAMES = {"onnx": "model.onnx", "torch-export": "model.pt2", "html": "class
 
 
 def export(
-    model: Annotated[str, typer.Argument(help="A weight file, a model folder, or hf:owner/name.")],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="onnx|torch-export|html",
-            help="onnx: a file for ONNX Runtime. torch-export: a .pt2 program. "
-            "html: a page that runs the model in a browser.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="A new file.", show_default="model.onnx, model.pt2, classroom.html")
-    ] = None,
-    size: options.Size = None,
-    dynamic: Annotated[
-        str | None,
-        typer.Option(help="Dynamic dimensions: batch, or batch,size.", show_default="batch"),
-    ] = None,
-    with_preprocess: Annotated[
-        bool,
-        typer.Option(
-            "--with-preprocess", help="Include resizing and normalization; the input is uint8 pixels."
-        ),
-    ] = False,
-    examples: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="IMAGE|FOLDER",
-            help="For html: example images of the page, ten at most; may be repeated.",
-            show_default="digits or patterns",
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cpu|cuda|cuda:1|mps",
-            help="For torch-export: the device that the program runs on; auto is a GPU if one can be used.",
-        ),
-    ] = "auto",
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fp32|int8",
-            help="For onnx: int8 is smaller and faster on a CPU, and needs --calibration.",
-            show_default="fp32",
-        ),
-    ] = None,
-    calibration: options.Calibration = None,
-    min_agreement: options.MinAgreement = 0.99,
-    keep: options.Keep = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    model: str = MODEL,
+    to: str = Option(
+        ...,
+        metavar="onnx|torch-export|html",
+        help="onnx: a file for ONNX Runtime. torch-export: a .pt2 program. html: a page that runs the "
+        "model in a browser.",
+    ),
+    out: Path | None = Option(None, help="A new file.", show_default="model.onnx, model.pt2, classroom.html"),
+    dynamic: str | None = Option(
+        None, help="Dynamic dimensions: batch, or batch,size.", show_default="batch"
+    ),
+    with_preprocess: bool = Option(
+        False, "--with-preprocess", help="Include resizing and normalization; the input is uint8 pixels."
+    ),
+    examples: list[Path] | None = Option(
+        None,
+        metavar="IMAGE|FOLDER",
+        help="For html: example images of the page, ten at most; may be repeated.",
+        show_default="digits or patterns",
+    ),
+    *,
+    speed: SpeedOptions,
+    opening: ModelOptions,
 ) -> None:
     """Export a model, and check that the outputs are the same.
 
     An ONNX or .pt2 file is compared with the model on the same inputs before it is saved. The differences,
     the versions and the time of both are in a .proof.json beside it. vitrail predict and vitrail serve
-    accept the .onnx file.
+    accept the .onnx file; with --precision int8 it is smaller and faster on a CPU. A .pt2 program runs on
+    --device.
 
     The HTML file is a page that runs a small model in any browser, without a server. A model that a
     format does not support is refused, and the message names the config field.
@@ -93,14 +63,17 @@ def export(
             model,
             out,
             to=cast("Format", to),
-            dynamic=None if dynamic is None else [name.strip() for name in dynamic.split(",")],
+            dynamic=dynamic and split_names(dynamic),
             with_preprocess=with_preprocess,
             examples=examples or (),
-            **options.parse_speedup(precision, calibration, min_agreement, keep),
-            **options.load_arguments(family, keys, settings, size, device=device, offline=offline or None),
+            precision=speed.precision or "fp32",
+            calibration=speed.calibration,
+            min_agreement=speed.min_agreement,
+            keep=speed.layers,
+            **opening.arguments(),
         )
-    print_guess(result.guess, quiet=quiet)
-    for note in [] if quiet else result.notes:
+    print_guess(result.guess, opening.quiet)
+    for note in [] if opening.quiet else result.notes:
         print(f"note: {note}")
     if result.proof is not None:
         _show_proof(result.proof, result.path, result.config)

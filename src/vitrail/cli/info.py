@@ -5,45 +5,41 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
-from vitrail.cli import overrides as options
+from vitrail.cli.options import FileOptions
 
 if TYPE_CHECKING:
     from vitrail.model.config import ViTConfig
     from vitrail.weights.bundle.bundle_header import FileDescription
     from vitrail.weights.readers.folder import ModelFiles
-    from vitrail.weights.readers.tensor_entries import Entry
 
-SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
+_SHAPES = ("size", "patch", "channels")  # what a model is changed to when it is loaded
 
 
 def info(
-    file: Annotated[
-        str, typer.Argument(help="A weight file, a folder with one and its settings, or hf:owner/name.")
-    ],
-    check: Annotated[bool, typer.Option("--check", help="Check every value for NaN and infinity.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    offline: options.Offline = False,
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    given: options.Set = None,
+    file: str = Argument(..., help="A weight file, a folder with one and its settings, or hf:owner/name."),
+    check: bool = Option(False, "--check", help="Check every value for NaN and infinity."),
+    as_json: bool = Option(False, "--json", help="Print JSON."),
+    *,
+    opening: FileOptions,
 ) -> None:
-    """Show what is in a weight file without building the model: family, size, preprocessing, license.
+    """Show what is in a weight file, without building the model.
 
-    With --check, the exit code is 1 if a value is NaN or infinity.
+    Its family, size, preprocessing and license are read from its header. With --check, the exit code is 1 if
+    a value is NaN or infinity.
     """
     from vitrail.weights.load import describe
     from vitrail.weights.readers.folder import open_model
 
-    arguments = options.load_arguments(family, keys, given, size)
-    with open_model(file, arguments.pop("checkpoint_key", None), offline=offline) as files:
+    arguments = opening.overrides()
+    with open_model(file, arguments.pop("checkpoint_key", None), offline=opening.offline) as files:
         description = describe(files, **arguments)
-        changes = {name: arguments[name] for name in SHAPES if name in arguments}
+        changes = {name: arguments[name] for name in _SHAPES if name in arguments}
         replace(description.config, **changes)  # raises for an impossible shape
         facts = _collect(files, description)
         bad = _scan(files) if check else None
@@ -61,11 +57,14 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
     """Everything that is shown, by name."""
     from vitrail.base.errors import printable
     from vitrail.images.any_size import native_preprocess
+    from vitrail.weights.bundle.bundle_header import read_header
     from vitrail.weights.bundle.feature_statistics import PREFIX
 
+    counts, means = (read_header(files) or {}).get("fingerprint"), files.entries.get(f"{PREFIX}means")
     config, match, card = description.config, description.match, description.card
     labels, preprocess = description.labels, description.preprocess
     text = _text_tower(files, description)
+    dtypes = (e.dtype for name, e in files.entries.items() if not name.startswith((PREFIX, "fingerprint/")))
     by_words = text is not None and labels is None  # then what looks like a head is CLIP's projection
     if preprocess is not None and description.native is not None:
         down, across = config.patch_pixels
@@ -84,29 +83,15 @@ def _collect(files: ModelFiles, description: FileDescription) -> dict[str, Any]:
         "license": printable(card.license),
         "source": printable(card.source) or None,
         "metrics": {printable(name): value for name, value in card.metrics.items()} or None,
-        "trained on": _trained_on(files),
-        "dtypes": dict(
-            Counter(
-                entry.dtype
-                for name, entry in files.entries.items()
-                if not name.startswith((PREFIX, "fingerprint/"))
-            )
-        ),
-        "feature statistics": _feature_statistics(files.entries.get(f"{PREFIX}means")),
+        "trained on": f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None,
+        "dtypes": dict(Counter(dtypes)),
+        "feature statistics": means and f"{means.shape[0]:,} means, to tell images out of distribution",
         "text tower": text,
         "extra tensors": [printable(name) for name in description.extras.values()] or None,
         "follows": (match and match.family.profile.follows) or None,
         "notes": [printable(note, 500) for note in description.notes] or None,
         "config": _non_default(config),
     }
-
-
-def _trained_on(files: ModelFiles) -> str | None:
-    """The number of images in the fingerprint of a vitrail file."""
-    from vitrail.weights.bundle.bundle_header import read_header
-
-    counts = (read_header(files) or {}).get("fingerprint")
-    return f"{sum(counts):,} images (fingerprint)" if isinstance(counts, list) else None
 
 
 def _text_tower(files: ModelFiles, description: FileDescription) -> str | None:
@@ -118,11 +103,6 @@ def _text_tower(files: ModelFiles, description: FileDescription) -> str | None:
     inside = [name.removeprefix(TEXT_PREFIX) for name in files.entries if name.startswith(TEXT_PREFIX)]
     others = {name: files.entries[original] for name, original in description.extras.items()}
     return describe_text(others, [*beside, *inside])
-
-
-def _feature_statistics(means: Entry | None) -> str | None:
-    """Whether the file can tell images that are out of distribution, and by how many means."""
-    return None if means is None else f"{means.shape[0]:,} means, to tell images out of distribution"
 
 
 def _size_name(config: ViTConfig) -> str:
@@ -140,14 +120,10 @@ def _size_name(config: ViTConfig) -> str:
 
 def _non_default(config: ViTConfig) -> dict[str, Any]:
     """The fields that differ from the defaults, which are the paper's."""
-    import dataclasses
-
-    skipped = ("width", "depth", "heads", "mlp_width", "patch", "size", "classes")
-    return {
-        field.name: getattr(config, field.name)
-        for field in dataclasses.fields(config)
-        if field.name not in skipped and getattr(config, field.name) != field.default
-    }
+    shown = ("width", "depth", "heads", "mlp_width", "patch", "size", "classes")  # by the size's name
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in shown}
+    defaults = {field.name: field.default for field in fields(config)}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def _scan(files: ModelFiles) -> list[str]:
@@ -178,9 +154,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _as_text(value: Any) -> str:
     match value:
-        case bool() | str():
-            return str(value)
-        case int():
+        case int() if not isinstance(value, bool):
             return f"{value:,}"
         case []:
             return "none"

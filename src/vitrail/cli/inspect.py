@@ -2,62 +2,57 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli import overrides as options
-from vitrail.cli.completion import FIGURES, figure_names
-from vitrail.cli.model_arguments import load_model
-from vitrail.cli.outputs import check_empty_folder
+from vitrail.cli.models import load_model
+from vitrail.cli.options import MODEL, ModelOptions
+from vitrail.cli.outputs import check_empty_folder, this_command
 
 if TYPE_CHECKING:
     from vitrail.weights.bundle.bundle import Bundle
 
-_FIGURES = f"{', '.join(FIGURES[:2])}; with images also {', '.join(FIGURES[2:])}"
+OF_WEIGHTS = ("filters", "positions")
+OF_IMAGES = (
+    *("attribution", "rollout", "attention", "features", "lens", "scoring"),
+    *("distance", "similarity", "ablation"),
+)
+
+
+def complete_figure(incomplete: str) -> list[str]:
+    """Names separated by commas: the last one is completed."""
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in (*OF_WEIGHTS, *OF_IMAGES) if name.startswith(last)]
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A weight file, a model folder, or hf:owner/name.")],
-    images: Annotated[list[Path] | None, typer.Argument(help="Images, or folders of images.")] = None,
-    out: Annotated[Path, typer.Option(help="The output folder, new or empty.")] = Path("inspection"),
-    only: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Figures to draw, separated by commas: {_FIGURES}.",
-            show_default="all possible",
-            autocompletion=figure_names,
-        ),
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="The block whose attention is drawn, from 0.", show_default="the last")
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option(help="The attention head to draw, from 0.", show_default="all")
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="The class to explain, by name or number.", show_default="each image's predicted class"
-        ),
-    ] = None,
-    max_images: Annotated[
-        int, typer.Option(min=1, max=64, help="Images to draw; statistics use all of them.")
-    ] = 8,
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    model: str = MODEL,
+    images: list[Path] | None = Argument(None, help="Images, or folders of images."),
+    out: Path = Option(Path("inspection"), help="The output folder, new or empty."),
+    only: str | None = Option(
+        None,
+        help=f"Figures to draw, separated by commas: {', '.join(OF_WEIGHTS)}; with images also "
+        f"{', '.join(OF_IMAGES)}.",
+        show_default="all possible",
+        autocompletion=complete_figure,
+    ),
+    layer: int | None = Option(
+        None, help="The block whose attention is drawn, from 0.", show_default="the last"
+    ),
+    head: int | None = Option(None, help="The attention head to draw, from 0.", show_default="all"),
+    target: str | None = Option(
+        None, help="The class to explain, by name or number.", show_default="each image's predicted class"
+    ),
+    max_images: int = Option(8, min=1, max=64, help="Images to draw; statistics use all of them."),
+    *,
+    opening: ModelOptions,
 ) -> None:
-    """Draw figures of a model: filters, attention, attribution and more, on one HTML page.
+    """Draw figures of a model and its attention, on one HTML page.
 
     The output folder gets index.html, a self-contained page, and every figure as PNG, SVG and CSV.
     Without images, only the figures of the weights are drawn. Images that cannot be read are listed and
@@ -69,19 +64,17 @@ def inspect(
 
     check_empty_folder("--out", out)
     paths = expand_folders(images or [])
-    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    bundle = load_model(model, arguments, quiet=quiet)
+    bundle = load_model(model, opening)
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
-    with ProgressBars(enabled=not quiet) as bars:
+    with ProgressBars(enabled=not opening.quiet) as bars:
         request = InspectionRequest(
             bundle, paths, max_images=max_images, layer=layer, head=head, target=class_index, progress=bars
         )
         if trained := request.trained_on():
             print(trained)
-        command = shlex.join(["vitrail", *sys.argv[1:]])
-        missing = write_inspection(request, out, only=figures, command=command)
-    for name, reason in ({} if quiet else missing).items():
+        missing = write_inspection(request, out, only=figures, command=this_command())
+    for name, reason in ({} if opening.quiet else missing).items():
         print(f"No figure {name}: {reason}")
     for file, reason in request.corrupt.reasons.items():
         print(f"{file} could not be read: {reason}")

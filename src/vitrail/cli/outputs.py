@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
@@ -33,6 +35,8 @@ def saving_gate_report(out: Path | None) -> Iterator[None]:
 def check_new_files(files: Mapping[str, Path | None]) -> None:
     """Refuse existing files, files that cannot be created, and two options with the same path.
 
+    For --html, the packages that pages need must be installed.
+
     Args:
         files: the path of each option, None if it is not set.
     """
@@ -40,9 +44,18 @@ def check_new_files(files: Mapping[str, Path | None]) -> None:
     for option, path in given.items():
         check_new(path, option)
     check_distinct(given)
+    if "--html" in given:
+        from vitrail.views.html_page import check_extras
+
+        check_extras()
     for path in given.values():
         path.touch(exist_ok=False)  # the only sure way to learn whether a file can be created
         path.unlink()
+
+
+def this_command() -> str:
+    """The command line of this process, for the pages that it writes."""
+    return shlex.join(["vitrail", *sys.argv[1:]])
 
 
 def check_distinct(files: Mapping[str, Path | None]) -> None:

@@ -4,54 +4,47 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.overrides import Quiet, WorkersOption, parse_workers
+from vitrail.cli.option_values import parse_workers
+from vitrail.cli.options import QUIET, WORKERS
+
+if TYPE_CHECKING:
+    from vitrail.images.formats.pack_shards import ShardResult
+    from vitrail.images.formats.pack_writer import PackResult
 
 _FORMATS = ("file", "shards")
 _MOST = 5  # names that are printed of a kind
 
 
 def pack(
-    data: Annotated[
-        str | None,
-        typer.Argument(help="A folder with one folder of images per class, or a .csv or .jsonl file."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Argument(help="The packed file to write, such as pets.pack; with --to shards, a folder."),
-    ] = None,
-    to: Annotated[
-        str, typer.Option(help="file: one packed file. shards: tar files in WebDataset's layout.")
-    ] = "file",
-    size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=65_535, help="The short side that larger images are resized to.", show_default="256"
-        ),
-    ] = None,
-    shard_size: Annotated[
-        int | None,
-        typer.Option(min=1, max=1_000_000, help="Megabytes of images in a shard.", show_default="512"),
-    ] = None,
-    jpeg: Annotated[
-        bool, typer.Option("--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read.")
-    ] = False,
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="Write nothing: check that OUT is intact and DATA has not changed since."
-        ),
-    ] = False,
-    clear_cache: Annotated[
-        bool, typer.Option("--clear-cache", help="Empty the cache folder, which train --cache fills.")
-    ] = False,
-    workers: WorkersOption = "auto",
-    quiet: Quiet = False,
+    data: str | None = Argument(
+        None, help="A folder with one folder of images per class, or a .csv or .jsonl file."
+    ),
+    out: Path | None = Argument(
+        None, help="The packed file to write, such as pets.pack; with --to shards, a folder."
+    ),
+    to: str = Option("file", help="file: one packed file. shards: tar files in WebDataset's layout."),
+    size: int | None = Option(
+        None, min=1, max=65_535, help="The short side that larger images are resized to.", show_default="256"
+    ),
+    shard_size: int | None = Option(
+        None, min=1, max=1_000_000, help="Megabytes of images in a shard.", show_default="512"
+    ),
+    jpeg: bool = Option(False, "--jpeg", help="Store JPEGs of quality 95: smaller, and slower to read."),
+    check: bool = Option(
+        False, "--check", help="Write nothing: check that OUT is intact and DATA has not changed since."
+    ),
+    clear_cache: bool = Option(
+        False, "--clear-cache", help="Empty the cache folder, which train --cache fills."
+    ),
+    workers: str = WORKERS,
+    quiet: bool = QUIET,
 ) -> None:
     """Decode and resize the images of a data set once, into one file.
 
@@ -68,71 +61,43 @@ def pack(
         return
     if data is None or out is None:
         raise InputError("vitrail pack takes DATA and OUT, such as vitrail pack pets/ pets.pack.")
-    _check_options(to, {"--size": size, "--jpeg": jpeg or None, "--check": check or None}, shard_size)
+    if to not in _FORMATS:
+        raise InputError(f"unknown format {to!r} for --to. {suggest(to, _FORMATS)}")
+    if to == "file" and shard_size is not None:
+        raise InputError("--shard-size is for --to shards; add that, or remove it.")
+    of_file = {"--size": size is not None, "--jpeg": jpeg, "--check": check}
+    for option in (name for name, is_given in of_file.items() if is_given and to == "shards"):
+        raise InputError(f"{option} is not for shards, which hold the image files as they are; remove it.")
     if check:
         _check(data, out, quiet)
         return
-    if to == "shards":
-        _pack_shards(data, out, shard_size, quiet)
-        return
+    from vitrail.images.formats.pack_shards import SHARD_SIZE, pack_shards
     from vitrail.images.formats.pack_writer import SIZE, pack_dataset
     from vitrail.images.formats.sources import read_data
 
-    count = parse_workers(workers)
     with ProgressBars(enabled=not quiet) as bars:
         bars("listing files", 0, None)
         dataset = read_data(data, on_rows=partial(bars, "reading rows", total=None))
         bars("listing files", len(dataset.train), len(dataset.train))
-        result = pack_dataset(
-            dataset,
-            out,
-            size=size or SIZE,
-            jpeg=jpeg,
-            workers=count,
-            progress=lambda done, total: bars("packing images", done, total),
-        )
+        progress, unit, into = partial(bars, "packing images"), "images", ""
+        result: PackResult | ShardResult
+        if to == "shards":
+            result = pack_shards(dataset, out, shard_size=shard_size or SHARD_SIZE, progress=progress)
+            unit, into = "shards", f"{result.shards:,} shard{'s' * (result.shards != 1)} in "
+        else:
+            count = parse_workers(workers)
+            result = pack_dataset(
+                dataset, out, size=size or SIZE, jpeg=jpeg, workers=count, progress=progress
+            )
     if result.resumed:
-        print(f"Resumed after {result.resumed:,} images.")
+        print(f"Resumed after {result.resumed:,} {unit}.")
     _print_names("could not be read, and stay unreadable", list(result.unreadable))
-    print(f"Packed {result.images:,} images into {printable(out)} ({result.bytes / 1e6:,.1f} MB).")
-
-
-def _check_options(to: str, of_file: dict[str, Any], shard_size: int | None) -> None:
-    """Refuse options that the chosen format does not have."""
-    if to not in _FORMATS:
-        raise InputError(f"unknown format {to!r} for --to. {suggest(to, _FORMATS)}")
-    given = [option for option, value in of_file.items() if value is not None]
-    if to == "shards" and given:
-        raise InputError(f"{given[0]} is not for shards, which hold the image files as they are; remove it.")
-    if to == "file" and shard_size is not None:
-        raise InputError("--shard-size is for --to shards; add that, or remove it.")
-
-
-def _pack_shards(data: str, out: Path, shard_size: int | None, quiet: bool) -> None:
-    from vitrail.images.formats.pack_shards import SHARD_SIZE, pack_shards
-    from vitrail.images.formats.sources import read_data
-
-    with ProgressBars(enabled=not quiet) as bars:
-        bars("listing files", 0, None)
-        dataset = read_data(data, on_rows=partial(bars, "reading rows", total=None))
-        bars("listing files", len(dataset.train), len(dataset.train))
-        result = pack_shards(
-            dataset,
-            out,
-            shard_size=shard_size or SHARD_SIZE,
-            progress=lambda done, total: bars("packing images", done, total),
-        )
-    if result.resumed:
-        print(f"Resumed after {result.resumed:,} shards.")
-    _print_names("could not be read, and stay unreadable", result.unreadable)
-    shards = f"{result.shards:,} shard{'s' * (result.shards != 1)}"
-    print(
-        f"Packed {result.images:,} images into {shards} in {printable(out)} ({result.bytes / 1e6:,.1f} MB)."
-    )
+    size_mb = f"{result.bytes / 1e6:,.1f} MB"
+    print(f"Packed {result.images:,} images into {into}{printable(out)} ({size_mb}).")
 
 
 def _check(data: str, out: Path, quiet: bool) -> None:
-    from vitrail.images.formats.pack_check import check_packed
+    from vitrail.images.formats.pack_writer import check_packed
     from vitrail.images.formats.sources import read_data
 
     with ProgressBars(enabled=not quiet) as bars:

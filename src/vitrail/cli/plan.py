@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from vitrail.base.errors import ConfigError
 
@@ -18,33 +17,30 @@ _FEW_IMAGES = 32  # for each GPU, below which launches take longer than computin
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model name, such as B/16, L/16@384 or g/14.")] = "B/16",
-    gpus: Annotated[int, typer.Option(min=1, max=1_000_000, help="GPUs over all nodes.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, max=1_000_000, help="Machines, with equally many GPUs.")] = 1,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Images per step, over all GPUs; by default 128 for each GPU.")
-    ] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images of the training set.")] = 1_281_167,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over them.")] = 300,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    checkpoint_blocks: Annotated[
-        int, typer.Option(min=0, help="Blocks that are computed again for the gradient.")
-    ] = 0,
-    ema: Annotated[bool, typer.Option("--ema", help="Keep an average of the weights.")] = False,
-    tflops: Annotated[
-        float, typer.Option(min=0.1, help="Of a GPU's bf16 matrix product; 790 was measured on an H200.")
-    ] = 790.0,
-    memory: Annotated[float, typer.Option(min=1, help="GiB of a GPU.")] = 139.0,
-    link: Annotated[float, typer.Option(min=0.1, help="GB/s between the GPUs of a node, each way.")] = 360.0,
-    network: Annotated[
-        float, typer.Option(min=0.01, help="GB/s between nodes for each GPU, each way.")
-    ] = 40.0,
-    cores: Annotated[int, typer.Option(min=1, help="Cores that decode, for each GPU.")] = 14,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: str = Option("B/16", help="A model name, such as B/16, L/16@384 or g/14."),
+    gpus: int = Option(8, min=1, max=1_000_000, help="GPUs over all nodes."),
+    nodes: int = Option(1, min=1, max=1_000_000, help="Machines, with equally many GPUs."),
+    batch: int | None = Option(
+        None, min=1, help="Images per step, over all GPUs; by default 128 for each GPU."
+    ),
+    images: int = Option(1_281_167, min=1, help="Images of the training set."),
+    epochs: int = Option(300, min=1, help="Passes over them."),
+    accumulate: int = Option(1, min=1, help="Micro-batches per step."),
+    checkpoint_blocks: int = Option(0, min=0, help="Blocks that are computed again for the gradient."),
+    ema: bool = Option(False, "--ema", help="Keep an average of the weights."),
+    tflops: float = Option(
+        790.0, min=0.1, help="Of a GPU's bf16 matrix product; 790 was measured on an H200."
+    ),
+    memory: float = Option(139.0, min=1, help="GiB of a GPU."),
+    link: float = Option(360.0, min=0.1, help="GB/s between the GPUs of a node, each way."),
+    network: float = Option(40.0, min=0.01, help="GB/s between nodes for each GPU, each way."),
+    cores: int = Option(14, min=1, help="Cores that decode, for each GPU."),
+    as_json: bool = Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Estimate time, memory and bottleneck of training on many GPUs, and how they should share the model.
+    """Estimate time and memory of training on many GPUs.
 
-    A small cost model, not a measurement: `vitrail train DATA --dry-run` plans a run by the machine it is on.
+    It names the bottleneck, and how the GPUs should share the model. A small cost model, not a measurement:
+    `vitrail train DATA --dry-run` plans a run by the machine it is on.
     """
     from vitrail.model.presets import preset
     from vitrail.training.clock import format_seconds

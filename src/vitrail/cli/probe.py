@@ -4,47 +4,33 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import load_model
+from vitrail.cli.models import load_model
+from vitrail.cli.option_values import parse_workers
+from vitrail.cli.options import DATA, MODEL, WORKERS, Batch, ModelOptions
 from vitrail.cli.outputs import check_new_files
 
 
 def probe(
-    model: Annotated[str, typer.Argument(help="A weight file, a model folder, or hf:owner/name.")],
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with one folder of images per class, a .csv, .jsonl, .npz or packed file, or "
-            '"digits".'
-        ),
-    ],
-    save: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Save the model with its new head to this new .safetensors file."),
-    ] = None,
-    batch: Annotated[
-        int,
-        typer.Option(min=1, max=1_000_000, help="Images per forward pass; results differ by rounding only."),
-    ] = 128,
-    workers: options.WorkersOption = "auto",
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    model: str = MODEL,
+    data: str = DATA,
+    save: Path | None = Option(
+        None, metavar="FILE", help="Save the model with its new head to this new .safetensors file."
+    ),
+    batch: Batch = 128,
+    workers: str = WORKERS,
+    *,
+    opening: ModelOptions,
 ) -> None:
-    """Make a classifier for DATA without training: logistic regression on the frozen features of a model.
+    """Make a classifier from frozen features, without training.
 
-    Each image is read once. The result is an ordinary file for predict, evaluate, serve, export and
-    train --from. Without a validation set, a part of the training images is held out to measure accuracy.
+    It is a logistic regression on the features of a model. Each image is read once. The result is an ordinary
+    file for predict, evaluate, serve, export and train --from. Without a validation set, a part of the
+    training images is held out to measure accuracy.
     """
     if save is not None and save.suffix != ".safetensors":
         raise InputError(f"--save must name a .safetensors file, not {printable(save)}; change its ending.")
@@ -53,14 +39,11 @@ def probe(
     from vitrail.evaluation.probes import probe_head
     from vitrail.images.formats.sources import open_dataset
 
-    arguments = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    with ProgressBars(enabled=not quiet) as bars:
+    with ProgressBars(enabled=not opening.quiet) as bars:
         rows, files = partial(bars, "reading rows", total=None), partial(bars, "reading files")
         dataset = open_dataset(data, progress=files, on_rows=rows)
-        bundle = load_model(model, {"channels": dataset.channels, **arguments}, quiet=quiet)
-        result = probe_head(
-            bundle, dataset, batch=batch, workers=options.parse_workers(workers), progress=bars
-        )
+        bundle = load_model(model, opening, channels=dataset.channels)
+        result = probe_head(bundle, dataset, batch=batch, workers=parse_workers(workers), progress=bars)
     lines = {
         "training images": f"{result.images:,}, {len(dataset.classes):,} classes",
         "L2": f"{result.l2:g}, selected on a fifth of them",
@@ -72,5 +55,5 @@ def probe(
         lines["saved"] = printable(save)
     for name, value in lines.items():
         print(f"{name:<16} {value}")
-    for note in [] if quiet else dataset.notes:
+    for note in [] if opening.quiet else dataset.notes:
         print(f"note: {printable(note, 500)}")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import print_predictor_notes
-from vitrail.cli.outputs import check_new_files
+from vitrail.cli.models import print_notes
+from vitrail.cli.options import ModelOptions
+from vitrail.cli.outputs import check_new_files, this_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,28 +21,20 @@ if TYPE_CHECKING:
 
 
 def search(
-    index: Annotated[Path, typer.Argument(help="An index of vitrail embed.")],
-    query: Annotated[str, typer.Argument(metavar="IMAGE|WORDS", help="An image file, or words in quotes.")],
-    top: Annotated[int, typer.Option(min=1, max=100_000, help="Images to list.")] = 20,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Save a page with the images to this new HTML file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the images as JSON.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="The model of the index.", show_default="the path in the index"
-        ),
-    ] = None,
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
-    quiet: options.Quiet = False,
+    index: Path = Argument(..., help="An index of vitrail embed."),
+    query: str = Argument(..., metavar="IMAGE|WORDS", help="An image file, or words in quotes."),
+    top: int = Option(20, min=1, max=100_000, help="Images to list."),
+    html_file: Path | None = Option(
+        None, "--html", help="Save a page with the images to this new HTML file."
+    ),
+    as_json: bool = Option(False, "--json", help="Print the images as JSON."),
+    model: str | None = Option(
+        None, "--model", metavar="MODEL", help="The model of the index.", show_default="the path in the index"
+    ),
+    *,
+    opening: ModelOptions,
 ) -> None:
-    """List the images of an index that are most like an image, or like some words, best first.
+    """Find the images of an index that are like an image, or like words.
 
     The score is the cosine of the embeddings, at most 1. All images are compared. Words need a CLIP or SigLIP
     model; their cosines with images are small numbers even for good matches, so only their order counts.
@@ -59,13 +49,7 @@ def search(
     from vitrail.weights.readers.folder import is_hub_name
 
     is_image = Path(query).exists() or Path(query).suffix.lower() in SUFFIXES
-    if html_file is not None:
-        from vitrail.views.html_page import check_extras
-
-        check_extras()
     opened = read_index(index)
-    given = options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
-    arguments = {**opened.arguments, **given}
     name = model or opened.model_path()
     if not name:
         raise InputError(f"{printable(index)} does not say which model made it; give --model.")
@@ -74,8 +58,10 @@ def search(
             f"The model that made the index, {printable(name)}, does not exist any more; give its path "
             "with --model."
         )
-    predictor = Predictor(name, workers=0, native=opened.native, **arguments)
-    print_predictor_notes(predictor, arguments, quiet=quiet)
+    predictor = Predictor(
+        name, workers=0, native=opened.native, **{**opened.arguments, **opening.arguments()}
+    )
+    print_notes(predictor, opening)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:
@@ -88,18 +74,17 @@ def search(
         from vitrail.views.html_page import write_page
         from vitrail.views.search_page import search_page
 
-        command = shlex.join(["vitrail", *sys.argv[1:]])
         found = [(opened.path(hit.name), hit.score) for hit in hits]
         write_page(
-            html_file, search_page(found, len(opened.names), query, is_image=is_image, command=command)
+            html_file, search_page(found, len(opened.names), query, is_image=is_image, command=this_command())
         )
-        if not quiet and not as_json:
+        if not opening.quiet and not as_json:
             print(f"page: {printable(html_file)}")
 
 
 def _embed_query(predictor: Predictor, query: str, is_image: bool) -> NDArray[np.float32]:
     """The vector of an image file, or of words."""
-    from vitrail.predict.index import build_index, text_query
+    from vitrail.predict.index import build_index, unit
 
     if not is_image:
         if predictor.bundle is None or not predictor.bundle.has_text:
@@ -107,7 +92,7 @@ def _embed_query(predictor: Predictor, query: str, is_image: bool) -> NDArray[np
                 f"{printable(query)!r} is not a file, and the model of the index has no text tower to search "
                 "by words; name an image, or make the index with a CLIP or SigLIP model."
             )
-        return text_query(predictor, query)
+        return unit(predictor.bundle.text([query]).cpu().numpy())[0]
     found = build_index(predictor, [query])
     if len(found.names) != 1:
         reason = printable(next(iter(found.errors.values()), "")).removesuffix(".")

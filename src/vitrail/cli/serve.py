@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from typer import Argument, Option
 
-from vitrail.base.errors import InputError, printable, require_extra
-from vitrail.cli import overrides as options
-from vitrail.cli.model_arguments import check_trained_native, print_predictor_notes
+from vitrail.base.errors import FileError, InputError, printable, require_extra
+from vitrail.base.safe_files import read_limited
+from vitrail.cli.models import open_predictor
+from vitrail.cli.options import NATIVE, ModelOptions, SpeedOptions
 
 if TYPE_CHECKING:
     from vitrail.predict import Predictor
@@ -25,62 +26,43 @@ _NAMED = re.compile(r"([A-Za-z0-9_-]{1,40})=(.+)")
 
 
 def serve(
-    models: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL...",
-            help="A weight file, a model folder, hf:owner/name, or an .onnx file; or several as NAME=MODEL.",
-        ),
-    ],
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 for all interfaces.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free port.")
-    ] = 8000,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(help="A file with the token that clients must send.", show_default=f"${_TOKEN}"),
-    ] = None,
-    public: Annotated[
-        bool,
-        typer.Option("--public", help="Serve other machines without a token. Connections are not encrypted."),
-    ] = False,
-    examples: Annotated[
-        Path | None,
-        typer.Option(
-            help="A folder with example images for the web page.", show_default="a few built-in images"
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Most images in one forward pass.")] = 16,
-    queue: Annotated[
-        int, typer.Option(min=1, help="Most images in progress; further requests get status 503.")
-    ] = 64,
-    memory: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most memory of each model in MiB: its weights and a batch."),
-    ] = None,
-    deadline: Annotated[float, typer.Option(help="Time limit of a request in seconds.")] = 10.0,
-    decoders: Annotated[int, typer.Option(min=1, help="Processes that decode images.")] = 2,
-    native: options.Native = None,
-    precision: options.Precision = None,
-    calibration: options.Calibration = None,
-    min_agreement: options.MinAgreement = 0.99,
-    keep: options.Keep = None,
-    device: options.Device = "auto",
-    size: options.Size = None,
-    family: options.Family = None,
-    keys: options.Keys = None,
-    settings: options.Set = None,
-    offline: options.Offline = False,
+    models: list[str] = Argument(
+        ...,
+        metavar="MODEL...",
+        help="A weight file, a model folder, hf:owner/name, or an .onnx file; or several as NAME=MODEL.",
+    ),
+    host: str = Option("127.0.0.1", help="The address to listen on; 0.0.0.0 for all interfaces."),
+    port: int = Option(8000, min=0, max=65535, help="The port to listen on; 0 for any free port."),
+    token_file: Path | None = Option(
+        None, help="A file with the token that clients must send.", show_default=f"${_TOKEN}"
+    ),
+    public: bool = Option(
+        False, "--public", help="Serve other machines without a token. Connections are not encrypted."
+    ),
+    examples: Path | None = Option(
+        None, help="A folder with example images for the web page.", show_default="a few built-in images"
+    ),
+    batch: int = Option(16, min=1, help="Most images in one forward pass."),
+    queue: int = Option(64, min=1, help="Most images in progress; further requests get status 503."),
+    memory: int | None = Option(
+        None, min=1, help="Most memory of each model in MiB: its weights and a batch."
+    ),
+    deadline: float = Option(10.0, help="Time limit of a request in seconds."),
+    decoders: int = Option(2, min=1, help="Processes that decode images."),
+    native: bool | None = NATIVE,
+    *,
+    speed: SpeedOptions,
+    opening: ModelOptions,
 ) -> None:
-    """Serve predictions over HTTP: POST images to /v1/predict, or open the web page.
+    """Serve predictions over HTTP, with a web page.
 
-    By default only this machine can connect. Another --host needs a token. On Ctrl-C or SIGTERM the server
-    finishes the requests in progress and stops; a second signal stops it at once.
+    POST images to /v1/predict, or open the page. By default only this machine can connect. Another --host
+    needs a token. On Ctrl-C or SIGTERM the server finishes the requests in progress and stops; a second
+    signal stops it at once.
     """
     with require_extra("serve"):
         import h11  # noqa: F401
+        import prometheus_client  # noqa: F401
 
     from vitrail.serve.server_settings import ServeConfig
 
@@ -102,20 +84,18 @@ def serve(
             "--token-file, or --public to serve anyone."
         )
 
-    from vitrail.predict import Predictor
     from vitrail.serve.examples import built_in, from_folder
     from vitrail.serve.server import bind, run_server
+    from vitrail.weights.bundle.own_shape import check_native
 
     with bind(config) as listener:  # fails before the model is loaded if the port is taken
         chosen = None if examples is None else from_folder(examples)
-        how = options.parse_speedup(precision, calibration, min_agreement, keep)
-        how |= options.load_arguments(family, keys, settings, size, device=device, offline=offline or None)
         predictors: dict[str, Predictor] = {}
         for name, path in files.items():
-            predictor = Predictor(path, native=native, **how)
-            check_trained_native(predictor, native)
+            predictor = open_predictor(path, opening, speed, native=native)
+            if native:
+                check_native(predictor.bundle)
             predictors[name or model_name(predictor, path)] = predictor
-            print_predictor_notes(predictor, how)
         if chosen is None:
             first = next(iter(predictors.values()))
             chosen = built_in(first.config.channels, min(first.preprocess.target))
@@ -162,18 +142,12 @@ def _read_token(path: Path | None) -> str | None:
         return os.environ.get(_TOKEN) or None
     shown = printable(path)
     try:
-        if not path.is_file():  # reading a device might never end
-            raise OSError
-        with path.open("rb") as file:
-            content = file.read(_MAX_TOKEN + 1)
-        token = content.decode("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        token = read_limited(path, _MAX_TOKEN, "a token").decode("utf-8").strip()
+    except FileError as error:
+        raise InputError(str(error)) from error
+    except (OSError, InputError, UnicodeDecodeError) as error:
         message = f"--token-file must name a text file, and {shown} cannot be read as one; name another."
         raise InputError(message) from error
-    if len(content) > _MAX_TOKEN:
-        raise InputError(
-            f"A token has at most {_MAX_TOKEN:,} bytes, and {shown} has more; use a shorter one."
-        )
     if not token:
         raise InputError(f"{shown} is empty; write the token to it.")
     return token
@@ -182,23 +156,19 @@ def _read_token(path: Path | None) -> str | None:
 def _welcome(predictors: Mapping[str, Predictor], config: ServeConfig, address: str) -> str:
     from vitrail.serve.served_model import fit_memory
 
-    rows = []
+    listed = ""
     for name, predictor in predictors.items():
         height, width = predictor.preprocess.target
         classes = "classes by words" if predictor.needs_words else f"{len(predictor.scale.labels):,} classes"
-        size = f"{height}x{width} pixels"
-        if predictor.preprocess.keeps_shape:
-            size = f"images in their own shape, about {size}"
+        about = "images in their own shape, about " if predictor.preprocess.keeps_shape else ""
         batch = fit_memory(predictor, config, name).batch
         limit = f", at most {batch} images in a batch (--memory)" if batch < config.batch else ""
-        rows.append(f"{printable(name)}: {classes}, {size}{limit}")
-    listed = "\n".join(rows)
+        listed += f"{printable(name)}: {classes}, {about}{height}x{width} pixels{limit}\n"
     clients = (
         "clients with the token" if config.token else "this machine only" if config.local else "EVERYONE"
     )
     return (
-        f"{listed}\n"
-        f"{address}  ({clients}; press Ctrl-C to stop)\n"
+        f"{listed}{address}  ({clients}; press Ctrl-C to stop)\n"
         f"limits: {config.body // 2**20} MiB per request, {config.pixels // 10**6} megapixels per image, "
         f"{config.queue} images at once, {config.deadline:g} s per request"
     )

@@ -42,7 +42,7 @@ def print_error(message: str) -> None:
     try:
         print(f"vitrail: {printable(message, _MAX_MESSAGE)}", file=sys.stderr, flush=True)
     except OSError:
-        _discard(sys.stderr)
+        discard_output(sys.stderr)
 
 
 def show_device_lines() -> None:
@@ -59,12 +59,9 @@ def show_device_lines() -> None:
     warnings.showwarning = show
 
 
-def discard_output() -> None:
+def discard_output(stream: Any = None) -> None:
     """Redirect stdout to /dev/null; otherwise Python would try to flush it again at exit, and complain."""
-    _discard(sys.stdout)
-
-
-def _discard(stream: Any) -> None:
+    stream = stream or sys.stdout
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

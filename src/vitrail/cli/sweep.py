@@ -2,76 +2,46 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.overrides import Offline, Quiet, TrainingDevice, parse_sides
-from vitrail.cli.train import apply_setting
+from vitrail.cli.train import RunOptions
 
 if TYPE_CHECKING:
     from vitrail.experiment.halving_sweep import Sweep
 
 
 def sweep(
-    data: Annotated[
-        str, typer.Argument(help="What `vitrail train` takes: a folder, a table, an array file.")
-    ],
-    out: Annotated[
-        Path, typer.Option(help="The output folder: new, empty, or that of a sweep to resume.")
-    ] = Path("runs/sweep"),
-    trials: Annotated[int, typer.Option(min=2, help="Candidates of the first round.")] = 9,
-    epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Epochs of the last round.", show_default="from the recipe"),
-    ] = None,
-    recipe: Annotated[str, typer.Option(metavar="NAME", help="Where all other settings come from.")] = "auto",
-    start: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FILE|hf:OWNER/NAME", help="Fine-tune these weights."),
-    ] = None,
-    offline: Offline = False,
-    size: Annotated[str | None, typer.Option(metavar="PIXELS|HxW", help="Image size.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed, of the candidates and of the runs.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
-    device: TrainingDevice = None,
-    lr_only: Annotated[
-        bool,
-        typer.Option(
-            "--lr-only",
-            help="Only a learning rate range test: 150 steps with a growing learning rate, a figure of the "
-            "loss, and a suggestion.",
-        ),
-    ] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="Change any setting, for all runs; may be repeated."
-        ),
-    ] = None,
-    quiet: Quiet = False,
+    data: str = Argument(..., help="What `vitrail train` takes: a folder, a table, an array file."),
+    out: Path = Option(
+        Path("runs/sweep"), help="The output folder: new, empty, or that of a sweep to resume."
+    ),
+    trials: int = Option(9, min=2, help="Candidates of the first round."),
+    processes: int = Option(1, min=1, help="Runs at a time, one thread each."),
+    lr_only: bool = Option(
+        False,
+        "--lr-only",
+        help="Only a learning rate range test: 150 steps with a growing learning rate, a figure of the "
+        "loss, and a suggestion.",
+    ),
+    *,
+    options: RunOptions,
 ) -> None:
-    """Search for a better learning rate, weight decay and strength of augmentation.
+    """Search for a better learning rate, weight decay and augmentation.
 
     Nine candidates are trained for a ninth of the epochs, the best three for a third, and the best one to
     the end (successive halving): together about three runs. The first candidate is the recipe itself. Run the
     same command again to resume. The output folder gets sweep.json and all runs; the command that trains the
     best candidate is printed.
     """
-    changes: dict[str, Any] = {} if epochs is None else {"epochs": epochs}
-    changes |= {} if device is None else {"device": device}
-    for text in settings or []:
-        apply_setting(changes, text)
-    if offline:  # also in the processes of the runs
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    changes |= {"recipe": recipe, "from_": start, "size": None if size is None else parse_sides(size)}
-    with ProgressBars(enabled=not quiet) as bars:
+    changes = {**options.changes(), "seed": options.seed or 0, "recipe": options.recipe or "auto"}
+    with ProgressBars(enabled=not options.quiet) as bars:
         if lr_only:
-            _find_lr(data, out, {**changes, "seed": seed}, bars)
+            _find_lr(data, out, changes, bars)
             return
         from vitrail.experiment.halving_sweep import sweep as run_sweep
 
@@ -79,7 +49,6 @@ def sweep(
             data,
             out=out,
             trials=trials,
-            seed=seed,
             processes=processes,
             progress=lambda done, total: bars("runs", done, total),
             **changes,

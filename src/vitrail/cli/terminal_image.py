@@ -1,7 +1,4 @@
-"""Small images in the terminal: two pixels per character cell, in color if the terminal has color.
-
-`python -m vitrail.cli.terminal_image` shows an example.
-"""
+"""Small images in the terminal: two pixels per character cell, in color if the terminal has color."""
 
 from __future__ import annotations
 
@@ -61,16 +58,3 @@ def gallery(rows: Sequence[Sequence[Text]], console: Console, gap: int = 3) -> N
 
 def _width(text: Text) -> int:
     return max((len(line) for line in text.plain.splitlines()), default=0)
-
-
-if __name__ == "__main__":
-    ramp = [[(row + column) / 14 for column in range(8)] for row in range(8)]
-    console = Console()
-    color = console.color_system is not None
-    gallery(
-        [
-            [image(ramp, color=color), image(ramp, ramp, color=color)],
-            [Text("gray"), Text("colored")],
-        ],
-        console,
-    )

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Argument
 
-from vitrail.cli.overrides import Device
+from vitrail.cli.options import DEVICE
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(help="A vitrail file.")],
-    device: Device = "auto",
+    file: Path = Argument(..., help="A vitrail file."),
+    device: str = DEVICE,
 ) -> None:
-    """Run a file's golden inputs through its model on this machine, and compare with the stored logits.
+    """Check that a model still gives the logits stored in its file.
 
-    The model is computed in fp32, also on a GPU, and the tolerance is the same everywhere.
-    The exit code is 0 if the logits agree, and 1 if they differ or are NaN or infinity.
+    The file's golden inputs are run through its model on this machine. The model is computed in fp32, also on
+    a GPU, and the tolerance is the same everywhere. The exit code is 0 if the logits agree, and 1 if they
+    differ or are NaN or infinity.
     """
     from vitrail.base.errors import printable
     from vitrail.base.version import __version__

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
-from vitrail.cli.model_arguments import load_model, print_device
+from vitrail.cli.models import load_model, print_device
+from vitrail.cli.options import ModelOptions
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.overrides import Device, Set, load_arguments
 from vitrail.cli.walk_table import show_walk
 
 if TYPE_CHECKING:
@@ -28,47 +28,36 @@ _MAX_VALUES = 4_096  # of larger tensors the JSON has only a summary
 
 
 def walk(
-    model: Annotated[
-        str, typer.Argument(help='A weight file, or a model size such as "mu/4" or "B/16@384".')
-    ],
-    image: Annotated[Path, typer.Argument(help="An image file: JPEG, PNG, WebP, BMP, GIF or TIFF.")],
-    block: Annotated[int, typer.Option(help="The block to show in detail, from 0.")] = 0,
-    head: Annotated[int, typer.Option(help="The attention head to show, from 0.")] = 0,
-    token: Annotated[int, typer.Option(help="The token to follow, from 0: class token, then patches.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Save the stages and their values to this new JSON file.")
-    ] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Save the stages with figures to this new HTML file.")
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=2**63 - 1, help="Random seed of the weights of a model size.", show_default="0"
-        ),
-    ] = None,
-    settings: Set = None,
-    labels: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...|FILE",
-            help="The names of the classes, or a file with them: one on each line, or JSON with a list or "
-            "with names by index. For a model with a text tower: any classes (zero-shot).",
-        ),
-    ] = None,
-    device: Device = "auto",
+    model: str = Argument(..., help='A weight file, or a model size such as "mu/4" or "B/16@384".'),
+    image: Path = Argument(..., help="An image file: JPEG, PNG, WebP, BMP, GIF or TIFF."),
+    block: int = Option(0, help="The block to show in detail, from 0."),
+    head: int = Option(0, help="The attention head to show, from 0."),
+    token: int = Option(0, help="The token to follow, from 0: class token, then patches."),
+    json_file: Path | None = Option(
+        None, "--json", help="Save the stages and their values to this new JSON file."
+    ),
+    html_file: Path | None = Option(
+        None, "--html", help="Save the stages with figures to this new HTML file."
+    ),
+    seed: int | None = Option(
+        None, min=0, max=2**63 - 1, help="Random seed of the weights of a model size.", show_default="0"
+    ),
+    labels: str | None = Option(
+        None,
+        metavar="A,B,...|FILE",
+        help="The names of the classes, or a file with them: one on each line, or JSON with a list or "
+        "with names by index. For a model with a text tower: any classes (zero-shot).",
+    ),
+    *,
+    opening: ModelOptions,
 ) -> None:
-    """Follow one image through a model, step by step: equation, shape, meaning, values, and the answer.
+    """Follow one image through a model, step by step.
 
-    Blocks, heads and tokens count from 0. A weight file is used with its own preprocessing. A model size has
-    random weights: the steps are real, the prediction means nothing. The page of --html has every block, head
-    and token to choose from.
+    Each step shows its equation, shape, meaning and values. Blocks, heads and tokens count from 0. A weight
+    file is used with its own preprocessing. A model size has random weights: the steps are real, the
+    prediction means nothing. The page of --html has every block, head and token to choose from.
     """
     check_new_files({"--json": json_file, "--html": html_file})
-    if html_file is not None:
-        from vitrail.views.html_page import check_extras
-
-        check_extras()
 
     from rich.console import Console
 
@@ -76,9 +65,8 @@ def walk(
     from vitrail.views import walk as steps
     from vitrail.views.walk.overview import top_classes
 
-    arguments = load_arguments(given=settings, device=device)
-    bundle, weights = _load_model(model, seed, arguments, labels)
-    print_device(bundle.model, arguments, "fp32", quiet=False)
+    bundle, weights = _load_model(model, seed, opening, labels)
+    print_device(bundle.model, opening.device, "fp32", quiet=opening.quiet)
     vit, activation = bundle.model, bundle.scores.activation
     pixels = read_image(image, bundle.preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token, activation=activation)
@@ -102,9 +90,7 @@ def walk(
         print(f"Saved {printable(html_file)}")
 
 
-def _load_model(
-    name: str, seed: int | None, overrides: dict[str, Any], labels: str | None
-) -> tuple[Bundle, str]:
+def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str | None) -> tuple[Bundle, str]:
     """The model with its preprocessing and labels, and a sentence about its weights."""
     import torch
 
@@ -113,14 +99,14 @@ def _load_model(
     from vitrail.model.device import place
     from vitrail.model.presets import preset
     from vitrail.weights.bundle.bundle import Bundle
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
-    if name.startswith("hf:") or Path(name).exists() or Path(name).suffix in _WEIGHT_SUFFIXES:
+    if name.startswith("hf:") or _is_file(name):
         if seed is not None:
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
             )
-        bundle = load_model(name, overrides, quiet=False, precision=None)
+        bundle = load_model(name, opening, precision=None)
         if labels is not None:
             from vitrail.views.walk.label_file import name_classes
 
@@ -131,7 +117,7 @@ def _load_model(
         raise InputError(
             f"--labels names the classes of a weight file, and {name} is a model size; remove it."
         )
-    fields = {field: value for field, value in overrides.items() if field != "device"}
+    fields = opening.overrides()
     preprocess_fields = fields.pop("preprocess", None)
     if "checkpoint_key" in fields:
         raise InputError(f"checkpoint_key is for a torch.save file, and {name} is a model size; remove it.")
@@ -144,14 +130,18 @@ def _load_model(
     weights = f"Random weights (seed {seed}), not trained: the steps are real, the prediction means nothing."
     preprocess = override_preprocess(squash, preprocess_fields, config, [])
     vit = ViT(config)
-    place(vit, overrides.get("device", "auto"))
+    place(vit, opening.device)
     return Bundle(model=vit, preprocess=preprocess), weights
 
 
 def _short_name(model: str) -> str:
     """The file name of a path to a model; other names as they are."""
-    is_path = not model.startswith("hf:") and (Path(model).exists() or Path(model).suffix in _WEIGHT_SUFFIXES)
+    is_path = not model.startswith("hf:") and _is_file(model)
     return printable((is_path and Path(model).name) or model)
+
+
+def _is_file(model: str) -> bool:
+    return Path(model).exists() or Path(model).suffix in _WEIGHT_SUFFIXES
 
 
 def _check_tokens(name: str, config: ViTConfig) -> None:
@@ -179,7 +169,7 @@ def read_image(path: Path, preprocess: Preprocess | None) -> Tensor:
 
 def as_json(stages: list[Stage], summary: dict[str, Any]) -> str:
     """The summary and the stages; tensors with many values only as statistics."""
-    from vitrail.views.walk.format_tensor import finite_or_none, summarize
+    from vitrail.views.walk.stage import finite_or_none, summarize
 
     entries = []
     for stage in stages:

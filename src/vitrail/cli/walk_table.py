@@ -9,6 +9,7 @@ from vitrail.base.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from vitrail.model.config import ViTConfig
     from vitrail.views.walk import Stage
@@ -52,55 +53,43 @@ def _stage_table(stages: list[Stage], block: int, config: ViTConfig) -> Table:
         if stage.name.startswith("blocks.") and not stage.name.startswith(f"blocks.{block}."):
             others.append(stage)
             continue
-        _add_other_blocks(table, others, block)
+        if others:
+            table.add_row(*_other_blocks(others, block))
+            others.clear()
         if stage.number != current:
             current = stage.number
             title = f"Eq. ({stage.number}): " if stage.number else ""
             equation = equations.get(stage.number or 0, "").replace("_{ℓ−1}", "_l-1").replace("_ℓ", "_l")
             table.add_row(Text(f"{title}{_TITLES[stage.number]}", style="bold"), Text(equation, style="bold"))
-        _add_stage(table, stage)
+        table.add_row(*_row(stage.name, stage, stage.equation, stage.meaning))
     return table
 
 
-def _add_other_blocks(table: Table, others: list[Stage], block: int) -> None:
-    """One row for the blocks before or after the one in detail; empties the list."""
-    from rich.text import Text
-
-    if not others:
-        return
+def _other_blocks(others: list[Stage], block: int) -> list[Text]:
+    """One row for the blocks before or after the one in detail."""
     first, last = (int(stage.name.split(".")[1]) for stage in (others[0], others[-1]))
-    name = f"blocks.{first}" if first == last else f"blocks.{first} ... blocks.{last}"
     inner = others[0].equation.partition(" = ")[2]
-    equation = (
-        f"z_{last + 1} = {inner}" if first == last else f"z_{last + 1} = Block_{last}( ... {inner} ... )"
-    )
-    meaning = f"{'Block' if first == last else 'Blocks'} {first}{f' to {last}' * (first != last)}, with the "
-    meaning += f"stages of block {block}."
-    table.add_row(
-        Text.assemble((name, "bold cyan"), f"\n{' x '.join(map(str, others[-1].shape))}"),
-        Text.assemble((equation, "bold"), f"\n{meaning}"),
-        Text(_numbers(others[-1])),
-    )
-    others.clear()
+    if first == last:
+        name, equation, which = f"blocks.{first}", f"z_{last + 1} = {inner}", f"Block {first}"
+    else:
+        name, which = f"blocks.{first} ... blocks.{last}", f"Blocks {first} to {last}"
+        equation = f"z_{last + 1} = Block_{last}( ... {inner} ... )"
+    return _row(name, others[-1], equation, f"{which}, with the stages of block {block}.")
 
 
-def _add_stage(table: Table, stage: Stage) -> None:
+def _row(name: str, stage: Stage, equation: str, meaning: str) -> list[Text]:
+    """The cells of a stage: name and shape, equation and meaning, and its numbers: of one or two, all."""
     from rich.text import Text
 
-    table.add_row(
-        Text.assemble((stage.name, "bold cyan"), f"\n{' x '.join(map(str, stage.shape))}"),
-        Text.assemble((stage.equation, "bold"), f"\n{stage.meaning}"),
-        Text(_numbers(stage)),
-    )
+    from vitrail.views.walk.stage import format_number, summarize
 
-
-def _numbers(stage: Stage) -> str:
-    """Two lines: mean and std, min and max; of one or two values, the values."""
-    from vitrail.views.walk.format_tensor import format_number, summarize
-
-    shown = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
-    numbers = [*(format_number(number) for number in shown), "", "", ""]
-    return f"{numbers[0]:>7} {numbers[1]:>7}\n{numbers[2]:>7} {numbers[3]:>7}"
+    values = stage.tensor.tolist() if stage.tensor.numel() <= 2 else summarize(stage.tensor).values()
+    numbers = [*(format_number(number) for number in values), "", "", ""]
+    return [
+        Text.assemble((name, "bold cyan"), f"\n{' x '.join(map(str, stage.shape))}"),
+        Text.assemble((equation, "bold"), f"\n{meaning}"),
+        Text(f"{numbers[0]:>7} {numbers[1]:>7}\n{numbers[2]:>7} {numbers[3]:>7}"),
+    ]
 
 
 # ---- attention and answer -------------------------------------------------------------------

@@ -50,7 +50,6 @@ class ConfidenceThreshold:
     """Predictions of at least this confidence are accepted, the others rejected."""
 
     confidence: float
-    """The confidence."""
     accepted: int
     """Number of accepted predictions."""
     accuracy: float

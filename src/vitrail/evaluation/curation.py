@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,6 +128,9 @@ def embed_dataset(
         """The pooled vector of each image, and its thumbnail."""
         return torch.cat([model.encode(images).pooled, thumbnails(images).flatten(1)], dim=1)
 
+    def add_progress(images: int) -> None:
+        progress(done + images)
+
     names: list[str] = []
     for number, split in enumerate(data.splits.values()):
         if not len(split):
@@ -141,24 +143,19 @@ def embed_dataset(
             batch=batch,
             workers=workers,
             corrupt=CorruptFiles("skip"),
-            progress=partial(_add_progress, progress, done),
+            progress=add_progress,
         )
         done += len(split)
         readable = np.flatnonzero(valid.numpy() > 0)
         names += [split.names[int(row)] for row in readable]
-        parts.append(
-            (rows.numpy()[readable], split.labels[readable], np.full(len(readable), number), readable)
-        )
+        of_split = np.full(len(readable), number)
+        parts.append((rows.numpy()[readable], split.labels[readable], of_split, readable))
     if not parts or not names:
         raise InputError("None of the images could be read, so there are no features to compare.")
     outputs, labels, splits, rows_of = (np.concatenate(column) for column in zip(*parts, strict=True))
     features, small = outputs[:, : -SIDE * SIDE], torch.from_numpy(outputs[:, -SIDE * SIDE :]).half()
     unit = unit_length(features).astype(np.float32)
     return EmbeddedDataset(unit, labels, splits, rows_of, names, small.reshape(-1, 1, SIDE, SIDE))
-
-
-def _add_progress(progress: Callable[[int], None], before: int, done: int) -> None:
-    progress(before + done)
 
 
 def curate(images: EmbeddedDataset) -> Curation:
@@ -259,11 +256,9 @@ def _mislabeled(images: EmbeddedDataset, groups: NDArray[np.int64]) -> list[Misl
     labels = images.labels
     p = out_of_fold(images.features, labels, int(labels.max()) + 1, groups).numpy()  # (N, K)
     given, suggested = p[np.arange(len(p)), labels], p.argmax(axis=1)
-    rows = np.flatnonzero(p.max(axis=1) - given > MARGIN)
-    found = [
-        Mislabeled(int(row), int(suggested[row]), float(p[row, suggested[row]]), float(given[row]))
-        for row in rows
-    ]
+    best = p.max(axis=1)
+    rows = np.flatnonzero(best - given > MARGIN)
+    found = [Mislabeled(int(r), int(suggested[r]), float(best[r]), float(given[r])) for r in rows]
     return sorted(found, key=lambda one: one.given - one.probability)
 
 

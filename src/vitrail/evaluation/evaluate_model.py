@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary
 from vitrail.evaluation.calibration import Calibration, calibrate, check_target_accuracy
-from vitrail.evaluation.forward import BATCH, SplitOutputs, run_split
+from vitrail.evaluation.forward import BATCH, run_split
 from vitrail.evaluation.metrics import (
     ClassificationMetrics,
     ImagePredictions,
@@ -27,24 +26,12 @@ from vitrail.evaluation.metrics import (
     predict_images,
     real_accuracy,
 )
-from vitrail.evaluation.probes import (
-    LabeledFeatures,
-    Layers,
-    ProbeResult,
-    check_layers,
-    check_probes,
-    run_probes,
-)
+from vitrail.evaluation.probes import Layers, ProbeResult, check_layers, check_probes, run_probes
 from vitrail.evaluation.selection import Progress, read_real_labels, select_images
-from vitrail.evaluation.trained_images import (
-    OutOfDistribution,
-    TrainedOn,
-    count_flagged,
-    find_trained,
-    score_others,
-)
+from vitrail.evaluation.trained_images import OutOfDistribution, TrainedOn, count_flagged, score_others
 from vitrail.fast.accelerate import Speedup, accelerate_bundle
-from vitrail.images.class_names import ClassNames
+from vitrail.images.classes import ClassNames
+from vitrail.images.content import content_keys
 from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles
 from vitrail.model import ViT
@@ -174,30 +161,34 @@ def evaluate(
     images, labels, notes = selected.images, selected.images.labels, selected.notes
     real_labels = None if real is None else read_real_labels(real, images.names, config.classes, notes)
     blocks = check_layers(layers, config.depth) if probes else []
-    _check_speedup(bundle, speedup, probes)
+    if speedup is not None and probes:
+        raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
+    if speedup is not None and bundle.native is not None:
+        raise InputError(
+            "The model was trained on images in their own shape, and an accelerated model takes one shape; "
+            "remove precision."
+        )
     accelerated = None
     if not probes and bundle.native is None:  # both need the code of the model itself
         accelerated = accelerate_bundle(bundle, speedup)
         notes += accelerated.report.sentences() if accelerated is not None else []
     corrupt = CorruptFiles("skip")
 
-    def run(part: Split, name: str) -> SplitOutputs:
-        return run_split(
-            bundle,
-            part,
-            blocks,
-            name,
-            batch=batch,
-            workers=workers,
-            corrupt=corrupt,
-            progress=progress,
-            accelerated=accelerated,
-        )
-
-    trained = find_trained(
-        bundle.fingerprint, images, selected.source, lambda done, total: progress("content keys", done, total)
+    run = partial(
+        run_split,
+        bundle,
+        layers=blocks,
+        batch=batch,
+        workers=workers,
+        corrupt=corrupt,
+        progress=progress,
+        accelerated=accelerated,
     )
-    outputs = run(images, selected.split)
+    overlap, fingerprint = None, bundle.fingerprint
+    keys = None
+    if fingerprint is not None:
+        keys = content_keys(images, selected.source, partial(progress, "content keys"))
+    outputs = run(images, name=selected.split)
     valid = outputs.valid
     if not valid.any():
         reason = next(iter(corrupt.reasons.values()), "check the data")
@@ -205,7 +196,7 @@ def evaluate(
             f"None of the {len(valid):,} images of {printable(selected.data)} (split {selected.split}) could "
             f"be read. The first error: {reason}"
         )
-    metrics = calibration = predictions = matched = overlap = None
+    metrics = calibration = predictions = matched = None
     if selected.columns is not None:
         matched = outputs.logits.numpy()[:, selected.columns]
         scale = match_scale(bundle, selected.columns, labels.ndim == 2)
@@ -216,15 +207,13 @@ def evaluate(
             calibration = calibrate(matched[valid], labels[valid], target_accuracy, stored, scale.activation)
             if not calibration.fitted:
                 notes.append("No temperature could be fitted to these images; it stays 1.")
-    if trained is not None and bundle.fingerprint is not None:
-        exact = bundle.fingerprint.is_exact
-        overlap = score_others(trained, valid, matched, labels, selected.classes, exact)
+    if fingerprint is not None and keys is not None:
+        trained = fingerprint.contains(keys)
+        overlap = score_others(trained, valid, matched, labels, selected.classes, fingerprint.is_exact)
     results = []
     if probes:
-        test = LabeledFeatures(outputs.features[valid], torch.from_numpy(labels)[valid])
-        fitted = run(selected.train, "train")
-        y = torch.from_numpy(selected.train.labels)[fitted.valid]
-        train = LabeledFeatures(fitted.features[fitted.valid], y)
+        fitted = run(selected.train, name="train")
+        train, test = fitted.labeled(selected.train.labels), outputs.labeled(labels)
         device = next(bundle.model.parameters()).device
         results = run_probes(probes, train, test, len(selected.classes), blocks, device)
         if selected.split in ("train", "all"):
@@ -246,16 +235,6 @@ def evaluate(
         out_of_distribution=None if outputs.ood is None else count_flagged(outputs.ood[valid]),
         evaluated=images,
     )
-
-
-def _check_speedup(bundle: Bundle, speedup: Speedup | None, probes: Sequence[str]) -> None:
-    if speedup is not None and probes:
-        raise InputError("Probes read the features inside the model itself; remove probe or the precision.")
-    if speedup is not None and bundle.native is not None:
-        raise InputError(
-            "The model was trained on images in their own shape, and an accelerated model takes one shape; "
-            "remove precision."
-        )
 
 
 def match_scale(bundle: Bundle, columns: Sequence[int], multilabel: bool) -> Scores:

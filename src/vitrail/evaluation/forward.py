@@ -105,6 +105,14 @@ def resize_split(split: Split, preprocess: Preprocess) -> Split:
 
 
 @dataclass(frozen=True, eq=False)
+class LabeledFeatures:
+    """Features (N, layers, parts, D) of images, and their labels (N,)."""
+
+    features: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class SplitOutputs:
     """The outputs of a model for the N images of a split."""
 
@@ -117,6 +125,10 @@ class SplitOutputs:
     valid: NDArray[np.bool_]
     """(N,): False for images that could not be read."""
 
+    def labeled(self, labels: NDArray[np.int64]) -> LabeledFeatures:
+        """The features of the images that could be read, with their labels."""
+        return LabeledFeatures(self.features[self.valid], torch.from_numpy(labels)[self.valid])
+
 
 def feature_parts(config: ViTConfig) -> tuple[str, ...]:
     """The features collected from each block."""
@@ -126,9 +138,9 @@ def feature_parts(config: ViTConfig) -> tuple[str, ...]:
 def run_split(
     bundle: Bundle,
     images: Split,
+    *,
     layers: Sequence[int],
     name: str,
-    *,
     batch: int,
     workers: int | Literal["auto"],
     corrupt: CorruptFiles,

@@ -7,7 +7,7 @@ the rounding of the logits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,11 +48,8 @@ class Mistake:
 
     name: str
     predicted: str
-    """The predicted class."""
     label: str
-    """The label."""
     confidence: float
-    """The confidence."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,7 @@ def compute_metrics(
     worst: int = _WORST,
     scores: Scores | None = None,
 ) -> ClassificationMetrics:
-    """Metrics of logits (N, K) for labels (N,), or multi-label targets (N, K) of 0 and 1.
+    """Compute metrics of logits (N, K) for labels (N,), or multi-label targets (N, K) of 0 and 1.
 
     Args:
         scores: how these logits become scores. By default by softmax for labels (N,), and by sigmoid with
@@ -99,6 +96,7 @@ def compute_metrics(
         worst: number of mistakes to list.
     """
     _check_shapes(logits, labels, classes)
+    scores, K = scores or Scores(), len(classes)
     rows = np.arange(len(logits)) if valid is None else np.flatnonzero(valid)
     if not len(rows):
         raise InputError("There are no images to evaluate: none could be read. Check the data.")
@@ -109,9 +107,45 @@ def compute_metrics(
             f"The model's logits are NaN or infinite for {bad:,} of {len(logits):,} images; check its "
             "weights with `vitrail info MODEL --check`."
         )
-    valid_names = [str(row) if names is None else names[row] for row in rows.tolist()]
-    compute = _multi_label_metrics if labels.ndim == 2 else _single_label_metrics
-    return compute(logits, labels, classes, valid_names, worst, scores or Scores())
+    if labels.ndim == 2:  # any number of classes per image; a score above its threshold predicts the class
+        z, target = logits.astype(np.float64), labels > 0
+        positive = sigmoid(z) > class_thresholds(scores, K)
+        predicted, confidence = predict_top1(logits, activation="sigmoid")
+        each = np.arange(len(z))
+        wrong = ~target[each, predicted] & positive[each, predicted]
+        hits, count, predictions = (array.sum(axis=0) for array in (target & positive, target, positive))
+        aps = [_average_precision(z[:, k], target[:, k]) for k in range(K)]
+        loss = float((np.maximum(z, 0) - z * target + np.log1p(np.exp(-np.abs(z)))).mean())
+    else:
+        predicted, confidence = predict_top1(logits, activation=scores.activation)
+        wrong, aps = predicted != labels, []
+        count, predictions = np.bincount(labels, minlength=K), np.bincount(predicted, minlength=K)
+        hits = np.bincount(labels[~wrong], minlength=K)
+        loss = _cross_entropy(logits, labels)
+    per_class = _class_metrics(classes, hits, count, predictions, aps)
+    indices = np.flatnonzero(wrong)
+    mistakes = [
+        Mistake(
+            name=str(rows[i]) if names is None else names[int(rows[i])],
+            predicted=classes[predicted[i]],
+            label=", ".join(classes[int(k)] for k in _true_classes(labels[i])) or "none",
+            confidence=float(confidence[i]),
+        )
+        for i in indices[np.argsort(-confidence[indices], kind="stable")][:worst]
+    ]
+    common = ClassificationMetrics(
+        len(labels), loss, per_class, mistakes, macro_f1=_mean([one.f1 for one in per_class])
+    )
+    if labels.ndim == 2:
+        return replace(common, mean_ap=_mean(aps), exact=float((target == positive).all(axis=1).mean()))
+    confusion = np.bincount(labels * K + predicted, minlength=K * K) if K <= _MAX_CONFUSION else None
+    return replace(
+        common,
+        top1=float((~wrong).mean()),
+        top5=float((_label_ranks(logits, labels) < 5).mean()) if K > 5 else None,
+        ece=ece(reliability_bins(confidence, ~wrong)),
+        confusion=None if confusion is None else confusion.reshape(K, K).tolist(),
+    )
 
 
 def _check_shapes(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[str]) -> None:
@@ -128,112 +162,48 @@ def _check_shapes(logits: NDArray[Any], labels: NDArray[Any], classes: Sequence[
         )
 
 
-def _single_label_metrics(
-    logits: NDArray[Any],
-    labels: NDArray[np.int64],
-    classes: Sequence[str],
-    names: list[str],
-    worst: int,
-    scores: Scores,
-) -> ClassificationMetrics:
-    """One class per image."""
-    K = len(classes)
-    predicted, confidence = predict_top1(logits, activation=scores.activation)
-    correct = predicted == labels
-    confusion = None
-    if K <= _MAX_CONFUSION:
-        confusion = np.bincount(labels * K + predicted, minlength=K * K).reshape(K, K).tolist()
-    label_count, predicted_count = np.bincount(labels, minlength=K), np.bincount(predicted, minlength=K)
-    hits = np.bincount(labels[correct], minlength=K)
-    wrong = np.flatnonzero(~correct)
-    order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
-    per_class = _class_metrics(classes, hits, label_count, predicted_count)
-    return ClassificationMetrics(
-        count=len(labels),
-        loss=_cross_entropy(logits, labels),
-        per_class=per_class,
-        macro_f1=_macro_f1(per_class),
-        mistakes=[
-            Mistake(names[i], classes[predicted[i]], classes[labels[i]], float(confidence[i])) for i in order
-        ],
-        top1=float(correct.mean()),
-        top5=float((_label_ranks(logits, labels) < 5).mean()) if K > 5 else None,
-        ece=ece(reliability_bins(confidence, correct)),
-        confusion=confusion,
-    )
-
-
-def _multi_label_metrics(
-    logits: NDArray[Any],
-    labels: NDArray[np.int64],
-    classes: Sequence[str],
-    names: list[str],
-    worst: int,
-    scores: Scores,
-) -> ClassificationMetrics:
-    """Any number of classes per image; a score above its threshold predicts the class."""
-    z = logits.astype(np.float64)
-    thresholds = np.full(len(classes), 0.5) if scores.thresholds is None else np.array(scores.thresholds)
-    target, positive = labels > 0, sigmoid(z) > thresholds
-    aps = [_average_precision(z[:, k], target[:, k]) for k in range(len(classes))]
-    defined = [ap for ap in aps if ap is not None]
-    top = z.argmax(axis=1)
-    confidence, each = sigmoid(z.max(axis=1)), np.arange(len(top))
-    wrong = np.flatnonzero(~target[each, top] & positive[each, top])
-    order = wrong[np.argsort(-confidence[wrong], kind="stable")][:worst]
-    hits, label_count, predicted_count = (
-        array.sum(axis=0) for array in (target & positive, target, positive)
-    )
-    per_class = _class_metrics(classes, hits, label_count, predicted_count, aps)
-    return ClassificationMetrics(
-        count=len(labels),
-        loss=float((np.maximum(z, 0) - z * target + np.log1p(np.exp(-np.abs(z)))).mean()),
-        per_class=per_class,
-        macro_f1=_macro_f1(per_class),
-        mistakes=[
-            Mistake(names[i], classes[top[i]], _join_labels(classes, target[i]), float(confidence[i]))
-            for i in order
-        ],
-        mean_ap=float(np.mean(defined)) if defined else None,
-        exact=float((target == positive).all(axis=1).mean()),
-    )
-
-
 # ---- parts ----------------------------------------------------------------------------------
+
+
+def class_thresholds(scores: Scores, classes: int) -> NDArray[np.float64]:
+    """The threshold of each class of multi-label data."""
+    return np.full(classes, 0.5) if scores.thresholds is None else np.array(scores.thresholds)
+
+
+def _true_classes(label: Any) -> NDArray[np.int64]:
+    """The classes of one image, from its label or its row of targets."""
+    return np.flatnonzero(label) if np.ndim(label) else np.array([label])
 
 
 def _class_metrics(
     classes: Sequence[str],
     hits: NDArray[Any],
-    label_count: NDArray[Any],
-    predicted_count: NDArray[Any],
-    aps: Sequence[float | None] = (),
+    count: NDArray[Any],
+    predictions: NDArray[Any],
+    aps: Sequence[float | None],
 ) -> list[ClassMetrics]:
     """Metrics of each class from its correct predictions, its images and its predictions, all (K,)."""
     return [
         ClassMetrics(
             name,
-            int(label_count[k]),
-            precision=_divide(hits[k], predicted_count[k]),
-            recall=_divide(hits[k], label_count[k]),
-            f1=_divide(2 * hits[k], label_count[k] + predicted_count[k]) if label_count[k] else None,
+            int(count[k]),
+            precision=_divide(hits[k], predictions[k]),
+            recall=_divide(hits[k], count[k]),
+            f1=_divide(2 * hits[k], count[k] + predictions[k]) if count[k] else None,
             ap=aps[k] if aps else None,
         )
         for k, name in enumerate(classes)
     ]
 
 
-def _macro_f1(per_class: Sequence[ClassMetrics]) -> float | None:
-    defined = [one.f1 for one in per_class if one.f1 is not None]
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that there are."""
+    defined = [value for value in values if value is not None]
     return float(np.mean(defined)) if defined else None
 
 
 def _divide(part: Any, total: Any) -> float | None:
     return float(part / total) if total else None
-
-
-def _join_labels(classes: Sequence[str], target: NDArray[np.bool_]) -> str:
-    return ", ".join(classes[k] for k in np.flatnonzero(target).tolist()) or "none"
 
 
 def _cross_entropy(logits: NDArray[Any], labels: NDArray[np.int64]) -> float:
@@ -335,13 +305,10 @@ class ImagePredictions(Sequence[ImagePrediction]):
     def __getitem__(self, index: int) -> ImagePrediction:  # type: ignore[override]
         best, scores = self.best[index].tolist(), self.scores[index].tolist()
         top = [{"label": self.classes[k], "score": score} for k, score in zip(best, scores, strict=True)]
-        if self.predicted is None:
-            true, predicted = [int(self.labels[index])], [best[0]]
-        else:
-            true = np.flatnonzero(self.labels[index]).tolist()
-            predicted = np.flatnonzero(self.predicted[index]).tolist()
-        label, said = ("|".join(self.classes[k] for k in indices) for indices in (true, predicted))
-        return ImagePrediction(self.names[index], label, said, true == predicted, scores[0], top)
+        true = _true_classes(self.labels[index]).tolist()
+        found = best[:1] if self.predicted is None else np.flatnonzero(self.predicted[index]).tolist()
+        label, predicted = ("|".join(self.classes[int(k)] for k in indices) for indices in (true, found))
+        return ImagePrediction(self.names[index], label, predicted, true == found, scores[0], top)
 
     def as_rows(self) -> Iterator[dict[str, Any]]:
         """Each prediction as a dictionary, for JSON."""
@@ -356,25 +323,20 @@ def predict_images(
     names: Sequence[str],
     scale: Scores,
 ) -> ImagePredictions:
-    """Predictions from logits (N, K), whose columns are the classes of the data.
+    """Predict from logits (N, K), whose columns are the classes of the data.
 
     Args:
         valid: (N,), False for images that could not be read.
         scale: how these logits become scores.
     """
-    rows = np.flatnonzero(valid)
-    k = min(_TOP, len(classes))
-    best, top_scores = np.empty((len(rows), k), np.int32), np.empty((len(rows), k))
-    multilabel = labels.ndim == 2
-    predicted = np.empty((len(rows), len(classes)), bool) if multilabel else None
-    thresholds = np.full(len(classes), 0.5) if scale.thresholds is None else np.array(scale.thresholds)
-    for start in range(0, len(rows), _ROWS):
-        part = slice(start, start + _ROWS)
-        scores = scale.compute(logits[rows[part]])
-        best[part] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-        top_scores[part] = np.take_along_axis(scores, best[part].astype(np.int64), axis=1)
-        if predicted is not None:
-            predicted[part] = scores > thresholds
-    return ImagePredictions(
-        [names[i] for i in rows.tolist()], labels[rows], classes, best, top_scores, predicted
-    )
+    rows, multilabel = np.flatnonzero(valid), labels.ndim == 2
+    thresholds = class_thresholds(scale, len(classes))
+    parts = []
+    for part in np.array_split(rows, len(rows) // _ROWS + 1):
+        scores = scale.compute(logits[part])
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :_TOP]
+        predicted = scores > thresholds if multilabel else np.zeros((len(part), 0), bool)
+        parts.append((best.astype(np.int32), np.take_along_axis(scores, best, axis=1), predicted))
+    best, top_scores, predicted = (np.concatenate(column) for column in zip(*parts, strict=True))
+    names = [names[i] for i in rows.tolist()]
+    return ImagePredictions(names, labels[rows], classes, best, top_scores, predicted if multilabel else None)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.base.errors import InputError, suggest
-from vitrail.evaluation.forward import BATCH, run_model
+from vitrail.evaluation.forward import BATCH, LabeledFeatures, run_model
 from vitrail.evaluation.selection import Progress
 from vitrail.images.formats.sources import Dataset, Split
 from vitrail.images.loader import CorruptFiles
@@ -29,7 +29,6 @@ from vitrail.images.rng import random_permutation
 from vitrail.model import ViT, surgery
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.own_shape import reading_preprocess
-from vitrail.weights.bundle.scores import Scores
 
 PROBES = ("knn", "linear", "fewshot")
 _NEIGHBORS = (10, 20, 100, 200)
@@ -41,6 +40,8 @@ _RIDGE, _BIAS = 2.0**10, 100.0  # big_vision's; the bias input is so large that 
 _MAX_SIMILARITIES = 1 << 26  # in memory at once
 
 Layers = Sequence[int] | Literal["all"] | None
+Scored = Iterator[tuple[str, float, float | None, float | None]]
+"""The setting of a probe, its accuracy, the standard deviation over draws, and the selected L2."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,6 @@ class ProbeResult:
     """Standard deviation over the draws, for few-shot."""
     l2: float | None = None
     """The selected L2 of the linear probe."""
-
-
-@dataclass(frozen=True, eq=False)
-class LabeledFeatures:
-    """Features (N, layers, parts, D) of images, and their labels (N,)."""
-
-    features: Tensor
-    labels: Tensor
 
 
 def check_probes(names: Sequence[str]) -> tuple[str, ...]:
@@ -106,13 +99,14 @@ def run_probes(
     results = []
     y, y_test = train.labels.to(device), test.labels.to(device)
     for name in check_probes(names):
-        run = {"knn": _knn_results, "linear": _linear_results, "fewshot": _few_shot_results}[name]
+        run = {"knn": _knn_scores, "linear": _linear_scores, "fewshot": _few_shot_scores}[name]
         for index, layer in enumerate(layers):
             for feature in ("class", "mean", "both") if train.features.shape[2] == 2 else ("mean",):
                 x, x_test = (
                     _select_feature(part.features[:, index], feature).to(device) for part in (train, test)
                 )
-                results += list(run(x, y, x_test, y_test, classes, layer, feature))
+                for setting, top1, std, l2 in run(x, y, x_test, y_test, classes):
+                    results.append(ProbeResult(name, setting, layer, feature, top1, std, l2))
     return results
 
 
@@ -125,22 +119,25 @@ def _accuracy(predicted: Tensor, labels: Tensor) -> float:
     return (predicted == labels).double().mean().item()
 
 
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of features in float64, (D,) each."""
+    return x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
+
+
 def _standardize(x: Tensor, x_test: Tensor) -> tuple[Tensor, Tensor]:
     """Standardize both by the mean and standard deviation of x, in float64."""
     x, x_test = x.double(), x_test.double()
-    mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
+    mean, std = _moments(x)
     return (x - mean) / std, (x_test - mean) / std
 
 
 # ---- k nearest neighbors --------------------------------------------------------------------
 
 
-def _knn_results(
-    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[ProbeResult]:
+def _knn_scores(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int) -> Scored:
     ks = [k for k in _NEIGHBORS if k <= len(x)] or [len(x)]
     for k, predicted in zip(ks, predict_knn(x, y, x_test, classes, ks), strict=True):
-        yield ProbeResult("knn", f"k={k}", layer, feature, _accuracy(predicted, y_test))
+        yield f"k={k}", _accuracy(predicted, y_test), None, None
 
 
 def predict_knn(x: Tensor, y: Tensor, x_test: Tensor, classes: int, ks: Sequence[int]) -> list[Tensor]:
@@ -160,12 +157,10 @@ def predict_knn(x: Tensor, y: Tensor, x_test: Tensor, classes: int, ks: Sequence
 # ---- logistic regression --------------------------------------------------------------------
 
 
-def _linear_results(
-    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[ProbeResult]:
+def _linear_scores(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int) -> Scored:
     l2 = select_l2(x, y, classes)
     (predicted,) = predict_logistic(x, y, x_test, classes, [l2])
-    yield ProbeResult("linear", "", layer, feature, _accuracy(predicted, y_test), l2=l2)
+    yield "", _accuracy(predicted, y_test), None, l2
 
 
 def select_l2(x: Tensor, y: Tensor, classes: int) -> float:
@@ -195,7 +190,7 @@ def predict_logistic(
 def fit_head(x: Tensor, y: Tensor, classes: int, l2: float) -> tuple[Tensor, Tensor]:
     """Weight (K, D) and bias (K,) of logistic regression, for features that are not standardized."""
     x = x.double()
-    mean, std = x.mean(dim=0), x.std(dim=0, correction=0) + 1e-5
+    mean, std = _moments(x)
     weight, bias = _zeros(x, classes)
     _fit_logistic((x - mean) / std, y, weight, bias, l2)
     scaled = (weight.detach() / std[:, None]).T
@@ -230,20 +225,14 @@ def _fit_logistic(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, l2: float)
 # ---- few-shot -------------------------------------------------------------------------------
 
 
-def _few_shot_results(
-    x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int, layer: int, feature: str
-) -> Iterator[ProbeResult]:
+def _few_shot_scores(x: Tensor, y: Tensor, x_test: Tensor, y_test: Tensor, classes: int) -> Scored:
     counts = y.bincount(minlength=classes)
     smallest = int(counts[counts > 0].min())
     for shots in (n for n in _SHOTS if n <= smallest):
-        accuracies = []
-        for draw in range(_DRAWS):
-            rows = draw_shots(y, shots, draw)
-            accuracies.append(_accuracy(predict_ridge(x[rows], y[rows], x_test, classes), y_test))
-        values = torch.tensor(accuracies, dtype=torch.float64)
-        yield ProbeResult(
-            "fewshot", f"{shots}-shot", layer, feature, values.mean().item(), values.std().item()
-        )
+        draws = [draw_shots(y, shots, draw) for draw in range(_DRAWS)]
+        predicted = [predict_ridge(x[rows], y[rows], x_test, classes) for rows in draws]
+        accuracies = torch.tensor([_accuracy(one, y_test) for one in predicted], dtype=torch.float64)
+        yield f"{shots}-shot", accuracies.mean().item(), accuracies.std().item(), None
 
 
 def draw_shots(y: Tensor, shots: int, draw: int) -> Tensor:
@@ -323,17 +312,15 @@ def probe_head(
         x_test, y_test = features("val", held_out)
         evaluated = len(y_test)
         predicted = (x_test.double() @ weight.T + bias).argmax(dim=1)
-        accuracy = (predicted == y_test).double().mean().item() if evaluated else None
-    new = replace(
-        bundle,
+        accuracy = _accuracy(predicted, y_test) if evaluated else None
+    new = Bundle(
         model=_with_head(frozen, weight, bias),
+        preprocess=bundle.preprocess,
         labels=list(data.classes),
-        scores=Scores(),
-        statistics=None,
-        source=None,
-        extras={},
-        text_files={},
-        fingerprint=None,
+        card=bundle.card,
+        notes=bundle.notes,
+        guess=bundle.guess,
+        native=bundle.native,
     )
     return ProbedModel(new, len(y), l2, accuracy, evaluated)
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.safe_files import parse_json, read_limited
-from vitrail.images.class_names import ClassNames, rename_classes
-from vitrail.images.classes import class_counts, relabel
+from vitrail.images.classes import ClassNames, class_counts, relabel, rename_classes
 from vitrail.images.formats.sources import Dataset, Split, concatenate, open_labeled
 from vitrail.images.holdout import hold_out_validation
 from vitrail.weights.bundle.bundle import Bundle

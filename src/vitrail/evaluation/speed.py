@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from vitrail.base.errors import InputError, VitrailError
 from vitrail.base.telemetry import disable_telemetry
 from vitrail.fast.accelerate import accelerate, read_calibration
 from vitrail.fast.choices import describe_machine
-from vitrail.fast.gate import MIN_AGREEMENT, Gate, compare, run_batches, split_images
+from vitrail.fast.gate import MIN_AGREEMENT, compare, run_batches, split_images
 from vitrail.fast.inference_routes import LOSSY, Precision
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle, versions
@@ -100,10 +100,12 @@ def measure_speeds(
         if images is not None and exact is not None and model.config.classes:
             logits = run_batches(run, images, _CHECK_BATCH)
             gate = compare(logits, exact, precision=used, min_agreement=min_agreement, labels=labels)
-        size = _weight_bytes(model, used) / 1e6
+        measured = {"weights_mb": round(_weight_bytes(model, used) / 1e6, 1)}
+        if gate is not None:
+            measured |= {"agreement": gate.agreement, "kl": gate.kl, "top1": gate.top1}
         for batch in batches:
-            times, memory = _time(run, model.config.input_shape, batch, device)
-            rows.append(_row(name, used, batch, times, memory, round(size, 1), gate))
+            row = _measure(name, used, run, model.config.input_shape, batch, device)
+            rows.append(replace(row, **measured))
     if peers:
         progress("timm")
         rows += _peer_rows(model, batches, device)
@@ -149,10 +151,10 @@ def _weight_bytes(model: Any, precision: str) -> int:
 
 
 @torch.inference_mode()
-def _time(
-    run: Run, shape: Sequence[int], batch: int, device: torch.device
-) -> tuple[list[float], float | None]:
-    """Seconds of forward passes one after the other, sorted; and the peak of memory on a GPU, in MB."""
+def _measure(
+    name: str, precision: str, run: Run, shape: Sequence[int], batch: int, device: torch.device
+) -> SpeedRow:
+    """Time forward passes one after the other; on a GPU also the peak of memory."""
     images = torch.randn(batch, *shape, device=device)
     cuda = device.type == "cuda"
     for _ in range(2):
@@ -166,18 +168,6 @@ def _time(
         if cuda:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
-    return sorted(times), torch.cuda.max_memory_allocated(device) / 1e6 if cuda else None
-
-
-def _row(
-    name: str,
-    precision: str,
-    batch: int,
-    times: list[float],
-    memory: float | None,
-    size: float | None,
-    gate: Gate | None,
-) -> SpeedRow:
     median = statistics.median(times)
     return SpeedRow(
         name=name,
@@ -185,12 +175,8 @@ def _row(
         batch=batch,
         images_per_second=round(batch / median, 2),
         p50_ms=round(1000 * median, 3),
-        p99_ms=round(1000 * times[min(len(times) - 1, int(0.99 * len(times)))], 3),
-        memory_mb=None if memory is None else round(memory, 1),
-        weights_mb=size,
-        agreement=gate.agreement if gate else None,
-        kl=gate.kl if gate else None,
-        top1=gate.top1 if gate else None,
+        p99_ms=round(1000 * sorted(times)[min(len(times) - 1, int(0.99 * len(times)))], 3),
+        memory_mb=round(torch.cuda.max_memory_allocated(device) / 1e6, 1) if cuda else None,
     )
 
 
@@ -217,8 +203,8 @@ def _peer_rows(model: Any, batches: Sequence[int], device: torch.device) -> list
     dtype = next(model.parameters()).dtype
     peer = peer.to(device, dtype).eval()
     kind = "bf16" if dtype == torch.bfloat16 else "fp32"
-    rows = []
-    for batch in batches:
-        times, memory = _time(lambda images: peer(images.to(dtype)), c.input_shape, batch, device)
-        rows.append(_row("timm, eager", kind, batch, times, memory, None, None))
-    return rows
+
+    def run(images: Tensor) -> Tensor:
+        return peer(images.to(dtype))
+
+    return [_measure("timm, eager", kind, run, c.input_shape, batch, device) for batch in batches]

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.evaluation.metrics import compute_metrics
-from vitrail.images.content import Progress, content_keys
-from vitrail.images.fingerprint import Fingerprint
-from vitrail.images.formats.sources import Split
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics, unit_length
 
 if TYPE_CHECKING:
@@ -52,17 +49,6 @@ class TrainedOn:
         if score is None:
             return f"{seen}."
         return f"{seen}; on the other {self.others:,}, its {name} is {100 * score:.2f} %."
-
-
-def find_trained(
-    fingerprint: Fingerprint | None, images: Split, source: str | None, progress: Progress
-) -> NDArray[np.bool_] | None:
-    """(N,) which images the model was trained on; None if the model does not say.
-
-    Args:
-        source: the path of the data, for the cache of keys.
-    """
-    return None if fingerprint is None else fingerprint.contains(content_keys(images, source, progress))
 
 
 def score_others(
@@ -113,7 +99,7 @@ def count_flagged(scores: NDArray[Any]) -> OutOfDistribution:
 def fit_statistics(
     features: NDArray[Any], labels: NDArray[np.int64], validation: NDArray[Any], max_bytes: int
 ) -> FeatureStatistics | None:
-    """Class means and a shared covariance of training features (N, D), with a threshold by validation (M, D).
+    """Fit class means and a covariance to training features (N, D), and a threshold to validation ones (M, D).
 
     For multi-label data, labels (N, K), the features have one mean. None if the statistics would take more
     than `max_bytes`, if there are too few images, or if their features hardly differ.
@@ -121,8 +107,14 @@ def fit_statistics(
     x = unit_length(features)
     center = x.mean(axis=0)
     x = x - center
-    means, nearest = _class_means(x, labels)
-    residual = x - means[nearest]
+    if labels.ndim == 2:
+        means, residual = np.zeros((1, x.shape[1])), x  # x is centered
+    else:
+        _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        sums = np.zeros((len(counts), x.shape[1]))
+        np.add.at(sums, index, x)
+        means = sums / counts[:, None]
+        residual = x - means[index]
     covariance = residual.T @ residual / len(x)
     spread = np.trace(covariance) / len(covariance)
     if len(validation) == 0 or not spread > _MIN_SPREAD:
@@ -139,23 +131,11 @@ def fit_statistics(
         whitened.astype(np.float16),
         np.ones(1, np.float32),
     )
-    return None if statistics.bytes > max_bytes else _with_threshold(statistics, validation)
-
-
-def _class_means(x: NDArray[np.float64], labels: NDArray[np.int64]) -> tuple[Any, Any]:
-    """The mean of each class that has images, (m, D), and the index of each image's mean, (N,)."""
-    if labels.ndim == 2:
-        return np.zeros((1, x.shape[1])), np.zeros(len(x), np.int64)  # x is centered
-    _, index, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    sums = np.zeros((len(counts), x.shape[1]))
-    np.add.at(sums, index, x)
-    return sums / counts[:, None], index
-
-
-def _with_threshold(statistics: FeatureStatistics, validation: NDArray[Any]) -> FeatureStatistics:
-    """The statistics with the smallest threshold that flags at most `FLAGGED` of the validation images."""
+    if statistics.bytes > max_bytes:
+        return None
+    # The smallest threshold that flags at most `FLAGGED` of the validation images, rounded up: the image at the
+    # threshold is not beyond it.
     distances = np.sort(statistics.distances(validation))
     threshold = distances[len(distances) - 1 - int(FLAGGED * len(distances))]
-    # Rounded up: the image at the threshold is not beyond it.
     stored = np.nextafter(np.array([threshold], np.float32), np.float32(np.inf))
     return replace(statistics, threshold=np.maximum(stored, np.float32(1e-12)))

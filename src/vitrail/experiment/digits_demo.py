@@ -14,10 +14,7 @@ import numpy as np
 
 from vitrail.base.errors import require_extra
 from vitrail.evaluation.forward import run_model
-from vitrail.images.formats.sources import Dataset, Split, open_dataset
-from vitrail.training.callbacks import Callback
-from vitrail.training.run import Run
-from vitrail.training.start import train as run_training
+from vitrail.images.formats.sources import Split
 from vitrail.views import rollout
 from vitrail.views.figure_images import from_pixels
 from vitrail.weights.bundle.bundle import Bundle
@@ -51,17 +48,6 @@ def check_extras() -> None:
         import sklearn  # noqa: F401
     with require_extra("inspect"):
         import matplotlib  # noqa: F401
-
-
-def load_digits() -> Dataset:
-    return open_dataset("digits")
-
-
-def train_demo(digits: Dataset, out: Path, *, epochs: int, seed: int, callback: Callback) -> Run:
-    """Train with the recipe `digits`."""
-    return run_training(
-        digits, out=out, recipe="digits", epochs=epochs, seed=seed, callback=callback, verbose=False
-    )
 
 
 def predict_digits(bundle: Bundle, digits: Split) -> DemoPredictions:

@@ -7,10 +7,10 @@ several percent more or less. Here every image is predicted once, by a model tha
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from vitrail.base.errors import FileError, InputError, MissingExtra, option, pri
 from vitrail.base.fields import as_integer
 from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.base.summary import Summary
-from vitrail.experiment.interval import fraction_interval
+from vitrail.experiment.interval import check_extra, fraction_interval
 from vitrail.images.classes import check_empty_classes
 from vitrail.images.content import content_keys
 from vitrail.images.formats.sources import Dataset, concatenate, open_dataset
 from vitrail.training.callbacks import Callback, NullCallback
-from vitrail.training.display import show_run
+from vitrail.training.console_lines import show_run
 from vitrail.training.parallel import init_process_group
 from vitrail.training.run_directory import environment
 from vitrail.training.start import train
@@ -33,7 +33,6 @@ from vitrail.views.folds_page import folds_page
 from vitrail.views.html_page import check_extras, write_page
 
 _RECORD, _REPORT = "folds.json", "report.html"
-_MAX_FOLDS = 100
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Fold:
     """On the images of this fold, after the last epoch; no epoch is selected by it."""
     loss: float
     out: str
-    """The run directory."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,13 +69,12 @@ class CrossValidation(Summary):
     @property
     def mean(self) -> float:
         """The mean accuracy of the folds."""
-        return math.fsum(fold.accuracy for fold in self.folds) / len(self.folds)
+        return fmean(fold.accuracy for fold in self.folds)
 
     @property
     def deviation(self) -> float:
         """The standard deviation of the accuracy between folds."""
-        squares = [(fold.accuracy - self.mean) ** 2 for fold in self.folds]
-        return math.sqrt(math.fsum(squares) / (len(squares) - 1))
+        return stdev(fold.accuracy for fold in self.folds)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -119,7 +116,7 @@ def cross_validate(
         callback: receives the events of all runs.
         options: what `vitrail.train` takes, such as epochs=10 or from_="weights.safetensors".
     """
-    count = as_integer("folds", folds, 2, _MAX_FOLDS)
+    count = as_integer("folds", folds, 2, 100)
     if options.get("minutes") is not None:
         raise InputError(
             f"{option('folds')} and {option('minutes')} exclude each other: all folds must have the same "
@@ -127,6 +124,7 @@ def cross_validate(
         )
     if init_process_group().count > 1:
         raise InputError("cross-validation runs in one process; start it without torchrun.")
+    check_extra()
     folder = Path(out)
     dataset = data if isinstance(data, Dataset) else open_dataset(data)
     check_empty_classes(dataset)
@@ -134,7 +132,11 @@ def cross_validate(
     keys = content_keys(images, dataset.source_of("folds"))
     images = replace(images, keys=keys)  # for the fingerprint of each fold
     numbers = assign_folds(keys, images.labels, count)
-    _check_sizes(dataset, numbers, count)
+    if not np.bincount(numbers, minlength=count).all():
+        raise InputError(
+            f"{printable(dataset.name)} has {len(images):,} images, too few different ones for {count} "
+            "folds; use fewer folds."
+        )
     _prepare_folder(folder, resume, count)
     done = []
     for number in range(count):
@@ -150,10 +152,9 @@ def cross_validate(
         with show_run(callback, verbose) as log:
             log.on_message(f"Fold {number + 1} of {count}.")
             shared: dict[str, Any] = {"report": False, "verbose": False, "callback": log, **options}
-            run = train(part, out=path, resume=path.exists(), **shared)
-        row = run.metrics[-1]
-        scores = row["val_accuracy"], row["val_loss"]
-        done.append(Fold(number + 1, len(part.train), int(held_out.sum()), *scores, path.name))
+            row = train(part, out=path, resume=path.exists(), **shared).metrics[-1]
+        sizes, scores = (len(part.train), int(held_out.sum())), (row["val_accuracy"], row["val_loss"])
+        done.append(Fold(number + 1, *sizes, *scores, path.name))
     result = CrossValidation(folder, dataset.name, done, len(dataset.test or ()))
     write_text(folder / _RECORD, json.dumps(result.as_json(), indent=2), overwrite=True)
     try:
@@ -179,15 +180,6 @@ def assign_folds(keys: NDArray[np.uint64], labels: NDArray[np.int64], folds: int
     numbers = np.empty(len(keys), dtype=np.int64)
     numbers[order] = turn[content.reshape(-1)]
     return numbers
-
-
-def _check_sizes(data: Dataset, numbers: NDArray[np.int64], folds: int) -> None:
-    sizes = np.bincount(numbers, minlength=folds)
-    if not sizes.all():
-        raise InputError(
-            f"{printable(data.name)} has {len(numbers):,} images, too few different ones for {folds} folds; "
-            "use fewer folds."
-        )
 
 
 def _prepare_folder(folder: Path, resume: bool, folds: int) -> None:

@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitrail.base.errors import FileError, option, printable
 from vitrail.base.fields import as_integer
-from vitrail.base.safe_files import PARTIAL, write_text
+from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
-from vitrail.experiment.trial import StudyPool, Trial, TrialTask
+from vitrail.experiment.trial import StudyPool, Trial, TrialTask, check_folder
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
@@ -71,19 +70,15 @@ class Sweep(Summary):
     """The held-out accuracy of the best candidate after all epochs. It was selected by it among others, so
     expect a little less on new images."""
     command: str
-    """Trains the best candidate again."""
     model: str
     """The model file of the best candidate, in `out`."""
     environment: Mapping[str, Any] = field(default_factory=environment)
 
     def summary(self) -> dict[str, str]:
         """The best candidate, and the command that trains it."""
-        best = f"lr {self.best.lr:g}, weight decay {self.best.weight_decay:g}, augmentation x "
-        return {
-            "accuracy": f"{self.score:.2%}",
-            "best": f"{best}{self.best.strength:g}",
-            "command": self.command,
-        }
+        b = self.best
+        best = f"lr {b.lr:g}, weight decay {b.weight_decay:g}, augmentation x {b.strength:g}"
+        return {"accuracy": f"{self.score:.2%}", "best": best, "command": self.command}
 
 
 def sweep(
@@ -115,9 +110,11 @@ def sweep(
     count, seed = as_integer("trials", trials, 2, 1000), as_integer("seed", seed, 0, MAX_SEED)
     folder, dataset = Path(out), open_training_data(data, None, changes, NullCallback())
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
-    _check_folder(folder)
+    check_folder(folder, "sweep", (_RECORD,))
     candidates = draw_candidates(base.train, count, seed)
-    plan = _rounds(count, base.train.epochs)
+    last = int(math.log(count, _KEEP) + 1e-9) or 1
+    numbers = [*(max(1, round(count / _KEEP**n)) for n in range(last)), 1]  # of candidates in each round
+    plan = [(some, math.ceil(base.train.epochs / _KEEP ** (last - n))) for n, some in enumerate(numbers)]
     folder.mkdir(parents=True, exist_ok=True)
     left, rounds, done, total = candidates, [], 0, sum(number for number, _ in plan)
     with StudyPool(dataset, as_integer("processes", processes, 1)) as pool:
@@ -135,10 +132,8 @@ def sweep(
     best = left[0]
     model = _task(best, base, plan[-1][1], seed, folder, start).out / "best.safetensors"
     command = _command(data, recipe, from_, size, base.train, best, {**changes, "seed": seed})
-    result = Sweep(
-        *(folder, dataset.name, candidates, rounds, best, rounds[-1].scores[best.name]),
-        *(command, str(model.relative_to(folder))),
-    )
+    score, file = rounds[-1].scores[best.name], str(model.relative_to(folder))
+    result = Sweep(folder, dataset.name, candidates, rounds, best, score, command, file)
     saved = {name: value for name, value in asdict(result).items() if name != "out"}
     write_text(folder / _RECORD, json.dumps(saved, indent=2), overwrite=True)
     return result
@@ -149,14 +144,9 @@ def draw_candidates(base: TrainConfig, count: int, seed: int) -> list[Candidate]
     found = [Candidate("recipe", base.lr, base.weight_decay, 1.0)]
     for number in range(1, count):
         a, b, c = random_uniform([seed, number, _STREAM], 3).reshape(-1).tolist()
-        found.append(
-            Candidate(
-                f"trial {number}",
-                float(f"{base.lr * _LR_FACTOR ** (2 * a - 1):.2g}"),
-                float(f"{base.weight_decay * _DECAY_FACTOR ** (2 * b - 1):.2g}"),
-                _STRENGTHS[int(c * len(_STRENGTHS))],
-            )
-        )
+        lr = float(f"{base.lr * _LR_FACTOR ** (2 * a - 1):.2g}")
+        decay = float(f"{base.weight_decay * _DECAY_FACTOR ** (2 * b - 1):.2g}")
+        found.append(Candidate(f"trial {number}", lr, decay, _STRENGTHS[int(c * len(_STRENGTHS))]))
     return found
 
 
@@ -176,13 +166,6 @@ def scale_augmentation(augment: Augment, mixing: Mixing, strength: float) -> tup
 
 
 # ---- parts ----------------------------------------------------------------------------------
-
-
-def _rounds(count: int, epochs: int) -> list[tuple[int, int]]:
-    """The number of candidates and of epochs of each round."""
-    last = int(math.log(count, _KEEP) + 1e-9) or 1
-    numbers = [max(1, round(count / _KEEP**n)) for n in range(last)] + [1]
-    return [(number, max(1, math.ceil(epochs / _KEEP ** (last - n)))) for n, number in enumerate(numbers)]
 
 
 def _changed(base: TrainConfig, candidate: Candidate) -> TrainConfig:
@@ -241,13 +224,3 @@ def _text(value: Any) -> str:
         separator = "x" if all(isinstance(one, int) for one in value) else ","
         return separator.join(map(_text, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _check_folder(folder: Path) -> None:
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    foreign = {name for name in names - {"runs", _RECORD} if not PARTIAL.fullmatch(name)}
-    if foreign or (folder.exists() and not folder.is_dir()):
-        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
-        raise FileError(
-            f"{option('out')} must be a new or empty folder, or a sweep's, and {printable(folder)} {reason}."
-        )

@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
 
-_NORMAL = 1.959964  # the limit of t for many degrees of freedom
-# The 97.5 % quantile of t with 1, 2, ... degrees of freedom.
-_T = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
+from vitrail.base.errors import require_extra
+
+_NORMAL = NormalDist().inv_cdf(0.975)
+
+
+def check_extra() -> None:
+    """Fail before anything is trained if the package with Student's t is missing."""
+    with require_extra("train"):
+        import scipy.special  # noqa: F401
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Of the 95 % confidence interval of the mean, by Student's t."""
+    from scipy.special import stdtrit
+
+    n = len(values)
+    return float(stdtrit(n - 1, 0.975)) * stdev(values) / math.sqrt(n)
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of the mean; None for a single value."""
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return None
-    mean = math.fsum(values) / n
-    half_width = t_quantile(n - 1) * _deviation(values) / math.sqrt(n)
+    mean, half_width = fmean(values), _half_width(values)
     return mean - half_width, mean + half_width
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def fraction_interval(fractions: Sequence[float], items: int) -> tuple[float, float] | None:
@@ -43,11 +47,9 @@ def fraction_interval(fractions: Sequence[float], items: int) -> tuple[float, fl
         fractions: one per run, each of the same items.
         items: how many there are, such as the number of held-out images.
     """
-    n = len(fractions)
-    if n < 2:
+    if len(fractions) < 2:
         return None
-    mean = min(1.0, max(0.0, math.fsum(fractions) / n))
-    half_width = t_quantile(n - 1) * _deviation(fractions) / math.sqrt(n)
+    mean, half_width = min(1.0, max(0.0, fmean(fractions))), _half_width(fractions)
     variance = mean * (1 - mean)
     if variance == 0:
         return wilson_interval(mean, items)
@@ -80,14 +82,6 @@ def difference_interval(differences: Sequence[float], items: int | None = None) 
     interval = confidence_interval(differences)
     if interval is None or items is None:
         return interval
-    mean = math.fsum(differences) / len(differences)
+    mean = fmean(differences)
     half_width = max((interval[1] - interval[0]) / 2, 3 / items)
     return max(-1.0, mean - half_width), min(1.0, mean + half_width)
-
-
-def t_quantile(freedom: int) -> float:
-    """The 97.5 % quantile of t: from the table, beyond it by two terms of the series in 1 / freedom."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = _NORMAL
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -14,19 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.fields import as_integer, is_real, short_repr
 from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
 from vitrail.images.formats.sources import Dataset
-from vitrail.model import ViT
-from vitrail.model.device import choose_device
 from vitrail.training.callbacks import NullCallback
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
+from vitrail.training.run_plan import plan_recipe
 from vitrail.training.signals import Interrupted
 from vitrail.training.trainer import Trainer
 from vitrail.views.canvas import FAINT, LINES, new_figure, save_figure, styled
@@ -49,7 +46,6 @@ class LRCurve(Summary):
     """Of each step's images, before the step."""
     smoothed: list[float]
     lr: float
-    """The suggestion."""
     recipe_lr: float
 
     def summary(self) -> dict[str, str]:
@@ -64,9 +60,7 @@ class LRCurve(Summary):
         axis.plot(self.lrs, self.losses, color=FAINT, linewidth=0.6, label="loss of a step")
         axis.plot(self.lrs, self.smoothed, color=LINES[0], label="smoothed")
         axis.axvline(self.lr, color=LINES[1], linestyle="--", label=f"suggested: {self.lr:.2g}")
-        axis.axvline(
-            self.recipe_lr, color=LINES[2], linestyle=":", label=f"the recipe's: {self.recipe_lr:.2g}"
-        )
+        axis.axvline(self.recipe_lr, color=LINES[2], linestyle=":", label=f"recipe: {self.recipe_lr:.2g}")
         low = min(self.smoothed)
         axis.set_ylim(0.9 * low, max(self.smoothed[0] * 1.3, 1.5 * low))
         axis.set(xscale="log", xlabel="learning rate", ylabel="loss")
@@ -101,21 +95,22 @@ def find_lr(
         raise InputError(
             f"low and high must be learning rates, low < high <= 100, not {short_repr((low, high))}."
         )
-    folder = None if out is None else _check_folder(Path(out))
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        there = [path for path in (folder / f"lr.{end}" for end in ("json", "png", "svg")) if path.exists()]
+        if there or (folder.exists() and not folder.is_dir()):
+            raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
     dataset = open_training_data(data, None, changes, NullCallback())
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
-    torch.manual_seed(resolved.train.seed)
-    model = ViT(resolved.model)
-    if start is not None:
-        model.load_state_dict(start.model.state_dict())
-    plain: dict[str, Any] = {
-        "ema": None,
-        "compile": False,
-        "cuda_graph": False,
-    }  # not worth it for so few steps
-    long = replace(resolved.train, schedule="constant", warmup=0.0, epochs=1_000_000, **plain)
-    compute = choose_device(long.precision, device=long.device)
-    trainer = Trainer(model, resolved.preprocess, dataset, long, compute)
+    plan = plan_recipe(dataset, resolved, start).with_settings(
+        schedule="constant",
+        warmup=0.0,
+        epochs=1_000_000,
+        ema=None,
+        compile=False,  # not worth it for so few steps, like a CUDA graph
+        cuda_graph=False,
+    )
+    trainer = Trainer(plan)
     curve = _ramp(trainer, count, low, high, resolved.train.lr, progress)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,11 +164,3 @@ def suggest_lr(lrs: list[float], smoothed: list[float]) -> float:
     if not finite:
         raise InputError("no step of the ramp had a finite loss; check the images, or use precision=fp32.")
     return float(f"{min(finite)[1] / _FROM_MINIMUM:.2g}")
-
-
-def _check_folder(folder: Path) -> Path:
-    names = [folder / f"lr.{ending}" for ending in ("json", "png", "svg")]
-    there = [path for path in names if path.exists()]
-    if there or (folder.exists() and not folder.is_dir()):
-        raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
-    return folder

@@ -25,16 +25,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vitrail.base.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.base.errors import ConfigError, InputError, suggest
 from vitrail.base.fields import as_integer, is_real, short_repr
-from vitrail.base.safe_files import PARTIAL, write_text
+from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
-from vitrail.experiment.interval import difference_interval, fraction_interval
-from vitrail.experiment.trial import StudyPool, Trial, TrialTask
+from vitrail.experiment.interval import check_extra, difference_interval, fraction_interval
+from vitrail.experiment.trial import StudyPool, Trial, TrialTask, check_folder
 from vitrail.images.formats.sources import Dataset, open_dataset
 from vitrail.model import ViT
 from vitrail.training.recipes.settings import Recipe
@@ -74,7 +75,7 @@ class Arm:
 
     @property
     def mean(self) -> float:
-        return math.fsum(self.scores) / self.n
+        return fmean(self.scores)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -101,7 +102,7 @@ class Difference:
         """First minus second; each has one score per seed, a fraction of so many held-out images."""
         differences = [a - b for a, b in zip(first, second, strict=True)]
         interval = difference_interval(differences, images)
-        return cls(math.fsum(differences) / len(differences), interval, len(differences))
+        return cls(fmean(differences), interval, len(differences))
 
     @property
     def significant(self) -> bool:
@@ -158,8 +159,8 @@ class Study(Summary):
         for n, arm in enumerate(self.arms.values()):
             color = LINES[n % len(LINES)]
             draw_arm(left, n, arm, color)
-            lrs = sorted({trial.lr for trial in arm.sweep})
-            right.plot(lrs, [mean_score_at(arm.sweep, lr) for lr in lrs], "o-", color=color, markersize=4)
+            means = scores_by_lr(arm.sweep)
+            right.plot(list(means), list(means.values()), "o-", color=color, markersize=4)
         left.set(yticks=range(len(self.arms)), yticklabels=list(self.arms), xlabel="held-out accuracy")
         left.invert_yaxis()
         left.set_title(f"{len(self.seeds)} seeds, mean and 95 % interval")
@@ -213,7 +214,8 @@ def study(
     seed_list = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     _check_arguments(arms, seed_list, lrs, as_integer("selection_seeds", selection_seeds, 1), changes)
     folder, dataset = Path(out), data if isinstance(data, Dataset) else open_dataset(data)
-    _check_folder(folder)
+    check_folder(folder, "study", ("study.json", "study.png", "study.svg"))
+    check_extra()
 
     def task(name: str, lr: float | None, seed: int) -> TrialTask:
         resolved = resolve_arm(recipe, dataset, arms[name], changes, lr, seed)
@@ -222,7 +224,13 @@ def study(
 
     tried: Sequence[float | None] = lrs or [None]
     sweep = [task(name, lr, seed) for name in arms for lr in tried for seed in seed_list[:selection_seeds]]
-    _check_distinct(sweep)
+    paths = [str(one.out).casefold() for one in sweep]  # on any file system
+    for n, one in enumerate(sweep):
+        if paths[n] in paths[:n]:
+            raise InputError(
+                f"arms and learning rates must differ by more than case; {one.arm} at {one.lr:g} appears "
+                "twice. Remove or rename one."
+            )
     folder.mkdir(parents=True, exist_ok=True)
     with StudyPool(dataset, as_integer("processes", processes, 1)) as pool:
         swept = pool.run(sweep)
@@ -232,10 +240,16 @@ def study(
     for name in arms:
         own_sweep, own_final = ([trial for trial in some if trial.arm == name] for some in (swept, final))
         seconds = {(trial.lr, trial.seed): trial.seconds for trial in (*own_sweep, *own_final)}
-        count = count_parameters(next(one.recipe for one in sweep if one.arm == name))
-        scores, total = [trial.score for trial in own_final], round(sum(seconds.values()), 3)
-        images = len(dataset.eval_split)
-        results[name] = Arm(name, arms[name], best[name], scores, own_sweep, count, total, images)
+        results[name] = Arm(
+            name=name,
+            changes=arms[name],
+            lr=best[name],
+            scores=[trial.score for trial in own_final],
+            sweep=own_sweep,
+            parameters=count_parameters(next(one.recipe for one in sweep if one.arm == name)),
+            seconds=round(sum(seconds.values()), 3),
+            images=len(dataset.eval_split),
+        )
     all_lrs = sorted({trial.lr for trial in swept})
     result = Study(folder, dataset.name, recipe, changes, seed_list, all_lrs, results)
     write_text(folder / "study.json", json.dumps(result.as_json(), indent=2), overwrite=True)
@@ -255,35 +269,28 @@ def resolve_arm(
     seed: int,
 ) -> Recipe:
     """The recipe with the shared changes, then the arm's own; mappings such as model= are merged."""
-    both = {**shared, **arm}
+    both = {**shared, **arm, "seed": seed} | ({} if lr is None else {"lr": lr})
     for part in set(shared) & set(arm):
         if isinstance(shared[part], Mapping) and isinstance(arm[part], Mapping):
             both[part] = {**shared[part], **arm[part]}
-    both["seed"] = seed
-    if lr is not None:
-        both["lr"] = lr
     return resolve_recipe(recipe, data, None, both, context=run_context(shared))[0]
 
 
 def best_lr(trials: Sequence[Trial]) -> float:
     """The learning rate of the highest mean score; of equals the lower loss, then the lower rate."""
+    means = scores_by_lr(trials)
 
     def order(lr: float) -> tuple[float, float, float]:
         losses = [math.inf if trial.loss is None else trial.loss for trial in trials if trial.lr == lr]
-        return mean_score_at(trials, lr), -sum(losses), -lr
+        return means[lr], -sum(losses), -lr
 
-    return max({trial.lr for trial in trials}, key=order)
-
-
-def mean_score_at(trials: Sequence[Trial], lr: float) -> float:
-    """The mean score of the trials at a learning rate."""
-    scores = [trial.score for trial in trials if trial.lr == lr]
-    return math.fsum(scores) / len(scores)
+    return max(means, key=order)
 
 
 def scores_by_lr(trials: Sequence[Trial]) -> dict[float, float]:
     """The mean score at each learning rate of a sweep."""
-    return {lr: mean_score_at(trials, lr) for lr in sorted({trial.lr for trial in trials})}
+    lrs = sorted({trial.lr for trial in trials})
+    return {lr: fmean(trial.score for trial in trials if trial.lr == lr) for lr in lrs}
 
 
 def count_parameters(recipe: Recipe) -> int:
@@ -302,30 +309,6 @@ def _check_arguments(
     selection_seeds: int,
     changes: Mapping[str, Any],
 ) -> None:
-    _check_arms(arms)
-    if any(key in changes for key in ("lr", "seed")):
-        raise ConfigError(
-            "a study tries several learning rates and seeds; use lrs= and seeds= instead of lr and seed."
-        )
-    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
-        raise InputError(
-            f"seeds must be a count or a list of distinct integers, such as 3, not {short_repr(seeds)}."
-        )
-    if selection_seeds > len(seeds):
-        raise InputError(
-            f"selection_seeds is {selection_seeds}, but there are only {len(seeds)} seeds; use at most "
-            f"{len(seeds)}."
-        )
-    valid = lrs is None or (
-        not isinstance(lrs, str) and len(lrs) > 0 and all(is_real(lr) and lr > 0 for lr in lrs)
-    )
-    if not valid:
-        raise InputError(
-            f"lrs must be learning rates above 0, such as [3e-4, 1e-3, 3e-3], not {short_repr(lrs)}."
-        )
-
-
-def _check_arms(arms: Mapping[str, Mapping[str, Any]]) -> None:
     if not isinstance(arms, Mapping) or not arms or not all(isinstance(a, Mapping) for a in arms.values()):
         raise InputError(
             f'arms must be a mapping of names to changes, such as {{"plain": {{}}, "wide": {{...}}}}, not '
@@ -341,23 +324,20 @@ def _check_arms(arms: Mapping[str, Mapping[str, Any]]) -> None:
         for key in (key for key in (*_EQUAL_FIELDS, "lr", "seed") if key in arm):
             do = advice.get(key, f"pass {key} to the study, for all arms")
             raise ConfigError(f"arm {short_repr(name)} sets {key}, which must be equal in all arms; {do}.")
-
-
-def _check_distinct(tasks: Sequence[TrialTask]) -> None:
-    """Two runs must not share a folder, on any file system."""
-    paths = [str(task.out).casefold() for task in tasks]
-    for n, path in enumerate(paths):
-        if path in paths[:n]:
-            raise InputError(
-                f"arms and learning rates must differ by more than case; {tasks[n].arm} at {tasks[n].lr:g} "
-                "appears twice. Remove or rename one."
-            )
-
-
-def _check_folder(folder: Path) -> None:
-    ours = {"runs", "study.json", "study.png", "study.svg"}
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    foreign = {name for name in names - ours if not PARTIAL.fullmatch(name)}
-    if foreign or (folder.exists() and not folder.is_dir()):
-        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
-        raise FileError(f"out must be a new or empty folder, or a study's, and {printable(folder)} {reason}.")
+    if any(key in changes for key in ("lr", "seed")):
+        raise ConfigError(
+            "a study tries several learning rates and seeds; use lrs= and seeds= instead of lr and seed."
+        )
+    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int for seed in seeds):
+        raise InputError(
+            f"seeds must be a count or a list of distinct integers, such as 3, not {short_repr(seeds)}."
+        )
+    if selection_seeds > len(seeds):
+        raise InputError(
+            f"selection_seeds is {selection_seeds}, but there are only {len(seeds)} seeds; use at most "
+            f"{len(seeds)}."
+        )
+    if lrs is not None and (isinstance(lrs, str) or not lrs or not all(is_real(lr) and lr > 0 for lr in lrs)):
+        raise InputError(
+            f"lrs must be learning rates above 0, such as [3e-4, 1e-3, 3e-3], not {short_repr(lrs)}."
+        )

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
-from vitrail.base.errors import InputError
-from vitrail.base.safe_files import write_text
+from vitrail.base.errors import FileError, InputError, option, printable
+from vitrail.base.safe_files import PARTIAL, write_text
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.worker_process import exit_with_parent
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged
+from vitrail.training.plan.threads import use_threads
 from vitrail.training.recipes.settings import Recipe
-from vitrail.training.run import run_training
 from vitrail.training.run_directory import check_same_run, describe_run
+from vitrail.training.run_plan import plan_recipe
+from vitrail.training.start import execute
 from vitrail.weights.bundle.bundle import Bundle
-from vitrail.weights.bundle.digest import bundle_digest
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,9 +41,7 @@ class TrialTask:
     seed: int
     recipe: Recipe
     out: Path
-    """The run directory."""
     start: Bundle | None = None
-    """The weights to start from."""
 
     @property
     def record(self) -> Path:
@@ -52,16 +51,14 @@ class TrialTask:
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one training run of a study."""
+    """The result of one training run of a study; of one that diverged, the score is 0 and the loss None."""
 
     arm: str
     lr: float
-    """The learning rate."""
     seed: int
     score: float
-    """The held-out accuracy after the last epoch; 0 if training diverged."""
+    """The held-out accuracy after the last epoch."""
     loss: float | None
-    """The held-out loss; None if training diverged."""
     seconds: float
     """Since the run was last started or resumed."""
 
@@ -134,9 +131,20 @@ class StudyPool(ProcessPool):
 def map_in_processes(
     function: Callable[[Item], Result], items: Sequence[Item], processes: int
 ) -> list[Result]:
-    """`Pool.each` in a pool for this call only."""
+    """The function's results for all items, by a pool for this call only."""
     with ProcessPool(processes) as pool:
         return pool.map(function, items)
+
+
+def check_folder(folder: Path, what: str, ours: Sequence[str]) -> None:
+    """Refuse a folder with anything in it but the files of a study or sweep, or what a kill left."""
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    foreign = {name for name in names - {"runs", *ours} if not PARTIAL.fullmatch(name)}
+    if foreign or (folder.exists() and not folder.is_dir()):
+        reason = f"contains {printable(min(foreign))}" if foreign else "is a file"
+        raise FileError(
+            f"{option('out')} must be a new or empty folder, or a {what}'s, and {printable(folder)} {reason}."
+        )
 
 
 # ---- in a worker process --------------------------------------------------------------------
@@ -150,15 +158,12 @@ def _init_worker() -> None:
 
 def _run_trial(task: TrialTask, data: Dataset) -> Trial:
     """Run or resume the training, and write the result."""
-    start = time.perf_counter()
-    score, loss = 0.0, None
-    try:
-        last = run_training(data, task.recipe, task.out, start=task.start, resume=True).metrics[-1]
+    start, score, loss = time.perf_counter(), 0.0, None
+    with suppress(Diverged):
+        plan = plan_recipe(data, task.recipe, task.start)
+        last = execute(plan, task.out, resume=True).metrics[-1]
         score, loss = last["val_accuracy"], last["val_loss"]
-    except Diverged:
-        pass
-    seconds = time.perf_counter() - start
-    trial = Trial(task.arm, task.lr, task.seed, score, loss, round(seconds, 3))
+    trial = Trial(task.arm, task.lr, task.seed, score, loss, round(time.perf_counter() - start, 3))
     write_text(task.record, json.dumps(asdict(trial), indent=2), overwrite=True)
     return trial
 
@@ -167,22 +172,13 @@ def _read_trial(task: TrialTask, data: Dataset) -> Trial | None:
     """The result of a finished trial; an error if the run directory has other settings."""
     if not task.record.exists():
         return None
-    start: dict[str, Any] = {"from_file": task.start is not None, "teacher": None}
-    if task.start is not None:
-        start["from_digest"] = bundle_digest(task.start)
-    check_same_run(task.out / "config.json", describe_run(task.recipe, data, start))
+    check_same_run(task.out / "config.json", describe_run(plan_recipe(data, task.recipe, task.start)))
     try:
         return Trial(**json.loads(task.record.read_text()))
     except (ValueError, TypeError):
         return None  # unreadable: the run directory has the result, too
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """Run torch on one thread: the same order of additions on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return use_threads(1)

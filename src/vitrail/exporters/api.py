@@ -93,12 +93,18 @@ def export(
         _refuse("html", {**given, "precision": precision != "fp32"})
         return _export_page(model, path, examples, options)
     _refuse(form, {"examples": bool(examples)})
-    dimensions = _check_dynamic(("batch",) if dynamic is None else dynamic)
+    dimensions = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic or ("batch",))
+    for name in dimensions:
+        if name not in _DYNAMIC:
+            raise InputError(
+                f"{option('dynamic')} takes batch and size, not {printable(repr(name))}. "
+                f"{suggest(str(name), _DYNAMIC)}"
+            )
 
     from vitrail.exporters.onnx import write_onnx
     from vitrail.exporters.onnx_int8 import write_int8
+    from vitrail.exporters.proof import check_output
     from vitrail.exporters.torch_export import write_torch
-    from vitrail.exporters.writing import check_output
 
     check_output(path, SUFFIXES[form])
     write: Callable[..., Proof]
@@ -111,32 +117,26 @@ def export(
     is_program = form == "torch-export" and not with_preprocess  # which resizes on the CPU
     bundle = _open_classifier(model, options, "auto" if is_program else "cpu")
     proof = write(bundle, path, dynamic=dimensions)
-    notes = [*native_note(bundle), *(_device_note(bundle) if form == "torch-export" else ())]
-    return Exported(path, bundle.model.config, proof, notes, bundle.guess)
+    return Exported(path, bundle.model.config, proof, _notes(bundle, form), bundle.guess)
 
 
-def native_note(bundle: Bundle) -> list[str]:
-    """What a file for one shape loses of a model for images in their own."""
-    if bundle.native is None:
-        return []
-    size = format_sides(bundle.model.config.pixels)
-    return [
-        f"The model was trained on images in their own shape; this file takes {size} only. "
-        "vitrail serve and vt.Predictor keep the shape with the vitrail file."
-    ]
-
-
-def _device_note(bundle: Bundle) -> list[str]:
-    """A program for a GPU runs nowhere else."""
+def _notes(bundle: Bundle, form: str) -> list[str]:
+    """What this file loses: images in their own shape, and devices other than the GPU it was made on."""
+    notes = []
+    if bundle.native is not None:
+        notes.append(
+            "The model was trained on images in their own shape; this file takes "
+            f"{format_sides(bundle.model.config.pixels)} only. vitrail serve and vt.Predictor keep the shape "
+            "with the vitrail file."
+        )
     device = next(bundle.model.parameters()).device
-    if device.type != "cuda":
-        return []
-    import torch
+    if form == "torch-export" and device.type == "cuda":
+        import torch
 
-    name = torch.cuda.get_device_name(device)
-    return [
-        f"The program runs on a GPU only ({device}, {name}); {option('device', 'cpu')} makes one for CPUs."
-    ]
+        name = torch.cuda.get_device_name(device)
+        other = option("device", "cpu")
+        notes.append(f"The program runs on a GPU only ({device}, {name}); {other} makes one for CPUs.")
+    return notes
 
 
 def _open_classifier(model: Any, options: dict[str, Any], device: str = "cpu") -> Bundle:
@@ -157,7 +157,7 @@ def _export_page(model: Any, path: Path, examples: Sequence[str | Path], options
     images = expand_folders([Path(one) for one in examples])
     name = Path(model).stem if isinstance(model, (str, Path)) else path.stem
     bundle = _open_classifier(model, options)
-    notes = [*native_note(bundle), *write_classroom(bundle, path, name, images)]
+    notes = [*_notes(bundle, "html"), *write_classroom(bundle, path, name, images)]
     return Exported(path, bundle.model.config, notes=notes, guess=bundle.guess)
 
 
@@ -202,14 +202,3 @@ def _check_int8(form: str, precision: str, with_preprocess: bool, calibration: A
             "int8 needs images like those to come, to set its scales and to compare answers with fp32; name "
             f"a folder with {option('calibration', 'photos/')}."
         )
-
-
-def _check_dynamic(dynamic: Sequence[str]) -> tuple[str, ...]:
-    names = (dynamic,) if isinstance(dynamic, str) else tuple(dynamic)
-    for name in names:
-        if name not in _DYNAMIC:
-            raise InputError(
-                f"{option('dynamic')} takes batch and size, not {printable(repr(name))}. "
-                f"{suggest(str(name), _DYNAMIC)}"
-            )
-    return names

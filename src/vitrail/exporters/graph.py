@@ -18,6 +18,7 @@ from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
+from vitrail.predict.engine import output_names
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.families.recognize import position_resize_options
 
@@ -91,11 +92,7 @@ class Graph(nn.Module):
     @property
     def outputs(self) -> list[str]:
         """The names of what forward returns."""
-        return [
-            *(["logits"] if self.config.classes else []),
-            "embedding",
-            *(["pixels"] if self.resize else []),
-        ]
+        return output_names(self.config) + (["pixels"] if self.resize else [])
 
 
 def trace(graph: Graph, preprocess: Preprocess) -> ExportedProgram:

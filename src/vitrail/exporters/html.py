@@ -77,21 +77,24 @@ def write_classroom(
     """Write the page, complete or not at all; return remarks about it, one sentence each.
 
     Args:
-        path: a new file.
+        path: a new file, which `check_page_path` accepts.
         name: the name of the model, if its card has none.
         examples: image files; at most ten of them, evenly spaced, become the examples of the page.
     """
-    target, remarks = Path(path), []
-    check_page_path(target)
+    remarks = []
     _check_supported(bundle.model)
-    names, pixels = _read_examples(bundle, examples) if examples else ([], None)
-    if pixels is None:
+    names, pixels = [], None
+    if examples:
+        assert bundle.preprocess is not None  # every model of images has one
+        batch = from_files([examples[i] for i in evenly_spaced(len(examples), EXAMPLES)], bundle.preprocess)
+        names, pixels = batch.names, batch.pixels
+    else:
         try:
             names, pixels = _built_in_examples(bundle.model.config)
         except MissingExtra as error:
             remarks.append(f"The page has no example images: {error}")
     text = _render(bundle, bundle.card.name or name, names, pixels)
-    write_text(target, text)
+    write_text(Path(path), text)
     size = len(text.encode()) / 1e6
     if size > 5:
         remarks.append(f"The page has {size:.0f} MB: too large for most mail, and slow to open on a phone.")
@@ -143,12 +146,15 @@ def _render(bundle: Bundle, name: str, names: Sequence[str], pixels: NDArray[np.
     stored, half = stored_model(bundle, pixels)
     tensors = {
         key: tensor.detach().cpu().float().numpy().astype("<f2" if half and _is_matrix(key) else "<f4")
-        for key, tensor in _export_tensors(stored)
+        for key, tensor in _export_tensors(stored).items()
     }
     model = {
         **_describe_model(bundle),
         "name": printable(name or "a Vision Transformer"),
-        "examples": [] if pixels is None else _encode_examples(names, pixels),
+        "examples": [
+            {"name": printable(name, 60), "pixels": base64.b64encode(one.tobytes()).decode()}
+            for name, one in zip(names, () if pixels is None else pixels, strict=True)
+        ],
         "tensors": [[key, array.size, array.dtype.str[1:]] for key, array in tensors.items()],
     }
     style = "".join(map(_read_part, STYLES))
@@ -244,35 +250,15 @@ def _describe_filters(model: ViT) -> str:
     )
 
 
-def _export_tensors(model: ViT) -> list[tuple[str, Tensor]]:
-    """The tensors of the model under the names that vit.js uses; those it does not have are omitted."""
-    config, position, projection = model.config, model.position, cast("Any", model.tokens.proj)
-    tensors: dict[str, Tensor | None] = {
-        "embed.weight": projection.weight.flatten(1),
-        "embed.bias": projection.bias,
-        "prefix": model.prefix,
-        "position": None if config.position == "none" else position.all_rows(config.grid),  # type: ignore[operator]
-        "pool": pooled_tokens(config)[0],  # the weight of each token in y
-    }
-    for number, part in enumerate(model.blocks):
-        block: Any = part
-        modules = {
-            **{"norm1": block.norm1, "norm2": block.norm2, "out": block.attention.out},
-            **{"fc1": block.mlp.fc1, "fc2": block.mlp.fc2},
-        }
-        parts = {
-            "qkv.weight": block.attention.qkv.weight,
-            "qkv.bias": block.attention.qkv.masked_bias(),
-            "scale1": getattr(block.scale1, "weight", None),
-            "scale2": getattr(block.scale2, "weight", None),
-            **{f"{name}.weight": module.weight for name, module in modules.items()},
-            **{f"{name}.bias": module.bias for name, module in modules.items()},
-        }
-        tensors |= {f"blocks.{number}.{name}": tensor for name, tensor in parts.items()}
-    last: dict[str, Any] = {"norm": model.norm, "head": model.head}
-    for name, module in last.items():
-        tensors |= {f"{name}.{part}": getattr(module, part, None) for part in ("weight", "bias")}
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+def _export_tensors(model: ViT) -> dict[str, Tensor]:
+    """The parameters by name, with the positions of all tokens and the weight of each token in y."""
+    tensors = {name: one for name, one in model.state_dict().items() if not name.startswith("position.")}
+    for number, block in enumerate(model.blocks):
+        bias = cast("Any", block).attention.qkv.masked_bias()
+        tensors |= {} if bias is None else {f"blocks.{number}.attention.qkv.bias": bias}
+    if model.config.position != "none":
+        tensors["position"] = model.position.all_rows(model.config.grid)  # type: ignore[operator]
+    return tensors | {"pool": pooled_tokens(model.config)[0]}
 
 
 # ---- half precision -----------------------------------------------------------------------------------
@@ -304,19 +290,8 @@ def stored_model(bundle: Bundle, examples: NDArray[np.uint8] | None = None) -> t
 
 def _is_matrix(key: str) -> bool:
     """Whether a tensor is the weight of a linear layer or of the patch embedding."""
-    parts = ("embed", "proj", "qkv", "out", "fc1", "fc2", "head")
+    parts = ("proj", "qkv", "out", "fc1", "fc2", "head")
     return key.endswith(tuple(f"{part}.weight" for part in parts))
-
-
-# ---- examples ------------------------------------------------------------------------------------------
-
-
-def _read_examples(bundle: Bundle, paths: Sequence[Path]) -> tuple[list[str], NDArray[np.uint8]]:
-    """The user's images, with the model's preprocessing."""
-    assert bundle.preprocess is not None
-    chosen = [paths[index] for index in evenly_spaced(len(paths), EXAMPLES)]
-    batch = from_files(chosen, bundle.preprocess)
-    return batch.names, batch.pixels
 
 
 def _built_in_examples(config: ViTConfig) -> tuple[list[str], NDArray[np.uint8]]:
@@ -326,13 +301,3 @@ def _built_in_examples(config: ViTConfig) -> tuple[list[str], NDArray[np.uint8]]
         return sample.names, sample.pixels
     pixels = golden_inputs(config).permute(0, 2, 3, 1).numpy()  # (B, H, W, C)
     return [f"pattern {number + 1}" for number in range(len(pixels))], pixels
-
-
-def _encode_examples(names: Sequence[str], pixels: NDArray[np.uint8]) -> list[dict[str, str]]:
-    return [
-        {
-            "name": printable(name, 60),
-            "pixels": base64.b64encode(np.ascontiguousarray(one).tobytes()).decode(),
-        }
-        for name, one in zip(names, pixels, strict=True)
-    ]

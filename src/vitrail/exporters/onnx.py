@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from vitrail.base.errors import InputError, option, require_extra
 from vitrail.base.telemetry import import_onnxruntime
 from vitrail.exporters.graph import Graph, Plan, plan_for, trace
-from vitrail.exporters.proof import Proof, Run, prove
-from vitrail.exporters.writing import check_output, write_checked
+from vitrail.exporters.proof import Proof, Run, prove, write_checked
 from vitrail.fast.onnx_graph import OPSET, open_session, to_onnx
 from vitrail.predict.engine import OnnxEngine
 from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MAX_BYTES, MODEL_KEY
@@ -37,14 +36,11 @@ def write_onnx(
     with require_extra("export"):
         import onnx
         import onnxscript  # noqa: F401  # torch imports it later, with a less helpful error
-    target = check_output(Path(path), ".onnx")
     plan = plan_for(bundle, dynamic=dynamic, with_preprocess=with_preprocess)
     check_weight_bytes(bundle)
     model = build(bundle, plan)
-    session = None
 
     def run(partial: Path) -> Run:
-        nonlocal session
         session = OnnxEngine(partial).session  # our own reader must accept it
         if plan.with_preprocess:  # the graph computes the pixels; make them an output
             model = onnx.ModelProto.FromString(partial.read_bytes())
@@ -56,10 +52,12 @@ def write_onnx(
         return lambda batch: dict(zip(names, session.run(names, {plan.input: batch}), strict=True))
 
     return write_checked(
-        target,
+        Path(path),
         model.SerializeToString(deterministic=True),
         lambda partial: prove(bundle, plan, run(partial), runtime="ONNX Runtime"),
-        {"form": "onnx", "opset": OPSET, "packages": PACKAGES},
+        "onnx",
+        opset=OPSET,
+        packages=PACKAGES,
     )
 
 

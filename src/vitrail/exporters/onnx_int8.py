@@ -14,11 +14,10 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.exporters.graph import plan_for
 from vitrail.exporters.onnx import PACKAGES, build, check_weight_bytes
-from vitrail.exporters.proof import Check, Proof, measure_speed
-from vitrail.exporters.writing import check_output, write_checked
-from vitrail.fast.accelerate import pass_gate, read_calibration
+from vitrail.exporters.proof import Check, Proof, measure_speed, write_checked
+from vitrail.fast.accelerate import read_calibration
 from vitrail.fast.choices import Choices
-from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, split_images
+from vitrail.fast.gate import MIN_AGREEMENT, check_agreement, pass_gate, split_images
 from vitrail.fast.inference_routes import Accelerated, Acceleration, Builder
 from vitrail.fast.onnx_graph import OPSET, open_session
 from vitrail.predict.engine import OnnxEngine
@@ -46,7 +45,6 @@ def write_int8(
             compared on the others.
         min_agreement, keep: as in `vitrail.accelerate`.
     """
-    target = check_output(Path(path), ".onnx")
     if not bundle.model.config.classes:
         raise InputError("int8 is checked by its classes, and this model has no head; export it in fp32.")
     plan = plan_for(bundle, dynamic=dynamic)
@@ -67,9 +65,17 @@ def write_int8(
 
     names = builder.quantizable("int8")
     kept = () if keep == "auto" else tuple(keep)
-    how: dict[str, Any] = {"labels": labels, "min_agreement": check_agreement(min_agreement)}
-    found = pass_gate(builder, quantized, "int8", kept, names, held_out, search=keep == "auto", **how)
-    report = found.report
+    report = pass_gate(
+        builder.calibration,
+        quantized,
+        "int8",
+        kept,
+        names,
+        held_out,
+        labels=labels,
+        min_agreement=check_agreement(min_agreement),
+        search=keep == "auto",
+    ).report
     assert report.gate is not None
     gate = {**report.gate.as_dict(), "keep": list(report.kept)}
 
@@ -82,7 +88,7 @@ def write_int8(
         return Proof(checks=[check], speed=speed, precision="int8", gate=gate)
 
     data = graphs[report.kept].SerializeToString(deterministic=True)
-    return write_checked(target, data, prove, {"form": "onnx", "opset": OPSET, "packages": PACKAGES})
+    return write_checked(Path(path), data, prove, "onnx", opset=OPSET, packages=PACKAGES)
 
 
 def _check_batches(run: _Session, images: Tensor) -> Check:

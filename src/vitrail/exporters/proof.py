@@ -1,27 +1,33 @@
-"""Compare an exported file with its model: the same inputs through both, and the speed of each.
+"""Write an exported file, which gets its name only after its outputs have been compared with the model's.
 
-writing.py stores the result beside the file.
+`x.onnx.proof.json` beside it holds every comparison, the versions, both speeds and the checksum. A file
+whose outputs differ from the model's is not written.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib.metadata
+import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from vitrail.base.errors import FileError, printable
+from vitrail.base.errors import FileError, InputError, VitrailError, printable
+from vitrail.base.safe_files import atomic_file, check_new, write_text
 from vitrail.exporters.graph import Plan
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT, surgery
 from vitrail.model.config import format_sides
 from vitrail.predict.engine import output_names
-from vitrail.weights.bundle.bundle import Bundle, golden_inputs
+from vitrail.weights.bundle.bundle import Bundle, golden_inputs, versions
 from vitrail.weights.bundle.golden import LOGIT_TOLERANCE
 
 if TYPE_CHECKING:
@@ -94,6 +100,65 @@ class Proof:
         return [check for check in self.checks if not check.holds]
 
 
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def check_output(path: Path, suffix: str) -> None:
+    """Check that the file and its proof are new, and that their folder exists."""
+    if path.suffix != suffix:
+        raise InputError(f"The name of this file must end in {suffix}, and {printable(path)} does not.")
+    if not path.parent.is_dir():
+        raise InputError(f"There is no folder {printable(path.parent)}; create it, or choose another path.")
+    for new in (path, _proof_path(path)):
+        check_new(new, "an export")
+
+
+def _proof_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.proof.json")
+
+
+def write_checked(
+    path: Path,
+    data: bytes,
+    prove: Callable[[Path], Proof],
+    form: str,
+    *,
+    opset: int | None = None,
+    packages: Sequence[str] = (),
+) -> Proof:
+    """Write a temporary file, check it with `prove`, and only then give it its name."""
+    with atomic_file(path) as partial:
+        partial.write_bytes(data)
+        try:
+            proof = prove(partial)
+        except VitrailError:
+            raise
+        except Exception as error:  # any error of a runtime means that the file cannot be used
+            raise check_failed(f"{type(error).__name__}: {error}") from error
+        if proof.failed:
+            worst = proof.failed[0]
+            raise check_failed(
+                f"{worst.what}: a difference of {worst.difference:.2g} (limit {worst.limit:.2g}), pixels "
+                f"off by {worst.largest_pixel_difference}, same class: {worst.same_class} of {worst.inputs}"
+            )
+        proof = replace(
+            proof,
+            file=path.name,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            form=form,
+            opset=opset,
+            versions=versions()
+            | {name: importlib.metadata.version(name) for name in ("numpy", "pillow", *packages)},
+        )
+    try:
+        write_text(_proof_path(path), json.dumps(asdict(proof), indent=2) + "\n")
+    except BaseException:
+        path.unlink()
+        raise
+    return proof
+
+
 # ---- comparing ----------------------------------------------------------------------------------
 
 
@@ -103,24 +168,24 @@ def prove(bundle: Bundle, plan: Plan, run: Run, *, runtime: str) -> Proof:
     assert spec is not None  # plan_for has checked
     model = copy.deepcopy(bundle.model).to(device="cpu", dtype=torch.float32).eval()
     golden = golden_inputs(model.config).permute(0, 2, 3, 1).numpy()  # (4, H, W, C)
-    compare = _compare_raw if plan.with_preprocess else _compare_normalized
+    raw = plan.with_preprocess
     checks = [
-        compare(f"golden inputs, batch of {count}", model, spec, run, golden[:count]) for count in BATCHES
+        _compare(f"golden inputs, batch of {count}", model, spec, run, golden[:count], raw=raw)
+        for count in BATCHES
     ]
-    if plan.with_preprocess and spec.resize != "none":
+    if raw and spec.resize != "none":
         for high, wide in _image_sizes(spec):
             images = np.stack([_draw_scene(high, wide, spec.channels, seed) for seed in range(2)])
-            checks.append(_compare_raw(f"images of {high}x{wide}", model, spec, run, images))
+            checks.append(_compare(f"images of {high}x{wide}", model, spec, run, images, raw=True))
     if plan.any_size:
         for size in _other_sizes(model):
             other = surgery.resize(model, size, **plan.resample)
             pixels = golden_inputs(other.config).permute(0, 2, 3, 1).numpy()
             fitted = replace(spec, size=size, resize_to=None)
-            checks.append(
-                _compare_normalized(f"golden inputs of {format_sides(size)}", other, fitted, run, pixels)
-            )
-    first = golden[:1] if plan.with_preprocess else _normalize(golden[:1], spec).numpy()
-    return Proof(checks=checks, speed=measure_speed(model, _normalize(golden[:1], spec), run, first, runtime))
+            checks.append(_compare(f"golden inputs of {format_sides(size)}", other, fitted, run, pixels))
+    normalized = _normalize(golden[:1], spec)
+    first = golden[:1] if raw else normalized.numpy()
+    return Proof(checks=checks, speed=measure_speed(model, normalized, run, first, runtime))
 
 
 def _normalize(images: NDArray[np.uint8], spec: Preprocess) -> torch.Tensor:
@@ -135,16 +200,17 @@ def _model_outputs(model: ViT, images: torch.Tensor) -> dict[str, NDArray[np.flo
     return {name: tensors[name].numpy() for name in output_names(model.config)}
 
 
-def _compare_normalized(
-    what: str, model: ViT, spec: Preprocess, run: Run, pixels: NDArray[np.uint8]
+def _compare(
+    what: str, model: ViT, spec: Preprocess, run: Run, images: NDArray[np.uint8], *, raw: bool = False
 ) -> Check:
-    """Normalize the pixels outside the graph and run both."""
-    images = _normalize(pixels, spec)
-    return _compare_outputs(what, _model_outputs(model, images), run(images.numpy()))
+    """Compare on images (B, H, W, C).
 
-
-def _compare_raw(what: str, model: ViT, spec: Preprocess, run: Run, images: NDArray[np.uint8]) -> Check:
-    """Resize with `Preprocess` and inside the graph; run the model on the pixels of each."""
+    Args:
+        raw: whether the graph resizes them; then the model runs on the pixels of the graph and on its own.
+    """
+    if not raw:
+        normalized = _normalize(images, spec)
+        return _compare_outputs(what, _model_outputs(model, normalized), run(normalized.numpy()))
     theirs = run(images)
     graph_pixels = theirs["pixels"].transpose(0, 2, 3, 1)  # (B, H, W, C)
     pixels = np.stack([spec.pixels(image) for image in images])
@@ -167,15 +233,11 @@ def _compare_outputs(what: str, ours: Mapping[str, Any], theirs: Mapping[str, An
     for name, array in ours.items():
         if theirs[name].shape != array.shape:
             raise check_failed(f"{what}: {name} has shape {theirs[name].shape}, the model's {array.shape}")
-        apart, allowed = (
-            np.abs(theirs[name] - array).max(),
-            LOGIT_TOLERANCE * max(1.0, float(np.abs(array).max())),
-        )
+        apart = np.abs(theirs[name] - array).max()
+        allowed = LOGIT_TOLERANCE * max(1.0, float(np.abs(array).max()))
         if not apart / allowed <= difference / limit:
-            difference, limit = (
-                float(np.nan_to_num(apart, nan=np.inf)),
-                float(np.nan_to_num(allowed, nan=LOGIT_TOLERANCE)),
-            )
+            difference = float(np.nan_to_num(apart, nan=np.inf))
+            limit = float(np.nan_to_num(allowed, nan=LOGIT_TOLERANCE))
     first = next(iter(ours))
     same = int((theirs[first].argmax(1) == ours[first].argmax(1)).sum())
     return Check(what=what, inputs=len(ours[first]), difference=difference, limit=limit, same_class=same)
@@ -220,13 +282,8 @@ def _image_sizes(spec: Preprocess) -> list[tuple[int, int]]:
 
 
 def _draw_scene(high: int, wide: int, channels: int, seed: int) -> NDArray[np.uint8]:
-    """A synthetic photograph with gradients, edges and noise, (high, wide, channels)."""
+    """Blocks of color with noise, (high, wide, channels): edges and texture, as in a photograph."""
     rng = np.random.default_rng(seed)
-    y, x = np.mgrid[0:high, 0:wide] / max(high, wide)
-    scene = np.stack([255 * (a * x + b * y + c) / 3 for a, b, c in rng.random((channels, 3))], axis=-1)
-    for _ in range(6):
-        row, column, radius = rng.random(3)
-        inside = (y - row * y.max()) ** 2 + (x - column * x.max()) ** 2 < (0.3 * radius) ** 2
-        scene[inside] = 255 * rng.random(channels)
-    scene += rng.normal(0, 8, scene.shape)
+    blocks = rng.uniform(0, 255, (high // 8 + 1, wide // 8 + 1, channels)).repeat(8, 0).repeat(8, 1)
+    scene = blocks[:high, :wide] + rng.normal(0, 8, (high, wide, channels))
     return scene.round().clip(0, 255).astype(np.uint8)

@@ -23,28 +23,16 @@ from vitrail.model.resample import Filter, antialias_weights, scalar_tensor
 BITS = 22  # fractional bits of a weight in Pillow
 
 
-def sinc(x: Tensor) -> Tensor:
+def _lanczos(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < 3, _sinc(x) * _sinc(x / 3), 0.0)
+
+
+def _sinc(x: Tensor) -> Tensor:
     angle = math.pi * x
     return torch.where(x == 0, 1.0, angle.sin() / torch.where(x == 0, 1.0, angle))
 
 
-def lanczos(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < 3, sinc(x) * sinc(x / 3), 0.0)
-
-
-def box(x: Tensor) -> Tensor:
-    return ((x > -0.5) & (x <= 0.5)).to(x.dtype)
-
-
-def hamming(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < 1, sinc(x) * (0.54 + 0.46 * (math.pi * x).cos()), 0.0)
-
-
-FILTERS: dict[str, Filter] = resample.FILTERS | {
-    "lanczos": (lanczos, 3.0),
-    "box": (box, 0.5),
-    "hamming": (hamming, 1.0),
-}
+FILTERS: dict[str, Filter] = resample.FILTERS | {"lanczos": (_lanczos, 3.0)}
 
 
 # ---- images -----------------------------------------------------------------------------------
@@ -69,7 +57,6 @@ class ResizeToInput(nn.Module):
 
     def __init__(self, preprocess: Preprocess) -> None:
         super().__init__()
-        check_resize(preprocess)
         self.preprocess = preprocess
         self.rows_may_come_first = preprocess.backend == "pillow" and rows_may_come_first()
 

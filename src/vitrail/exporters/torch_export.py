@@ -11,8 +11,7 @@ from torch.fx import GraphModule
 from vitrail.base.errors import InputError, option
 from vitrail.exporters.graph import Graph, plan_for, trace
 from vitrail.exporters.onnx import build_metadata
-from vitrail.exporters.proof import Proof, Run, prove
-from vitrail.exporters.writing import check_output, write_checked
+from vitrail.exporters.proof import Proof, Run, prove, write_checked
 from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.weights.bundle.bundle import Bundle
 
@@ -26,7 +25,6 @@ def write_torch(
     logits (if there is a head), the embedding, and with preprocessing the resized pixels. It runs on the
     device of the model.
     """
-    target = check_output(Path(path), ".pt2")
     plan = plan_for(bundle, dynamic=dynamic, with_preprocess=with_preprocess)
     assert bundle.preprocess is not None  # plan_for has checked
     device = next(bundle.model.parameters()).device
@@ -44,19 +42,17 @@ def write_torch(
 
     def run(partial: Path) -> Run:
         with quiet():
-            module = torch.export.load(
-                io.BytesIO(partial.read_bytes())
-            ).module()  # we have just written this file
+            module = torch.export.load(io.BytesIO(partial.read_bytes())).module()
         return lambda batch: {
             name: tensor.cpu().numpy()
             for name, tensor in zip(graph.outputs, module(torch.from_numpy(batch).to(device)), strict=True)
         }
 
     return write_checked(
-        target,
+        Path(path),
         data.getvalue(),
         lambda partial: prove(bundle, plan, run(partial), runtime="torch.export"),
-        {"form": "torch-export", "packages": ()},
+        "torch-export",
     )
 
 

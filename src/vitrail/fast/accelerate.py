@@ -11,7 +11,7 @@ fast.model                                               # the model itself, wit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,11 +24,10 @@ from vitrail.base.fields import as_integer, short_repr
 from vitrail.fast.choices import Choices
 from vitrail.fast.gate import (
     MIN_AGREEMENT,
-    Gate,
     GateError,
     check_agreement,
     compare,
-    name_layers,
+    pass_gate,
     run_batches,
     split_images,
 )
@@ -48,9 +47,8 @@ from vitrail.fast.inference_routes import (
     resolve,
 )
 from vitrail.fast.merge import MergedForward, why_not_merged
-from vitrail.fast.quantize import find_worst, propose
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.folders import list_images
-from vitrail.images.reader import read_pixels
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
@@ -92,20 +90,11 @@ def accelerate(
     Raises:
         GateError: too many answers differ. It names the layers that cause it.
     """
-    execution = InferenceExecution(
-        precision=precision,
-        goal=goal,
-        calibrate=calibrate,
-        labels=labels,
-        min_agreement=min_agreement,
-        keep=keep,
-        merge=merge,
-        remember=remember,
-    )
+    execution = InferenceExecution(precision, goal, calibrate, labels, min_agreement, keep, merge, remember)
     return accelerate_as(model, execution)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class InferenceExecution:
     """How inference computes a model; the fields are the arguments of `accelerate`."""
 
@@ -121,12 +110,11 @@ class InferenceExecution:
 
 def accelerate_as(model: ViT, how: InferenceExecution) -> Accelerated:
     """Build the fastest forward pass of a model that was measured and passes the gate."""
-    device = _check(model, how.precision, how.goal, how.calibrate, how.labels, how.merge)
-    min_agreement = check_agreement(how.min_agreement)
+    device = _check(model, how)
     chosen = resolve(how.precision, device)
     choices = Choices(device, remember=how.remember)
     if how.merge:
-        return _merged(model, chosen, how.merge, how.calibrate, how.labels, min_agreement)
+        return _merge_tokens(model, chosen, how)
     if chosen not in LOSSY:
         return Builder(model, device, how.goal, choices, None).fastest(chosen)
     assert how.calibrate is not None
@@ -140,33 +128,37 @@ def accelerate_as(model: ViT, how: InferenceExecution) -> Accelerated:
         raise InputError(
             f"keep: no layer {unknown[0]!r} is computed in {chosen}. {suggest(unknown[0], names)}"
         )
+    return pass_gate(
+        builder.calibration,
+        lambda kept: builder.fastest(chosen, kept),
+        chosen,
+        kept,
+        names,
+        held_out,
+        labels=labels,
+        min_agreement=how.min_agreement,
+        search=how.keep == "auto",
+    )
 
-    def build(kept: tuple[str, ...]) -> Accelerated:
-        return builder.fastest(chosen, kept)
 
-    gate: dict[str, Any] = {"labels": labels, "min_agreement": min_agreement, "search": how.keep == "auto"}
-    return pass_gate(builder, build, chosen, kept, names, held_out, **gate)
-
-
-def _merged(
-    model: ViT, precision: str, r: int, images: Tensor | None, labels: Tensor | None, min_agreement: float
-) -> Accelerated:
-    """The model with r tokens merged in each block, if its answers are near enough on all images."""
-    parameter = next(model.parameters())
-    run: Forward = MergedForward(model, r, torch.bfloat16 if precision == "bf16" else torch.float32)
-    where = "PyTorch"
-    if parameter.device.type == "cuda":
+def _merge_tokens(model: ViT, precision: str, how: InferenceExecution) -> Accelerated:
+    """The model with tokens merged in each block, if its answers are near enough on all images."""
+    assert how.calibrate is not None
+    run: Forward = MergedForward(model, how.merge, torch.bfloat16 if precision == "bf16" else torch.float32)
+    device, where = next(model.parameters()).device, PLAIN
+    if device.type == "cuda":
         run, where = PaddedReplay(run), "PyTorch in a CUDA graph"
-    why = f"{r} tokens are merged in each of {model.config.depth} blocks."
+    why = f"{how.merge} tokens are merged in each of {model.config.depth} blocks."
     fast = Accelerated(model, run, Acceleration(precision=precision, route=where, why=[why]))
-    assert images is not None
-    batch = GATE_BATCH[parameter.device.type]
     with eval_mode(model):
-        how: dict[str, Any] = {"min_agreement": min_agreement, "labels": labels}
-        name = f"{precision} with {r} tokens merged in each block"
-        gate = compare(
-            run_batches(fast, images, batch), run_batches(model, images, batch), precision=name, **how
-        )
+        found, exact = (run_batches(one, how.calibrate, GATE_BATCH[device.type]) for one in (fast, model))
+    gate = compare(
+        found,
+        exact,
+        precision=f"{precision} with {how.merge} tokens merged in each block",
+        min_agreement=how.min_agreement,
+        labels=how.labels,
+    )
     if not gate.passed:
         raise GateError(gate, "merge fewer tokens")
     fast.report = replace(fast.report, gate=gate)
@@ -201,57 +193,6 @@ def accelerate_by_default(model: ViT) -> Accelerated | None:
         why = f"{option('precision', 'fp32')} computes in the model's own precision."
         fast.report = replace(fast.report, why=[*fast.report.why, why])
     return fast
-
-
-def pass_gate(
-    builder: Builder,
-    build: Callable[[tuple[str, ...]], Accelerated],
-    precision: str,
-    kept: tuple[str, ...],
-    names: Sequence[str],
-    held_out: Tensor,
-    *,
-    labels: Tensor | None = None,
-    min_agreement: float = MIN_AGREEMENT,
-    search: bool = False,
-) -> Accelerated:
-    """The accelerated model if its answers are near enough; otherwise look for the layers that hurt.
-
-    Args:
-        build: builds it with these layers in higher precision.
-        names: all layers that are computed in the lower one.
-        held_out: images to compare answers on; the layers that hurt are found with those of the ranges.
-        search: whether to keep more layers until it passes.
-    """
-    model, images, batch = builder.model, builder.calibrate, GATE_BATCH[builder.device.type]
-    assert images is not None
-    with eval_mode(model):
-        exact = run_batches(model, held_out, batch)
-
-        def attempt(kept: tuple[str, ...]) -> tuple[Accelerated, Gate]:
-            fast = build(kept)
-            how: dict[str, Any] = {"precision": precision, "min_agreement": min_agreement, "labels": labels}
-            gate = compare(run_batches(fast, held_out, batch), exact, **how)
-            fast.report = replace(fast.report, gate=gate)
-            return fast, gate
-
-        fast, gate = attempt(kept)
-        if gate.passed:
-            return fast
-        rest = [name for name in names if name not in kept]
-        scales = builder.scales if precision == "int8" else None
-        worst = find_worst(model, precision, builder.seen, rest, images, batch, scales)
-        more = propose(model, precision, builder.seen, list(worst), images, batch, min_agreement, scales)
-        proposed = more
-        while search and more:
-            fast, found = attempt((*kept, *more))
-            if found.passed:
-                why = f"{len(more)} layers that hurt most stay in higher precision: {name_layers(more)}."
-                fast.report = replace(fast.report, why=[*fast.report.why, why])
-                return fast
-            further = list(worst)[len(more) : len(more) + max(1, len(worst) // 12)]
-            more = (*more, *further) if len(more) + len(further) < len(worst) else ()
-        raise GateError(replace(gate, layers=worst, keep=proposed))
 
 
 # ---- the model of a bundle, calibrated on files ---------------------------------------------
@@ -339,11 +280,12 @@ def _list_calibration(source: Any) -> list[Any]:
 # ---- arguments ------------------------------------------------------------------------------
 
 
-def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any, merge: Any) -> torch.device:
+def _check(model: Any, how: InferenceExecution) -> torch.device:
     """Refuse what cannot be done, with the reason; returns the device."""
+    precision, calibrate, labels = how.precision, how.calibrate, how.labels
     if not isinstance(model, ViT):
         raise InputError(f"accelerate takes a ViT, not {short_repr(model)}; of a bundle, its .model.")
-    for name, value, allowed in (("precision", precision, PRECISIONS), ("goal", goal, GOALS)):
+    for name, value, allowed in (("precision", precision, PRECISIONS), ("goal", how.goal, GOALS)):
         if value not in allowed:
             raise InputError(f"Unknown {name} {short_repr(value)}. {suggest(str(value), allowed)}")
     if model.config.input != "image":
@@ -362,7 +304,8 @@ def _check(model: Any, precision: Any, goal: Any, calibrate: Any, labels: Any, m
         raise InputError("int8 is for CPUs, and the model is on a GPU; use fp8 or bf16 there.")
     if precision == "bf16" and device.type == "cpu":
         raise InputError("bf16 can end the process on some CPUs, so it is for GPUs only; use fp32 or int8.")
-    merge = as_integer("merge", merge, 0, 10_000)
+    check_agreement(how.min_agreement)
+    merge = as_integer("merge", how.merge, 0, 10_000)
     if merge and precision in LOSSY:
         raise InputError(f"merge is for fp32 and bf16, not for {precision}; remove one of them.")
     if merge and (reason := why_not_merged(model)) is not None:

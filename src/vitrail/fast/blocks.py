@@ -40,16 +40,14 @@ class Norm:
     """Quantizes the result to fp8."""
 
     def __call__(
-        self, z: Tensor, *, kernels: bool, parts: Tensor | None = None, dependent: bool = False
+        self, z: Tensor, parts: Tensor | None = None, *, kernels: bool, dependent: bool = False
     ) -> Tensor:
         """Of tokens (M, D), to which `parts` are added first; see `vitrail.fast.kernels.norm_inference`."""
-        arguments = z, self.shift, self.weight, self.bias, self.eps
-        how: dict[str, Any] = {"centered": self.centered, "factor": self.factor, "parts": parts}
         if not kernels:
-            return plain.norm(*arguments, **how)
+            return plain.norm(self, z, parts)
         from vitrail.fast.kernels.norm_inference import norm
 
-        return norm(*arguments, **how, dependent=dependent)
+        return norm(self, z, parts, dependent=dependent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,13 +124,13 @@ class Chain:
 
     def __call__(self, z: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Tokens after the last block, and after the last norm if there is one."""
-        how: dict[str, Any] = {"kernels": self.kernels, "dependent": True}
-        parts, y = None, self.blocks[0].norm1(z.view(-1, z.shape[-1]), **how)
+        width, kernels = z.shape[-1], self.kernels
+        parts, y = None, self.blocks[0].norm1(z.view(-1, width), kernels=kernels, dependent=True)
         for index, block in enumerate(self.blocks):
             z, parts = self._run_block(index, block, z, y)
             after = self.blocks[index + 1].norm1 if index + 1 < len(self.blocks) else self.last_norm
             if after is not None:
-                y = after(z.view(-1, z.shape[-1]), parts=parts, **how)
+                y = after(z.view(-1, width), parts, kernels=kernels, dependent=True)
         if self.last_norm is None:
             assert parts is not None
             return (z.float() + parts.sum(0).view_as(z)).to(z.dtype), None

@@ -9,9 +9,9 @@ top-1      the accuracy of both, where labels are given
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,14 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError, option
 from vitrail.base.fields import short_repr
+from vitrail.fast.quantize import Calibration
+from vitrail.model.device import eval_mode
+
+if TYPE_CHECKING:
+    from vitrail.fast.inference_routes import Accelerated
 
 MIN_AGREEMENT = 0.99
+_FEW = 64  # images by which layers are compared with each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +80,21 @@ def compare(
     logits, exact = logits.float().cpu(), exact.float().cpu()
     best = exact.argmax(1)
     right = None if labels is None else labels.cpu().to(best.dtype)
+
+    def mean(matches: Tensor) -> float:
+        return float(matches.double().mean())
+
     difference = F.kl_div(logits.log_softmax(1), exact.log_softmax(1), log_target=True, reduction="batchmean")
     return Gate(
         precision=precision,
         images=len(exact),
-        agreement=_mean(logits.argmax(1) == best),
+        agreement=mean(logits.argmax(1) == best),
         kl=max(0.0, float(difference)),
         cosine=float(F.cosine_similarity(logits, exact).mean()),
         min_agreement=min_agreement,
-        top1=None if right is None else _mean(logits.argmax(1) == right),
-        top1_fp32=None if right is None else _mean(best == right),
+        top1=None if right is None else mean(logits.argmax(1) == right),
+        top1_fp32=None if right is None else mean(best == right),
     )
-
-
-def _mean(matches: Tensor) -> float:
-    return float(matches.double().mean())
 
 
 class GateError(InputError):
@@ -126,10 +132,88 @@ def run_batches(forward: Any, images: Tensor, batch: int) -> Tensor:
         return torch.cat([forward(part).float().cpu() for part in images.split(batch)])
 
 
-def worst_first(layers: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(layers.items(), key=lambda item: -item[1]))
-
-
 def name_layers(names: Sequence[str]) -> str:
     """A list of layer names for a sentence, shortened."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ---- which layers hurt ----------------------------------------------------------------------
+
+
+def pass_gate(
+    calibration: Calibration,
+    build: Callable[[tuple[str, ...]], Accelerated],
+    precision: str,
+    kept: tuple[str, ...],
+    names: Sequence[str],
+    held_out: Tensor,
+    *,
+    labels: Tensor | None = None,
+    min_agreement: float = MIN_AGREEMENT,
+    search: bool = False,
+) -> Accelerated:
+    """The accelerated model if its answers are near enough; otherwise look for the layers that hurt.
+
+    Args:
+        build: builds it with these layers in higher precision.
+        names: all layers that are computed in the lower one.
+        held_out: images to compare answers on; the layers that hurt are found with those of the ranges.
+        search: whether to keep more layers until it passes.
+    """
+    with eval_mode(calibration.model):
+        exact = run_batches(calibration.model, held_out, calibration.batch)
+
+        def attempt(kept: tuple[str, ...]) -> tuple[Accelerated, Gate]:
+            fast = build(kept)
+            found = run_batches(fast, held_out, calibration.batch)
+            gate = compare(found, exact, precision=precision, min_agreement=min_agreement, labels=labels)
+            fast.report = replace(fast.report, gate=gate)
+            return fast, gate
+
+        fast, gate = attempt(kept)
+        if gate.passed:
+            return fast
+        layers = _find_worst(calibration, precision, [name for name in names if name not in kept])
+        worst = list(layers)
+        more = proposed = _propose(calibration, precision, worst, min_agreement)
+        while search and more:
+            fast, found = attempt((*kept, *more))
+            if found.passed:
+                why = f"{len(more)} layers that hurt most stay in higher precision: {name_layers(more)}."
+                fast.report = replace(fast.report, why=[*fast.report.why, why])
+                return fast
+            further = worst[len(more) : len(more) + max(1, len(worst) // 12)]
+            more = (*more, *further) if len(more) + len(further) < len(worst) else ()
+        raise GateError(replace(gate, layers=layers, keep=proposed))
+
+
+def _find_worst(calibration: Calibration, precision: str, names: Sequence[str]) -> dict[str, float]:
+    """The KL that each layer causes alone, the largest first."""
+    images = calibration.images
+    images = images[:: max(1, len(images) // _FEW)][:_FEW]  # of all classes, if they are sorted
+    exact = run_batches(calibration.model, images, calibration.batch)
+    found = {}
+    for name in names:
+        with calibration.simulate(precision, {name}):
+            logits = run_batches(calibration.model, images, calibration.batch)
+        found[name] = compare(logits, exact, precision=precision, min_agreement=0).kl
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _propose(
+    calibration: Calibration, precision: str, worst: Sequence[str], min_agreement: float
+) -> tuple[str, ...]:
+    """The fewest of the worst layers that must stay as they are for the rest to pass; empty if none do."""
+    model, images, batch = calibration.model, calibration.images, calibration.batch
+    exact = run_batches(model, images, batch)
+
+    def passes(count: int) -> bool:
+        with calibration.simulate(precision, set(worst[count:])):
+            logits = run_batches(model, images, batch)
+        return compare(logits, exact, precision=precision, min_agreement=min_agreement).passed
+
+    low, high = 0, len(worst)  # all layers kept is no quantization
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return tuple(worst[:high]) if high < len(worst) else ()

@@ -22,7 +22,7 @@ from vitrail.fast.choices import Choices
 from vitrail.fast.cuda_graph import Replay
 from vitrail.fast.executable import Executable
 from vitrail.fast.gate import Gate
-from vitrail.fast.quantize import Int8Scales, Observed, block_layers, observe
+from vitrail.fast.quantize import Calibration, block_layers
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 
@@ -120,29 +120,18 @@ class Accelerated(Executable):
 
 
 class Builder:
-    """Builds the ways to compute a model, and measures which is the fastest."""
+    """Builds the ways to compute a model, and measures which is the fastest.
+
+    Args:
+        calibrate: images for int8 and fp8.
+    """
 
     def __init__(
         self, model: ViT, device: torch.device, goal: Goal, choices: Choices, calibrate: Tensor | None
     ) -> None:
         self.model, self.device, self.goal, self.choices = model, device, goal, choices
-        self.calibrate = calibrate
-
-    @functools.cached_property
-    def seen(self) -> dict[str, Observed]:
-        """The inputs of all layers on the calibration images."""
-        assert self.calibrate is not None
-        return observe(self.model, self.calibrate, GATE_BATCH[self.device.type])
-
-    @functools.cached_property
-    def scales(self) -> dict[str, Int8Scales]:
-        """How each layer is quantized to int8."""
-        from vitrail.fast.int8 import choose_scales
-        from vitrail.fast.rounding import round_weights
-
-        assert self.calibrate is not None
-        scales = choose_scales(self.model, self.seen)
-        return round_weights(self.model, scales, self.calibrate, GATE_BATCH[self.device.type])
+        if calibrate is not None:
+            self.calibration = Calibration(model, calibrate, GATE_BATCH[device.type])
 
     def quantizable(self, precision: str) -> list[str]:
         """The layers that can be computed in this precision."""
@@ -162,22 +151,24 @@ class Builder:
         batch = 1 if self.goal == "latency" else _BATCH[self.device.type]
         images = torch.zeros(batch, *self.model.config.input_shape, device=self.device)
         runs: dict[str, Forward] = {}
-        seconds_of: dict[str, float] = {}
         errors: dict[str, Exception] = {}
 
+        @functools.cache
+        def measure_all() -> dict[str, float]:
+            for route, build in routes.items():
+                try:
+                    runs[route] = build()
+                    runs[route](images)
+                except Exception as error:  # the others are measured nevertheless
+                    errors[route] = error
+            working = {route: run for route, run in runs.items() if route not in errors}
+            return _seconds(working, images, self.device)
+
         def measure(name: str) -> float:
-            if not runs:
-                for route, build in routes.items():
-                    try:
-                        runs[route] = build()
-                        runs[route](images)
-                    except Exception as error:  # the others are measured nevertheless
-                        errors[route] = error
-                working = {route: run for route, run in runs.items() if route not in errors}
-                seconds_of.update(_seconds(working, images, self.device))
+            seconds = measure_all()
             if name in errors:
                 raise errors[name]
-            return seconds_of[name]
+            return seconds[name]
 
         question = f"model {_config_key(self.model)}, {precision}, {len(kept)} kept, batch {batch}"
         *_, name = routes  # the one with the most fused
@@ -187,7 +178,6 @@ class Builder:
             if failed.startswith(question):
                 why.append(f"{failed.removeprefix(question + ': ')} does not work here: {reason}.")
         seconds = self.choices.seconds.get(question, {})
-        rates = {route: round(batch / one, 2) for route, one in seconds.items() if one}
         if name == PLAIN and len(routes) > 1:
             why.append(f"Nothing else was faster at batch {batch}, so the model itself computes.")
         run = runs[name] if name in runs else routes[name]()
@@ -202,7 +192,7 @@ class Builder:
             route=name,
             why=why,
             kept=kept if used in LOSSY else (),
-            images_per_second=rates,
+            images_per_second={route: round(batch / one, 2) for route, one in seconds.items() if one},
             batch=batch,
         )
         return Accelerated(self.model, run, report)
@@ -234,23 +224,17 @@ class Builder:
                 "ONNX Runtime is not installed (pip install 'vitrail[export]'), so PyTorch computes."
             ]
         why = "On a CPU, ONNX Runtime fuses operators that PyTorch computes one by one."
-        build = functools.cache(self.onnx_graph)
+        from vitrail.fast.onnx_graph import OnnxForward, build_onnx
+
+        build = functools.cache(functools.partial(build_onnx, self.model))
         if precision == "int8":
             why = "int8 products with static scales from the calibration images; the rest in fp32."
             build = functools.cache(functools.partial(self.int8_graph, kept))
-        from vitrail.fast.onnx_graph import OnnxForward
-
         if self.goal == "throughput":
             name = f"ONNX Runtime, {precision}, an image for each thread"
             routes[name] = lambda: OnnxForward(build(), one_by_one=True)
         routes[f"ONNX Runtime, {precision}"] = lambda: OnnxForward(build())
         return routes, [why]
-
-    def onnx_graph(self) -> Any:
-        """The model for ONNX Runtime, in fp32."""
-        from vitrail.fast.onnx_graph import build_onnx
-
-        return build_onnx(self.model)
 
     def int8_graph(self, kept: tuple[str, ...] = ()) -> Any:
         """The model for ONNX Runtime, with int8 products except in some layers."""
@@ -263,10 +247,11 @@ class Builder:
 
     def quantized_graph(self, kept: tuple[str, ...], build: Callable[[ViT], Any]) -> Any:
         """The ONNX graph that `build` makes of the smoothed model, with int8 products."""
-        from vitrail.fast.int8 import correct_biases, quantize_graph
+        from vitrail.fast.int8 import correct_biases
+        from vitrail.fast.onnx_fuse import quantize_graph
         from vitrail.fast.smooth import smooth
 
-        chosen = {name: one for name, one in self.scales.items() if name not in kept}
+        chosen = {name: one for name, one in self.calibration.scales.items() if name not in kept}
         smoothed = smooth(self.model, {name: one.factors for name, one in chosen.items()})
         correct_biases(smoothed, chosen)
         graph = build(smoothed)
@@ -291,7 +276,7 @@ class Builder:
             return routes, [f"The blocks are computed by their own code in bf16: {reason}."]
         ranges = None
         if precision == "fp8":
-            ranges = {name: float(one.largest.max()) for name, one in self.seen.items()}
+            ranges = {name: float(one.largest.max()) for name, one in self.calibration.seen.items()}
         routes[f"fused kernels, {precision}, in a CUDA graph"] = lambda: PaddedReplay(
             FusedForward(self.model, self.choices, ranges=ranges, keep=kept)
         )

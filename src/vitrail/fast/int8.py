@@ -1,37 +1,33 @@
-"""A model in int8 for ONNX Runtime: static scales, weights by output channel, inputs by layer.
+"""Scales and weights of a model in int8: smoothed, rounded so that errors make up for each other.
 
-Static scales, because with dynamic ones the answer for an image would depend on the others in its batch.
-The graph has QuantizeLinear and DequantizeLinear in front of each product, the standard operators, which ONNX
-Runtime fuses into integer products.
+Scales are static, because with dynamic ones the answer for an image would depend on the others in its batch.
+
+smoothing  moves the range of channels with large inputs into the weights (Xiao et al. 2023, SmoothQuant)
+rounding   goes column by column; the error of a column is spread over those that are still to be rounded, as
+           the inputs on the calibration images correlate (Frantar et al. 2023, GPTQ)
+biases     what remains of the error on average is subtracted from them (Nagel et al. 2019)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail.fast.quantize import (
-    Int8Scales,
-    Observed,
-    block_layers,
-    int8_range,
-    round_to_nearest,
-    row_scales,
-)
+from vitrail.fast.quantize import INT8_MAX, Int8Scales, Observed, block_layers, row_scales, see_inputs
 from vitrail.fast.smooth import can_smooth, is_free
 from vitrail.model import ViT
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
 
 _STRENGTH, _STRENGTH_FC2 = 0.9, 0.8  # of smoothing: 1 moves all of a channel's range into the weights
 _SPREAD = 8.0  # of the largest channel to the median one, from which smoothing is worth a product of its own
 _TINY = 1e-5
-_ALL = slice(None)  # rows of a weight
+_TOKENS = 8192  # of all calibration images that are looked at
+_MAX_INPUTS = 4096  # of a layer, whose moments fill as many rows; wider ones are rounded to the nearest
+_DAMPING = 0.01  # of the mean square of an input, for those that are always zero
+_COLUMNS = 64  # that are rounded before the others are updated
 
 
 def choose_scales(model: ViT, seen: Mapping[str, Observed]) -> dict[str, Int8Scales]:
@@ -52,17 +48,100 @@ def choose_scales(model: ViT, seen: Mapping[str, Observed]) -> dict[str, Int8Sca
         low, high = float((one.low / factors).min()), float((one.high / factors).max())
         weight = weight * factors
         integers, rows = round_to_nearest(weight), row_scales(weight)
-        found[name] = Int8Scales(factors, *int8_range(low, high), integers, rows, torch.zeros_like(rows))
+        low, high = min(0.0, low), max(0.0, high)  # zero is a value of its own
+        step = max((high - low) / 255, 1e-12)
+        zero = min(255, max(0, round(-low / step)))
+        found[name] = Int8Scales(factors, step, zero, integers, rows, torch.zeros_like(rows))
     return found
 
 
 def _smoothing(weight: Tensor, seen: Observed, strength: float) -> Tensor:
-    """A factor for each input channel (K,), which moves some of its range into the weights.
-
-    Channels with large inputs then lose less of the range of the others (Xiao et al. 2023, SmoothQuant).
-    """
+    """A factor for each input channel (K,): those with large inputs then take less of the others' range."""
     columns = weight.abs().amax(0).clamp(min=_TINY)
     return seen.largest.clamp(min=_TINY) ** strength / columns ** (1 - strength)
+
+
+def round_to_nearest(weight: Tensor) -> Tensor:
+    """Weights (N, K) as 8-bit integers, in steps of `row_scales`."""
+    return (weight / row_scales(weight)[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+@dataclass(eq=False)
+class _Moments:
+    """Sums over the inputs of a layer."""
+
+    exact: Tensor
+    """(K,), as they are."""
+    rounded: Tensor
+    """(K,), rounded."""
+    products: Tensor | None
+    """(K, K), of the rounded ones with each other."""
+    count: int = 0
+
+
+def round_weights(
+    model: ViT, scales: Mapping[str, Int8Scales], images: Tensor, batch: int
+) -> dict[str, Int8Scales]:
+    """The scales with rounded weights and corrections of the bias."""
+    moments: dict[str, _Moments] = {}
+    every = max(1, len(images) * model.config.tokens // _TOKENS)
+
+    def see(name: str, x: Tensor) -> None:
+        x, K = x[::every], x.shape[1]
+        if name not in moments:
+            products = torch.zeros(K, K) if K <= _MAX_INPUTS else None
+            moments[name] = _Moments(torch.zeros(K), torch.zeros(K), products)
+        one, rounded = moments[name], scales[name].round_input(x)
+        one.exact += x.sum(0)
+        one.rounded += rounded.sum(0)
+        one.count += len(x)
+        if one.products is not None:
+            one.products.addmm_(rounded.T, rounded)
+
+    see_inputs(model, scales, images, batch, see)
+    found = {}
+    for name, layer in block_layers(model).items():
+        if name not in scales:
+            continue
+        one, seen, weight = scales[name], moments.pop(name), layer.weight.detach()
+        if seen.products is not None:
+            one = replace(one, integers=round_columns(weight * one.factors, seen.products / seen.count))
+        error = weight @ (seen.exact / seen.count) - one.rounded_weight() @ (seen.rounded / seen.count)
+        found[name] = replace(one, shift=_for_bias(layer, error))
+    return found
+
+
+def _for_bias(layer: Any, error: Tensor) -> Tensor:
+    """The part of a correction that the bias can take: none without one, and none for k if it has none."""
+    if layer.bias is None:
+        return torch.zeros_like(error)
+    mask = getattr(layer, "bias_mask", None)
+    return error if mask is None else error * mask
+
+
+def round_columns(weight: Tensor, products: Tensor) -> Tensor:
+    """Weights (N, K) in steps of `row_scales`, as integers, for inputs with these mean products (K, K).
+
+    The inputs with the largest squares come first: their errors are spread over the most others.
+    """
+    products = products + _DAMPING * products.diagonal().mean() * torch.eye(len(products))
+    order = products.diagonal().argsort(descending=True)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(products[order][:, order]))
+    spread = torch.linalg.cholesky(inverse, upper=True)  # row i: of the error of column i over the later ones
+    steps = weight / row_scales(weight)[:, None]
+    steps = steps[:, order]
+    integers = torch.empty_like(steps)
+    for begin in range(0, steps.shape[1], _COLUMNS):
+        end = min(begin + _COLUMNS, steps.shape[1])
+        block = steps[:, begin:end].clone()
+        errors = torch.empty_like(block)
+        for i in range(end - begin):
+            row = spread[begin + i, begin + i : end]
+            integers[:, begin + i] = block[:, i].round().clamp(-INT8_MAX, INT8_MAX)
+            errors[:, i] = (block[:, i] - integers[:, begin + i]) / row[0]
+            block[:, i:] -= errors[:, i : i + 1] * row
+        steps[:, end:] -= errors @ spread[begin:end, end:]
+    return integers[:, order.argsort()].to(torch.int8)
 
 
 @torch.no_grad()
@@ -73,72 +152,3 @@ def correct_biases(model: ViT, scales: Mapping[str, Int8Scales]) -> None:
         bias: Tensor | None = layers[name].bias
         if bias is not None:
             bias += one.shift * row_scales(layers[name].weight) / one.rows
-
-
-def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scales]) -> int:
-    """Quantize the products of these layers of a traced model in place; how many layers were found.
-
-    Args:
-        model: the traced model, smoothed; its weights tell which product is which layer. Where the next
-            layer's factors have divided its rows, their scales are divided, too.
-    """
-    from onnx import helper, numpy_helper
-
-    layers = block_layers(model)
-    wanted = {
-        _bytes(part): (name, rows) for name in scales for rows, part in _parts(name, layers[name].weight)
-    }
-    stored = {tensor.name: tensor for tensor in graph.graph.initializer}
-    nodes: list[Any] = []
-    found: set[str] = set()
-    for node in graph.graph.node:
-        match = None
-        if node.op_type == "MatMul" and node.input[1] in stored:
-            match = wanted.get(numpy_helper.to_array(stored[node.input[1]]).tobytes())
-        if match is not None:
-            layer, part = match
-            name = layer if part == _ALL else f"{layer}.{part.start or 0}"
-            rows = row_scales(layers[layer].weight.detach())[part]
-            tensors = {
-                f"{name}.weight_int8": scales[layer].integers[part].T.contiguous().numpy(),
-                f"{name}.weight_scale": rows.numpy(),
-                f"{name}.weight_zero": np.zeros(len(rows), np.int8),
-                f"{name}.input_scale": np.array(scales[layer].step, np.float32),
-                f"{name}.input_zero": np.array(scales[layer].zero, np.uint8),
-            }
-            graph.graph.initializer.extend(
-                numpy_helper.from_array(array, key) for key, array in tensors.items()
-            )
-            weight_int8, weight_scale, weight_zero, scale, zero_point = tensors
-            nodes += [
-                helper.make_node(
-                    "QuantizeLinear", [node.input[0], scale, zero_point], [f"{name}.input_int8"]
-                ),
-                helper.make_node(
-                    "DequantizeLinear", [f"{name}.input_int8", scale, zero_point], [f"{name}.input"]
-                ),
-                helper.make_node(
-                    "DequantizeLinear", [weight_int8, weight_scale, weight_zero], [f"{name}.weight"], axis=1
-                ),
-            ]
-            node.input[0], node.input[1] = f"{name}.input", f"{name}.weight"
-            found.add(layer)
-        nodes.append(node)
-    still_used = {key for node in nodes for key in node.input}
-    keep = [tensor for tensor in graph.graph.initializer if tensor.name in still_used]
-    del graph.graph.node[:], graph.graph.initializer[:]
-    graph.graph.node.extend(nodes)
-    graph.graph.initializer.extend(keep)
-    return len(found)
-
-
-def _parts(name: str, weight: Tensor) -> list[tuple[slice, Tensor]]:
-    """The rows of a layer that may be a product of their own: q by itself, k and v, in the last block."""
-    inner = len(weight) // 3
-    rows = [_ALL, slice(None, inner), slice(inner, None)] if name.endswith("qkv") else [_ALL]
-    return [(part, weight[part]) for part in rows]
-
-
-def _bytes(weight: Tensor) -> bytes:
-    """What the graph stores of a weight."""
-    return weight.detach().T.contiguous().numpy().tobytes()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from vitrail.base.errors import ConfigError
+from vitrail.fast.executable import share_parameters
 from vitrail.fast.parallelism import gather
-from vitrail.fast.twin import share_parameters
 from vitrail.model import ViT
 from vitrail.model.attention import QKV
 from vitrail.model.config import ViTConfig

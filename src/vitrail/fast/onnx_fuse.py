@@ -1,16 +1,19 @@
-"""Operators of ONNX Runtime's own in place of several standard ones: attention, and int8 products with bias.
+"""Changes of an ONNX graph: int8 products, and ONNX Runtime's own operators instead of standard ones.
 
-Only for graphs that ONNX Runtime runs here: other runtimes do not know these operators, so exported files
-keep the standard ones.
+`quantize_graph` puts QuantizeLinear and DequantizeLinear in front of each product, the standard operators,
+which ONNX Runtime fuses into integer products. The others are only for graphs that ONNX Runtime runs here:
+other runtimes do not know its operators, so exported files keep the standard ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from torch import Tensor
 
+from vitrail.fast.quantize import Int8Scales, block_layers, row_scales
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
 
@@ -21,6 +24,68 @@ _DOMAIN = "com.microsoft"
 _SPLIT_HEADS = [2, 0, 3, 1, 4]  # (B, T, 3, k, d) to (3, B, k, T, d)
 _JOIN_HEADS = [0, 2, 1, 3]  # (B, k, T, d) to (B, T, k, d)
 _MOVES = ("Mul", "Slice", "Squeeze", "Reshape", "Transpose")  # between qkv and the scores; Mul is the scale
+_ALL = slice(None)  # rows of a weight
+
+
+def quantize_graph(graph: ModelProto, model: ViT, scales: Mapping[str, Int8Scales]) -> int:
+    """Quantize the products of these layers of a traced model in place; how many layers were found.
+
+    Args:
+        model: the traced model, smoothed; its weights tell which product is which layer. Where the next
+            layer's factors have divided its rows, their scales are divided, too.
+    """
+    from onnx import helper, numpy_helper
+
+    layers = block_layers(model)
+    wanted = {
+        _bytes(part): (name, rows) for name in scales for rows, part in _parts(name, layers[name].weight)
+    }
+    stored = {tensor.name: tensor for tensor in graph.graph.initializer}
+    nodes: list[Any] = []
+    found: set[str] = set()
+    for node in graph.graph.node:
+        match = None
+        if node.op_type == "MatMul" and node.input[1] in stored:
+            match = wanted.get(numpy_helper.to_array(stored[node.input[1]]).tobytes())
+        if match is not None:
+            layer, part = match
+            name = layer if part == _ALL else f"{layer}.{part.start or 0}"
+            rows = row_scales(layers[layer].weight.detach())[part]
+            tensors = {
+                f"{name}.weight_int8": scales[layer].integers[part].T.contiguous().numpy(),
+                f"{name}.weight_scale": rows.numpy(),
+                f"{name}.weight_zero": np.zeros(len(rows), np.int8),
+                f"{name}.input_scale": np.array(scales[layer].step, np.float32),
+                f"{name}.input_zero": np.array(scales[layer].zero, np.uint8),
+            }
+            graph.graph.initializer.extend(
+                numpy_helper.from_array(array, key) for key, array in tensors.items()
+            )
+            *weight, scale, zero = tensors
+            x, x_int8, w = (f"{name}.{part}" for part in ("input", "input_int8", "weight"))
+            nodes += [
+                helper.make_node("QuantizeLinear", [node.input[0], scale, zero], [x_int8]),
+                helper.make_node("DequantizeLinear", [x_int8, scale, zero], [x]),
+                helper.make_node("DequantizeLinear", weight, [w], axis=1),
+            ]
+            node.input[0], node.input[1] = x, w
+            found.add(layer)
+        nodes.append(node)
+    _set_nodes(graph, nodes)
+    _prune(graph)
+    return len(found)
+
+
+def _parts(name: str, weight: Tensor) -> list[tuple[slice, Tensor]]:
+    """The rows of a layer that may be a product of their own: q by itself, k and v, in the last block."""
+    inner = len(weight) // 3
+    rows = [_ALL, slice(None, inner), slice(inner, None)] if name.endswith("qkv") else [_ALL]
+    return [(part, weight[part]) for part in rows]
+
+
+def _bytes(weight: Tensor) -> bytes:
+    """What the graph stores of a weight."""
+    return weight.detach().T.contiguous().numpy().tobytes()
 
 
 def fuse_attention(graph: ModelProto, model: ViT) -> int:
@@ -109,16 +174,26 @@ def _split_products(graph: ModelProto) -> None:
 
 
 def _finish(graph: ModelProto) -> None:
-    """Remove the nodes and tensors that no output depends on, and declare the operators."""
+    """Remove what no output depends on, and declare the operators."""
     from onnx import helper
 
-    _set_nodes(graph, _needed(graph))
-    used = {name for node in graph.graph.node for name in node.input}
-    keep = [tensor for tensor in graph.graph.initializer if tensor.name in used]
-    del graph.graph.initializer[:]
-    graph.graph.initializer.extend(keep)
+    _prune(graph)
     if all(one.domain != _DOMAIN for one in graph.opset_import):
         graph.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+
+
+def _prune(graph: ModelProto) -> None:
+    """Remove the nodes and tensors that no output depends on."""
+    wanted = {output.name for output in graph.graph.output}
+    nodes = []
+    for node in reversed(graph.graph.node):
+        if wanted.intersection(node.output):
+            wanted.update(node.input)
+            nodes.append(node)
+    _set_nodes(graph, nodes[::-1])
+    keep = [tensor for tensor in graph.graph.initializer if tensor.name in wanted]
+    del graph.graph.initializer[:]
+    graph.graph.initializer.extend(keep)
 
 
 def _find_ends(nodes: Iterable[Any], softmax: Any) -> tuple[str, str] | None:
@@ -159,17 +234,6 @@ def _user(nodes: list[Any], name: str, kind: str) -> Any:
 
 def _order(transpose: Any) -> list[int]:
     return list(next(one.ints for one in transpose.attribute if one.name == "perm"))
-
-
-def _needed(graph: ModelProto) -> list[Any]:
-    """The nodes that the outputs depend on."""
-    wanted = {output.name for output in graph.graph.output}
-    kept = []
-    for node in reversed(graph.graph.node):
-        if wanted.intersection(node.output):
-            wanted.update(node.input)
-            kept.append(node)
-    return kept[::-1]
 
 
 def _set_nodes(graph: ModelProto, nodes: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vitrail.fast.twin import hold_parameters, share_parameters
+from vitrail.fast.executable import hold_parameters, share_parameters
 from vitrail.model import ViT
 
 

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import ChainTiles, FoldedNorm
+    from vitrail.fast.products import Product
 
 FP8_MAX = 448.0
 """The largest number of fp8 e4m3."""
@@ -20,49 +22,26 @@ def to_fp8(x: Tensor, factor: float | Tensor) -> Tensor:
     return (x.float() * factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def norm(
-    z: Tensor,
-    shift: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    *,
-    centered: bool = True,
-    factor: float | None = None,
-    parts: Tensor | None = None,
-) -> Tensor:
+def norm(norm: Norm, z: Tensor, parts: Tensor | None = None) -> Tensor:
     """The norm of z + shift over the last axis; see `vitrail.fast.kernels.norm_inference`."""
     if parts is not None:
         z.copy_(z + parts.sum(0))
-    x = z.float() + shift
-    D = x.shape[-1]
-    y = F.layer_norm(x, (D,), weight, bias, eps) if centered else F.rms_norm(x, (D,), weight, eps) + bias
-    return y.to(z.dtype) if factor is None else to_fp8(y, factor)
+    x, shape = z.float() + norm.shift, norm.weight.shape
+    if norm.centered:
+        y = F.layer_norm(x, shape, norm.weight, norm.bias, norm.eps)
+    else:
+        y = F.rms_norm(x, shape, norm.weight, norm.eps) + norm.bias
+    return y.to(z.dtype) if norm.factor is None else to_fp8(y, norm.factor)
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU(x + bias), in place."""
-    return x.copy_(F.gelu(x.float() + bias).to(x.dtype))
-
-
-def product(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    scales: Tensor | None = None,
-    bias: Tensor | None = None,
-    gelu: bool = False,
-    add: bool = False,
-    factor: float | None = None,
-) -> Tensor:
+def product(product: Product, x: Tensor, out: Tensor) -> Tensor:
     """out = f(x W^T scales + bias), or out += that; see `vitrail.fast.kernels.product`."""
-    y = x.float() @ weight.float().T
-    y = y if scales is None else y * scales
-    y = y if bias is None else y + bias
-    y = F.gelu(y) if gelu else y
-    y = y + out.float() if add else y
-    return out.copy_(y.to(out.dtype) if factor is None else to_fp8(y, factor))
+    y = x.float() @ product.weight.float().T
+    y = y if product.scales is None else y * product.scales
+    y = y if product.bias is None else y + product.bias
+    y = F.gelu(y) if product.gelu else y
+    y = y + out.float() if product.add else y
+    return out.copy_(y.to(out.dtype) if product.factor is None else to_fp8(y, product.factor))
 
 
 # ---- the chain of kernels for few images; see `vitrail.fast.kernels.chain_products` --------------------

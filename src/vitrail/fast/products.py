@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitrail.fast import plain
 from vitrail.fast.choices import Choices
-
-if TYPE_CHECKING:
-    from vitrail.fast.kernels.product import Tiles
 
 _TRIALS, _REPEATS = 3, 10  # of a measurement: the fastest trial of so many runs each
 _FEW_ROWS = 4096  # below this, small tiles are tried instead of large ones
@@ -66,7 +63,7 @@ class Product:
     def ways(self, rows: int, *, kernels: bool) -> dict[str, Way]:
         """All ways to compute it by name; the first is the plain one."""
         if not kernels:
-            return {"plain": self._plain}
+            return {"plain": partial(plain.product, self)}
         found: dict[str, Way] = {}
         if self.weight.dtype == torch.bfloat16 and self.factor is None:
             found["cuBLAS"] = self._cublas
@@ -80,7 +77,7 @@ class Product:
     def _triton_ways(self, rows: int) -> dict[str, Way]:
         if torch.cuda.get_device_capability(self.weight.device) < (9, 0):
             return {}  # no tensor memory accelerator
-        from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES
+        from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES, product
 
         N, K = self.weight.shape
         if K * self.weight.element_size() % 16:
@@ -89,17 +86,7 @@ class Product:
             [one for one in tiles if N % one.columns == 0] for tiles in (LARGE_TILES, SMALL_TILES)
         )
         fits = (large or small) if rows >= _FEW_ROWS else small  # a width of 192 has no large tiles
-        return {one.name: partial(self._triton, tiles=one) for one in fits}
-
-    def _plain(self, x: Tensor, out: Tensor) -> Tensor:
-        how: dict[str, Any] = {"scales": self.scales, "bias": self.bias, "gelu": self.gelu, "add": self.add}
-        return plain.product(x, self.weight, out, factor=self.factor, **how)
-
-    def _triton(self, x: Tensor, out: Tensor, tiles: Tiles) -> Tensor:
-        from vitrail.fast.kernels.product import product
-
-        how: dict[str, Any] = {"scales": self.scales, "bias": self.bias, "gelu": self.gelu, "add": self.add}
-        return product(x, self.weight, out, tiles=tiles, factor=self.factor, **how)
+        return {one.name: partial(product, self, tiles=one) for one in fits}
 
     def _cublas(self, x: Tensor, out: Tensor) -> Tensor:
         w = self.weight.T
@@ -121,8 +108,12 @@ class Product:
     def _scaled_mm(self, x: Tensor, out: Tensor) -> Tensor:
         assert self.scales is not None
         ones = torch.ones(len(x), 1, device=x.device)
-        how: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "out": out}
-        return torch._scaled_mm(x, self.weight.T, ones, self.scales[None], self._rounded_bias, **how)
+        return torch._scaled_mm(
+            *(x, self.weight.T, ones, self.scales[None], self._rounded_bias),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+            out=out,
+        )
 
     @cached_property
     def _rounded_bias(self) -> Tensor | None:

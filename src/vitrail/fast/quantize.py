@@ -1,30 +1,26 @@
-"""Static quantization: ranges of activations from calibration images, and how much each layer hurts.
+"""Static quantization of linear layers: ranges from calibration images, and a simulation in fp32.
 
-observe      the smallest and largest input of each linear layer, by channel
-simulate     a model that rounds inputs and weights of its linear layers as int8 or fp8 does, in fp32
-find_worst   the KL that each layer causes alone
-propose      the layers to keep in higher precision so that the rest passes the gate
+`Calibration` runs the images once for the ranges, and once more to round weights (`vitrail.fast.int8`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.fast.gate import compare, run_batches, worst_first
 from vitrail.fast.plain import FP8_MAX, to_fp8
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 
 INT8_MAX = 127
 _TINY = 1e-5
-_FEW = 64  # images by which layers are compared with each other
 
 
 @dataclass(frozen=True)
@@ -39,58 +35,6 @@ class Observed:
     @property
     def largest(self) -> Tensor:
         return torch.maximum(self.low.abs(), self.high.abs())
-
-
-def block_layers(model: ViT) -> dict[str, nn.Linear]:
-    """The linear layers of all blocks by name: nearly all of the arithmetic."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.")
-    }
-
-
-def observe(model: ViT, images: Tensor, batch: int) -> dict[str, Observed]:
-    """Run the calibration images and return the range of each layer's input."""
-    found: dict[str, Observed] = {}
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0].detach().float().flatten(0, -2)
-            low, high = x.amin(0), x.amax(0)
-            if (before := found.get(name)) is not None:
-                low, high = torch.minimum(low, before.low), torch.maximum(high, before.high)
-            found[name] = Observed(low, high)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, layer in block_layers(model).items():
-            stack.callback(layer.register_forward_pre_hook(watch(name)).remove)
-        with eval_mode(model):
-            for part in images.split(batch):
-                model(part)
-    return found
-
-
-def int8_range(low: float, high: float) -> tuple[float, int]:
-    """Scale and zero point of unsigned 8-bit integers from low to high; zero is a value of its own."""
-    low, high = min(0.0, low), max(0.0, high)
-    scale = max((high - low) / 255, 1e-12)
-    return scale, min(255, max(0, round(-low / scale)))
-
-
-def row_scales(weight: Tensor) -> Tensor:
-    """The scale of 8-bit integers for each output channel of weights (N, K): (N,)."""
-    return weight.abs().amax(1).clamp(min=1e-12) / INT8_MAX
-
-
-def round_to_nearest(weight: Tensor) -> Tensor:
-    """Weights (N, K) as 8-bit integers, in steps of `row_scales`."""
-    return (weight / row_scales(weight)[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-
-
-# ---- simulation -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,91 +64,102 @@ class Int8Scales:
         return self.integers.to(self.rows.dtype) * self.rows[:, None]
 
 
-def _int8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:
-    assert scales is not None
+class Calibration:
+    """Images like those to come, and what they say about the layers of a model.
+
+    Args:
+        batch: images of a forward pass.
+    """
+
+    def __init__(self, model: ViT, images: Tensor, batch: int) -> None:
+        self.model, self.images, self.batch = model, images, batch
+
+    @cached_property
+    def seen(self) -> dict[str, Observed]:
+        """The inputs of all layers of blocks."""
+        return observe(self.model, self.images, self.batch)
+
+    @cached_property
+    def scales(self) -> dict[str, Int8Scales]:
+        """How each layer is quantized to int8."""
+        from vitrail.fast.int8 import choose_scales, round_weights
+
+        return round_weights(self.model, choose_scales(self.model, self.seen), self.images, self.batch)
+
+    @contextmanager
+    def simulate(self, precision: str, names: Collection[str]) -> Iterator[None]:
+        """Round inputs and weights of the named layers while the block runs; the parameters do not change."""
+        layers: dict[str, Any] = {
+            name: layer for name, layer in block_layers(self.model).items() if name in names
+        }
+        for name, layer in layers.items():
+            if precision == "fp8":
+                layer.forward = _fp8_linear(layer, self.seen[name])
+            else:
+                layer.forward = _int8_linear(layer, self.scales[name])
+        try:
+            yield
+        finally:
+            for layer in layers.values():
+                del layer.forward
+
+
+def block_layers(model: ViT) -> dict[str, nn.Linear]:
+    """The linear layers of all blocks by name: nearly all of the arithmetic."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    }
+
+
+def observe(model: ViT, images: Tensor, batch: int) -> dict[str, Observed]:
+    """Run the calibration images and return the range of each layer's input."""
+    found: dict[str, Observed] = {}
+
+    def see(name: str, x: Tensor) -> None:
+        low, high = x.amin(0), x.amax(0)
+        if (before := found.get(name)) is not None:
+            low, high = torch.minimum(low, before.low), torch.maximum(high, before.high)
+        found[name] = Observed(low, high)
+
+    see_inputs(model, block_layers(model), images, batch, see)
+    return found
+
+
+def see_inputs(
+    model: ViT, names: Iterable[str], images: Tensor, batch: int, see: Callable[[str, Tensor], None]
+) -> None:
+    """Run images, and call `see` with the name of each of these layers and its input, (tokens, K) in fp32."""
+
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        see(name, args[0].detach().float().flatten(0, -2))
+
+    layers = block_layers(model)
+    with ExitStack() as stack, eval_mode(model):
+        for name in names:
+            stack.callback(layers[name].register_forward_pre_hook(partial(hook, name)).remove)
+        for part in images.split(batch):
+            model(part)
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """The scale of 8-bit integers for each output channel of weights (N, K): (N,)."""
+    return weight.abs().amax(1).clamp(min=1e-12) / INT8_MAX
+
+
+def _int8_linear(layer: nn.Linear, scales: Int8Scales) -> Callable[[Tensor], Tensor]:
     rounded, bias = scales.rounded_weight(), _bias(layer)
     bias = None if bias is None else bias + scales.shift
     return lambda x: F.linear(scales.round_input(x), rounded, bias)
 
 
-def _fp8_linear(layer: nn.Linear, seen: Observed, scales: Int8Scales | None) -> Callable[[Tensor], Tensor]:
+def _fp8_linear(layer: nn.Linear, seen: Observed) -> Callable[[Tensor], Tensor]:
     rows = FP8_MAX / layer.weight.detach().abs().amax(1, keepdim=True).clamp(min=1e-12)
     weight = to_fp8(layer.weight.detach(), rows).float() / rows
     factor = FP8_MAX / 2 / max(float(seen.largest.max()), _TINY)
-
-    def forward(x: Tensor) -> Tensor:
-        return F.linear(to_fp8(x, factor).float() / factor, weight, _bias(layer))
-
-    return forward
+    return lambda x: F.linear(to_fp8(x, factor).float() / factor, weight, _bias(layer))
 
 
 def _bias(layer: Any) -> Tensor | None:
     return layer.masked_bias() if hasattr(layer, "masked_bias") else layer.bias
-
-
-@contextmanager
-def simulate(
-    model: ViT,
-    precision: str,
-    seen: Mapping[str, Observed],
-    names: Collection[str],
-    scales: Mapping[str, Int8Scales] | None = None,
-) -> Iterator[None]:
-    """Round inputs and weights of the named layers while the block runs; the parameters do not change."""
-    build = _fp8_linear if precision == "fp8" else _int8_linear
-    layers: dict[str, Any] = {name: layer for name, layer in block_layers(model).items() if name in names}
-    for name, layer in layers.items():
-        layer.forward = build(layer, seen[name], None if scales is None else scales[name])
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            del layer.forward
-
-
-# ---- which layers hurt ----------------------------------------------------------------------
-
-
-def find_worst(
-    model: ViT,
-    precision: str,
-    seen: Mapping[str, Observed],
-    names: Sequence[str],
-    images: Tensor,
-    batch: int,
-    scales: Mapping[str, Int8Scales] | None = None,
-) -> dict[str, float]:
-    """The KL that each layer causes alone, the largest first."""
-    images = images[:: max(1, len(images) // _FEW)][:_FEW]  # of all classes, if they are sorted
-    exact = run_batches(model, images, batch)
-    found = {}
-    for name in names:
-        with simulate(model, precision, seen, {name}, scales):
-            logits = run_batches(model, images, batch)
-        found[name] = compare(logits, exact, precision=precision, min_agreement=0).kl
-    return worst_first(found)
-
-
-def propose(
-    model: ViT,
-    precision: str,
-    seen: Mapping[str, Observed],
-    worst: Sequence[str],
-    images: Tensor,
-    batch: int,
-    min_agreement: float,
-    scales: Mapping[str, Int8Scales] | None = None,
-) -> tuple[str, ...]:
-    """The fewest of the worst layers that must stay as they are for the rest to pass; empty if none do."""
-    exact = run_batches(model, images, batch)
-
-    def passes(count: int) -> bool:
-        with simulate(model, precision, seen, set(worst[count:]), scales):
-            logits = run_batches(model, images, batch)
-        return compare(logits, exact, precision=precision, min_agreement=min_agreement).passed
-
-    low, high = 0, len(worst)  # all layers kept is no quantization
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes(middle) else (middle, high)
-    return tuple(worst[:high]) if high < len(worst) else ()

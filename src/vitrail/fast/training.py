@@ -17,12 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitrail.fast.draws import Rows, draw_for_all
-from vitrail.fast.executable import Executable
+from vitrail.fast.executable import Executable, share_parameters
 from vitrail.fast.lora import plain_state
 from vitrail.fast.parallelism import Parallelism
-from vitrail.fast.twin import share_parameters
-from vitrail.fast.variants import shorten_last_block, use_bf16_residual, use_fused_kernels
+from vitrail.fast.variants import (
+    Rows,
+    draw_for_all,
+    shorten_last_block,
+    use_bf16_residual,
+    use_fused_kernels,
+)
 from vitrail.model import ViT
 
 
@@ -35,7 +39,7 @@ class TrainingExecution:
     rows: Rows | None = None
     """Which rows of every random number drawn for all processes are this one's; None to draw for itself."""
     around: Callable[[ViT], nn.Module] | None = None
-    """A module to put around the model, such as one that returns two logits."""
+    """Puts a module around the model, such as one that returns two logits."""
     parallel: Parallelism = field(default_factory=Parallelism)
     dtype: torch.dtype = torch.float32
     """Of products; weights of shards are gathered in it."""
@@ -47,20 +51,19 @@ class TrainingExecutable(Executable):
     Attributes:
         trained: what holds the parameters that are trained: the model, or its twin with LoRA.
         twin: computes with them.
+        chosen: what was replaced in the twin, in words for the plan.
     """
 
     def __init__(self, model: ViT, execution: TrainingExecution) -> None:
         super().__init__(model)
-        self.execution, self.parallel = execution, execution.parallel
-        self.trained = execution.trained or model
+        self.parallel, self.trained = execution.parallel, execution.trained or model
         self.twin = share_parameters(self.trained)
         self.chosen = ["short last block"] if shorten_last_block(self.twin) else []
-        """What was done to the twin besides, in words for the plan."""
         if execution.rows is not None:
             draw_for_all(self.twin, execution.rows)
             self.chosen.append("dropout drawn for all processes")
-        self.plain = self._around(model)
-        root = self._around(self.twin)
+        around = execution.around
+        self.plain, root = (one if around is None else around(one) for one in (model, self.twin))
         if self.parallel.sharded:
             self.parallel.cut(self.trained, self.twin, root, execution.dtype)
         self.wrapped = self.parallel.wrap(root)
@@ -113,6 +116,3 @@ class TrainingExecutable(Executable):
         """Write the sums of weights and updates into the model. All processes must call it."""
         if self.trained is not self.model:
             self.model.load_state_dict(plain_state(self.trained))
-
-    def _around(self, model: ViT) -> nn.Module:
-        return model if self.execution.around is None else self.execution.around(model)

@@ -1,6 +1,7 @@
-"""Parts of a twin that compute the same in less time (`vitrail.fast.twin`).
+"""Parts of a twin that compute the same in less time, or for several processes (`vitrail.fast.executable`).
 
 last block               computes only the tokens that the head reads: 2/12 of a block's products
+shared draws             dropout of a batch that several processes share
 residual stream in bf16  halves what every norm and every sum reads and writes; the statistics of the norms
                          and the weights stay in fp32
 fused kernels            attention over few tokens, GELU and LayerNorm in one kernel each way, which also
@@ -9,29 +10,31 @@ fused kernels            attention over few tokens, GELU and LayerNorm in one ke
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.fast.twin import replace_modules, take_parts
+from vitrail.fast.executable import replace_modules, variant
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
 from vitrail.model.block import Block
 from vitrail.model.config import ViTConfig
 from vitrail.model.head import ClassPool
-from vitrail.model.layers import MLP
+from vitrail.model.layers import MLP, DropPath
 from vitrail.model.packing import Segments
 from vitrail.model.position import RotaryPosition, Rotate, identity
+from vitrail.model.tap import Tap
+from vitrail.model.tokens import PatchDropout
 
+NORM_FIRST = ("pre-norm", "parallel", "no-residual")
+"""Blocks in which a norm's output goes into products only."""
 MAX_TOKENS = 256  # of the attention kernels
 MAX_FUSED = 128  # of those with norms of q and k, or rotary position embedding
 _HEAD_WIDTHS = (32, 64)
 _SHARED_MEMORY = {64: 48 * 1024, MAX_FUSED: 100 * 1024, MAX_TOKENS: 144 * 1024}  # bytes for so many tokens
 _MAX_NORM = 4096  # the width of a norm
-_NORM_FIRST = ("pre-norm", "parallel", "no-residual")  # a norm's output goes into products only
 
 
 # ---- the last block -------------------------------------------------------------------------
@@ -53,21 +56,15 @@ def shorten_last_block(twin: ViT) -> bool:
     """
     if (count := tokens_read(twin)) is None:
         return False
-    twin.blocks[-1] = LastBlock(twin.blocks[-1], count)
+    twin.blocks[-1] = variant(LastBlock, twin.blocks[-1], read=count)
     return True
 
 
 class LastBlock(Block):
-    """The pre-norm block for its first tokens only, which attend to all: of the others, k and v are needed.
+    """The pre-norm block for its first tokens only: of the others, k and v are needed."""
 
-    Args:
-        read: the tokens to compute.
-    """
-
-    def __init__(self, block: nn.Module, read: int) -> None:
-        nn.Module.__init__(self)
-        take_parts(self, block)
-        self.read = read
+    read: int
+    """The tokens to compute."""
 
     def forward(self, z: Tensor, mask: Tensor | Segments | None = None, rotate: Rotate = identity) -> Tensor:
         if isinstance(mask, Segments):
@@ -81,6 +78,97 @@ class LastBlock(Block):
         heads = self.attention(y[:, :count], y, mask=rows, rotate=rotate_context)
         z = z[:, :count] + self._skip(self.scale1(self.drop(heads)), None)  # Eq. 2
         return self.out(z + self.mlp_branch(self.norm2(z)))  # Eq. 3
+
+
+# ---- shared draws ---------------------------------------------------------------------------
+#
+# Torch draws the masks of a whole batch in one call, so an image's numbers depend on the batch they are drawn
+# with. Each process therefore draws for all processes, from the same seed, and takes the rows of its own
+# images: bit for bit what a single process draws for them.
+#
+# DropPath and patch dropout draw a few numbers for an image, so that costs nothing. Dropout draws one for
+# every activation. On a CPU that is a small part of a step, also for a few processes. On GPUs, whose products
+# are a thousand times as fast, the masks of eight processes would take about as long as the step, and a fused
+# attention kernel draws only for the rows that it computes. There, a model with dropout keeps its own
+# modules, and each process has a seed of its own. So do images in their own shape, which share no rows.
+
+
+class Rows(Protocol):
+    """Which rows of what is drawn for all processes are this one's."""
+
+    @property
+    def count(self) -> int: ...
+
+    def take_rows(self, drawn: Tensor) -> Tensor: ...
+
+
+def draw_for_all(twin: ViT, rows: Rows) -> None:
+    """Let every module of a twin that draws random numbers draw for all processes."""
+    shared: dict[type, type[nn.Module]] = {
+        DropPath: _SharedDropPath,
+        nn.Dropout: _SharedDropout,
+        PatchDropout: _SharedPatchDropout,
+    }
+
+    def build(module: nn.Module) -> nn.Module | None:
+        if isinstance(module, Attention) and module.dropout:
+            drop = variant(_SharedDropout, nn.Dropout(module.dropout), rows=rows)
+            return variant(_SharedAttention, module, dropout=0.0, weights=_SharedWeights(drop))
+        if type(module) in shared and module.p:
+            return variant(shared[type(module)], module, rows=rows)
+        return None
+
+    replace_modules(twin, build)
+
+
+class _SharedDropPath(DropPath):
+    rows: Rows
+
+    def forward(self, branch: Tensor, images: Segments | None = None) -> Tensor:
+        if not self.training:
+            return branch
+        drawn = super().forward(torch.ones(self.rows.count * len(branch), 1, 1, device=branch.device))
+        return branch * (self.rows.take_rows(drawn) > 0) / (1 - self.p)
+
+
+class _SharedPatchDropout(PatchDropout):
+    rows: Rows
+
+    def forward(self, z: Tensor) -> Tensor:
+        if not self.training:
+            return z
+        tokens = torch.arange(z.shape[1], device=z.device)[:, None]
+        drawn = super().forward(tokens.expand(self.rows.count * len(z), -1, 1))
+        return z.gather(1, self.rows.take_rows(drawn).expand(-1, -1, z.shape[2]))
+
+
+class _SharedDropout(nn.Dropout):
+    rows: Rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * self.rows.take_rows(super().forward(x.new_ones(self.rows.count * len(x), *x.shape[1:])))
+
+
+class _SharedAttention(Attention):
+    """Attention that computes its weights explicitly in training, because they are dropped one by one."""
+
+    def forward(self, z: Tensor, context: Tensor | None = None, **options: Any) -> Tensor:
+        self.explicit = int(self.training)
+        return super().forward(z, context, **options)
+
+
+class _SharedWeights(Tap):
+    """The attention weights; some of them zero."""
+
+    def __init__(self, drop: nn.Module) -> None:
+        super().__init__(explicit=True)
+        self.drop = drop
+
+    def forward(self, weights: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(super().forward(weights))
+        return dropped
 
 
 # ---- the residual stream --------------------------------------------------------------------
@@ -106,11 +194,6 @@ def _cast_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Te
 # ---- fused kernels --------------------------------------------------------------------------
 
 
-def has_kernels() -> bool:
-    """Whether Triton is installed, which the kernels are written in."""
-    return find_spec("triton") is not None
-
-
 def use_fused_kernels(twin: ViT, *, compiled: bool) -> None:
     """Compute attention over few tokens, GELU and norms by fused kernels in training. For bf16 on a GPU.
 
@@ -119,22 +202,25 @@ def use_fused_kernels(twin: ViT, *, compiled: bool) -> None:
     """
     c = twin.config
     attends = _attention_fits(c, _shared_memory(next(twin.parameters()).device))
-    normalizes = not compiled and c.block in _NORM_FIRST and c.width <= _MAX_NORM
+    normalizes = not compiled and c.block in NORM_FIRST and c.width <= _MAX_NORM
     norms = {norm for block in twin.blocks for norm in (block.norm1, block.norm2)}
+    rotation = _rotation(twin)
 
     def build(module: nn.Module) -> nn.Module | None:
         if attends and type(module) is Attention:
-            return ShortAttention(module, twin)
-        if type(module) is MLP and not module.middle and _is_exact_gelu(module.activation) and c.linear_bias:
-            return FusedMLP(module)
+            return variant(ShortAttention, module, **rotation)
+        if has_exact_gelu(module) and c.linear_bias:
+            return variant(FusedMLP, module)
         if normalizes and type(module) is nn.LayerNorm and module in norms:
-            return FusedNorm(module)
+            return variant(FusedNorm, module)
         return None
 
     replace_modules(twin.blocks, build)
 
 
-def _is_exact_gelu(activation: nn.Module) -> bool:
+def has_exact_gelu(mlp: Any) -> bool:
+    """Whether an MLP is two products with an exact GELU between."""
+    activation = mlp.activation if type(mlp) is MLP and not mlp.middle else None
     return isinstance(activation, nn.GELU) and activation.approximate == "none"
 
 
@@ -162,19 +248,23 @@ def _in_bf16(x: Tensor) -> bool:
     )
 
 
+def _rotation(model: ViT) -> dict[str, Tensor]:
+    """Cosines and sines of the rotation of all tokens, (T, d / 2) each; empty if they are not rotated."""
+    half, position, nothing = model.config.d // 2, model.position, next(model.parameters()).new_empty(0)
+    cos = sin = nothing = nothing.detach().float()
+    if isinstance(position, RotaryPosition) and not position.adjacent:
+        prefix = nothing.new_zeros(model.config.prefix, half)  # is not rotated
+        cos, sin = (position.get_buffer(name)[:, :half] for name in ("cos", "sin"))  # the other half is equal
+        cos, sin = torch.cat([prefix + 1, cos]).float(), torch.cat([prefix, sin]).float()
+    return {"cos": cos, "sin": sin, "nothing": nothing}
+
+
 class ShortAttention(Attention):
     """Attention in one kernel each way; the general one where anything is special."""
 
-    def __init__(self, attention: Attention, model: ViT) -> None:
-        nn.Module.__init__(self)
-        take_parts(self, attention)
-        device = next(model.parameters()).device
-        self.cos = self.sin = self.nothing = torch.empty(0, device=device)  # rotation of tokens, (T, d / 2)
-        if isinstance(model.position, RotaryPosition) and not model.position.adjacent:
-            prefix = torch.zeros(model.config.prefix, model.config.d // 2, device=device)  # is not rotated
-            half = model.config.d // 2  # the other half has the same angles
-            self.cos = torch.cat([prefix + 1, model.position.get_buffer("cos")[:, :half]]).float()
-            self.sin = torch.cat([prefix, model.position.get_buffer("sin")[:, :half]]).float()
+    cos: Tensor
+    sin: Tensor
+    nothing: Tensor
 
     def forward(
         self,
@@ -206,10 +296,6 @@ class ShortAttention(Attention):
 class FusedMLP(MLP):
     """The MLP with GELU in one kernel each way."""
 
-    def __init__(self, mlp: MLP) -> None:
-        nn.Module.__init__(self)
-        take_parts(self, mlp)
-
     def forward(self, z: Tensor) -> Tensor:
         if not (self.training and _in_bf16(z)):
             return super().forward(z)
@@ -222,10 +308,6 @@ class FusedMLP(MLP):
 
 class FusedNorm(nn.LayerNorm):
     """LayerNorm with its output in bf16, in one kernel each way."""
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        nn.Module.__init__(self)
-        take_parts(self, norm)
 
     def forward(self, z: Tensor) -> Tensor:
         if not (self.training and _in_bf16(z)):

@@ -14,7 +14,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -116,8 +116,9 @@ def _file_keys(
             known[i], keys[i] = _read_key(paths[i], names[i], cache, now)
         return last
 
-    for done in _in_threads(read, range(0, len(paths), _CHUNK)):
-        progress(done, len(paths))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in pool.map(read, range(0, len(paths), _CHUNK)):
+            progress(done, len(paths))
     if time.monotonic() - start > _SLOW:
         cache.save(known[known > 0], keys[known > 0])
     return keys
@@ -143,17 +144,6 @@ def _read_key(path: Path | StoredImage, name: str, cache: _Cache, now: float) ->
     if key is None:
         return 0, name_key(name)
     return (identity if max(times) < (now - _FRESH) * 1e9 else 0), key
-
-
-def _in_threads(read: Callable[[int], int], starts: range) -> Iterator[int]:
-    if len(starts) < 2:  # threads take longer to start
-        yield from map(read, starts)
-        return
-    with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            yield from pool.map(read, starts)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Cache:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.images.decode import open_image
-from vitrail.images.formats.packed_images import PackedImage
+from vitrail.images.formats.packed import PackedImage
 from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.pixels import apply_orientation, resize_array
 

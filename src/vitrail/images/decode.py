@@ -4,16 +4,17 @@ checked before memory is allocated; and nothing but an image decoder ever runs."
 from __future__ import annotations
 
 import io
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vitrail.base.errors import VitrailError, printable
 from vitrail.base.safe_files import open_regular
-from vitrail.images.formats.packed_images import PackedImage, as_image
+from vitrail.images.formats.packed import PackedImage, as_image
 from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.headers import (
     FORMATS,
@@ -25,10 +26,8 @@ from vitrail.images.headers import (
 )
 from vitrail.images.limits import (
     ORIENTATION,
-    BrokenImage,
     DecodeLimits,
     ImageTooLarge,
-    NotAnImage,
     bytes_needed,
     check_memory,
     check_size,
@@ -36,25 +35,18 @@ from vitrail.images.limits import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
     from vitrail.images.preprocess import Preprocess
 
-__all__ = [
-    "FORMATS",
-    "BrokenImage",
-    "DecodeLimits",
-    "ImageTooLarge",
-    "NotAnImage",
-    "decode_image",
-    "open_image",
-    "suppress_warnings",
-]
-
 ImagePath = str | Path | StoredImage
 """What `open_image` opens."""
 MinSize = tuple[int, int] | Callable[[int, int], tuple[int, int]]
+LoadImage = Callable[[Path | StoredImage], "NDArray[np.uint8]"]
+"""From the path of an image file to its pixels (H, W, C)."""
 _LIMITS = DecodeLimits()
 _SMALL_FILE = 2**20  # bytes
 
@@ -66,10 +58,9 @@ def open_image(
     preprocess: Preprocess | None = None,
 ) -> Image:
     """Open and decode an image file or a stored image; see `decode_image`."""
+    if isinstance(path, PackedImage) and path.is_array:
+        return as_image(path.read_rows(0, path.height))
     if isinstance(path, StoredImage):
-        path.check_readable()
-        if isinstance(path, PackedImage) and path.is_array:
-            return as_image(path.read_rows(0, path.height))
         return decode_image(path.open_file(), printable(path), min_size, limits, preprocess)
     with open_regular(path, "an image") as file:
         # Small files are read at once: the header is read in many small pieces, each a system call.
@@ -124,10 +115,8 @@ def decode_image(
 
 def read_size(path: ImagePath) -> tuple[int, int]:
     """(H, W) of an image file or a stored image, from its header."""
-    if isinstance(path, StoredImage):
-        path.check_readable()
-        if isinstance(path, PackedImage) and path.is_array:
-            return path.height, path.width
+    if isinstance(path, PackedImage) and path.is_array:
+        return path.height, path.width
     with (
         path.open_file() if isinstance(path, StoredImage) else open_regular(path, "an image") as file,
         suppress_warnings(),
@@ -161,6 +150,33 @@ def _draft(opened: ImageFile, min_size: MinSize) -> None:
     width, height = opened.size[::-1] if swapped else opened.size
     smallest = min_size(height, width) if callable(min_size) else min_size
     opened.draft(opened.mode, smallest if swapped else smallest[::-1])
+
+
+def read_or_reason(path: Path | StoredImage, load: LoadImage) -> NDArray[np.uint8] | str:
+    """The pixels of one image file, or the reason why there are none."""
+    try:
+        return load(path)
+    except (ValueError, OSError) as error:  # InputError is a ValueError, and so is a NUL byte in a path
+        return printable(error, 400)
+
+
+def read_pixels(
+    image: Any, preprocess: Preprocess, *, min_size: MinSize | None = None, limit_memory: bool = False
+) -> NDArray[np.uint8]:
+    """The pixels that the model sees, uint8 (H, W, C), of a path, a PIL image or an array.
+
+    Args:
+        min_size: see `decode_image`; for a path only.
+        limit_memory: whether the memory for resizing is limited before a file is decoded.
+    """
+    with suppress_warnings():
+        if isinstance(image, PackedImage) and image.is_array:
+            image = image.load(preprocess.channels)
+        elif isinstance(image, (str, os.PathLike, StoredImage)):
+            limited = preprocess if limit_memory else None
+            path = image if isinstance(image, StoredImage) else os.fsdecode(image)
+            image = open_image(path, min_size, preprocess=limited)
+        return preprocess.pixels(image)
 
 
 class _WarningFilter:

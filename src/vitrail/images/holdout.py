@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,30 +51,35 @@ def hold_out_validation(
     if not is_real(fraction) or not 0 < fraction < 1:
         raise InputError(f"val_fraction must be between 0 and 1, such as 0.2, not {short_repr(fraction)}.")
     as_integer("split_seed", split_seed, 0, _MAX_SEED)
-    if isinstance(data.train.keys, LazySequence):
-        return _hold_out_in_blocks(data, data.train.keys, fraction, split_seed)
-    keys = content_keys(data.train, data.source, progress)
-    train = replace(data.train, keys=keys)
-    out = choose_held_out(_draw(keys, split_seed), train.labels, fraction)
+    train, keys = data.train, data.train.keys
+    if isinstance(keys, LazySequence):
+        numbers = partial(_draw_blocks, keys, split_seed)
+        out = choose_in_blocks(numbers, train.labels, class_counts(train, len(data.classes)), fraction)
+    else:
+        keys = content_keys(train, data.source, progress)
+        train = replace(train, keys=keys)
+        out = choose_held_out(_draw(keys, split_seed), train.labels, fraction)
     if not out.any() or out.all():
         check_empty_classes(data)  # whose message is more specific if labels are not class numbers
-        different = len(np.unique(keys))
+        different = len(np.unique(np.asarray(keys)))
         equal = f" ({different:,} different)" if different < len(train) else ""
         raise InputError(
             f"{printable(data.name)} has too few images for a validation set: {len(train):,}{equal} in "
             f"{len(data.classes):,} classes. Some class must have at least two different images."
         )
-    held_out, rest = np.flatnonzero(out), np.flatnonzero(~out)
-    notes = [*data.notes, _note(len(held_out), len(out), fraction, split_seed)]
-    return replace(data, train=train.take(rest), val=train.take(held_out), notes=notes, held_out=True)
-
-
-def _note(held_out: int, images: int, fraction: float, split_seed: int) -> str:
+    chosen, others = Selection(out), Selection(~out)
     redrawn = f", split_seed {split_seed}" if split_seed else ""
-    return (
-        f"{held_out:,} of {images:,} images are held out for validation, chosen by their content "
+    note = (
+        f"{len(chosen):,} of {len(out):,} images are held out for validation, chosen by their content "
         f"(val_fraction {fraction:g}{redrawn})."
     )
+    del out  # a byte for each image
+    val, train = train.take(chosen), train.take(others)
+    return replace(data, train=train, val=val, notes=[*data.notes, note], held_out=True)
+
+
+def _draw_blocks(keys: LazySequence[np.uint64], split_seed: int) -> Iterator[NDArray[np.uint64]]:
+    return (_draw(block, split_seed) for block in keys.blocks())
 
 
 def _draw(keys: NDArray[np.uint64], split_seed: int) -> NDArray[np.uint64]:
@@ -118,22 +124,6 @@ def choose_held_out(
 
 
 # ---- very many images -------------------------------------------------------------------------
-
-
-def _hold_out_in_blocks(
-    data: Dataset, keys: LazySequence[np.uint64], fraction: float, split_seed: int
-) -> Dataset:
-    def numbers() -> Iterator[NDArray[np.uint64]]:
-        return (_draw(block, split_seed) for block in keys.blocks())
-
-    counts = class_counts(data.train, len(data.classes))
-    out = choose_in_blocks(numbers, data.train.labels, counts, fraction)
-    chosen = Selection(out)
-    others = Selection(np.logical_not(out, out=out))
-    del out  # a byte for each image, as the masks below
-    val, train = (data.train.take(selection) for selection in (chosen, others))
-    notes = [*data.notes, _note(len(val), len(data.train), fraction, split_seed)]
-    return replace(data, train=train, val=val, notes=notes, held_out=True)
 
 
 def choose_in_blocks(

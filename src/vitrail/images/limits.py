@@ -23,15 +23,7 @@ SCAN_PIXELS = 1_500_000_000  # scans times pixels of a JPEG: at most one second,
 ORIENTATION = 0x0112  # the EXIF tag
 RLE_PIXELS, RLE_BYTES = 8_000_000, 4_000_000  # Pillow decodes run-length BMPs in Python
 WEBP_BYTES = 16  # per pixel: two canvases, the frame as bytes, and the image
-MODE_BYTES = {
-    "1": 1,
-    "L": 1,
-    "P": 1,
-    "I;16": 2,
-    "I;16L": 2,
-    "I;16B": 2,
-    "I;16N": 2,
-}  # bytes per pixel; others 4
+MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # per pixel; others 4
 
 
 class ImageTooLarge(InputError):
@@ -107,24 +99,21 @@ def bytes_needed(opened: ImageFile, header: Header, preprocess: Preprocess | Non
     pixels, stored = math.prod(opened.size), MODE_BYTES.get(opened.mode, 4)
     decoding = stored * pixels + _codec_bytes(opened, header)
     # A TIFF is transposed while it loads; the orientation of a PNG may follow its pixels.
-    turned = header.may_turn or (opened.format not in ("PNG", "TIFF") and _has_orientation(opened))
+    upright = opened.format in ("PNG", "TIFF") or opened.getexif().get(ORIENTATION, 1) == 1
+    turned = header.may_turn or not upright
     channels = preprocess.channels if preprocess is not None else 3
     # The decoded image stays; the upright one, that of 8 bits and that in the model's channels are copies.
     converted = 0 if opened.mode == "RGB" and channels == 3 else 1 if channels == 1 else 4
     converted += 1 if opened.mode.startswith(("I", "F")) else 0
-    upright = (stored * (2 if turned else 1) + converted) * pixels
+    converting = (stored * (2 if turned else 1) + converted) * pixels
     if preprocess is None:
-        return max(decoding, upright)
+        return max(decoding, converting)
     width, height = opened.size
     sides = [(height, width), (width, height)] if turned else [(height, width)]
     resizing = max(preprocess.resize_bytes(*both) for both in sides)
     if channels != 3 or preprocess.backend == "torch":  # an array; torch converts a single channel to float
         resizing += (channels + (8 if preprocess.backend == "torch" and channels == 1 else 0)) * pixels
-    return max(decoding, upright + resizing)
-
-
-def _has_orientation(opened: ImageFile) -> bool:
-    return bool(opened.getexif().get(ORIENTATION, 1) != 1)
+    return max(decoding, converting + resizing)
 
 
 def _codec_bytes(opened: ImageFile, header: Header) -> int:

@@ -6,7 +6,6 @@ Only multiprocessing's fork server imports this module.
 import signal
 
 import vitrail.images.crop
-import vitrail.images.reader
 import vitrail.images.worker_process  # noqa: F401
 
 # It was started with Ctrl-C blocked. One that came in the meantime is for the parent alone.

@@ -8,7 +8,7 @@ transformers are the same, to the bit where Pillow resizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from vitrail.base.errors import ConfigError, InputError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
     from torch import Tensor
+
+    from vitrail.model.config import ViTConfig
 
 MEMORY = 512 * 2**20  # bytes that an image may take until it is the model's input
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by the number of channels
@@ -251,3 +253,26 @@ class Preprocess(Config):
                 "Crop it, or use a smaller size."
             )
         return h, w
+
+
+def fit_preprocess(preprocess: Preprocess, config: ViTConfig) -> Preprocess:
+    """The same preprocessing for the image size and the channels of a model.
+
+    The crop keeps its fraction of the resized image. For another number of channels, every channel gets the
+    average of mean and std.
+    """
+    if preprocess.channels != config.channels:
+        mean, std = (sum(values) / len(values) for values in (preprocess.mean, preprocess.std))
+        preprocess = replace(preprocess, mean=(mean,) * config.channels, std=(std,) * config.channels)
+    if preprocess.target == config.pixels:
+        return preprocess
+    scale = max(preprocess.before_crop) / max(preprocess.target)
+    before = max(round(max(config.pixels) * scale), *config.pixels)
+    resize_to = None if preprocess.resize_to is None else before
+    return replace(preprocess, size=config.pixels, resize_to=resize_to)  # type: ignore[arg-type]
+
+
+def default_preprocess(config: ViTConfig) -> Preprocess:
+    """Resize to the model's size and map pixel values to -1 ... 1."""
+    half = (0.5,) * config.channels
+    return Preprocess(size=config.pixels, mean=half, std=half)  # type: ignore[arg-type]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,17 +150,17 @@ def check_images(
 ) -> DatasetReport:
     """Check every image of a data set."""
     report = DatasetReport(classes=len(data.classes), notes=list(data.notes))
-    splits, equal = splits_of(data), _EqualImages()
+    splits, equal = data.splits, _EqualImages()
     total = sum(map(len, splits.values()))
     for done, image in enumerate(_check_images(splits, workers), 1):
         report.images[image.split] = report.images.get(image.split, 0) + 1
         if image.reason:
-            report.corrupt[_name_of(splits, image.split, image.index)] = image.reason
+            report.corrupt[printable(splits[image.split].names[image.index])] = image.reason
         else:
             equal.add(done - 1, image.digest)
             report.modes[image.mode] = report.modes.get(image.mode, 0) + 1
             if image.side < _SMALL and data.train.paths is not None:
-                report.small_images.append(_name_of(splits, image.split, image.index))
+                report.small_images.append(printable(splits[image.split].names[image.index]))
         if done % _CHUNK == 0:
             progress("decoding images", done, total)
     starts = np.cumsum([0, *map(len, splits.values())])
@@ -205,21 +206,10 @@ def _report_classes(report: DatasetReport, data: Dataset) -> None:
     report.small_classes = {printable(name): count for name, count in few.items()}
 
 
-def splits_of(data: Dataset) -> dict[str, Split]:
-    """The splits that a data set has, by name."""
-    splits = {"train": data.train, "val": data.val, "test": data.test}
-    return {name: split for name, split in splits.items() if split is not None}
-
-
-def _name_of(splits: dict[str, Split], split: str, index: int) -> str:
-    return printable(splits[split].names[index])
-
-
 def _report_duplicates(report: DatasetReport, images: list[tuple[str, int]], data: Dataset) -> None:
     """Report images with the same pixels: across splits, with different labels, or as plain duplicates."""
-    splits = splits_of(data)
-    names = [f"{split}: {_name_of(splits, split, index)}" for split, index in images]
-    labels = [_label_names(data, splits[split], index) for split, index in images]
+    names = [f"{split}: {printable(data.splits[split].names[index])}" for split, index in images]
+    labels = [_label_names(data, data.splits[split], index) for split, index in images]
     leaked, disputed = len({split for split, _ in images}) > 1, len(set(labels)) > 1
     if leaked:
         report.leaked.append(names)
@@ -240,62 +230,39 @@ def _label_names(data: Dataset, split: Split, index: int) -> str:
 
 def _check_images(splits: dict[str, Split], workers: int | Literal["auto"]) -> Iterator[_CheckedImage]:
     """Check every image in order; a file that several rows of a table name is decoded once."""
-    repeated = _repeated_files(splits)
-    checked = _check_files(splits, repeated, workers)
-    known: dict[str, _CheckedImage] = {}
-    for name, split in splits.items():
-        for index in range(len(split)):
-            file = split.names[index] if repeated else ""
-            if file in known:
-                yield replace(known[file], split=name, index=index)
-                continue
-            image = next(checked)
-            if file in repeated:
-                known[file] = image
-            yield image
+    tables = [split.names for split in splits.values() if isinstance(split.paths, RelativePaths)]
+    repeated = {name for name, count in Counter(chain.from_iterable(tables)).items() if count > 1}
 
-
-def _repeated_files(splits: dict[str, Split]) -> set[str]:
-    """The names of files that occur more than once."""
-    seen: set[str] = set()
-    repeated: set[str] = set()
-    for split in splits.values():
-        for name in split.names if isinstance(split.paths, RelativePaths) else ():
-            if name in seen:
-                repeated.add(name)
-            seen.add(name)
-    return repeated
-
-
-def _check_files(
-    splits: dict[str, Split], repeated: set[str], workers: int | Literal["auto"]
-) -> Iterator[_CheckedImage]:
-    """Check the images in order, each file once, in chunks: a task costs as much as a small image."""
-    running = Workers(choose_workers(workers, sum(len(split) for split in splits.values() if split.paths)))
-    seen: set[str] = set()
-
-    def images() -> Iterator[tuple[str, int, Any]]:
+    def rows() -> Iterator[tuple[str, int, str]]:
+        """The split and the index of each image, and the name of its file if it is repeated."""
         for name, split in splits.items():
-            source = split.images if split.paths is None else split.paths
-            assert source is not None
             for index in range(len(split)):
                 file = split.names[index] if repeated else ""
-                if file not in seen:
-                    yield name, index, source[index]
-                if file in repeated:
-                    seen.add(file)
+                yield name, index, file if file in repeated else ""
 
-    tasks = (Task(_check_image, chunk) for chunk in _chunks(images()))
+    def images() -> Iterator[tuple[str, int, Any]]:
+        seen: set[str] = set()
+        for name, index, file in rows():
+            if file not in seen:
+                source: Any = splits[name].paths or splits[name].images
+                yield name, index, source[index]
+            if file:
+                seen.add(file)
+
+    remaining = images()
+    chunks = iter(lambda: list(islice(remaining, _CHUNK)), [])  # a task costs as much as a small image
+    tasks = (Task(_check_image, chunk) for chunk in chunks)
+    running = Workers(choose_workers(workers, sum(len(split) for split in splits.values() if split.paths)))
+    known: dict[str, _CheckedImage] = {}
     try:
-        for results in running.map(tasks, _AHEAD * max(1, running.plan.count)):
-            yield from results.unpack()
+        checked = chain.from_iterable(running.map(tasks, _AHEAD * max(1, running.plan.count)))
+        for name, index, file in rows():
+            image = replace(known[file], split=name, index=index) if file in known else next(checked)
+            if file:
+                known[file] = image
+            yield image
     finally:
         running.close()
-
-
-def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
-    while chunk := list(islice(items, _CHUNK)):
-        yield chunk
 
 
 def _check_image(split: str, index: int, image: Path | StoredImage | NDArray[np.uint8]) -> _CheckedImage:

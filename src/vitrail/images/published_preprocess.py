@@ -25,12 +25,7 @@ PUBLISHED: dict[str, tuple[Any, Any, float, tuple[tuple[float, ...], tuple[float
     "dinov2": ("shortest", "bicubic", 0.875, IMAGENET),  # facebookresearch/dinov2, data/transforms.py
     "mobileclip": ("shortest", "bilinear", 1, ((0.0,) * 3, (1.0,) * 3)),  # apple/ml-mobileclip, __init__.py
     "perception-encoder": ("squash", "bilinear", 1, (HALF, HALF)),  # perception_models, transforms.py
-    "siglip2-naflex": (
-        "squash",
-        "bilinear",
-        1,
-        (HALF, HALF),
-    ),  # its processor, for a square
+    "siglip2-naflex": ("squash", "bilinear", 1, (HALF, HALF)),  # its processor, for a square
     "dinov3": ("squash", "bilinear", 1, IMAGENET),  # facebookresearch/dinov3, README; LVD-1689M weights
 }
 

@@ -1,45 +1,41 @@
-"""Worker processes that decode images: torch's DataLoader, one for as long as its owner needs it.
+"""One worker process, which runs the tasks that it is sent.
 
-The DataLoader's dataset computes tasks, and its sampler is an endless iterator of them, so that its workers
-serve any number of streams (training, evaluation) until they are closed. A task holds all that it needs:
-workers import `vitrail.images` and torch, and neither a model nor the user's script.
+A task holds all that it needs: workers import `vitrail.images` and torch, and neither a model nor the user's
+script.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib import import_module
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from multiprocessing import forkserver, spawn
-from multiprocessing.connection import wait
-from types import FunctionType
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from vitrail.base.errors import VitrailError
 from vitrail.images.decode import suppress_warnings
 
-PREFETCH = 4  # tasks that each worker has in hand: one may be slow, and results come in order
-BLOCKS = PREFETCH + 2  # of shared memory for each worker: for those, and what is being copied into a batch
+_NAME = "vitrail-worker"
 _PRELOAD = "vitrail.images.preload"
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole group; the parent decides when to stop
+_ADVICE = "use fewer workers, or none (0)"
 
 
 class WorkerError(VitrailError):
-    """Worker processes that cannot go on: one was killed, or there is no memory for its results."""
+    """A worker process that was killed, has crashed, or has no memory left."""
 
 
 @dataclass(frozen=True)
@@ -54,210 +50,70 @@ class Task:
             return [self.function(*item) for item in self.items]
 
 
-@dataclass(frozen=True)
-class Results:
-    """The results of a task. Those of a process have their arrays in one block of shared memory."""
-
-    values: list[Any]
-    """Each result; the shape of one that is in the block."""
-    in_memory: list[bool]
-    memory: Tensor | None = None
-    """(bytes,) uint8."""
-    block: int | None = None
-    """The number of the shared block that it is, which must be released to be used again."""
-
-    def uniform(self) -> Tensor | None:
-        """All results as one tensor (n, ...), without a copy, if they are arrays of one shape."""
-        if self.memory is None or not all(self.in_memory) or len(set(self.values)) > 1:
-            return None
-        return self.memory.view(len(self.values), *self.values[0])
-
-    def unpack(self, *, copy: bool = False) -> list[Any]:
-        """The results; arrays in the shared memory, or copies of them that outlive its release."""
-        unpacked, at = [], 0
-        for value, in_memory in zip(self.values, self.in_memory, strict=True):
-            if in_memory:
-                assert self.memory is not None
-                size = int(np.prod(value, dtype=np.int64))
-                array = self.memory[at : at + size].view(value).numpy()
-                unpacked.append(array.copy() if copy else array)
-                at += size
-            else:
-                unpacked.append(value)
-        return unpacked
-
-
-def share_results(found: list[Any], blocks: Tensor | None = None, block: int | None = None) -> Results:
-    """The results of a task, with all arrays (of uint8) in one block of shared memory.
+class WorkerProcess:
+    """A process that runs one task at a time, for one thread of this process at a time.
 
     Args:
-        blocks: (n, bytes), memory that is shared already; new memory takes a page fault for every 4 kB, and
-            a connection between the processes to hand it over.
-        block: which of them to use, if the arrays fit.
-    """
-    arrays = [isinstance(one, np.ndarray) for one in found]
-    values = [one.shape if array else one for one, array in zip(found, arrays, strict=True)]
-    if not any(arrays):
-        return Results(values, arrays)
-    size = sum(one.size for one, array in zip(found, arrays, strict=True) if array)
-    fits = blocks is not None and block is not None and size <= blocks.shape[1]
-    # Allocated here: an error in the queue's own thread would never reach the parent.
-    memory = blocks[block] if fits else _shared(size)  # type: ignore[index]
-    flat, at = memory.numpy(), 0
-    for one, array in zip(found, arrays, strict=True):
-        if array:
-            flat[at : at + one.size] = one.reshape(-1)
-            at += one.size
-    return Results(values, arrays, None, block) if fits else Results(values, arrays, memory)
-
-
-def _shared(size: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-
-
-# ---- in the parent --------------------------------------------------------------------------
-
-
-class WorkerProcesses:
-    """An endless DataLoader over tasks, and sentences for the ways in which its workers can fail.
-
-    Args:
-        tasks: an endless iterator; None is answered with None.
-        block: bytes of shared memory to use again and again for the results of a task; 0 for none.
+        block: bytes of shared memory for the arrays of a task's results; larger ones are sent through a pipe.
     """
 
-    def __init__(self, count: int, tasks: Iterable[Task | None], *, block: int = 0) -> None:
-        self.blocks = _shared(BLOCKS * count * block).view(-1, block) if block else None
-        self.free = list(range(BLOCKS * count)) if block else []
-        start_server()
-        loader = DataLoader(
-            _Tasks(self.blocks),
-            batch_size=None,
-            sampler=self._with_blocks(tasks),
-            num_workers=count,
-            collate_fn=_unchanged,
-            prefetch_factor=PREFETCH,
-            multiprocessing_context=_Context(),
-            worker_init_fn=_init_worker,
-            generator=torch.Generator(),  # not the global one: a run's random numbers stay its own
-        )
-        with _interrupts_blocked():
-            self.results: Any = iter(loader)
-        # Before multiprocessing's own exit function, which would wait for workers that ignore its SIGTERM.
-        atexit.register(self.close)
+    def __init__(self, block: int) -> None:
+        context: Any = multiprocessing.get_context(start_method())
+        _hide_main_module()
+        self.memory = (
+            context.RawArray("B", block) if block else bytearray()
+        )  # in a file, if /dev/shm is too small
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_run_tasks, args=(other, self.memory), name=_NAME, daemon=True)
+        self.process.start()
+        other.close()
 
-    def next(self) -> Results | None:
-        """The results of the oldest task."""
+    def run(self, task: Task) -> list[Any]:
+        """Send a task, and wait for its results."""
         try:
-            results, unused = next(self.results)
-        except (RuntimeError, MemoryError) as error:
-            raise self._failure(error) from error
-        if unused is not None:
-            self.free.append(unused)
-        if results is None or results.block is None:
-            return results
-        assert self.blocks is not None
-        pairs = zip(results.values, results.in_memory, strict=True)
-        size = sum(int(np.prod(shape, dtype=np.int64)) for shape, in_memory in pairs if in_memory)
-        return replace(results, memory=self.blocks[results.block, :size])
+            self.connection.send(task)
+            pickled, ends = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.join()
+            raise _failure(self.process.exitcode) from error
+        # By NumPy, which lets other threads run while it copies.
+        copy = np.frombuffer(self.memory, np.uint8, ends[-1]).copy() if ends[-1] else bytearray()
+        results = pickle.loads(pickled, buffers=[copy[start:end] for start, end in pairwise(ends)])
+        if isinstance(results, MemoryError):
+            raise WorkerError(f"A worker process has no memory left to decode an image; {_ADVICE}.")
+        if isinstance(results, Exception):
+            raise results
+        return list(results)
 
-    def release(self, results: Results) -> None:
-        """Let the shared block of results that have been copied be used again."""
-        if results.block is not None:
-            self.free.append(results.block)
+    def kill(self) -> None:
+        """End the process; what it is doing is lost."""
+        self.process.kill()
+        self.process.join()
 
-    def _with_blocks(self, tasks: Iterable[Task | None]) -> Iterator[tuple[Task | None, int | None]]:
-        """Each task with a free block for its results, if there is one."""
-        for task in tasks:
-            yield task, self.free.pop() if task is not None and self.free else None
 
-    def close(self) -> None:
-        """End the workers; what they are doing is lost."""
-        atexit.unregister(self.close)
-        workers = self.results._workers
-        self.results._shutdown_workers()  # deleting it is not enough: an error's traceback may hold it
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-
-    def _failure(self, error: Exception) -> Exception:
-        """A sentence for a worker that has died, or has no memory; other errors stay what they are."""
-        codes = {worker.exitcode for worker in self.results._workers} - {None, 0}
-        advice = "use fewer workers, or none (0)"
-        if -getattr(signal, "SIGBUS", 0) in codes or "shared memory" in str(error):
-            free = shared_memory_free()
-            return WorkerError(
-                "Worker processes return images through shared memory, and /dev/shm is full "
-                f"({(free or 0) / 1e6:.0f} MB are free); make it larger (docker run --shm-size=2g), or "
-                f"{advice}."
-            )
-        if isinstance(error, MemoryError):
-            return WorkerError(f"A worker process has no memory left to decode an image; {advice}.")
-        if not codes:
-            return error
-        code = min(codes)
-        if code == -signal.SIGKILL:
-            return WorkerError(
-                "A worker process that decodes images was killed (signal 9), most often because the machine "
-                f"has run out of memory; {advice}."
-            )
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+def _failure(code: int) -> WorkerError:
+    """A sentence for the exit code of a process that has ended."""
+    if code == -getattr(signal, "SIGBUS", 0):
+        free = (shared_memory_free() or 0) / 1e6
         return WorkerError(
-            f"A worker process that decodes images has crashed ({how}); use no workers (0), or "
-            "check the files with vitrail doctor."
+            f"Worker processes return images through shared memory, and /dev/shm is full ({free:.0f} MB are "
+            f"free); make it larger (docker run --shm-size=2g), or {_ADVICE}."
         )
+    if code == -getattr(signal, "SIGKILL", 0):
+        return WorkerError(
+            "A worker process that decodes images was killed (signal 9), most often because the machine has "
+            f"run out of memory; {_ADVICE}."
+        )
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return WorkerError(
+        f"A worker process that decodes images has crashed ({how}); use no workers (0), or check the files "
+        "with vitrail doctor."
+    )
 
 
 def start_method() -> str:
     """forkserver, or spawn where it does not exist. A plain fork is unsafe once torch has threads or CUDA."""
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
-
-class _Spawn:
-    """multiprocessing.spawn, but new processes are not told which script is the main module."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(spawn, name)
-
-    def get_preparation_data(self, name: str) -> dict[str, Any]:
-        data = spawn.get_preparation_data(name)
-        return {key: value for key, value in data.items() if not key.startswith("init_main")}
-
-
-@functools.cache
-def _launcher() -> Any:
-    """multiprocessing's class that launches a process, with `_Spawn` in place of the module it asks for data.
-
-    Its method differs between systems and versions of Python, so it is given other globals rather than
-    written again.
-    """
-    windows = sys.platform == "win32"
-    kind = "spawn_win32" if windows else {"spawn": "spawn_posix"}.get(start_method(), start_method())
-    popen, name = import_module(f"multiprocessing.popen_{kind}").Popen, "__init__" if windows else "_launch"
-    launch = getattr(popen, name)
-    launch = FunctionType(launch.__code__, {**launch.__globals__, "spawn": _Spawn()})
-    return type("Popen", (popen,), {name: launch})
-
-
-_MultiprocessingContext: Any = multiprocessing.get_context(start_method())
-
-
-class _Process(_MultiprocessingContext.Process):  # type: ignore[misc]
-    """A process that does not run the user's script again.
-
-    Tasks need nothing from it, and a script without `if __name__ == "__main__":` would start processes
-    without end.
-    """
-
-    @staticmethod
-    def _Popen(process: Any) -> Any:
-        return _launcher()(process)
-
-
-class _Context(type(_MultiprocessingContext)):  # type: ignore[misc]
-    """What the DataLoader starts its workers with."""
-
-    Process = _Process
 
 
 def start_server() -> None:
@@ -271,6 +127,32 @@ def start_server() -> None:
             forkserver.ensure_running()
 
 
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Have the new process start with Ctrl-C blocked; this one gets it when the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@functools.cache
+def _hide_main_module() -> None:
+    """Have multiprocessing not tell workers, known by their names, which script is the main module.
+
+    Tasks need nothing from it, and a worker that ran a script without `if __name__ == "__main__":` would
+    start workers without end. Other processes are told as before.
+    """
+    complete = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = complete(name)
+        return {key: data[key] for key in data if name != _NAME or not key.startswith("init_main")}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
 def shared_memory_free() -> int | None:
     """The bytes that are free in /dev/shm; None where there is no such folder."""
     try:
@@ -279,49 +161,38 @@ def shared_memory_free() -> int | None:
         return None
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Have the new processes start with Ctrl-C blocked; this one gets it when the block ends."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 # ---- in a worker ----------------------------------------------------------------------------
 
 
-class _Tasks(Dataset[Any]):
-    """The dataset: its indices are tasks with blocks for their results, and its items the results.
-
-    An item is the results, and the block if they are not in it.
-    """
-
-    def __init__(self, blocks: Tensor | None) -> None:
-        self.blocks = blocks
-
-    def __getitem__(self, index: tuple[Task | None, int | None]) -> tuple[Results | None, int | None]:
-        task, block = index
-        results = None if task is None else share_results(task.run(), self.blocks, block)
-        return results, None if results is not None and results.block is not None else block
-
-
-def _unchanged(results: Any) -> Any:
-    return results
-
-
-def _init_worker(number: int) -> None:
-    """Leave signals to the parent, and die with it. (torch has set the number of threads to one.)"""
+def _run_tasks(connection: Connection, memory: Any) -> None:
+    """Run tasks, one after the other, until the parent ends or kills this process."""
     for name in _IGNORED:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "SIGBUS"):
-        signal.signal(signal.SIGBUS, signal.SIG_DFL)  # torch's handler prints; the parent has the words
     exit_with_parent()
+    torch.set_num_threads(1)
+    with suppress(EOFError, OSError):  # the connection has ended
+        while True:
+            task = connection.recv()
+            try:
+                results: Any = task.run()
+            except Exception as error:
+                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+                results = error
+            connection.send(_pickle(results, memory))
+
+
+def _pickle(results: Any, memory: Any) -> tuple[bytes, list[int]]:
+    """The pickled results without their arrays, and where each of these ends in the shared memory."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(results, protocol=5, buffer_callback=buffers.append)
+    arrays = [buffer.raw() for buffer in buffers]
+    ends = [0, *accumulate(map(len, arrays))]
+    if ends[-1] > len(memory):
+        return pickle.dumps(results), [0]
+    for array, (start, end) in zip(arrays, pairwise(ends), strict=True):
+        memoryview(memory).cast("B")[start:end] = array
+    return pickled, ends
 
 
 def exit_with_parent() -> None:

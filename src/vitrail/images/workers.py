@@ -1,37 +1,32 @@
-"""Work done ahead of its use, with results in order: by processes, by threads, or in the calling thread.
+"""Tasks run ahead of their use, with results in order: by processes, by threads, or in the calling thread.
 
 Threads fight for Python's interpreter lock: on 16 cores four of them decode as much as sixteen. Processes do
 not, but take a second or two to start. `choose_workers` decides, and says why.
+
+Both are a `ThreadPoolExecutor`: where processes do the work, each of its threads waits for one of them.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
-from queue import Full, Queue
-from threading import Event, Thread
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import dataclass
+from itertools import repeat
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer
 from vitrail.base.machine import usable_cores
-from vitrail.images.worker_process import (
-    BLOCKS,
-    PREFETCH,
-    Results,
-    Task,
-    WorkerProcesses,
-    shared_memory_free,
-    start_method,
-    start_server,
-)
+from vitrail.images.worker_process import Task, WorkerProcess, shared_memory_free, start_method, start_server
 
-__all__ = ["Results", "Task", "WorkerPlan", "Workers", "choose_workers", "look_ahead", "submit"]
+__all__ = ["Task", "WorkerPlan", "Workers", "choose_workers"]
 
+PREFETCH = 4  # tasks in hand for each process: one may be slow, and results come in order
 CHUNK = 16  # images of a task for a process: enough that the messages between them do not count
 MIN_IMAGES = 400  # below which processes take longer to start than they save
 _THREADS = 2  # more hardly help
@@ -77,7 +72,7 @@ def choose_workers(
 
     Args:
         requested: a number of workers, or "auto" to choose by the cores that this process may use.
-        image_bytes: the size of a decoded image, which must fit in shared memory a few hundred times.
+        image_bytes: the size of a decoded image, of which a task's must fit in shared memory for each worker.
         busy: whether the cores are busy with the model, too: it is computed on the CPU.
     """
     cores = usable_cores()
@@ -93,7 +88,7 @@ def choose_workers(
     if why := _cannot_start():
         return WorkerPlan("threads", threads, why)
     free = shared_memory_free()
-    needed = BLOCKS * CHUNK * image_bytes  # for each worker
+    needed = CHUNK * image_bytes  # for each worker
     if free is not None and needed * count > free:
         count = free // needed
         if count < 2:
@@ -124,33 +119,20 @@ def _cannot_start() -> str:
     return ""
 
 
-@dataclass(eq=False)
-class _Stream:
-    """Tasks of one caller that are under way, and results that it has not taken yet."""
-
-    tasks: Iterator[Task]
-    waiting: int = 0
-    ready: deque[Results] = field(default_factory=deque)
-    ended: bool = False
-
-
 class Workers:
-    """Runs tasks ahead of their use. Several streams share the workers, each with its results in order.
+    """Runs tasks ahead of their use, for any number of callers, each with its results in order.
 
     Processes are started with the first task and reused until `close`; what they import is loaded before.
 
     Args:
-        image_bytes: the size of a result, if all have the same one and are given to `release`: processes then
-            return them in shared memory that is used again.
+        image_bytes: the size of an image: processes return a task's images in as much shared memory.
     """
 
     def __init__(self, plan: WorkerPlan, *, image_bytes: int = 0) -> None:
         self.plan, self.image_bytes = plan, image_bytes
-        self._pool = ThreadPoolExecutor(plan.count) if plan.kind == "threads" else None
-        self._processes: WorkerProcesses | None = None
-        self._streams: list[_Stream] = []  # the one that started last comes first
-        self._owners: deque[_Stream | None] = deque()  # of all tasks under way, in order
-
+        self._pool = ThreadPoolExecutor(plan.count) if plan.count else None
+        self._processes: list[WorkerProcess] = []
+        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
         if plan.kind == "processes":
             start_server()
 
@@ -159,152 +141,67 @@ class Workers:
         """How many images a task should have."""
         return CHUNK if self.plan.kind == "processes" else 1
 
-    def map(self, tasks: Iterable[Task], ahead: int) -> Generator[Results]:
-        """The results of the tasks, in order.
+    def map(self, tasks: Iterable[Task], ahead: int) -> Generator[list[Any]]:
+        """The results of each task, in order.
 
         Args:
             ahead: tasks that threads finish before they are needed. Processes have `PREFETCH` each in hand.
         """
-        if self.plan.kind == "processes":
-            return self._map_in_processes(iter(tasks))
-        futures = (submit(self._pool, _run_here, task) for task in tasks)
-        return (future.result() for future in look_ahead(futures, ahead if self._pool else 0))
-
-    def release(self, results: Results) -> None:
-        """Let go of results that have been copied: the workers may use their memory again."""
-        if self._processes is not None:
-            self._processes.release(results)
+        if self._pool is None:
+            yield from (task.run() for task in tasks)
+        elif self.plan.kind == "threads":
+            yield from take_ahead((self._pool.submit(task.run) for task in tasks), ahead)
+        else:
+            self._start_processes()
+            futures = (self._pool.submit(self._run_in_process, task) for task in tasks)
+            yield from take_ahead(futures, PREFETCH * self.plan.count)
 
     def close(self) -> None:
         """Stop without waiting for results that are no longer needed."""
+        atexit.unregister(self.close)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._processes is not None:
-            self._processes.close()
-            self._processes = None
+        for process in self._processes:
+            process.kill()
 
-    def _map_in_processes(self, tasks: Iterator[Task]) -> Generator[Results]:
-        stream = _Stream(tasks)
-        self._streams.insert(0, stream)
+    def _start_processes(self) -> None:
+        if not self._processes:
+            # Before multiprocessing's own exit function, which would wait: workers ignore its SIGTERM.
+            atexit.register(self.close)
+            self._processes = [WorkerProcess(CHUNK * self.image_bytes) for _ in range(self.plan.count)]
+            for process in self._processes:
+                self._idle.put(process)
+
+    def _run_in_process(self, task: Task) -> list[Any]:
+        process = self._idle.get()  # there are as many as threads
         try:
-            if self._processes is None:
-                self._owners.clear()
-                block = CHUNK * self.image_bytes
-                self._processes = WorkerProcesses(self.plan.count, self._feed(), block=block)
-            while True:
-                while not stream.ready:
-                    if stream.ended and not stream.waiting:
-                        return
-                    self._advance()
-                yield stream.ready.popleft()
+            return process.run(task)
         finally:
-            self._streams.remove(stream)
-
-    def _feed(self) -> Iterator[Task | None]:
-        """The next task, whenever a worker is free for one; None if no stream has any.
-
-        The stream that started last comes first: training waits while an epoch is evaluated, and is
-        prefetched again as soon as the evaluation has no more tasks.
-        """
-        while True:
-            for stream in self._streams:
-                if stream.ended or stream.waiting + len(stream.ready) > PREFETCH * self.plan.count:
-                    continue
-                task = next(stream.tasks, None)
-                if task is not None:
-                    stream.waiting += 1
-                    self._owners.append(stream)
-                    yield task
-                    break
-                stream.ended = True
-            else:
-                self._owners.append(None)
-                yield None
-
-    def _advance(self) -> None:
-        """Take the oldest result, which makes room for another task."""
-        assert self._processes is not None, "the workers are closed"
-        results = self._processes.next()
-        owner = self._owners.popleft()
-        if owner is not None and results is not None:
-            owner.waiting -= 1
-            owner.ready.append(results)
+            self._idle.put(process)
 
 
-def _run_here(task: Task) -> Results:
-    found = task.run()
-    return Results(found, [False] * len(found))
-
-
-# ---- threads --------------------------------------------------------------------------------
-
-
-def submit(pool: ThreadPoolExecutor | None, function: Callable[..., T], *args: Any) -> Future[T]:
-    """Call a function in a thread of the pool; without a pool, at once."""
-    if pool is not None:
-        return pool.submit(function, *args)
-    done: Future[T] = Future()
+def take_ahead(futures: Iterable[Future[T]], count: int) -> Generator[T]:
+    """The results in order, each future taken from the iterator `count` futures before it is needed."""
+    waiting: deque[Future[T]] = deque()
     try:
-        done.set_result(function(*args))
-    except Exception as error:
-        done.set_exception(error)
-    return done
-
-
-def look_ahead(items: Iterable[T], count: int) -> Iterator[T]:
-    """The items in order, each taken from the iterator `count` items before it is needed.
-
-    If taking an item submits work to a pool, that work is done in the meantime.
-    """
-    waiting: deque[T] = deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > count:
-            yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
+        for future in futures:
+            waiting.append(future)
+            if len(waiting) > count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def in_background(items: Generator[T], ahead: int) -> Generator[T]:
-    """The items in order, taken by a thread of its own until so many wait for the caller.
-
-    The thread closes the generator, also if the caller stops early; an error in it is raised here.
-    """
-    ready: Queue[tuple[T | None, BaseException | None]] = Queue(ahead)
-    stopped = Event()
-
-    def take() -> None:
-        last: BaseException | None = None
-        try:
-            with closing(items):
-                for item in items:
-                    if not _put(ready, (item, None), stopped):
-                        return
-        except BaseException as error:  # raised in the caller's thread
-            last = error
-        _put(ready, (None, last or StopIteration()), stopped)
-
-    thread = Thread(target=take, daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield cast(T, item)
-    finally:
-        stopped.set()
-        thread.join()
-
-
-def _put(ready: Queue[T], item: T, stopped: Event) -> bool:
-    """Put an item into a queue as soon as there is room; False if nobody will take it."""
-    while not stopped.is_set():
-        try:
-            ready.put(item, timeout=0.1)
-        except Full:
-            continue
-        return True
-    return False
+    """The items in order, taken by a thread of its own `ahead` items before they are needed."""
+    end: Any = object()
+    with closing(items), ThreadPoolExecutor(1) as pool:
+        futures = (pool.submit(next, items, end) for _ in repeat(None))
+        with closing(take_ahead(futures, ahead)) as taken:
+            for item in taken:
+                if item is end:
+                    return
+                yield item

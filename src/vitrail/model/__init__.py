@@ -8,19 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.model import surgery
-    from vitrail.model.attention import Attention, attend, attend_explicitly
-    from vitrail.model.block import Block
-    from vitrail.model.tap import edit, record
-    from vitrail.model.text_tower import TextConfig, TextTower
-    from vitrail.model.vit import Encoded, ViT
+    from vitrail.model import surgery as surgery
+    from vitrail.model.attention import attend as attend
+    from vitrail.model.attention import attend_explicitly as attend_explicitly
+    from vitrail.model.tap import edit as edit
+    from vitrail.model.tap import record as record
+    from vitrail.model.vit import Encoded as Encoded
+    from vitrail.model.vit import ViT as ViT
 
 _MODULES = {
-    "Attention": "attention",
-    "Block": "block",
     "Encoded": "vit",
-    "TextConfig": "text_tower",
-    "TextTower": "text_tower",
     "ViT": "vit",
     "attend": "attention",
     "attend_explicitly": "attention",
@@ -28,20 +25,6 @@ _MODULES = {
     "record": "tap",
     "surgery": "surgery",
 }
-
-__all__ = [
-    "Attention",
-    "Block",
-    "Encoded",
-    "TextConfig",
-    "TextTower",
-    "ViT",
-    "attend",
-    "attend_explicitly",
-    "edit",
-    "record",
-    "surgery",
-]
 
 
 def __getattr__(name: str) -> Any:

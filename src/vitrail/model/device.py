@@ -90,9 +90,10 @@ def choose_device(
         local_rank, device: as in `find_device`.
     """
     half = precision in ("bf16", "fp16")
-    found, problem = (
-        (torch.device("mps"), "") if half and device == "mps" else find_device(device, local_rank)
-    )
+    if half and device == "mps":
+        found, problem = torch.device("mps"), ""
+    else:
+        found, problem = find_device(device, local_rank)
     if found.type == "cuda":
         return _choose_dtype(precision, found)
     if half:

@@ -64,10 +64,13 @@ class DropPath(nn.Module):
 class MLP(TappedModule):
     """fc2(GELU(fc1 z)), with one hidden layer of width F or, with `mlp_hidden`, more of them."""
 
+    parts = 1
+    """Vectors of width F that fc1 computes."""
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         hidden = config.F
-        self.fc1 = nn.Linear(config.width, hidden, bias=config.linear_bias)
+        self.fc1 = nn.Linear(config.width, self.parts * hidden, bias=config.linear_bias)
         middle = range(config.mlp_hidden - 1)
         self.middle = nn.ModuleList(nn.Linear(hidden, hidden, bias=config.linear_bias) for _ in middle)
         self.activation = build_activation(config)
@@ -84,19 +87,10 @@ class MLP(TappedModule):
         return self.out(self.fc2(self.norm(self.drop(self.hidden(hidden)))))  # (B, T, D)
 
 
-class GatedMLP(TappedModule):
+class GatedMLP(MLP):
     """fc2(activation(a) b) with [a, b] = fc1 z; with silu this is SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        hidden = config.F
-        self.fc1 = nn.Linear(config.width, 2 * hidden, bias=config.linear_bias)
-        self.activation = build_activation(config)
-        self.hidden = Tap()
-        self.drop = nn.Dropout(config.dropout)
-        self.norm = build_norm(config, hidden) if config.mlp_norm else nn.Identity()
-        self.fc2 = nn.Linear(hidden, config.width, bias=config.linear_bias)
-        self.out = Tap()
+    parts = 2
 
     def forward(self, z: Tensor) -> Tensor:
         gate, value = self.fc1(z).chunk(2, dim=-1)  # each (B, T, F)

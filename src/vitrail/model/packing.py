@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model.check_input import check_input
-from vitrail.model.resample import check_resize_options
+from vitrail.model.resample import ResizeOptions
 
 if TYPE_CHECKING:
     from vitrail.model.vit import ViT
@@ -109,8 +109,8 @@ class Segments:
         return owner[:, None] == owner
 
 
-def check_any_size(model: ViT, options: Mapping[str, Any]) -> None:
-    """Refuse a model that takes one size only, and options that `resample.resize_grid` does not have."""
+def check_any_size(model: ViT, **options: Any) -> ResizeOptions:
+    """Refuse a model that takes one size only, and options that exclude each other; returns the options."""
     c = model.config
     for applies, reason in (
         (c.input != "image", f"Only models of images accept any size, and this one has input={c.input!r}"),
@@ -125,7 +125,7 @@ def check_any_size(model: ViT, options: Mapping[str, Any]) -> None:
             raise InputError(
                 f"{reason}, so this model takes one size only; vitrail.surgery.resize changes that size."
             )
-    check_resize_options(**options)
+    return ResizeOptions(**options).check()
 
 
 def encode_packed(model: ViT, images: Sequence[Tensor]) -> Tensor:

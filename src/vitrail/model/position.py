@@ -12,7 +12,8 @@ tests/model/test_position.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from vitrail.base.errors import InputError
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.model.position_parts import PairwiseBias, RelativeBias, apply_rotary, side_by_side, sincos
-from vitrail.model.resample import resize_grid, resize_grid_by_matrix, scalar_tensor
+from vitrail.model.resample import ResizeOptions, multiply_grid, resize_grid, scalar_tensor
 
 Grid = tuple[int, ...]
 State = dict[str, Tensor]
@@ -48,7 +49,7 @@ class Position(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.prefix, self.grid = config.prefix, config.grid
-        self.resize_options: Mapping[str, Any] | None = None
+        self.resize_options: ResizeOptions | None = None
         """Set by `ViT.accept_any_size`: how learned rows are resampled to the grid of each batch."""
 
     def forward(self, z: Tensor, grid: Grid) -> Tensor:
@@ -84,8 +85,11 @@ class Position(nn.Module):
         """Add positions for new prefix tokens to a state dict, in place."""
 
     def similarity(self, blocks: Iterable[nn.Module]) -> Tensor:
-        """Between all tokens (T, T) or all patches (N, N); (L, k, T, T) if blocks and heads differ."""
-        raise NotImplementedError
+        """Between all tokens (T, T) or all patches (N, N); (L, k, T, T) if blocks and heads differ.
+
+        Empty if there is nothing to compare.
+        """
+        return torch.empty(0)
 
 
 class AddedPosition(Position):
@@ -103,9 +107,9 @@ class AddedPosition(Position):
         self.every = config.position_at == "every"
         self.prefix_rows = {"all": config.prefix, "class": 1, "patches": 0}[config.rows]
 
+    @abstractmethod
     def rows(self, grid: Grid) -> Tensor:
         """The position rows, those of the prefix first: (prefix rows + N, D)."""
-        raise NotImplementedError
 
     def all_rows(self, grid: Grid) -> Tensor:
         """E_pos, with zeros for prefix tokens without a row: (T, D)."""
@@ -147,7 +151,7 @@ class LearnedPosition(AddedPosition):
         if self.resize_options is None:
             return self.table
         front, patches = self.table[: self.prefix_rows], self.table[self.prefix_rows :]
-        return torch.cat([front, resize_grid_by_matrix(patches, self.grid, grid, **self.resize_options)])
+        return torch.cat([front, multiply_grid(patches, self.grid, grid, self.resize_options)])
 
     @classmethod
     def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
@@ -172,8 +176,8 @@ class LearnedPosition2D(AddedPosition):
         across: Tensor = self.across
         if self.resize_options is not None:
             (h, w), (h2, w2), options = self.grid, grid, self.resize_options
-            down = resize_grid_by_matrix(down, (h, 1), (h2, 1), **options)
-            across = resize_grid_by_matrix(across, (1, w), (1, w2), **options)
+            down = multiply_grid(down, (h, 1), (h2, 1), options)
+            across = multiply_grid(across, (1, w), (1, w2), options)
         patches = side_by_side(down, across)
         return patches if self.front is None else torch.cat([self.front, patches])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,43 @@ from vitrail.base.errors import InputError, suggest
 from vitrail.model.init import has_values
 
 Method = Literal["bicubic", "bilinear"]
+Grid = tuple[int, ...]
+_OFFSET_ADVICE = "use 0.1 for DINOv2 without registers, and 0 for everything else."
+
+
+class ResizeOptions(NamedTuple):
+    """How a grid is resampled: a row of the table above."""
+
+    method: Method = "bicubic"
+    antialias: bool = True
+    """Whether to low-pass filter when the grid shrinks."""
+    corners: bool = False
+    """Whether the centers of the corner patches are aligned (`align_corners`), not the edges."""
+    offset: float = 0.0
+    """DINOv2 scales by (h' + offset) / h and crops to the new grid."""
+
+    def check(self) -> ResizeOptions:
+        """Refuse options that exclude each other; returns them."""
+        if self.method not in get_args(Method):
+            raise InputError(f"unknown method {self.method!r}. {suggest(str(self.method), get_args(Method))}")
+        if self.corners and self.antialias:
+            raise InputError(
+                "corners=True cannot be combined with antialias=True, which does not align corners; set "
+                "antialias=False."
+            )
+        if self.corners and self.offset:
+            raise InputError(
+                f"corners=True cannot be combined with offset={self.offset}; set only one of the two."
+            )
+        if not 0 <= self.offset < 1:
+            raise InputError(f"offset must be at least 0 and below 1, not {self.offset}; {_OFFSET_ADVICE}")
+        return self
 
 
 def resize_grid(
     rows: Tensor,
-    old: tuple[int, ...],
-    new: tuple[int, ...],
+    old: Grid,
+    new: Grid,
     *,
     method: Method = "bicubic",
     antialias: bool = True,
@@ -48,15 +79,12 @@ def resize_grid(
         rows: the rows of the patches, in row-major order, without those of prefix tokens.
         old: (h, w).
         new: (h', w').
-        method: "bicubic" or "bilinear".
-        antialias: whether to low-pass filter when the grid shrinks.
-        corners: whether the centers of the corner patches are aligned (`align_corners`), not the edges.
-        offset: DINOv2 scales by (h' + offset) / h and crops to the new grid.
+        method, antialias, corners, offset: as in `ResizeOptions`.
     """
     _check_rows(rows, old, new)
     if tuple(old) == tuple(new):
         return rows
-    check_resize_options(method=method, antialias=antialias, corners=corners, offset=offset)
+    ResizeOptions(method, antialias, corners, offset).check()
     grid = _at_least_float32(rows).T.unflatten(1, old)[None]  # (1, D, h, w)
     if new[1] == 1:
         # With antialias, torch 2.13 on a CPU gets a single column wrong, but not a single row.
@@ -64,6 +92,20 @@ def resize_grid(
     target = dict(scale_factor=_scale_factors(old, new, offset)) if offset else dict(size=new)
     grid = F.interpolate(grid, **target, mode=method, antialias=antialias, align_corners=corners)
     return grid[0].flatten(1).T.to(rows.dtype).contiguous()  # (h' w', D)
+
+
+def multiply_grid(rows: Tensor, old: Grid, new: Grid, options: ResizeOptions) -> Tensor:
+    """Interpolate rows (h w, D) by a matrix for each axis: (h' w', D), the same to rounding.
+
+    h' and w' may be symbolic in torch.export. The resize operators of other runtimes are avoided because
+    they differ from each other and from torch's.
+    """
+    if has_values(rows) and not torch.compiler.is_compiling():
+        down, across = (_ready_weights(axis, old, new, options, rows.device, rows.dtype) for axis in (0, 1))
+    else:  # while a graph is traced
+        down, across = (_side_weights(axis, old, new, options).to(rows) for axis in (0, 1))
+    grid = rows.T.unflatten(1, old)  # (D, h, w)
+    return (down @ grid @ across.T).flatten(1).T
 
 
 def resize_kernel(
@@ -89,81 +131,42 @@ def resize_kernel(
             f"A patch kernel must have the shape (D, C, P, Q), not {tuple(weight.shape)}; unflatten a "
             "flattened one with weight.unflatten(1, (C, P, Q))."
         )
-    P, Q = weight.shape[2:]
-    if tuple(new) == (P, Q):
+    old = tuple(weight.shape[2:])
+    if old == tuple(new):
         return weight
-    kernel = _at_least_float32(weight)
+    kernel, options = _at_least_float32(weight), ResizeOptions(method, antialias).check()
     # Resizing is separable, B = B_P x B_Q (Kronecker product), and so is the pseudo-inverse.
-    eye_P, eye_Q = (torch.eye(side, dtype=kernel.dtype, device=kernel.device) for side in (P, Q))
-    B_P = resize_grid(eye_P, (1, P), (1, new[0]), method=method, antialias=antialias)  # (P', P)
-    B_Q = resize_grid(eye_Q, (1, Q), (1, new[1]), method=method, antialias=antialias)  # (Q', Q)
-    kernel = torch.linalg.pinv(B_P).T @ kernel @ torch.linalg.pinv(B_Q)  # (D, C, P', Q')
+    B_P, B_Q = (_side_weights(axis, old, new, options).to(kernel) for axis in (0, 1))  # (P', P), (Q', Q)
+    kernel = torch.linalg.pinv(B_P.T) @ kernel @ torch.linalg.pinv(B_Q)  # (D, C, P', Q')
     return kernel.to(weight.dtype)
 
 
-# ---- the same as matrix products, for grids with symbolic sizes --------------------------------------
-
-
-def resize_grid_by_matrix(
-    rows: Tensor,
-    old: tuple[int, ...],
-    new: tuple[int, ...],
-    *,
-    method: Method = "bicubic",
-    antialias: bool = True,
-    corners: bool = False,
-    offset: float = 0.0,
-) -> Tensor:
-    """`resize_grid` as two matrix products: (h w, D) to (h' w', D).
-
-    h' and w' may be symbolic in torch.export. The resize operators of other runtimes are avoided because
-    they differ from each other and from torch's.
-    """
-    options = (method, antialias, corners, offset)
-    if has_values(rows) and not torch.compiler.is_compiling():
-        down, across = (_ready_weights(axis, old, new, options, rows.device, rows.dtype) for axis in (0, 1))
-    else:  # while a graph is traced
-        down, across = (_side_weights(axis, old, new, *options).to(rows) for axis in (0, 1))
-    grid = rows.T.unflatten(1, old)  # (D, h, w)
-    return (down @ grid @ across.T).flatten(1).T
+# ---- the matrices, also for grids with symbolic sizes -------------------------------------------------
 
 
 @lru_cache(maxsize=4096)
 def _ready_weights(
-    axis: int,
-    old: tuple[int, ...],
-    new: tuple[int, ...],
-    options: tuple[Method, bool, bool, float],
-    device: torch.device,
-    dtype: torch.dtype,
+    axis: int, old: Grid, new: Grid, options: ResizeOptions, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """`_side_weights` on a device: computed once, because many images of a pack have the same few grids."""
     with torch.inference_mode(False):  # or no later step could train with it
-        return _side_weights(axis, old, new, *options).to(device, dtype)
+        return _side_weights(axis, old, new, options).to(device, dtype)
 
 
-def _side_weights(
-    axis: int,
-    old: tuple[int, ...],
-    new: tuple[int, ...],
-    method: Method,
-    antialias: bool,
-    corners: bool,
-    offset: float,
-) -> Tensor:
+def _side_weights(axis: int, old: Grid, new: Grid, options: ResizeOptions) -> Tensor:
     """The interpolation matrix M of one axis, (new, old); the identity if neither side changes."""
     sizes = [scalar_tensor(side) for side in new]
     same = (sizes[0] == old[0]) & (sizes[1] == old[1])
     size, index = sizes[axis], torch.arange(new[axis], dtype=torch.float64)
-    if corners:
+    if options.corners:
         sources = index * ((old[axis] - 1) / (size - 1).clamp(min=1))
     else:
-        scale = torch.where(same, 1.0, old[axis] / (size + offset))
-        if antialias:
-            return antialias_weights(index, old[axis], scale, *FILTERS[method])
+        scale = torch.where(same, 1.0, old[axis] / (size + options.offset))
+        if options.antialias:
+            return antialias_weights(index, old[axis], scale, *FILTERS[options.method])
         sources = (index + 0.5) * scale - 0.5
-    kernel = triangle if method == "bilinear" else lambda x: cubic(x, -0.75)
-    return interpolation_weights(sources, old[axis], kernel)
+    kernel = triangle if options.method == "bilinear" else lambda x: cubic(x, -0.75)
+    return _interpolation_weights(sources, old[axis], kernel)
 
 
 def triangle(x: Tensor) -> Tensor:
@@ -209,7 +212,7 @@ def antialias_weights(
     return weights / weights.sum(dim=1, keepdim=True)
 
 
-def interpolation_weights(sources: Tensor, old: int, kernel: Callable[[Tensor], Tensor]) -> Tensor:
+def _interpolation_weights(sources: Tensor, old: int, kernel: Callable[[Tensor], Tensor]) -> Tensor:
     """M (sources, old) without antialiasing: four input pixels per output pixel, with a repeated border."""
     neighbors = sources.floor()[:, None] + torch.arange(-1, 3, dtype=torch.float64)  # (new, 4)
     weights = kernel(sources[:, None] - neighbors)
@@ -218,15 +221,12 @@ def interpolation_weights(sources: Tensor, old: int, kernel: Callable[[Tensor], 
     return (weights[..., None] * one_hot).sum(dim=1)
 
 
-# ---- checks -----------------------------------------------------------------------------------------
-
-
 def _at_least_float32(tensor: Tensor) -> Tensor:
     """bfloat16 has three digits, too few to sum weighted rows."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _scale_factors(old: tuple[int, ...], new: tuple[int, ...], offset: float) -> tuple[float, float]:
+def _scale_factors(old: Grid, new: Grid, offset: float) -> tuple[float, float]:
     """The factors for which torch rounds h (h' + offset) / h down to h'."""
     down, across = (new[0] + offset) / old[0], (new[1] + offset) / old[1]
     # A tiny offset can be lost to rounding, and with it a row: 49 * (1 / 49) < 1.
@@ -235,28 +235,7 @@ def _scale_factors(old: tuple[int, ...], new: tuple[int, ...], offset: float) ->
     return down, across
 
 
-_OFFSET_ADVICE = "use 0.1 for DINOv2 without registers, and 0 for everything else."
-
-
-def check_resize_options(
-    *, method: Method = "bicubic", antialias: bool = True, corners: bool = False, offset: float = 0.0
-) -> None:
-    """Check the options of `resize_grid`."""
-    if method not in get_args(Method):
-        raise InputError(f"unknown method {method!r}. {suggest(str(method), get_args(Method))}")
-    # torch accepts both of these pairs silently; it does not align the corners, or ignores the offset.
-    if corners and antialias:
-        raise InputError(
-            "corners=True cannot be combined with antialias=True, which does not align corners; set "
-            "antialias=False."
-        )
-    if corners and offset:
-        raise InputError(f"corners=True cannot be combined with offset={offset}; set only one of the two.")
-    if not 0 <= offset < 1:
-        raise InputError(f"offset must be at least 0 and below 1, not {offset}; {_OFFSET_ADVICE}")
-
-
-def _check_rows(rows: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+def _check_rows(rows: Tensor, old: Grid, new: Grid) -> None:
     _check_tensor("Position rows", rows)
     _check_sides("The old grid", old)
     _check_sides("The new grid", new)
@@ -284,7 +263,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_sides(name: str, sides: tuple[int, ...]) -> None:
+def _check_sides(name: str, sides: Grid) -> None:
     if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
         raise InputError(
             f"{name} must be (height, width), two positive integers such as (14, 14), not {sides!r}."

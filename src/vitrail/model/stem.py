@@ -57,8 +57,6 @@ class ConvStem(nn.Module):
     Keys: `conv1.weight`, `norm1.{weight,bias}`, `conv2.weight`, `norm2.{weight,bias}`.
     """
 
-    stride = 4
-
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.out_channels = width
@@ -93,8 +91,6 @@ class MobileStem(nn.Module):
 
     Keys: `conv1.weight`, `norm1.{weight,bias,running_mean,running_var}`, and the same for 2.
     """
-
-    stride = 8
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -210,7 +206,7 @@ class ResNetStem(nn.Module):
         width = 64 * width_factor
         self.root = Root(channels, width)
         self.stages = nn.Sequential()
-        self.stride, self.out_channels = 4, width  # of the root; each stage updates them
+        self.out_channels = width  # of the root; each stage updates it
         for stage, count in enumerate(layers):
             stride = 1 if stage == 0 else 2
             units = nn.Sequential()
@@ -218,7 +214,6 @@ class ResNetStem(nn.Module):
                 units.append(Bottleneck(self.out_channels, width, stride if unit == 0 else 1))
                 self.out_channels = 4 * width
             self.stages.append(units)
-            self.stride *= stride
             width *= 2
 
     def forward(self, images: Tensor) -> Tensor:

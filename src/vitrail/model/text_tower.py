@@ -101,7 +101,11 @@ class TextTower(TappedModule):
         self.norm = build_norm(like)
         self.head = nn.Linear(config.width, out, bias=config.projection_bias) if out else nn.Identity()
         self.embed, self.encoded, self.pooled = Tap(), Tap(), Tap()
-        initialize_text(self)
+        for name, parameter in self.named_parameters():  # as CLIP
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.01 if name == "position.table" else 0.02)
+            else:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """One vector per text.
@@ -136,12 +140,3 @@ class TextTower(TappedModule):
         if self.config.end is None:
             return tokens.argmax(dim=1)
         return (tokens == self.config.end).int().argmax(dim=1)  # the first one
-
-
-def initialize_text(model: TextTower) -> None:
-    """Initialize all parameters: matrices normal with 0.02, positions with 0.01 (CLIP), norms 1, biases 0."""
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.01 if name == "position.table" else 0.02)
-        else:
-            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)

@@ -97,7 +97,14 @@ class StemTokens(PatchTokens):
 
     def __init__(self, config: ViTConfig) -> None:
         nn.Module.__init__(self)
-        self.stem = _build_stem(config)
+        self.stem: ConvStem | ResNetStem | MobileStem
+        match config.embedding:
+            case "conv":
+                self.stem = ConvStem(config.channels, config.width)
+            case "mobile":
+                self.stem = MobileStem(config.channels, config.width)
+            case _:
+                self.stem = ResNetStem(config.channels)
         initialize_stem(self.stem)
         down, across = config.patch_pixels
         stride = STEM_STRIDES[config.embedding]
@@ -105,14 +112,6 @@ class StemTokens(PatchTokens):
 
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(self.stem(images))
-
-
-def _build_stem(config: ViTConfig) -> ConvStem | ResNetStem | MobileStem:
-    if config.embedding == "conv":
-        return ConvStem(config.channels, config.width)
-    if config.embedding == "mobile":
-        return MobileStem(config.channels, config.width)
-    return ResNetStem(config.channels)
 
 
 class SpectrogramTokens(PatchTokens):

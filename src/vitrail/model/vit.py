@@ -205,8 +205,7 @@ class ViT(TappedModule):
             options: how positions are resampled: method, antialias, corners and offset of
                 `resample.resize_grid`.
         """
-        check_any_size(self, options)
-        self.any_size, self.position.resize_options = True, options
+        self.position.resize_options, self.any_size = check_any_size(self, **options), True
         return self
 
     def set_grad_checkpointing(self, enable: bool = True) -> Self:

@@ -51,6 +51,8 @@ class Engine(ABC):
     card: Card
     bundle: Bundle | None = None
     """The model with its weights; None for an ONNX file."""
+    accelerated: Accelerated | None = None
+    """What computes instead of the model's own code."""
     one_by_one = False
     """Whether images may differ in size, so that they cannot share a batch."""
 
@@ -77,32 +79,30 @@ def open_engine(
             "An accelerated model takes images of one shape, so native and precision exclude each other; "
             "remove one of them."
         )
-
-    def build(bundle: Bundle) -> Engine:
-        trained = native is None and bundle.native is not None
-        if trained and speedup is not None:
-            raise InputError(
-                "The model was trained on images in their own shape, and an accelerated model takes one "
-                "shape; remove precision, or set native to false."
-            )
-        if native or trained:
-            return NativeEngine(bundle)
-        engine = TorchEngine(bundle)
-        engine.accelerated = accelerate_bundle(bundle, speedup)
-        return engine
-
-    if speedup is not None and speedup.precision == "int8":
-        options = {"device": "cpu", **options}
-    if not isinstance(model, (str, Path)):
-        return build(as_bundle(model, default_device="auto", **options))
-    suffix = Path(model).suffix.lower()
+    suffix = Path(model).suffix.lower() if isinstance(model, (str, Path)) else ""
     if suffix in _PROGRAM_SUFFIXES:
         raise FileError(
             f"{printable(model)} holds a program, and opening it could run any code; use the vitrail file "
             "(.safetensors) it was made from, or export that file to .onnx."
         )
-    if suffix != ".onnx" or str(model).startswith("hf:"):
-        return build(as_bundle(model, default_device="auto", **options))
+    if suffix == ".onnx" and not str(model).startswith("hf:"):
+        _check_onnx_options(model, options, speedup, native)
+        return OnnxEngine(Path(model))  # type: ignore[arg-type]
+    if speedup is not None and speedup.precision == "int8" and isinstance(model, (str, Path)):
+        options = {"device": "cpu", **options}
+    bundle = as_bundle(model, default_device="auto", **options)
+    if native is None and bundle.native is not None and speedup is not None:
+        raise InputError(
+            "The model was trained on images in their own shape, and an accelerated model takes one "
+            "shape; remove precision, or set native to false."
+        )
+    return TorchEngine(bundle, speedup, native=bundle.native is not None if native is None else native)
+
+
+def _check_onnx_options(
+    model: object, options: dict[str, Any], speedup: Speedup | None, native: bool | None
+) -> None:
+    """Refuse what an exported graph cannot change."""
     if native:
         raise InputError(
             f"{printable(model)} is a graph for images of one shape; give native the vitrail file "
@@ -118,7 +118,6 @@ def open_engine(
             f"An ONNX file takes no options, but {printable(model)} came with {', '.join(options)}; remove "
             "them, and set the size when you run vitrail export."
         )
-    return OnnxEngine(Path(model))
 
 
 def _build_batch(pixels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, like: Tensor) -> Tensor:
@@ -127,22 +126,26 @@ def _build_batch(pixels: Sequence[NDArray[np.uint8]], preprocess: Preprocess, li
 
 
 class TorchEngine(Engine):
-    """A PyTorch model, run as `evaluate` runs it, or accelerated."""
+    """A PyTorch model, run as `evaluate` runs it, or accelerated.
 
-    accelerated: Accelerated | None = None
-    """What computes instead of the model's own code."""
+    Args:
+        native: keep the shape of each image: all are packed into one sequence (`ViT.encode_packed`).
+    """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, speedup: Speedup | None, *, native: bool) -> None:
         if bundle.preprocess is None:
             raise InputError(
                 f"Predictor needs a model of images, but this one takes {bundle.model.config.input}; load it "
                 "with vt.load and call its .model."
             )
-        self.bundle, self.model = bundle, bundle.model
+        self.bundle, self.model, self.native = bundle, bundle.model, native
         self.config, self.preprocess = bundle.model.config, bundle.preprocess
         self.labels, self.scores, self.card = bundle.labels, bundle.scores, bundle.card
         self.statistics = bundle.statistics
-
+        if native:
+            self.preprocess = reading_preprocess(bundle, native=True)
+        else:
+            self.accelerated = accelerate_bundle(bundle, speedup)
         self.fitting = FittingBatches()
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
@@ -157,26 +160,15 @@ class TorchEngine(Engine):
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
         """Pooled vectors and logits, on the device of the model."""
-        images = _build_batch(pixels, self.preprocess, next(self.model.parameters()))
-        if self.accelerated is not None:
-            return self.accelerated.outputs(images)
-        with eval_mode(self.model):
-            pooled = self.model.encode(images).pooled
-            return pooled, self.model.logits(self.model.head(pooled))
-
-
-class NativeEngine(TorchEngine):
-    """Images in their own shape, packed into one sequence: `ViT.encode_packed`."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        super().__init__(bundle)
-        self.preprocess = reading_preprocess(bundle, native=True)
-
-    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Tensor]:
         like = next(self.model.parameters())
-        images = [_build_batch([image], self.preprocess, like)[0] for image in pixels]
+        if self.accelerated is not None:
+            return self.accelerated.outputs(_build_batch(pixels, self.preprocess, like))
         with eval_mode(self.model):
-            pooled = self.model.encode_packed(images)
+            if self.native:
+                images = [_build_batch([image], self.preprocess, like)[0] for image in pixels]
+                pooled = self.model.encode_packed(images)
+            else:
+                pooled = self.model.encode(_build_batch(pixels, self.preprocess, like)).pooled
             return pooled, self.model.logits(self.model.head(pooled))
 
 
@@ -234,15 +226,17 @@ def output_names(config: ViTConfig) -> list[str]:
 
 def _check_signature(session: Any, file: OnnxDescription, path: Path) -> str:
     """Check that inputs and outputs match the config; return the name of the input."""
-    inputs, outputs = session.get_inputs(), {one.name: one for one in session.get_outputs()}
-    name, kind = ("raw_images", "tensor(uint8)") if file.resizes else ("images", "tensor(float)")
-    matches = [(one.name, one.type, len(one.shape)) for one in inputs] == [(name, kind, 4)]
-    matches = matches and set(outputs) == set(output_names(file.config))
-    matches = matches and all(one.type == "tensor(float)" for one in outputs.values())
-    if matches:
-        channels = inputs[0].shape[3 if file.resizes else 1]
-        matches = channels == file.config.channels
-    if not matches:
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    name, kind, channels = (
+        ("raw_images", "tensor(uint8)", 3) if file.resizes else ("images", "tensor(float)", 1)
+    )
+    if (
+        [(one.name, one.type, len(one.shape)) for one in inputs] != [(name, kind, 4)]
+        or {one.name for one in outputs} != set(output_names(file.config))
+        or any(one.type != "tensor(float)" for one in outputs)
+        or inputs[0].shape[channels] != file.config.channels
+    ):
         actual = [(one.name, one.type, one.shape) for one in inputs]
-        raise bad_onnx(path, f"its inputs {actual} and outputs {sorted(outputs)} do not match its config")
+        names = sorted(one.name for one in outputs)
+        raise bad_onnx(path, f"its inputs {actual} and outputs {names} do not match its config")
     return name

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vitrail.base.errors import printable
+from vitrail.images.decode import read_pixels
 from vitrail.images.formats.folders import SUFFIXES
 from vitrail.images.formats.stored_images import StoredImage
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import MIN_IMAGES, Task, Workers, choose_workers
 
 if TYPE_CHECKING:
@@ -60,43 +60,36 @@ def expand_paths(images: Iterable[Any]) -> Iterator[Source]:
 
 
 def _walk_folder(folder: str) -> Iterator[Source]:
-    """Yield every image file below a folder, in the order of `data.folders.list_images`.
+    """Yield every image file below a folder, in order of names, the files of a folder before its subfolders.
 
+    Anything named like an image is included, even a pipe or a broken link: reading it gives the reason.
     Links to folders are not followed, so there are no loops, and hidden files are skipped. An unreadable or
     empty folder becomes a source with a reason, so that it is not mistaken for success.
     """
     waiting, empty = [folder], True
     while waiting:
         current = waiting.pop()
+        files, folders = [], []
         try:
-            files, folders = _list_folder(current)
+            with os.scandir(current) as entries:
+                for entry in entries:
+                    is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES
+                    if entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif is_image and not os.path.isdir(entry.path):
+                        files.append(entry.path)
         except OSError as error:
-            files, folders, empty = [], [], False
-            yield Source(current, current, describe_error(error))
-        for name in files:
             empty = False
-            path = os.path.join(current, name)
+            yield Source(current, current, describe_error(error))
+            continue
+        for path in sorted(files):
+            empty = False
             yield Source(path, path)
-        waiting += [os.path.join(current, name) for name in reversed(folders)]
+        waiting += sorted(folders, reverse=True)
     if empty:
         yield Source(folder, folder, EMPTY_FOLDER)
-
-
-def _list_folder(folder: str) -> tuple[list[str], list[str]]:
-    """The sorted names of a folder's image files and of its subfolders.
-
-    Anything named like an image is included, even a pipe or a broken link: reading it gives the reason.
-    """
-    files, folders = [], []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES and not os.path.isdir(entry.path):
-                files.append(entry.name)
-    return sorted(files), sorted(folders)
 
 
 # ---- reading --------------------------------------------------------------------------------
@@ -140,28 +133,23 @@ def prefetch(
     def tasks() -> Iterator[Task]:
         everything = chain(first, remaining)
         while chunk := list(islice(everything, running.chunk)):
-            # PIL images are not thread-safe, and one may be in the list twice: they are read here.
-            waiting.append([(source.name, _known(source, preprocess)) for source in chunk])
-            files = [source.image for source in chunk if not source.reason and _is_file(source)]
-            yield Task(read_or_describe, [(file, preprocess) for file in files])
+            known: list[tuple[str, PixelsOrReason | None]] = []
+            files = []
+            for source in chunk:
+                result: PixelsOrReason | None = source.reason or None
+                if result is None and isinstance(source.image, (str, StoredImage)):
+                    files.append((source.image, preprocess))
+                elif result is None:  # PIL images are not thread-safe, and one may be in the list twice
+                    result = read_or_describe(source.image, preprocess)
+                known.append((source.name, result))
+            waiting.append(known)
+            yield Task(read_or_describe, files)
 
     try:
         with closing(running.map(tasks(), -(-ahead // running.chunk))) as results:
             for part in results:
-                read = iter(part.unpack(copy=True))
-                running.release(part)
+                read = iter(part)
                 for name, known in waiting.popleft():
                     yield name, next(read) if known is None else known
     finally:
         running.close()
-
-
-def _known(source: Source, preprocess: Preprocess) -> PixelsOrReason | None:
-    """What is known of a source without reading a file."""
-    if source.reason:
-        return source.reason
-    return None if _is_file(source) else read_or_describe(source.image, preprocess)
-
-
-def _is_file(source: Source) -> bool:
-    return isinstance(source.image, (str, StoredImage))

@@ -11,19 +11,19 @@ that no image is missed.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vitrail.base.errors import FileError, InputError, option, printable
 from vitrail.base.fields import as_tuples, short_repr
-from vitrail.base.safe_files import parse_json
+from vitrail.base.safe_files import parse_json, write_array, write_text
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.bundle.bundle import golden_inputs
 from vitrail.weights.readers.files import open_weights, write_safetensors
@@ -38,13 +38,11 @@ _BLOCK = 1 << 24  # products in memory at once
 _TOLERANCE = 0.05  # between unit vectors of the same golden input: bf16 on a GPU moves them by about 0.01
 
 
-@dataclass(frozen=True)
-class Hit:
-    """An image that was found."""
+class Hit(NamedTuple):
+    """An image that was found, with the cosine of its embedding and the query."""
 
     name: str
     score: float
-    """The cosine with the query."""
     row: int
 
 
@@ -91,23 +89,27 @@ class Index:
         """Refuse a model that did not make the index: its vectors would mean nothing here."""
         golden = Embedder(predictor).golden()
         same = golden.shape == self.golden.shape
+        given = ", ".join(f"{name}={short_repr(value)}" for name, value in self.arguments.items())
+        loaded = f" with {given}" if given else ""
         if not same or np.linalg.norm(golden - self.golden, axis=-1).max(initial=0) > _TOLERANCE:
             raise InputError(
                 "The index was made by another model or with other settings, so embeddings cannot be "
-                f"compared: by {printable(self.model_path())}{_describe(self.arguments)}. Give that model "
+                f"compared: by {printable(self.model_path())}{loaded}. Give that model "
                 f"with {option('model')} and its settings with {option('set')}, or make the index again."
             )
 
     def save(self, path: str | Path) -> None:
         """Write one .safetensors file, or a .npy file of the embeddings with a .json file beside it."""
-        import torch
-
         about: dict[str, Any] = {"format": _FORMAT, "model": self.model, "folder": self.folder}
         about |= {"native": True} if self.native else {}
         about |= {"arguments": self.arguments} if self.arguments else {}
         if Path(path).suffix == ".npy":
-            self._save_npy(Path(path), about)
+            write_array(path, self.embeddings, overwrite=True)
+            about |= {"golden": self.golden.tolist(), "names": self.names}
+            write_text(Path(path).with_suffix(".json"), json.dumps(about) + "\n", overwrite=True)
             return
+        import torch
+
         names = json.dumps(self.names).encode()
         tensors = {
             "embeddings": torch.from_numpy(self.embeddings),
@@ -116,64 +118,50 @@ class Index:
         }
         write_safetensors(path, tensors, {INDEX_KEY: json.dumps(about)})
 
-    def _save_npy(self, path: Path, about: dict[str, Any]) -> None:
-        from vitrail.base.safe_files import write_array, write_text
-
-        write_array(path, self.embeddings, overwrite=True)
-        about |= {"golden": self.golden.tolist(), "names": self.names}
-        write_text(path.with_suffix(".json"), json.dumps(about) + "\n", overwrite=True)
-
 
 def read_index(path: str | Path) -> Index:
     """Read an index that `Index.save` wrote: a .safetensors file, or a .npy file with its .json."""
-    read = _read_npy if Path(path).suffix == ".npy" else _read_safetensors
-    about, names, embeddings, golden = read(path)
+    shown, is_npy = printable(path), Path(path).suffix == ".npy"
+    about, names, embeddings, golden = (_read_npy if is_npy else _read_safetensors)(Path(path))
     embeddings = embeddings.astype(np.float32)
     valid = isinstance(about, dict) and isinstance(names, list) and embeddings.ndim == 2
     if not valid or len(names) != len(embeddings) or not all(isinstance(name, str) for name in names):
-        raise FileError(f"{printable(path)} is damaged: its names and embeddings do not fit. Make it again.")
+        raise FileError(f"{shown} is damaged: its names and embeddings do not fit. Make it again.")
     if about.get("format") != _FORMAT:
-        raise FileError(f"{printable(path)} has another format; make it again with vitrail embed.")
+        raise FileError(f"{shown} has another format; make it again with vitrail embed.")
     if not np.isfinite(embeddings).all():
-        raise FileError(f"{printable(path)} holds NaN or infinity; make it again with vitrail embed.")
-    model, folder = (str(about.get(name, "")) for name in ("model", "folder"))
+        raise FileError(f"{shown} holds NaN or infinity; make it again with vitrail embed.")
     arguments = about.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise FileError(f"{printable(path)} is damaged: its arguments are no object. Make it again.")
-    arguments = {
-        name: as_tuples(value) if isinstance(value, dict) else value
-        for name, value in as_tuples(arguments).items()
-    }
-    native = about.get("native") is True
-    return Index(embeddings, names, model, folder, golden.astype(np.float32), native, arguments=arguments)
-
-
-def _describe(arguments: dict[str, Any]) -> str:
-    """What a model was loaded with, for a message."""
-    return (
-        " with " + ", ".join(f"{name}={short_repr(value)}" for name, value in arguments.items())
-        if arguments
-        else ""
+        raise FileError(f"{shown} is damaged: its arguments are no object. Make it again.")
+    return Index(
+        embeddings,
+        names,
+        model=str(about.get("model", "")),
+        folder=str(about.get("folder", "")),
+        golden=golden.astype(np.float32),
+        native=about.get("native") is True,
+        arguments={
+            name: as_tuples(value) if isinstance(value, dict) else value
+            for name, value in as_tuples(arguments).items()
+        },
     )
 
 
-def _read_safetensors(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+def _read_safetensors(path: Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
     """The description, the names, the embeddings, and those of the golden inputs; not checked yet."""
     with open_weights(path) as file:
         if INDEX_KEY not in file.metadata:
-            raise FileError(
-                f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
-                "index.safetensors."
-            )
+            raise _no_index(path)
         about = parse_json(file.metadata[INDEX_KEY], f"the description in {path}")
         arrays = {name: file.tensor(name).numpy() for name in ("embeddings", "golden", "names")}
     names = parse_json(arrays["names"].tobytes(), f"the names in {path}")
     return about, names, arrays["embeddings"], arrays["golden"]
 
 
-def _read_npy(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
+def _read_npy(path: Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
     """The same from two files."""
-    beside = Path(path).with_suffix(".json")
+    beside = path.with_suffix(".json")
     try:
         embeddings = np.load(path, mmap_mode="r")  # a map is never larger than the file; no pickles
         about = parse_json(beside.read_bytes(), str(beside))
@@ -183,11 +171,15 @@ def _read_npy(path: str | Path) -> tuple[Any, Any, NDArray[Any], NDArray[Any]]:
             f"{printable(error.filename)} does not exist; an index is a .npy file with its .json beside it."
         ) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise FileError(
-            f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
-            "index.npy."
-        ) from error
+        raise _no_index(path) from error
     return about, about.get("names"), np.atleast_1d(embeddings), golden
+
+
+def _no_index(path: Path) -> FileError:
+    return FileError(
+        f"{printable(path)} is not an index of images; make one with: vitrail embed MODEL FOLDER -o "
+        f"index{path.suffix}."
+    )
 
 
 # ---- building -------------------------------------------------------------------------------
@@ -265,10 +257,12 @@ def nearest(
     Exact: in blocks by NumPy, or for many rows by faiss, where it is installed.
     """
     top = min(top, len(rows))
-    faiss = _import_faiss() if len(rows) >= _MANY else None
-    if faiss is not None:
-        scores, found = faiss.knn(queries, rows, top, metric=faiss.METRIC_INNER_PRODUCT)
-        return scores, found.astype(np.int64)
+    if len(rows) >= _MANY:
+        with suppress(ImportError):
+            import faiss
+
+            scores, found = faiss.knn(queries, rows, top, metric=faiss.METRIC_INNER_PRODUCT)
+            return scores, found.astype(np.int64)
     best_scores = np.full((len(queries), 0), -np.inf, np.float32)
     best_rows = np.zeros((len(queries), 0), np.int64)
     step = max(1, _BLOCK // max(1, len(queries)))
@@ -282,21 +276,3 @@ def nearest(
         best_scores = np.take_along_axis(best_scores, order, 1)
         best_rows = np.take_along_axis(best_rows, order, 1)
     return best_scores, best_rows
-
-
-def _import_faiss() -> Any:
-    """The package faiss, or None."""
-    try:
-        return importlib.import_module("faiss")
-    except ImportError:
-        return None
-
-
-def text_query(
-    predictor: Predictor, words: str, templates: Sequence[str] | None = None
-) -> NDArray[np.float32]:
-    """The unit vector of some words, averaged over templates: the words as they are by default."""
-    if predictor.bundle is None:
-        raise InputError("An ONNX file has no text tower; search with the vitrail file it was exported from.")
-    texts = [template.replace("{}", words) for template in templates or ("{}",)]
-    return unit(predictor.bundle.text(texts).mean(dim=0, keepdim=True).cpu().numpy())[0]

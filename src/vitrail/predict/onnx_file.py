@@ -8,14 +8,13 @@ lengths, so the package `onnx` is not needed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.base.errors import ConfigError, FileError, printable
-from vitrail.base.safe_files import open_regular
+from vitrail.base.safe_files import read_limited
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Card
@@ -65,7 +64,7 @@ class _Metadata:
 def read_onnx(path: Path) -> OnnxDescription:
     """Read and check a file without running any of it."""
     try:
-        data = _read_bytes(path)
+        data = read_limited(path, MAX_BYTES, "an ONNX file")
         metadata = _check_model(memoryview(data))
         export = json.loads(metadata.get(EXPORT_KEY, "null"), object_pairs_hook=unique_keys)
         if MODEL_KEY not in metadata or not isinstance(export, dict):
@@ -105,15 +104,6 @@ def bad_onnx(path: Path, reason: str) -> FileError:
         f"{printable(path)} is not a complete ONNX file written by vitrail export: "
         f"{printable(reason, 300).rstrip('.')}. Export it again: vitrail export MODEL --to onnx --out x.onnx."
     )
-
-
-def _read_bytes(path: Path) -> bytes:
-    """The bytes of a regular file, whose size is checked before memory is taken for it."""
-    with open_regular(path, "an ONNX file") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"it has {size:,} bytes, and an ONNX file has at most {MAX_BYTES:,}")
-        return file.read()
 
 
 # ---- protobuf ----------------------------------------------------------------------------------

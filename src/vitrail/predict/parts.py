@@ -20,8 +20,18 @@ from pathlib import Path
 from vitrail.base.errors import FileError, InputError, option, printable
 from vitrail.base.safe_files import lock, open_regular, parse_json, read_limited, remove_partial, write_text
 from vitrail.base.version import __version__
+from vitrail.images.content import Progress as ReadProgress
+from vitrail.images.formats.lazy import LARGE
+from vitrail.images.formats.shards import (
+    ShardImages,
+    ShardNames,
+    ShardTable,
+    is_shards,
+    list_shards,
+    open_shards,
+)
 from vitrail.predict.engine import OnnxEngine
-from vitrail.predict.image_list import ImageList
+from vitrail.predict.image_sources import Source, expand_paths
 from vitrail.predict.part_files import is_complete, write_errors, write_part
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.bundle.digest import bundle_digest
@@ -64,6 +74,49 @@ class PartResult:
     """Parts that were there already."""
     failed: int
     """Images that could not be read or predicted, as the files part-....errors list them."""
+
+
+class ImageList:
+    """Images in a fixed order.
+
+    Args:
+        inputs: paths of images and folders; or one path of tar shards.
+        progress: called while shards without an index are read.
+    """
+
+    def __init__(self, inputs: Sequence[str], progress: ReadProgress = lambda done, total: None) -> None:
+        self.table: ShardTable | None = None
+        self.sources: list[Source] = []
+        if len(inputs) == 1 and is_shards(inputs[0]):
+            files = [file for some in list_shards(inputs[0]).values() for file in some]
+            self.table = ShardTable(open_shards(files, progress))
+        else:
+            self.sources = list(expand_paths(inputs))
+        if not len(self):
+            raise InputError("There are no images to predict; check the paths.")
+
+    def __len__(self) -> int:
+        return len(self.sources) if self.table is None else len(self.table)
+
+    def read(self, first: int, last: int) -> Iterator[Source]:
+        """The images from one number up to another."""
+        if self.table is None:
+            yield from self.sources[first:last]
+            return
+        rows = range(len(self.table))
+        images, names = ShardImages(self.table, rows)[first:last], ShardNames(self.table, rows)[first:last]
+        for image, name in zip(images, names, strict=True):
+            yield Source(f"{os.path.basename(image.file)}/{name}", image)
+
+    def digest(self) -> str:
+        """A hash of the list: of the names; of very many images in shards, of their indexes."""
+        digest = hashlib.sha256(str(len(self)).encode())
+        if self.table is not None and len(self.table) >= LARGE:
+            digest.update(ShardNames(self.table, range(len(self.table))).identity())
+        else:
+            for source in self.read(0, len(self)):
+                digest.update(source.name.encode("utf-8", "surrogatepass") + b"\0")
+        return digest.hexdigest()
 
 
 class Parts:
@@ -149,23 +202,22 @@ class Parts:
             write_errors(self.path(number), some)
             write_part(self.path(number), some, self.predictor, self.options.content, self.options.top)
 
+    def write_missing(
+        self, part: int = 1, of: int = 1, progress: Progress = lambda done, total: None
+    ) -> PartResult:
+        """Write the parts of one job that are not there yet, in this process."""
+        numbers = self.numbers(part, of)
+        with self.in_use():
+            waiting = self.waiting(numbers)
+            self.write(waiting, progress)
+        return self.result(numbers, waiting)
+
     def result(self, numbers: Sequence[int], waiting: Sequence[int]) -> PartResult:
         failed = 0
         for number in numbers:
             with suppress(FileNotFoundError):
                 failed += self.path(number).with_suffix(".errors").read_bytes().count(b"\n")
         return PartResult(self.size(numbers), len(numbers), len(numbers) - len(waiting), failed)
-
-
-def write_parts(
-    parts: Parts, part: int = 1, of: int = 1, progress: Progress = lambda done, total: None
-) -> PartResult:
-    """Write the parts of one job that are not there yet, in this process."""
-    numbers = parts.numbers(part, of)
-    with parts.in_use():
-        waiting = parts.waiting(numbers)
-        parts.write(waiting, progress)
-    return parts.result(numbers, waiting)
 
 
 def model_digest(predictor: Predictor) -> str:

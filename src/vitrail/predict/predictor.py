@@ -26,8 +26,8 @@ from vitrail.base.machine import memory_limit
 from vitrail.fast.accelerate import Speedup
 from vitrail.fast.gate import MIN_AGREEMENT
 from vitrail.fast.inference_routes import Acceleration
+from vitrail.images.decode import read_pixels
 from vitrail.images.pixels import check_pixel_range
-from vitrail.images.reader import read_pixels
 from vitrail.images.workers import check_workers, in_background
 from vitrail.model import ViT
 from vitrail.model.model_memory import check_fits, forward_bytes
@@ -87,8 +87,11 @@ class Predictor:
     ) -> None:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
             raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
-        how: dict[str, Any] = {"calibration": calibration, "min_agreement": min_agreement, "keep": keep}
-        speedup = None if precision is None else Speedup(precision=precision, **how)
+        speedup = None
+        if precision is not None:
+            speedup = Speedup(
+                precision=precision, calibration=calibration, min_agreement=min_agreement, keep=keep
+            )
         self.engine = engine = open_engine(model, options, speedup, native=native)
         self.bundle = engine.bundle  # None for an ONNX file
         self.config, self.card, self.preprocess = engine.config, engine.card, engine.preprocess
@@ -99,8 +102,7 @@ class Predictor:
     @property
     def acceleration(self) -> Acceleration | None:
         """What was done to compute the model faster; None if it is computed as it is."""
-        accelerated = getattr(self.engine, "accelerated", None)
-        return None if accelerated is None else accelerated.report
+        return None if self.engine.accelerated is None else self.engine.accelerated.report
 
     def __repr__(self) -> str:
         return f"<Predictor of {self.config.classes:,} classes, batch {self.batch}>"
@@ -108,11 +110,9 @@ class Predictor:
     @overload
     def __call__(self, images: Image) -> Prediction: ...
     @overload
-    def __call__(self, images: str | Path) -> Prediction | list[Prediction]: ...
-    @overload
     def __call__(self, images: Sequence[Any]) -> list[Prediction]: ...
     @overload
-    def __call__(self, images: NDArray[Any] | Tensor) -> Prediction | list[Prediction]: ...
+    def __call__(self, images: str | Path | NDArray[Any] | Tensor) -> Prediction | list[Prediction]: ...
 
     def __call__(self, images: Any) -> Prediction | list[Prediction]:
         """One Prediction for one image; a list of them for a list, a folder or many in one array.
@@ -121,7 +121,8 @@ class Predictor:
         1. Many are an array (N, h, w, C) or a tensor (N, C, h, w). A single image that cannot be read raises
         an error; in a list it has a reason in `.error`.
         """
-        if not _is_single(images) or _is_folder(images):
+        is_path = isinstance(images, (str, os.PathLike))
+        if not _is_single(images) or (is_path and os.path.isdir(images)):
             return list(self.stream(images))
         prediction = next(self.stream(images))
         if prediction.error is not None:
@@ -133,9 +134,13 @@ class Predictor:
         """Predictions in the order of the images, in constant memory; `images` may be a generator."""
         self._check_given(images)
         given = [images] if _is_single(images) else images
-        ahead = min(PREFETCH * self.batch, self._prefetch_limit())
-        how: dict[str, Any] = {"workers": self.workers, "ahead": ahead, "busy": self.on_cpu}
-        batches = _batches(prefetch(expand_paths(given), self.preprocess, **how), self.batch)
+        one = math.prod(self.preprocess.target) * self.preprocess.channels
+        most = (memory_limit() or 2**62) // 4 // one  # as many as fill a quarter of the memory
+        ahead = max(1, min(PREFETCH * self.batch, most))
+        read = prefetch(
+            expand_paths(given), self.preprocess, workers=self.workers, ahead=ahead, busy=self.on_cpu
+        )
+        batches = _batches(read, self.batch)
         if not self.on_cpu:  # pixels are copied while the GPU computes
             batches = in_background(batches, 1)
         with closing(batches):
@@ -177,14 +182,12 @@ class Predictor:
             fields: dict[str, Any] = {"embedding": embedding.copy()}  # a view would keep the batch in memory
             if distances is not None:
                 fields["ood_score"] = float(distances[row])
-            yield fields | self._label(logits.copy()) if self.scale.labels else fields
-
-    def _label(self, logits: np.ndarray) -> dict[str, Any]:
-        """Label and score for logits (K,)."""
-        scores = self.scale.compute(logits[None])[0]
-        predicted = self.scale.predicted(scores)
-        label = self.scale.labels[predicted[0]] if predicted else None
-        return {"label": label, "score": float(scores.max()), "logits": logits, "scale": self.scale}
+            if self.scale.labels:
+                scores = self.scale.compute(logits[None])[0]
+                predicted = self.scale.predicted(scores)
+                fields["label"] = self.scale.labels[predicted[0]] if predicted else None
+                fields |= {"score": float(scores.max()), "logits": logits.copy(), "scale": self.scale}
+            yield fields
 
     def run(self, pixels: Sequence[NDArray[np.uint8]]) -> Outputs:
         """Pooled vectors (B, D) and logits (B, K) for uint8 pixels (H, W, C) each."""
@@ -202,14 +205,9 @@ class Predictor:
         """Whether the model is computed on the CPU; ONNX files always are."""
         return self.bundle is None or next(self.bundle.model.parameters()).device.type == "cpu"
 
-    def _prefetch_limit(self) -> int:
-        """How many images may wait for the model: as many as fill a quarter of the memory."""
-        one = math.prod(self.preprocess.target) * self.preprocess.channels
-        return max(1, (memory_limit() or 2**62) // 4 // one)
-
     @property
     def needs_words(self) -> bool:
-        """As in Bundle; an ONNX file has no text tower."""
+        """Whether the classes must be given as words; an ONNX file has no text tower."""
         return self.bundle is not None and self.bundle.needs_words
 
     def require_bundle(self) -> Bundle:
@@ -249,7 +247,3 @@ def _is_single(images: Any) -> bool:
 
     alone = isinstance(images, (str, os.PathLike, Image.Image))
     return alone or (isinstance(images, (np.ndarray, Tensor)) and images.ndim < 4)
-
-
-def _is_folder(path: Any) -> bool:
-    return isinstance(path, (str, os.PathLike)) and os.path.isdir(path)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitrail.base.errors import InputError, option, require_extra
+from vitrail.base.errors import require_extra
 from vitrail.base.telemetry import disable_telemetry
-from vitrail.predict.image_list import ImageList
-from vitrail.predict.parts import PartOptions, PartResult, Parts, Progress
+from vitrail.predict.parts import ImageList, PartOptions, PartResult, Parts, Progress
 from vitrail.predict.predictor import Predictor
 
 
@@ -26,13 +26,12 @@ class PartWorker:
         self,
         here: str,
         folder: Path,
-        model: str,
+        open_model: Callable[[], Predictor],
         inputs: Sequence[str],
-        how: Mapping[str, Any],
         options: PartOptions,
     ) -> None:
         os.chdir(here)  # relative paths are part of the list
-        self.parts = Parts(folder, ImageList(inputs), Predictor(model, **how), options)
+        self.parts = Parts(folder, ImageList(inputs), open_model(), options)
 
     def write(self, number: int) -> int:
         """Write a part; returns the number of its images."""
@@ -42,38 +41,35 @@ class PartWorker:
 
 def write_with_ray(
     parts: Parts,
-    model: Any,
+    open_model: partial[Predictor],
     inputs: Sequence[str],
-    how: Mapping[str, Any],
-    part: int,
-    of: int,
+    job: tuple[int, int],
     progress: Progress,
 ) -> PartResult:
     """Write the parts of one job that are not there yet, by Ray actors.
 
     A running cluster is used if RAY_ADDRESS names one; otherwise Ray is started on this machine.
+
+    Args:
+        open_model: opens the model, given by name, in an actor.
+        job: its number, from 1, and how many there are.
     """
     disable_telemetry()
     with require_extra("ray"):
         import ray
         from ray.util import ActorPool
 
-    if not isinstance(model, str):
-        raise InputError(
-            f"{option('engine', 'ray')} needs a model file, and not one with {option('labels')}; use "
-            f"{option('engine', 'local')}."
-        )
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     try:
-        numbers = parts.numbers(part, of)
+        numbers = parts.numbers(*job)
         waiting = parts.waiting(numbers)
         resources, count = _actors(ray.cluster_resources())
         remote: Any = ray.remote(PartWorker)
         if "num_cpus" in resources:  # one core: it reads images, too
-            how = {**how, "workers": 0}
-        given = os.getcwd(), parts.folder.absolute(), model, list(inputs), dict(how), parts.options
+            open_model = partial(open_model, workers=0)
+        given = os.getcwd(), parts.folder.absolute(), open_model, list(inputs), parts.options
         actors = [remote.options(**resources).remote(*given) for _ in range(min(count, len(waiting)))]
         done = 0
         with parts.in_use():

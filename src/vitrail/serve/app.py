@@ -22,7 +22,6 @@ from vitrail.serve.messages import (
     Message,
     Receive,
     Request,
-    RequestBody,
     Response,
     Route,
     Send,
@@ -33,7 +32,7 @@ from vitrail.serve.messages import (
     send_response,
 )
 from vitrail.serve.openapi import MODEL_ROUTES, build_openapi
-from vitrail.serve.prometheus import Gauge, Metrics
+from vitrail.serve.prometheus import Metrics
 from vitrail.serve.served_model import ServedModel, model_limits, warm_up
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
 }
 MAX_CLIENTS = 4096  # connections whose slow images are remembered
 _OF_A_MODEL = re.compile(rf"/v1/models/[^/]+/({'|'.join(MODEL_ROUTES)})")
@@ -94,15 +91,12 @@ class App:
         self.connections: set[Any] = set()  # of our own server
         self.clients: dict[Any, Client] = {}
         self.body_bytes = 0  # in memory, of all requests
-        self.metrics.gauges = [
-            Gauge("vitrail_queue_depth", "Images in progress.", lambda: self.batcher.in_progress),
-            Gauge("vitrail_decodes_running", "Images being decoded.", self._count_decodes),
-            Gauge("vitrail_connections", "Open connections.", lambda: len(self.connections)),
-            Gauge("vitrail_ready", "1 if the server accepts requests.", lambda: int(self.accepting)),
-        ]
-
-    def _count_decodes(self) -> int:
-        return sum(len(one.decoders.running) for one in self.models.values())
+        gauge = self.metrics.gauge
+        gauge("queue_depth", "Images in progress.", lambda: self.batcher.in_progress)
+        decoders = [one.decoders for one in self.models.values()]
+        gauge("decodes_running", "Images being decoded.", lambda: sum(len(one.running) for one in decoders))
+        gauge("connections", "Open connections.", lambda: len(self.connections))
+        gauge("ready", "1 if the server accepts requests.", lambda: self.accepting)
 
     def _build_routes(self) -> dict[str, Route]:
         """The routes by template."""
@@ -182,13 +176,13 @@ class App:
         start, status = clock(), 499  # unless a response is sent before the client leaves
         mount, names = scope.get("root_path", ""), [name.lower() for name, _ in scope["headers"]]
         values = [value.decode("latin-1") for _, value in scope["headers"]]
-        body = RequestBody(self, receive)
         request = Request(
+            app=self,
+            receive=receive,
             method=scope["method"],
             path=scope["path"].removeprefix(mount) or "/",
             query=scope.get("query_string", b"").decode("latin-1"),
             headers=dict(zip((name.decode("latin-1") for name in names), values, strict=True)),
-            body=body,
             client=self._client(scope.get("client")),
             mount=mount,
         )
@@ -199,7 +193,7 @@ class App:
         except ClientLeft:
             pass
         finally:
-            body.release()
+            request.release()
             self.record_response(request, status, clock() - start)
 
     def _client(self, peer: tuple[str, int] | None) -> Client:
@@ -212,7 +206,7 @@ class App:
 
     async def _respond_unless_client_leaves(self, request: Request, names: list[bytes]) -> Response:
         work = asyncio.ensure_future(self._respond(request, names))
-        left = asyncio.ensure_future(request.body.wait_for_disconnect())
+        left = asyncio.ensure_future(request.wait_for_disconnect())
         try:
             await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -232,10 +226,10 @@ class App:
         """Count and log a response. Status 499: the client left first. None: not a valid request."""
         method = request.method if request and request.method in ("GET", "HEAD", "POST") else "other"
         route, images = (request.route, request.images) if request else ("unknown", 0)
-        self.metrics.requests.add(method, route, str(status))
-        self.metrics.latency.add(seconds)
+        self.metrics.requests.labels(method, route, str(status)).inc()
+        self.metrics.latency.observe(seconds)
         if status == 499:
-            self.metrics.abandoned.add()
+            self.metrics.abandoned.inc()
         self.log(f"{method} {route} {status} {seconds * 1000:.1f} ms {images} images")
 
     # ---- all requests -----------------------------------------------------------------------
@@ -251,7 +245,7 @@ class App:
         try:
             return await route.handler(request)
         except DeadlineExceeded:
-            self.metrics.expired.add()
+            self.metrics.expired.inc()
             message = f"There was no result within {self.settings.deadline:g} seconds; try again later."
             raise HTTPError(504, "deadline_exceeded", message) from None
 
@@ -312,7 +306,7 @@ class App:
         return as_json({"ready": self.accepting}, 200 if self.accepting else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(200, self.metrics.text().encode(), "text/plain; version=0.0.4; charset=utf-8")
+        return Response(200, self.metrics.text(), "text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
         return as_json(build_openapi(self.settings, several=len(self.models) > 1, mount=request.mount))

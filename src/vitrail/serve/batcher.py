@@ -70,7 +70,7 @@ class Batcher:
     def check_capacity(self, count: int = 1) -> None:
         """Raise an error if there is no room for so many images."""
         if self.in_progress + count > self.capacity:
-            self.metrics.rejected.add()
+            self.metrics.rejected.inc()
             raise busy(f"The server processes at most {self.capacity} images at once")
 
     @contextmanager
@@ -106,7 +106,8 @@ class Batcher:
         jobs: list[ModelJob] = []
         try:
             while jobs := self._take():
-                self._work([job for job in jobs if self._start(job)])
+                if started := [job for job in jobs if self._start(job)]:
+                    self._work(started)
         except BaseException as error:  # whatever ends this thread ends the server
             on_crash(error)
             for job in [*jobs, *self.jobs]:
@@ -137,15 +138,13 @@ class Batcher:
             return True
         if active:
             job.future.set_exception(DeadlineExceeded())
-        self.metrics.dropped.add()
+        self.metrics.dropped.inc()
         return False
 
     def _work(self, jobs: list[ModelJob]) -> None:
         """Run a batch. If it fails, each image is tried again on its own, so that only the bad ones fail."""
         start = time.perf_counter()
         try:
-            if not jobs:
-                return
             results = _run(jobs)
         except Exception as error:
             if len(jobs) == 1:
@@ -155,8 +154,8 @@ class Batcher:
                     self._work([job])
             return
         if not jobs[0].is_call:  # before the answers: who has one finds it counted
-            self.metrics.forward.add(time.perf_counter() - start)
-            self.metrics.batches.add(len(jobs))
+            self.metrics.forward.observe(time.perf_counter() - start)
+            self.metrics.batches.observe(len(jobs))
         for job, result in zip(jobs, results, strict=True):
             job.future.set_result(result)
 

@@ -16,6 +16,7 @@ import h11
 
 from vitrail.serve.messages import (
     MAX_HEAD,
+    ClientLeft,
     HTTPError,
     Message,
     busy,
@@ -35,75 +36,59 @@ PROBE = 0.5  # seconds between checks whether a half-closed client is still ther
 CONTINUE = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
 
 
-class Connection(asyncio.Protocol):
+class Reader(asyncio.StreamReader):
+    """A stream reader that tells when the client has stopped sending, before all data are read."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_UNREAD)
+        self.ended = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.ended.set()
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self.ended.set()
+
+
+def connection_protocol(app: App) -> asyncio.StreamReaderProtocol:
+    """A protocol that serves one client."""
+    reader = Reader()
+
+    def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        Connection(app, reader, writer)
+
+    return asyncio.StreamReaderProtocol(reader, connected)
+
+
+class Connection:
     """One client connection."""
 
-    transport: asyncio.Transport
-
-    def __init__(self, app: App) -> None:
-        self.app = app
+    def __init__(self, app: App, reader: Reader, writer: asyncio.StreamWriter) -> None:
+        self.app, self.reader, self.writer, self.transport = app, reader, writer, writer.transport
+        self.transport.set_write_buffer_limits(0)  # so that `drain` waits until the kernel has everything
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD)
-        self.task: asyncio.Task[None] | None = None
-        self.data_arrived, self.ended, self.flushed = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.idle = self.discarding = False
-        self.unread = 0  # bytes since the parser last needed data
-
-    # ---- asyncio.Protocol -----------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.set_write_buffer_limits(0)  # so that `flushed` means that the kernel has everything
-        self.flushed.set()
-        if len(self.app.connections) >= 2 * self.app.settings.connections:
-            transport.abort()  # not even an error response
-        else:
-            self.app.connections.add(self)
-            self.task = asyncio.get_running_loop().create_task(self.run())
-
-    def data_received(self, data: bytes) -> None:
-        self.unread += len(data)
-        if not self.discarding:
-            self.parser.receive_data(data)
-            if self.unread > MAX_UNREAD:
-                self.transport.pause_reading()
-        self.data_arrived.set()
-
-    def eof_received(self) -> bool:
-        """The client has finished sending but may still wait for its response: keep our side open."""
-        if not self.ended.is_set() and not self.discarding:
-            self.parser.receive_data(b"")
-        self.ended.set()
-        self.data_arrived.set()
-        return True
-
-    def pause_writing(self) -> None:
-        self.flushed.clear()
-
-    def resume_writing(self) -> None:
-        self.flushed.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The client has disconnected: cancel the work for it."""
-        self.app.connections.discard(self)
-        if self.task is not None:
-            self.task.cancel()
-
-    # ---- connection ---------------------------------------------------------------------------
+        self.idle = False
+        self.task = asyncio.create_task(self.run())
 
     async def run(self) -> None:
         """Serve requests until either side closes the connection."""
+        limit, others = self.app.settings.connections, len(self.app.connections)
+        self.app.connections.add(self)
         try:
-            if len(self.app.connections) > self.app.settings.connections:
-                limit = f"The server accepts at most {self.app.settings.connections} connections"
-                await self.refuse(busy(limit))
+            if others >= 2 * limit:
+                return  # without even an error response
+            if others >= limit:
+                await self.refuse(busy(f"The server accepts at most {limit} connections"))
             else:
                 while await self.serve_one():
                     self.parser.start_next_cycle()
             await self.close()
-        except TimeoutError:  # the client does not read its response
+        except (TimeoutError, OSError, ClientLeft):  # it does not read its response, or has disconnected
             pass
         finally:
+            self.app.connections.discard(self)
             self.transport.abort()
 
     async def serve_one(self) -> bool:
@@ -129,18 +114,13 @@ class Connection(asyncio.Protocol):
 
         Closing while the client still sends would reset the connection before it has read the response.
         """
-        self.discarding, self.unread = True, 0
         if self.transport.is_closing():
             return
-        self.transport.write_eof()
-        self.transport.resume_reading()
-        try:
-            async with asyncio.timeout(LINGER):
-                while not self.ended.is_set() and self.unread <= self.app.settings.body:
-                    self.data_arrived.clear()
-                    await self.data_arrived.wait()
-        except TimeoutError:
-            pass
+        self.writer.write_eof()
+        discarded = 0
+        async with asyncio.timeout(LINGER):
+            while discarded <= self.app.settings.body and (data := await self.reader.read(MAX_UNREAD)):
+                discarded += len(data)
 
     def close_if_idle(self) -> None:
         if self.idle:
@@ -153,17 +133,17 @@ class Connection(asyncio.Protocol):
         await asyncio.sleep(0)  # one client must not block the loop, however much it has sent
         try:
             while (event := self.parser.next_event()) is h11.NEED_DATA:
-                await self.wait_for_data()
+                await self.read()
         except h11.RemoteProtocolError as error:
             raise malformed(error.error_status_hint) from None
         return event
 
-    async def wait_for_data(self) -> None:
-        self.unread = 0
-        self.data_arrived.clear()
-        if not self.ended.is_set():
-            self.transport.resume_reading()
-        await self.data_arrived.wait()
+    async def read(self) -> None:
+        """Give the parser the next data, or the end of the stream."""
+        try:
+            self.parser.receive_data(await self.reader.read(MAX_UNREAD))
+        except OSError:
+            raise ClientLeft from None
 
     async def wait_for_request(self) -> bool:
         """Whether a request arrives; a connection without one is closed silently."""
@@ -173,7 +153,7 @@ class Connection(asyncio.Protocol):
         try:
             async with asyncio.timeout(GRACE if self.app.stopping else timeout):
                 while not any(self.parser.trailing_data):
-                    await self.wait_for_data()
+                    await self.read()
         except TimeoutError:
             return False
         finally:
@@ -227,9 +207,6 @@ class Connection(asyncio.Protocol):
                 raise HTTPError(413, "too_many_chunks", message)
             return {"type": "http.request", "body": bytes(event.data), "more_body": True}
         self.body_read = True
-        self.unread = len(self.parser.trailing_data[0])
-        if self.unread <= MAX_UNREAD and not self.ended.is_set():
-            self.transport.resume_reading()  # otherwise a disconnect would go unnoticed
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def wait_for_disconnect(self) -> None:
@@ -238,19 +215,19 @@ class Connection(asyncio.Protocol):
         A disconnected client looks the same until something is sent to it. 100 Continue is harmless, since
         clients skip it; if the client is gone, its system replies with a reset.
         """
-        await self.ended.wait()
-        await asyncio.sleep(PROBE)
+        await self.reader.ended.wait()
+        await asyncio.sleep(0 if self.reader.exception() else PROBE)
         if self.parser.their_http_version == b"1.1":
             self.write(CONTINUE)
         socket = self.transport.get_extra_info("socket")
-        while not socket.getsockopt(SOL_SOCKET, SO_ERROR):
+        while not self.transport.is_closing() and not socket.getsockopt(SOL_SOCKET, SO_ERROR):
             await asyncio.sleep(PROBE)
         self.transport.abort()
 
     # ---- writing ----------------------------------------------------------------------------
 
     def write(self, *events: h11.Event) -> None:
-        self.transport.write(b"".join(self.parser.send(event) or b"" for event in events))
+        self.writer.write(b"".join(self.parser.send(event) or b"" for event in events))
 
     async def send(self, message: Message) -> None:
         """Send the response; the app gives its head first, and then its whole body."""
@@ -264,4 +241,4 @@ class Connection(asyncio.Protocol):
         head = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
         self.write(head, h11.Data(data=message["body"]), h11.EndOfMessage())
         async with asyncio.timeout(self.app.settings.body_time):
-            await self.flushed.wait()
+            await self.writer.drain()

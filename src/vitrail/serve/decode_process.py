@@ -42,14 +42,18 @@ class Template:
     """The process that forks decoders. When it ends, they all end."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.setup = json.dumps(setup | {"parent": os.getpid()}).encode()
+        public = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        path = os.pathsep.join(filter(None, sys.path))
         self.socket, theirs = socket.socketpair()
         self.socket.setblocking(False)
-        null = subprocess.DEVNULL
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    COMMAND, stdin=theirs.fileno(), stdout=null, stderr=null, env=_environment()
+                    [*COMMAND, json.dumps(setup | {"parent": os.getpid()})],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=public | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 )
         except OSError:
             self.socket.close()
@@ -57,9 +61,6 @@ class Template:
 
     async def fork(self, old: DecoderProcess | None, ended: bool) -> tuple[DecoderProcess, int]:
         """A new decoder, and the exit code of the old one, or 0 if it had to be killed."""
-        if self.setup:
-            await _send(self.socket, self.setup)
-            self.setup = b""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
@@ -86,12 +87,17 @@ class DecoderProcess:
     def __init__(self, pid: int, ours: socket.socket, template: Template) -> None:
         self.pid, self.socket, self.template = pid, ours, template
 
-    async def decode(self, data: memoryview | bytes, max_bytes: int) -> Pixels | HTTPError:
+    async def decode(self, data: memoryview, max_bytes: int) -> Pixels | HTTPError:
         """uint8 pixels (H, W, C) of at most `max_bytes`, or the error."""
         with suppress(BlockingIOError):  # as it should: there is nothing to read
             self.socket.recv(1)
             raise ProcessEnded(before=True)
-        await _send(self.socket, data)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self.socket, LENGTH.pack(len(data)))
+            await loop.sock_sendall(self.socket, data)
+        except OSError:
+            raise ProcessEnded from None
         kind, *shape = REPLY.unpack(await _receive(self.socket, REPLY.size))
         size = math.prod(shape)
         if kind == PIXELS and 0 < size <= max_bytes:
@@ -104,21 +110,10 @@ class DecoderProcess:
 
     def seconds(self) -> float:
         """The CPU time of the process; wall-clock time where the system does not report it."""
-        try:
-            return time.clock_gettime(
-                (~self.pid << 3) | 2
-            )  # the clock id that clock_getcpuclockid returns on Linux
+        try:  # the clock id that clock_getcpuclockid returns on Linux
+            return time.clock_gettime((~self.pid << 3) | 2)
         except OSError:
             return time.monotonic()
-
-
-async def _send(to: socket.socket, data: memoryview | bytes) -> None:
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_sendall(to, LENGTH.pack(len(data)))
-        await loop.sock_sendall(to, data)
-    except OSError:
-        raise ProcessEnded from None
 
 
 async def _receive(of: socket.socket, size: int) -> bytearray:
@@ -132,10 +127,3 @@ async def _receive(of: socket.socket, size: int) -> bytearray:
             raise ProcessEnded
         received += part
     return data
-
-
-def _environment() -> dict[str, str]:
-    """The environment of this process with its import path, one thread, and no secrets."""
-    public = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    path = os.pathsep.join(filter(None, sys.path))
-    return public | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

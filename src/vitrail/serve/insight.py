@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vitrail.base.errors import InputError, VitrailError
+from vitrail.base.errors import VitrailError
 from vitrail.images.normalize import normalize_batch
 from vitrail.model import edit, record
 from vitrail.model.device import eval_mode
 from vitrail.predict.prediction import Prediction
-from vitrail.serve.responses import prediction_json
+from vitrail.serve.responses import NO_WEIGHTS, prediction_json
 from vitrail.views import filters as filter_figure
 from vitrail.views import positions as position_figure
 from vitrail.views.attention_maps import POOL_WEIGHTS, over_all_tokens
 from vitrail.views.figure_images import check_finite, check_index
 from vitrail.views.rollout import (
     BLOCK_WEIGHTS,
-    fuse_heads,
     mixing_matrix,
     normalize_relevance,
     pooled_tokens,
@@ -44,12 +43,6 @@ if TYPE_CHECKING:
     Pixels = NDArray[np.uint8]
 
 MAX_BYTES = 8 * 2**20  # of one array in a response; with more, the page would be slow
-NO_WEIGHTS = "An ONNX file has no weights to look at; serve the .safetensors file of the model instead."
-
-
-def unavailable_reason(predictor: Predictor) -> str | None:
-    """Why predictions of this model cannot be explained; None if they can."""
-    return NO_WEIGHTS if predictor.bundle is None else None
 
 
 # ---- one image ------------------------------------------------------------------------------------
@@ -62,9 +55,7 @@ def explain(predictor: Predictor, pixels: Pixels, layer: int = -1, top: int = 5)
         layer: the layer whose attention to return, from 0; negative numbers count from the end.
         top: the number of classes to list.
     """
-    bundle, config = predictor.bundle, predictor.config
-    if bundle is None:
-        raise InputError(NO_WEIGHTS)
+    bundle, config = predictor.require_bundle(), predictor.config
     layer = check_index("layer", layer, config.depth)
     preprocess = predictor.preprocess
     if preprocess.keeps_shape and bundle.preprocess is not None:  # its grid is that of the model's own size
@@ -105,13 +96,13 @@ def trace(
 
     def add_block(weights: Tensor) -> Tensor:
         nonlocal flow
-        flow = mixing_matrix(fuse_heads(weights.float(), "mean"), residual_weight(config)) @ flow
+        flow = mixing_matrix(weights.float().mean(dim=1), residual_weight(config)) @ flow
         if row is not None:
             relevance.append(row @ flow[0])
         return weights
 
     def add_pool(weights: Tensor) -> Tensor:
-        pool_row = over_all_tokens(fuse_heads(weights.float(), "mean")[0, 0], config)
+        pool_row = over_all_tokens(weights.float().mean(dim=1)[0, 0], config)
         relevance.append(pool_row @ flow[0])
         return weights
 
@@ -120,10 +111,9 @@ def trace(
     with eval_mode(model), edit(model, edits), record(model, name) as tape:
         layers = model.encode(images, layers=range(config.depth)).layers
         logits = torch.cat([model.head(layers[i].pooled).float() for i in range(config.depth)])
-    patches = torch.stack(relevance[: config.depth])[
-        :, config.prefix :
-    ]  # an attention pool runs once more at the end
-    attention, maps, outputs = (part.cpu().numpy() for part in (tape[name][0].float(), patches, logits))
+    rows = relevance[: config.depth]  # an attention pool runs once more at the end
+    parts = tape[name][0].float(), torch.stack(rows)[:, config.prefix :], logits
+    attention, maps, outputs = (part.cpu().numpy() for part in parts)
     check_finite("Attention weights", attention)
     check_finite("Attention weights", maps)
     return attention, normalize_relevance(maps, maps).reshape(-1, *config.grid), outputs

@@ -50,18 +50,31 @@ class ClientLeft(Exception):
     """The client has disconnected."""
 
 
-class RequestBody:
-    """The body of a request, which its route reads once, within the limits of the server."""
+@dataclass(eq=False)
+class Request:
+    """A request, whose body its route reads once, within the limits of the server."""
 
-    def __init__(self, app: App, receive: Receive) -> None:
-        self.app, self.receive = app, receive
-        self.bytes = 0  # in memory
-        self.complete = asyncio.Event()
+    app: App = field(repr=False)
+    receive: Receive
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    client: Client
+    mount: str = ""
+    """The path below which the app is mounted in another one; `path` is without it."""
+    route: str = field(default="unknown", init=False)
+    """The template of its route, for log and metrics, which must not contain text from clients."""
+    images: int = field(default=0, init=False)
+    body_bytes: int = field(default=0, init=False)
+    """In memory."""
+    complete: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    async def read(self, length: int) -> bytes:
-        """Read the body, counting its bytes: `length`, as the request has it, may be wrong or 0."""
+    async def read(self) -> bytes:
+        """Read the body, counting its bytes: Content-Length may be wrong or missing."""
         settings, parts = self.app.settings, []
-        self._check(length)
+        length = self.headers.get("content-length", "0")
+        self._check(int(length) if length.isascii() and length.isdigit() else 0)
         try:
             async with asyncio.timeout(settings.body_time):
                 more = True
@@ -71,7 +84,7 @@ class RequestBody:
                         raise ClientLeft
                     part, more = message.get("body", b""), message.get("more_body", False)
                     self._check(len(part))
-                    self.bytes += len(part)
+                    self.body_bytes += len(part)
                     self.app.body_bytes += len(part)
                     parts.append(part)
         except TimeoutError:
@@ -81,7 +94,7 @@ class RequestBody:
 
     def _check(self, more: int) -> None:
         settings = self.app.settings
-        if self.bytes + more > settings.body:
+        if self.body_bytes + more > settings.body:
             raise HTTPError(
                 413, "too_large", f"A request may have at most {settings.body:,} bytes; send less at once."
             )
@@ -89,35 +102,14 @@ class RequestBody:
             raise busy("The server has no memory left for request bodies")
 
     def release(self) -> None:
-        self.app.body_bytes -= self.bytes
-        self.bytes = 0
+        self.app.body_bytes -= self.body_bytes
+        self.body_bytes = 0
 
     async def wait_for_disconnect(self) -> None:
         """Wait until the client has left; nothing else can come after the body."""
         await self.complete.wait()
         while (await self.receive())["type"] != "http.disconnect":
             pass
-
-
-@dataclass
-class Request:
-    """A request; its body may not have arrived yet."""
-
-    method: str
-    path: str
-    query: str
-    headers: dict[str, str]
-    body: RequestBody
-    client: Client
-    mount: str = ""
-    """The path below which the app is mounted in another one; `path` is without it."""
-    route: str = field(default="unknown", init=False)
-    """The template of its route, for log and metrics, which must not contain text from clients."""
-    images: int = field(default=0, init=False)
-
-    async def read(self) -> bytes:
-        length = self.headers.get("content-length", "0")
-        return await self.body.read(int(length) if length.isascii() and length.isdigit() else 0)
 
 
 def check_headers(names: list[bytes], headers: dict[str, str]) -> None:

@@ -16,8 +16,9 @@ TEXT: Schema = {"type": "string"}
 INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
-NULL: Schema = {"type": "null"}
+OBJECT: Schema = {"type": "object"}
 BYTES: Schema = {"type": "string", "format": "binary"}
+DIGITS: Schema = {"type": "string", "pattern": "^[0-9]{1,9}$"}
 
 
 def array_of(items: Schema) -> Schema:
@@ -26,35 +27,53 @@ def array_of(items: Schema) -> Schema:
 
 def object_of(**properties: Schema) -> Schema:
     """An object with exactly these properties."""
-    return {
-        "type": "object",
+    return OBJECT | {
         "properties": properties,
         "required": list(properties),
         "additionalProperties": False,
     }
 
 
-def any_of(*schemas: Schema) -> Schema:
-    return {"anyOf": list(schemas)}
+def optional(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 GUESS = object_of(label=TEXT, score=NUMBER)
-REASON = object_of(reason=TEXT)
-ARRAY = object_of(shape=array_of(INTEGER), dtype=TEXT, data={"type": "string", "contentEncoding": "base64"})
-FIGURE: Schema = {"type": "object", "properties": {"model": TEXT}, "required": ["model"]}
+SECONDS = object_of(text=NUMBER, decode=NUMBER, model=NUMBER, total=NUMBER)
+EMBEDDING = object_of(name=optional(TEXT), embedding=optional(array_of(NUMBER)), error=optional(TEXT))
 
 SCHEMAS = {
     "Error": object_of(error=object_of(code=TEXT, message=TEXT)),
     "Prediction": object_of(
-        name=any_of(TEXT, NULL),
-        label=any_of(TEXT, NULL),
-        score=any_of(NUMBER, NULL),
+        name=optional(TEXT),
+        label=optional(TEXT),
+        score=optional(NUMBER),
         unsure=BOOLEAN,
-        ood=any_of(BOOLEAN, NULL),
-        ood_score=any_of(NUMBER, NULL),
+        ood=optional(BOOLEAN),
+        ood_score=optional(NUMBER),
         labels=array_of(GUESS),
         top=array_of(GUESS),
-        error=any_of(TEXT, NULL),
+        error=optional(TEXT),
+    ),
+    "Predictions": object_of(model=TEXT, predictions=array_of(reference("Prediction")), seconds=SECONDS),
+    "Embeddings": object_of(model=TEXT, embeddings=array_of(EMBEDDING), seconds=SECONDS),
+    "Explanation": object_of(
+        model=TEXT,
+        prediction=reference("Prediction"),
+        image=object_of(width=INTEGER, height=INTEGER, png=TEXT),
+        grid=array_of(INTEGER),
+        patch=array_of(INTEGER),
+        prefix=array_of(TEXT),
+        layers=INTEGER,
+        heads=INTEGER,
+        layer=INTEGER,
+        attention=OBJECT,
+        rollout=OBJECT,
+        lens={"anyOf": [object_of(reason=TEXT), array_of(GUESS)]},
     ),
     "Model": object_of(
         name=TEXT,
@@ -70,105 +89,71 @@ SCHEMAS = {
         depth=INTEGER,
         heads=INTEGER,
         width=INTEGER,
-        parameters=any_of(INTEGER, NULL),
+        parameters=optional(INTEGER),
         preprocess=array_of(TEXT),
-        card=object_of(license=TEXT, metrics={"type": "object", "additionalProperties": NUMBER}),
+        card=object_of(license=TEXT, metrics=OBJECT | {"additionalProperties": NUMBER}),
         limits=object_of(
             **dict.fromkeys(("bytes", "pixels", "side", "files", "queue", "batch", "decode_bytes"), INTEGER),
             **dict.fromkeys(("deadline", "decode_seconds"), NUMBER),
         ),
-        explain=object_of(available=BOOLEAN, reason=any_of(TEXT, NULL)),
+        explain=object_of(available=BOOLEAN, reason=optional(TEXT)),
     ),
+    "Models": array_of(object_of(name=TEXT, url=TEXT, default=BOOLEAN)),
+    "Figure": OBJECT | {"properties": {"model": TEXT}, "required": ["model"]},
     "Examples": array_of(object_of(name=TEXT, url=TEXT)),
-}
-SECONDS = object_of(text=NUMBER, decode=NUMBER, model=NUMBER, total=NUMBER)
-SCHEMAS["Embeddings"] = object_of(
-    model=TEXT,
-    embeddings=array_of(
-        object_of(name=any_of(TEXT, NULL), embedding=any_of(array_of(NUMBER), NULL), error=any_of(TEXT, NULL))
-    ),
-    seconds=SECONDS,
-)
-SCHEMAS["Models"] = array_of(object_of(name=TEXT, url=TEXT, default=BOOLEAN))
-PREDICTION = {"$ref": "#/components/schemas/Prediction"}
-SCHEMAS["Predictions"] = object_of(model=TEXT, predictions=array_of(PREDICTION), seconds=SECONDS)
-SCHEMAS["Explanation"] = {
-    "type": "object",
-    "properties": {
-        "model": TEXT,
-        "prediction": PREDICTION,
-        "image": object_of(width=INTEGER, height=INTEGER, png=TEXT),
-        "grid": array_of(INTEGER),
-        "patch": array_of(INTEGER),
-        "prefix": array_of(TEXT),
-        "layers": INTEGER,
-        "heads": INTEGER,
-        "layer": INTEGER,
-        "attention": {"type": "object"},
-        "rollout": {"type": "object"},
-        "lens": any_of(REASON, array_of(GUESS)),
-    },
-    "required": ["model", "prediction", "image", "grid", "layers", "heads", "layer", "attention", "lens"],
+    "Live": object_of(live=BOOLEAN),
+    "Ready": object_of(ready=BOOLEAN),
 }
 
-# Error responses of all routes, of guarded routes, and of routes that run the model.
+# Error responses of all routes, of guarded routes, of routes that run the model, and of those with images.
 ALWAYS = {
-    **{
-        400: "Malformed request",
-        405: "Wrong method",
-        408: "Timeout",
-        431: "Headers too large",
-        500: "Internal error",
-    },
-    **{501: "Unknown Transfer-Encoding", 503: "Too many connections: try again after Retry-After"},
+    400: "Malformed request",
+    405: "Wrong method",
+    408: "Timeout",
+    431: "Headers too large",
+    500: "Internal error",
+    501: "Unknown Transfer-Encoding",
+    503: "Busy or too many connections: try again after Retry-After",
 }
-GUARDED = {401: "Missing or wrong token", 403: "Host not accepted"}
-MODEL = {503: "Busy: try again after Retry-After", 504: "Deadline exceeded"}
-IMAGES = {
-    403: "Host or Origin not accepted",
+GUARDED = {401: "Missing or wrong token", 403: "Host or Origin not accepted", 404: "Not there"}
+MODEL = GUARDED | {504: "Deadline exceeded"}
+IMAGES = MODEL | {
     413: "Too many bytes, pixels or images, or too much memory to decode",
     415: "Not an image",
     422: "Corrupt image, or too slow to decode",
 }
 
 
-def response(description: str, schema: Schema, kind: str = "application/json") -> Schema:
-    return {"description": description, "content": {kind: {"schema": schema}}}
+def response(description: str, content: Schema | str) -> Schema:
+    """A response: the name of a schema, or schemas by media type."""
+    kinds = {"application/json": reference(content)} if isinstance(content, str) else content
+    return {"description": description, "content": {kind: {"schema": one} for kind, one in kinds.items()}}
 
 
-def operation(summary: str, success: Schema, *errors: dict[int, str], **more: Any) -> Schema:
-    """The one method of a route, with its success and error responses."""
-    error = {"$ref": "#/components/schemas/Error"}
-    statuses = {status: text for group in (ALWAYS, *errors) for status, text in group.items()}
-    rows = {str(status): response(text, error) for status, text in sorted(statuses.items())}
-    return {"summary": summary, **more, "responses": {"200": success, **rows}}
+def get(summary: str, content: Schema | str, errors: dict[int, str] | None = None, **more: Any) -> Schema:
+    return {"get": _operation(summary, content, errors or {}) | more}
 
 
-def response_of(schema: str, description: str) -> Schema:
-    return response(description, {"$ref": f"#/components/schemas/{schema}"})
-
-
-def image_request(*names: str) -> dict[str, Any]:
-    """A request with images, in a form (with parameters) or as the body."""
-    digits = {"type": "string", "pattern": "^[0-9]{1,9}$"}
-    parameters = {name: TEXT if name == "labels" else digits for name in names}
-    form = {"type": "object", "properties": {"file": array_of(BYTES), **parameters}, "required": ["file"]}
+def post(summary: str, schema: str, *names: str) -> Schema:
+    """An operation on images, in a form (with parameters) or as the body."""
+    fields = {name: TEXT if name == "labels" else DIGITS for name in names}
+    form = OBJECT | {"properties": {"file": array_of(BYTES), **fields}, "required": ["file"]}
     kinds = {"multipart/form-data": form, "application/octet-stream": BYTES, "image/*": BYTES}
-    return {
-        "parameters": [
-            {"name": name, "in": "query", "schema": TEXT if name == "labels" else INTEGER} for name in names
-        ],
-        "requestBody": {"required": True, "content": {kind: {"schema": one} for kind, one in kinds.items()}},
-    }
+    body = {"required": True, "content": {kind: {"schema": one} for kind, one in kinds.items()}}
+    parameters = [
+        {"name": name, "in": "query", "schema": TEXT if name == "labels" else INTEGER} for name in names
+    ]
+    return {"post": _operation(summary, schema, IMAGES) | {"parameters": parameters, "requestBody": body}}
 
 
-def _of_a_model(methods: Schema) -> Schema:
-    """The same operation for one of several models."""
-    ((method, one),) = methods.items()
-    missing = {"404": response("No such model", {"$ref": "#/components/schemas/Error"})}
-    name = {"name": "model", "in": "path", "required": True, "schema": TEXT}
-    parameters = [name, *one.get("parameters", [])]
-    return {method: {**one, "parameters": parameters, "responses": missing | one["responses"]}}
+def _operation(summary: str, content: Schema | str, errors: dict[int, str]) -> Schema:
+    """An operation with its success and error responses."""
+    rows = {str(status): response(text, "Error") for status, text in sorted((ALWAYS | errors).items())}
+    return {"summary": summary, "responses": {"200": response(summary, content), **rows}}
+
+
+def _path_parameter(name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": schema}
 
 
 def build_openapi(settings: ServeConfig, *, several: bool = False, mount: str = "") -> Schema:
@@ -178,61 +163,31 @@ def build_openapi(settings: ServeConfig, *, several: bool = False, mount: str = 
         several: whether the server has several models, each with routes of its own.
         mount: the path below which the app is mounted in another one.
     """
-    number = {"name": "number", "in": "path", "required": True, "schema": INTEGER}
-    readiness = object_of(ready=BOOLEAN)
-    metrics = response("Metrics in the Prometheus text format", TEXT, "text/plain")
-    example = {"description": "An image", "content": {"image/png": {}, "image/jpeg": {}}}
-    page = response("The page", TEXT, "text/html")
-    get: dict[str, Schema] = {
-        "/v1/model": operation(
-            "Model and limits", response_of("Model", "The model and the limits of the server"), GUARDED
-        ),
-        "/v1/filters": operation(
-            "Principal components of the patch embedding", response("The figure", FIGURE), GUARDED, MODEL
-        ),
-        "/v1/positions": operation(
-            "Similarity of position embeddings", response("The figure", FIGURE), GUARDED, MODEL
-        ),
-        "/v1/examples": operation("Example images", response_of("Examples", "Names and URLs"), GUARDED),
-        "/v1/examples/{number}": operation(
-            "One example image", example, GUARDED, {404: "No such image"}, parameters=[number]
-        ),
-        "/healthz": operation("Liveness", response("The server is alive", object_of(live=BOOLEAN))),
-        "/readyz": operation("Readiness", response("The server is ready", readiness)),
-        "/metrics": operation("Metrics", metrics, GUARDED),
-        "/openapi.json": operation("This document", response("The OpenAPI document", {"type": "object"})),
-        "/": operation("Interactive page", page),
+    example = {"image/png": BYTES, "image/jpeg": BYTES}
+    number = [_path_parameter("number", INTEGER)]
+    classes = "Predict labels; with labels=cat,dog, of these classes (a model with a text tower)"
+    paths: dict[str, Schema] = {
+        "/v1/predict": post(classes, "Predictions", "top", "labels"),
+        "/v1/embed": post("Embed images: a vector of length 1 for each", "Embeddings"),
+        "/v1/explain": post("Attention, rollout and logit lens of an image", "Explanation", "layer", "top"),
+        "/v1/model": get("The model and the limits of the server", "Model", GUARDED),
+        "/v1/filters": get("Principal components of the patch embedding", "Figure", MODEL),
+        "/v1/positions": get("Similarity of position embeddings", "Figure", MODEL),
+        "/v1/examples": get("Names and URLs of example images", "Examples", GUARDED),
+        "/v1/examples/{number}": get("An example image", example, GUARDED, parameters=number),
+        "/healthz": get("The server is alive", "Live"),
+        "/readyz": get("The server is ready", "Ready"),
+        "/metrics": get("Metrics in the Prometheus text format", {"text/plain": TEXT}, GUARDED),
+        "/openapi.json": get("This document", {"application/json": OBJECT}),
+        "/": get("Interactive page", {"text/html": TEXT}),
     }
-    get["/readyz"]["responses"]["503"] = response("Warming up or stopping", readiness)
-    errors = (GUARDED, IMAGES, MODEL)
-    post: dict[str, Schema] = {
-        "/v1/predict": operation(
-            "Predict labels; with labels=cat,dog, of these classes (a model with a text tower)",
-            response_of("Predictions", "One prediction per image"),
-            *errors,
-            **image_request("top", "labels"),
-        ),
-        "/v1/embed": operation(
-            "Embed images",
-            response_of("Embeddings", "A vector of length 1 per image"),
-            *errors,
-            **image_request(),
-        ),
-        "/v1/explain": operation(
-            "Explain one prediction",
-            response_of("Explanation", "Prediction, attention, rollout and logit lens"),
-            *errors,
-            {404: "The model cannot be explained"},
-            **image_request("layer", "top"),
-        ),
-    }
-    paths = {path: {"get": one} for path, one in get.items()} | {
-        path: {"post": one} for path, one in post.items()
-    }
+    paths["/readyz"]["get"]["responses"]["503"] = response("Warming up or stopping", "Ready")
     if several:
-        models = response_of("Models", "The models")
-        paths["/v1/models"] = {"get": operation("The models by name", models, GUARDED)}
-        paths |= {f"/v1/models/{{model}}/{name}": _of_a_model(paths[f"/v1/{name}"]) for name in MODEL_ROUTES}
+        paths["/v1/models"] = get("The models by name", "Models", GUARDED)
+        for name in MODEL_ROUTES:
+            ((method, one),) = paths[f"/v1/{name}"].items()
+            parameters = [_path_parameter("model", TEXT), *one.get("parameters", [])]
+            paths[f"/v1/models/{{model}}/{name}"] = {method: one | {"parameters": parameters}}
     document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "vitrail serve", "version": __version__},

@@ -23,8 +23,7 @@ from vitrail.predict.prediction import Prediction
 from vitrail.serve.batcher import Batcher
 from vitrail.serve.messages import Client, HTTPError, busy
 from vitrail.weights.bundle.scores import Scores
-from vitrail.weights.text.prompts import fill_templates
-from vitrail.weights.text.zero_shot import embedding_projection
+from vitrail.weights.text.prompts import embedding_projection, fill_templates
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,10 +58,6 @@ class _Class:
     sum: NDArray[np.float32] | float = 0.0
     """Of the unit vectors, (E,)."""
 
-    def add(self, text: str, vector: NDArray[np.float32]) -> None:
-        self.left.remove(text)
-        self.sum = self.sum + vector
-
 
 @dataclass(eq=False)
 class _Waiting:
@@ -83,22 +78,20 @@ class ZeroShot:
         self.waiting: WeakValueDictionary[str, _Waiting] = WeakValueDictionary()
         self.piece = 1  # texts to encode next
 
-    @property
-    def available(self) -> bool:
-        return self.predictor.needs_words
-
     def parse(self, text: str | None) -> Labels | None:
         """The classes of a parameter such as "cat,dog"; None for the model's own."""
-        if text is None and self.available:
-            message = (
-                "This model has no classes of its own; name some with the request, such as labels=cat,dog."
+        if self.predictor.needs_words == (text is None):
+            code, message = (
+                (
+                    "no_labels",
+                    "has no classes of its own; name some with the request, such as labels=cat,dog.",
+                )
+                if text is None
+                else ("no_text_tower", "has no text tower, so it takes no labels; leave them out.")
             )
-            raise HTTPError(400, "no_labels", message)
+            raise HTTPError(400, code, f"This model {message}")
         if text is None:
             return None
-        if not self.available:
-            message = "This model has no text tower, so it takes no labels; leave them out."
-            raise HTTPError(400, "no_text_tower", message)
         labels = tuple(label.strip() for label in text.split(","))
         bad = [
             one
@@ -121,11 +114,10 @@ class ZeroShot:
         After each piece it is the turn of another client, and of another request of this one. What has been
         encoded is kept even if the deadline passes, so that the request gets further when it is repeated.
         """
-        waiting = self.waiting.setdefault(client.address, _Waiting())
-        if waiting.requests >= self.batcher.capacity:
-            self.batcher.metrics.rejected.add()
-            limit = f"at most {self.batcher.capacity} requests of a client"
-            raise busy(f"The server encodes the labels of {limit}")
+        waiting, limit = self.waiting.setdefault(client.address, _Waiting()), self.batcher.capacity
+        if waiting.requests >= limit:
+            self.batcher.metrics.rejected.inc()
+            raise busy(f"The server encodes the labels of at most {limit} requests of a client")
         texts = fill_templates(labels).texts
         classes = {label: _Class(some) for label, some in zip(labels, texts, strict=True)}
         classes |= self._find(labels)
@@ -150,8 +142,9 @@ class ZeroShot:
         encode = partial(self._encode, [text for _, text in piece])
         vectors = await self.batcher.call(encode, deadline)
         for (label, text), vector in zip(piece, vectors, strict=True):
-            classes[label].add(text, vector)
-            self.kept[label] = classes[label]
+            one = self.kept[label] = classes[label]
+            one.left.remove(text)
+            one.sum = one.sum + vector
             self.kept.move_to_end(label)
         while len(self.kept) > _KEPT:
             self.kept.popitem(last=False)
@@ -174,7 +167,7 @@ class ZeroShot:
             raise HTTPError(400, "no_text_tower", message) from error
         seconds = time.perf_counter() - start
         self.piece = max(1, min(MAX_TEXTS, int(len(texts) * _PIECE_SECONDS / seconds)))
-        self.batcher.metrics.pieces.add(len(texts))
+        self.batcher.metrics.pieces.observe(len(texts))
         return vectors
 
     # ---- images -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.fields import is_real
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitrail.predict import Prediction, Predictor
 
 MAX_LABELS = 1000  # listed in /v1/model
+NO_WEIGHTS = "An ONNX file has no weights to look at; serve the .safetensors file of the model instead."
 
 
 def prediction_json(result: Prediction | HTTPError, name: str | None, top: int) -> dict[str, Any]:
@@ -43,20 +44,18 @@ def embedding_json(
     return dict(name=name, embedding=[float(x) for x in vector(result)], error=None)
 
 
-def model_json(
-    predictor: Predictor, name: str, settings: ServeConfig, reason: str | None, *, words: bool = False
-) -> dict[str, Any]:
-    """The model, the limits of the server, and why explanations are unavailable, if they are.
-
-    Args:
-        words: whether classes are named by words in each request.
-    """
+def model_json(predictor: Predictor, name: str, settings: ServeConfig) -> dict[str, Any]:
+    """The model, the limits of the server, and why explanations are unavailable, if they are."""
     config, preprocess, card = predictor.config, predictor.preprocess, predictor.card
-    labels = [] if words else list(predictor.scale.labels)
+    labels = [] if predictor.needs_words else list(predictor.scale.labels)
+    weights = None if predictor.bundle is None else list(predictor.bundle.model.parameters())
+    numbers = {
+        name: float(value) for name, value in card.metrics.items() if is_real(value)
+    }  # JSON has no NaN
     return {
         "name": name,
         "labels": {"count": len(labels), "first": labels[:MAX_LABELS]},
-        "words": words,
+        "words": predictor.needs_words,
         "scores": predictor.scale.activation,
         "multilabel": predictor.scale.multilabel,
         "size": list(preprocess.target),
@@ -67,9 +66,9 @@ def model_json(
         "depth": config.depth,
         "heads": config.heads,
         "width": config.width,
-        "parameters": _count_parameters(predictor),
+        "parameters": weights and sum(parameter.numel() for parameter in weights),
         "preprocess": preprocess.describe(),
-        "card": {"license": card.license, "metrics": _real_numbers(card.metrics)},
+        "card": {"license": card.license, "metrics": numbers},
         "limits": {
             "bytes": settings.body,
             "pixels": settings.pixels,
@@ -81,17 +80,5 @@ def model_json(
             "batch": settings.batch,
             "deadline": settings.deadline,
         },
-        "explain": {"available": reason is None, "reason": reason},
+        "explain": {"available": weights is not None, "reason": None if weights else NO_WEIGHTS},
     }
-
-
-def _count_parameters(predictor: Predictor) -> int | None:
-    """The number of parameters; None for an ONNX file."""
-    if predictor.bundle is None:
-        return None
-    return sum(parameter.numel() for parameter in predictor.bundle.model.parameters())
-
-
-def _real_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers; a file may contain anything, and JSON has no NaN."""
-    return {name: float(value) for name, value in metrics.items() if is_real(value)}

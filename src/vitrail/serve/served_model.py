@@ -22,10 +22,10 @@ from vitrail.model.model_memory import forward_bytes
 from vitrail.serve import insight
 from vitrail.serve.batcher import Batcher, DeadlineExceeded
 from vitrail.serve.decode_pool import DecodePool
+from vitrail.serve.decode_worker import unfit_image
 from vitrail.serve.forms import Form, Part, read_form
 from vitrail.serve.messages import Client, HTTPError, Request, Response, Route, as_json, internal_error
-from vitrail.serve.received_images import unfit_image
-from vitrail.serve.request_classes import MAX_TEXTS, RequestClasses, ZeroShot
+from vitrail.serve.request_classes import MAX_TEXTS, Labels, ZeroShot
 from vitrail.serve.responses import embedding_json, model_json, prediction_json
 from vitrail.serve.server_settings import ServeConfig
 
@@ -65,9 +65,7 @@ class ServedModel:
             predictor.preprocess, settings, self.metrics, full_size=self.full_size, log=log
         )
         self.figures: dict[str, bytes] = {}
-        reason = insight.unavailable_reason(predictor)
-        words = self.zero_shot.available
-        self.description = as_json(model_json(predictor, name, settings, reason, words=words))
+        self.description = as_json(model_json(predictor, name, settings))
         self.routes = {
             "predict": Route("POST", self.predict),
             "embed": Route("POST", self.embed),
@@ -83,31 +81,21 @@ class ServedModel:
     async def predict(self, request: Request) -> Response:
         form = await self._read_form(request)
         top = form.integer("top", 5, 1, MAX_TOP)
-        labels = self.zero_shot.parse(form.fields.get("labels"))
-        timer, classes = _Timer(), None
-        async with self._within_deadline() as deadline:
-            if labels is not None:
-                classes = await self.zero_shot.vectors(labels, request.client, deadline)
-                timer.encoded = timer.decoded = timer.time()
-            results = await self._predict_all(form, request, deadline, timer, classes)
-        predictions = [
-            prediction_json(result, part.name, top) for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "predictions": predictions, "seconds": timer.seconds()})
+        results, seconds = await self._predict_all(
+            form, request, self.zero_shot.parse(form.fields.get("labels"))
+        )
+        rows = [prediction_json(one, part.name, top) for one, part in zip(results, form.files, strict=True)]
+        return as_json({"model": self.name, "predictions": rows, "seconds": seconds})
 
     async def embed(self, request: Request) -> Response:
         """The unit vector of each image, as `vitrail embed` writes it."""
-        form, timer = await self._read_form(request), _Timer()
-        async with self._within_deadline() as deadline:
-            results = await self._predict_all(form, request, deadline, timer)
-        rows = [
-            embedding_json(result, part.name, self.zero_shot.vector)
-            for result, part in zip(results, form.files, strict=True)
-        ]
-        return as_json({"model": self.name, "embeddings": rows, "seconds": timer.seconds()})
+        form, vector = await self._read_form(request), self.zero_shot.vector
+        results, seconds = await self._predict_all(form, request)
+        rows = [embedding_json(one, part.name, vector) for one, part in zip(results, form.files, strict=True)]
+        return as_json({"model": self.name, "embeddings": rows, "seconds": seconds})
 
     async def explain(self, request: Request) -> Response:
-        if insight.unavailable_reason(self.predictor):
+        if self.predictor.bundle is None:
             message = "An ONNX file has no weights to explain a prediction with; use /v1/predict."
             raise HTTPError(404, "no_explain", message)
         form, depth = await self._read_form(request), self.predictor.config.depth
@@ -152,26 +140,26 @@ class ServedModel:
             raise DeadlineExceeded from None
 
     async def _predict_all(
-        self,
-        form: Form,
-        request: Request,
-        deadline: float,
-        timer: _Timer,
-        classes: RequestClasses | None = None,
-    ) -> list[Prediction | HTTPError]:
-        """The prediction for each image; the error of a single one is the error of the request."""
-        request.images = len(form.files)
-        with self.batcher.reserve(len(form.files)):
-            results = await asyncio.gather(
-                *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
-            )
+        self, form: Form, request: Request, labels: Labels | None = None
+    ) -> tuple[list[Prediction | HTTPError], dict[str, float]]:
+        """The prediction for each image, and seconds; the error of a single one is that of the request."""
+        timer, classes = _Timer(), None
+        async with self._within_deadline() as deadline:
+            if labels is not None:
+                classes = await self.zero_shot.vectors(labels, request.client, deadline)
+                timer.encoded = timer.decoded = timer.time()
+            request.images = len(form.files)
+            with self.batcher.reserve(request.images):
+                results = await asyncio.gather(
+                    *(self._predict_one(part, request.client, deadline, timer) for part in form.files)
+                )
         if len(results) == 1 and isinstance(results[0], HTTPError):
             raise results[0]
-        if classes is None:
-            return results
-        return [
-            one if isinstance(one, HTTPError) else self.zero_shot.predict(one, classes) for one in results
-        ]
+        if classes is not None:
+            results = [
+                one if isinstance(one, HTTPError) else self.zero_shot.predict(one, classes) for one in results
+            ]
+        return results, timer.seconds()
 
     async def _predict_one(
         self, part: Part, client: Client, deadline: float, timer: _Timer
@@ -197,13 +185,13 @@ class ServedModel:
             if self.full_size:
                 pixels = await asyncio.to_thread(self.predictor.preprocess.pixels, pixels)
         except InputError as error:
-            self.metrics.bad.add()
+            self.metrics.bad.inc()
             raise unfit_image() from error
         except HTTPError:
-            self.metrics.bad.add()
+            self.metrics.bad.inc()
             raise
-        self.metrics.decoding.add(asyncio.get_running_loop().time() - start)
-        self.metrics.images.add()
+        self.metrics.decoding.observe(asyncio.get_running_loop().time() - start)
+        self.metrics.images.inc()
         return pixels
 
     async def _inspect(self, compute: Callable[[], dict[str, Any]], deadline: float) -> bytes:
@@ -224,8 +212,6 @@ class _Timer:
         self.start = self.encoded = self.decoded = self.time()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds for the texts of labels, until the last image was decoded, from there to the prediction,
-        and in total."""
         end = self.time()
         return {
             "text": self.encoded - self.start,
@@ -306,6 +292,6 @@ def warm_up(models: Iterable[ServedModel]) -> None:
         few = 1 if predictor.acceleration is None else min(8, batch)  # a CUDA graph each
         for count in sorted({1, few, batch}):
             list(predictor.predict_batch([("", blank)] * count))
-        if one.zero_shot.available:
+        if predictor.needs_words:
             with suppress(VitrailError):  # requests get an error
                 predictor.require_bundle().text("a")

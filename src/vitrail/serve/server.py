@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, printable
 from vitrail.serve.app import App
-from vitrail.serve.connection import GRACE, Connection
+from vitrail.serve.connection import GRACE, connection_protocol
 from vitrail.serve.messages import internal_error
 from vitrail.serve.server_settings import ServeConfig
 
@@ -55,13 +55,13 @@ def run_server(
             client that did not wait; a program may exit here without waiting for it.
     """
     log = Log()
-    app = App(predictors, settings, examples=examples, log=log)
 
     def finish(code: int) -> None:
         log.close()
         ended(code)
 
     try:
+        app = App(predictors, settings, examples=examples, log=log)
         server = Server(app, listener or bind(settings), finish)
         with _signal_socket() as signals:  # before the address is known
             started(server.listen())
@@ -149,11 +149,7 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self, signals: socket.socket | None = None) -> int:
-        """Serve until stopped; return the exit code.
-
-        Args:
-            signals: a socket that receives signals, from `_signal_socket`.
-        """
+        """Serve until stopped, perhaps by `signals` from `_signal_socket`; return the exit code."""
         self.app.thread = threading.current_thread()
         clients = threading.Thread(target=self.serve_clients, args=[signals], name="clients")
         clients.start()
@@ -161,8 +157,15 @@ class Server:
         clients.join()
         return self.code
 
+    def on_model_crash(self, error: BaseException) -> None:
+        internal_error(error, self.app.log)
+        with suppress(RuntimeError):  # the event loop has ended already
+            self.loop.call_soon_threadsafe(self.stop, 1)
+
+    # ---- the connections' thread ---------------------------------------------------------
+
     def serve_clients(self, signals: socket.socket | None) -> None:
-        """The connections' thread. However it ends, the model's thread must end too."""
+        """However this thread ends, the model's thread must end too."""
         try:
             asyncio.run(self.serve_until_stopped(signals))
         except BaseException as error:
@@ -170,11 +173,6 @@ class Server:
             self.code = 1
         self.app.batcher.close()
         self.ended(self.code)
-
-    def on_model_crash(self, error: BaseException) -> None:
-        internal_error(error, self.app.log)
-        with suppress(RuntimeError):  # the event loop has ended already
-            self.loop.call_soon_threadsafe(self.stop, 1)
 
     async def serve_until_stopped(self, signals: socket.socket | None) -> None:
         """Accept connections until the server is stopped, then finish the open requests."""
@@ -190,6 +188,14 @@ class Server:
             await self.drain()
         finally:
             await self.app.stop()
+
+    async def warm_up(self) -> None:
+        """Run the models once; a server that cannot is stopped."""
+        try:
+            await self.app.start()
+        except Exception as error:
+            internal_error(error, self.app.log)
+            self.stop(1)
 
     def on_signals(self, signals: socket.socket) -> None:
         """The first signal stops the server gracefully, the second at once."""
@@ -211,8 +217,6 @@ class Server:
         error = context.get("exception")
         internal_error(error if isinstance(error, Exception) else RuntimeError(), self.app.log)
 
-    # ---- phases --------------------------------------------------------------------------
-
     def accept(self) -> bool:
         """Accept one client if there is one; return whether there may be another."""
         loop = asyncio.get_running_loop()
@@ -224,24 +228,14 @@ class Server:
             if error.errno in EXHAUSTED:  # retrying at once would not help
                 self.app.log("out of file descriptors; new clients have to wait")
                 loop.remove_reader(self.listener)
-                loop.call_later(1, self.resume_accepting)
+                loop.call_later(1, lambda: self.app.stopping or loop.add_reader(self.listener, self.accept))
             return False
-        task = loop.create_task(loop.connect_accepted_socket(lambda: Connection(self.app), connection))
+        task = loop.create_task(
+            loop.connect_accepted_socket(lambda: connection_protocol(self.app), connection)
+        )
         self.accepting.add(task)
         task.add_done_callback(self.accepting.discard)
         return True
-
-    def resume_accepting(self) -> None:
-        if not self.app.stopping:
-            asyncio.get_running_loop().add_reader(self.listener, self.accept)
-
-    async def warm_up(self) -> None:
-        """Run the models once; a server that cannot is stopped."""
-        try:
-            await self.app.start()
-        except Exception as error:
-            internal_error(error, self.app.log)
-            self.stop(1)
 
     async def drain(self) -> None:
         """Accept the queued connections, stop listening, and wait until all requests have a response."""
@@ -253,7 +247,7 @@ class Server:
         await asyncio.gather(*self.accepting, return_exceptions=True)
         for connection in self.app.connections.copy():
             asyncio.get_running_loop().call_later(GRACE, connection.close_if_idle)
-        tasks = [connection.task for connection in self.app.connections if connection.task]
+        tasks = [connection.task for connection in self.app.connections]
         _, late = await asyncio.wait(tasks, timeout=self.app.settings.drain) if tasks else ((), ())
         if late:
             self.app.log(f"requests cut off after {self.app.settings.drain:g} seconds: {len(late)}")

@@ -95,13 +95,11 @@ class CapturedStep:
             if is_out_of_memory(error):
                 raise
             generator = torch.cuda.default_generators[self.device.index or 0]
-            generator.graphsafe_set_state(
-                generator.clone_state()
-            )  # the old state waits for the capture to end
+            generator.graphsafe_set_state(generator.clone_state())  # the old one waits for the capture's end
             raise CaptureError(str(error).partition("\n")[0]) from error
         return graph
 
     def _bind(self) -> None:
-        """Tensors also while warming up: code compiled for numbers would be compiled again for tensors."""
+        """Bind tensors, so that torch.compile does not specialize on values."""
         lr, epoch, weight = self.numbers.unbind()
         self.bind(StepValues(lr.float(), epoch.long(), weight.float()))

@@ -25,26 +25,23 @@ from torch import Tensor
 
 from vitrail.base.errors import FileError, option, printable
 from vitrail.base.safe_files import atomic_folder, remove_partial, write_text
-from vitrail.fast.parallelism import copy_into
+from vitrail.fast.parallelism import copy_into, is_sharded
 from vitrail.training.parallel import ProcessGroup
-from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, has_shards, measure_file, read_shards
+from vitrail.training.sharded_checkpoint import SHARDS, ShardWriter, measure_file, read_shards
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.readers.files import write_safetensors
 
-_ONE_PROCESS = ProcessGroup()
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d{1,4}))?")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after some step."""
+    """The state of a run after some steps: tensors, and what is not a tensor, as JSON."""
 
     step: int
-    """The number of steps taken."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By file: model, optimizer, ema, sums."""
     state: Mapping[str, Any]
-    """What is not a tensor, as JSON."""
     shards: Path | None = None
     """Where the tensors of a sharded model are, all but the sums."""
 
@@ -82,20 +79,17 @@ class CheckpointManager:
         moment = (checkpoint.step, bool(checkpoint.state["pending"]))
         if moment == self._newest:
             return
-        if has_shards(checkpoint.tensors):
-            self._save_shards(checkpoint)
+        if any(is_sharded(tensor) for part in checkpoint.tensors.values() for tensor in part.values()):
+            tensors = dict(checkpoint.tensors)
+            own = {"sums": {name: sums.clone() for name, sums in tensors.pop("sums").items()}}
+            rest = Checkpoint(checkpoint.step, own, checkpoint.state)
+            folder = partial(_checkpoint_folder, self.folder, checkpoint.step, self.keep, self._damaged)
+            self._writer = self._writer or ShardWriter(self.ranks)
+            self._writer.start(tensors, folder, partial(_write_files, rest))
         elif self.ranks.is_main:
             save_checkpoint(self.folder, checkpoint, self.keep, self._damaged)
         self.ranks.barrier()
         self._newest, self._damaged = moment, []
-
-    def _save_shards(self, checkpoint: Checkpoint) -> None:
-        tensors = dict(checkpoint.tensors)
-        own = {"sums": {name: sums.clone() for name, sums in tensors.pop("sums").items()}}
-        rest = Checkpoint(checkpoint.step, own, checkpoint.state)
-        folder = partial(_checkpoint_folder, self.folder, checkpoint.step, self.keep, self._damaged)
-        self._writer = self._writer or ShardWriter(self.ranks)
-        self._writer.start(tensors, folder, partial(_write_files, rest))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete."""
@@ -138,7 +132,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, damaged: It
 @contextmanager
 def _checkpoint_folder(folder: Path, step: int, keep: int, damaged: Iterable[Path]) -> Iterator[Path]:
     """Yield a temporary folder for a checkpoint, then rename it, and remove what is not kept."""
-    path = _next_path(folder, step)
+    before = [_step_and_attempt(path) for path in list_checkpoints(folder)]
+    attempt = max((number + 1 for other, number in before if other == step), default=0)
+    path = folder / (f"step-{step:08d}.{attempt}" if attempt else f"step-{step:08d}")
     try:
         remove_partial(folder)
         with atomic_folder(path) as temporary:
@@ -165,13 +161,6 @@ def _write_files(checkpoint: Checkpoint, folder: Path, shards: Mapping[str, list
     write_text(folder / "manifest.json", json.dumps({**written, **shards}))
 
 
-def _next_path(folder: Path, step: int) -> Path:
-    """Where a checkpoint goes: after all others of the same step."""
-    existing = [_step_and_attempt(path) for path in list_checkpoints(folder)]
-    attempt = max((number + 1 for other, number in existing if other == step), default=0)
-    return folder / (f"step-{step:08d}.{attempt}" if attempt else f"step-{step:08d}")
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders of complete checkpoints, the newest first; their contents are not checked."""
     if not folder.is_dir():
@@ -185,16 +174,16 @@ def _step_and_attempt(path: Path) -> tuple[int, int]:
     return int(step), int(attempt or 0)
 
 
-def load_newest(
-    folder: Path, ranks: ProcessGroup = _ONE_PROCESS
-) -> tuple[Checkpoint | None, dict[Path, str]]:
+def load_newest(folder: Path, ranks: ProcessGroup | None = None) -> tuple[Checkpoint | None, dict[Path, str]]:
     """The newest undamaged checkpoint, and a warning for each newer one that is damaged."""
     warnings: dict[Path, str] = {}
+    ranks = ranks or ProcessGroup()
     for path in ranks.from_main(list_checkpoints(folder)):
         reason = _find_damage(path, ranks)
-        if reason is None:
+        reasons = ranks.union({} if reason is None else {reason: ""})
+        if not reasons:
             return _read_checkpoint(path), warnings
-        warnings[path] = f"{printable(path.name)} is damaged ({reason}); the checkpoint before it is used."
+        warnings[path] = f"{path.name} is damaged ({next(iter(reasons))}); the checkpoint before it is used."
     return None, warnings
 
 
@@ -207,12 +196,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _find_damage(path: Path, ranks: ProcessGroup) -> str | None:
-    """Why a checkpoint is damaged; None if it is complete. Every process checks some of its files."""
-    reason = _check_files(path, ranks)
-    return next(iter(ranks.union({} if reason is None else {reason: ""})), None)
-
-
-def _check_files(path: Path, ranks: ProcessGroup) -> str | None:
+    """Why some files of a checkpoint are damaged, of which every process checks its own; None if not."""
     try:
         listed = json.loads((path / "manifest.json").read_text())
         names = _file_names(path)

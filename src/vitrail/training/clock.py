@@ -99,7 +99,9 @@ class Interval:
 
 
 def format_seconds(seconds: float) -> str:
-    """40 s, 8 min, 3.5 h."""
+    """40 s, 2.3 min, 18 min, 3.5 h."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.{int(seconds < 10 * 60)}f} min"
+    return f"{seconds / 3600:.1f} h"

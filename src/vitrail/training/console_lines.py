@@ -1,6 +1,6 @@
-"""Training on the console: messages, the plan, one line per epoch, and the progress.
+"""What a run shows: messages, the plan, one line per epoch, and the progress.
 
-Progress is a bar at a terminal, and a line every half minute in a file or a pipe.
+Progress is a bar at a terminal, a live table in a notebook, and a line every half minute elsewhere.
 """
 
 from __future__ import annotations
@@ -9,19 +9,30 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from vitrail.base.errors import printable
+from vitrail.base.errors import InputError, printable
+from vitrail.base.fields import short_repr
 from vitrail.base.progress import ProgressBars
-from vitrail.training.callbacks import Progress, epoch_line, format_rate, progress_line
+from vitrail.training.callbacks import (
+    Callback,
+    Callbacks,
+    Progress,
+    epoch_line,
+    format_rate,
+    progress_line,
+)
 from vitrail.training.clock import Interval, format_seconds
+from vitrail.training.notebook import NotebookCallback, in_notebook
+from vitrail.training.parallel import init_process_group
 
 _LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
 
 
-class ConsoleCallback:
+class ConsoleCallback(Callback):
     """A callback that prints the events of a run.
 
     Args:
@@ -100,3 +111,26 @@ def print_rows(rows: Mapping[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(Text(name, style="bold cyan"), Text(printable(value, 400), overflow="fold"))
     Console(highlight=False).print(table)
+
+
+# ---- in Python: a notebook or a console -----------------------------------------------------
+
+
+@contextmanager
+def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
+    """A callback that shows the run while the block runs, and passes everything on to the user's.
+
+    Args:
+        verbose: whether anything is shown; of several processes, the main one shows it.
+    """
+    own = callback or Callback()
+    if missing := [name for name in vars(Callback) if name.startswith("on_") and not hasattr(own, name)]:
+        raise InputError(
+            f"callback must have the methods of vitrail.training.callbacks.Callback, and "
+            f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
+        )
+    if not verbose or not init_process_group().is_main:
+        yield own
+        return
+    with NotebookCallback() if in_notebook() else ConsoleCallback() as display:
+        yield display if callback is None else Callbacks(display, own)

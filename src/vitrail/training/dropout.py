@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from vitrail.training.parallel import ProcessGroup
 from vitrail.training.recipes.settings import TrainConfig
 
 
-@dataclass
 class DropoutSeeds:
     """The seed of a micro-batch's masks, and which rows of them are this process's.
 
@@ -22,46 +19,30 @@ class DropoutSeeds:
     `accumulate` micro-batches. A single process would take all of them in as many.
     """
 
-    ranks: ProcessGroup
-    device: torch.device
-    seed: int
-    accumulate: int
-    alike: bool
-    """Whether all processes draw the same (`vitrail.fast.draws`)."""
-    part: int = 0
-    """This process's part of what a single process would take at once."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether the model's modules must draw for all processes."""
-        return self.alike and self.count > 1
-
-    @property
-    def count(self) -> int:
-        return self.ranks.count
+    def __init__(
+        self, config: ViTConfig, settings: TrainConfig, ranks: ProcessGroup, device: torch.device
+    ) -> None:
+        self.ranks, self.count, self.device = ranks, ranks.count, device
+        self.seed, self.accumulate = settings.seed, settings.accumulate
+        activations = bool(config.dropout or config.attention_dropout)
+        self.alike = (device.type == "cpu" or not activations) and not settings.native
+        """Whether all processes draw the same (`vitrail.fast.variants`); not masks of activations on GPUs."""
+        self.part = 0
+        """This process's part of what a single process would take at once."""
 
     def start(self, step: int, micro_batch: int = 0) -> None:
         """Seed the generators for a micro-batch."""
         key = self.ranks.rank
         if self.alike:
-            key, self.part = divmod(self.ranks.rank * self.accumulate + micro_batch, self.ranks.count)
+            key, self.part = divmod(self.ranks.rank * self.accumulate + micro_batch, self.count)
         seed_generators(random_integer([self.seed, step, key, 2]), self.device)
 
     def start_next(self, step: int, micro_batch: int) -> None:
         """Seed micro-batches after the first; does nothing within a CUDA graph, which reads one seed."""
-        captured = self.ranks.count == 1 and self.device.type != "cpu"
+        captured = self.count == 1 and self.device.type != "cpu"
         if micro_batch and self.alike and not captured:
             self.start(step, micro_batch)
 
     def take_rows(self, drawn: Tensor) -> Tensor:
         """Select this process's rows of what was drawn for all."""
-        return drawn.unflatten(0, (self.ranks.count, -1))[self.part]
-
-
-def dropout_seeds(
-    config: ViTConfig, settings: TrainConfig, ranks: ProcessGroup, device: torch.device
-) -> DropoutSeeds:
-    """Return the seeds of a run. On GPUs, masks of activations are not drawn for other processes."""
-    dropout = bool(config.dropout or config.attention_dropout)
-    alike = (device.type == "cpu" or not dropout) and not settings.native
-    return DropoutSeeds(ranks, device, settings.seed, settings.accumulate, alike)
+        return drawn.unflatten(0, (self.count, -1))[self.part]

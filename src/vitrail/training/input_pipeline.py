@@ -51,7 +51,7 @@ class InputPipeline:
 
 @dataclass(frozen=True)
 class NativeInputs:
-    """The same for images of different shapes, which keep them; nothing is mixed."""
+    """Input pipeline for images of different shapes, which keep them; nothing is mixed."""
 
     pipeline: InputPipeline
 

@@ -11,9 +11,10 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -37,15 +38,10 @@ class Logger(Protocol):
 def check_loggers(names: Sequence[str]) -> None:
     """Check that the packages of these loggers are installed."""
     disable_telemetry()
-    if "tensorboard" in names:
-        with require_extra("tensorboard"):
-            import torch.utils.tensorboard  # noqa: F401
-    if "mlflow" in names:
-        with require_extra("mlflow"):
-            import mlflow  # noqa: F401
-    if "wandb" in names:
-        with require_extra("wandb"):
-            import wandb  # noqa: F401
+    packages = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+    for name in (name for name in names if name in packages):
+        with require_extra(name):
+            import_module(packages[name])
 
 
 class Loggers:
@@ -55,31 +51,30 @@ class Loggers:
         self._callback = callback
         self._open: dict[str, Logger] = {}
         for name in names:
-            try:
+            with self._reported(name):
                 self._open[name] = _KINDS[name](out, history)
-            except Exception as error:
-                self._report(name, error)
 
     def log(self, history: Sequence[Row]) -> None:
         for name, logger in list(self._open.items()):
-            try:
+            with self._reported(name):
                 logger.log(history)
-            except Exception as error:
-                del self._open[name]
-                self._report(name, error)
 
     def close(self) -> None:
-        for name, logger in self._open.items():
-            try:
+        for name, logger in list(self._open.items()):
+            with self._reported(name):
                 logger.close()
-            except Exception as error:
-                self._report(name, error)
 
-    def _report(self, name: str, error: Exception) -> None:
-        reason = printable(str(error) or type(error).__name__).rstrip(".")
-        self._callback.on_message(
-            f"The logger {name} failed and is off from now on: {reason}. metrics.jsonl has all rows."
-        )
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """Switch off a logger that fails, and say so."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            reason = printable(str(error) or type(error).__name__).rstrip(".")
+            self._callback.on_message(
+                f"The logger {name} failed and is off from now on: {reason}. metrics.jsonl has all rows."
+            )
 
 
 def _numbers(row: Row) -> dict[str, int | float]:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from vitrail.base.errors import printable
 from vitrail.base.summary import html_table
-from vitrail.training.callbacks import Progress, epoch_line, format_rate
+from vitrail.training.callbacks import Callback, Progress, epoch_line, progress_line
 from vitrail.training.clock import Interval, format_seconds
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class NotebookCallback:
+class NotebookCallback(Callback):
     """A callback that shows a run as one output of a notebook cell. Curves need matplotlib."""
 
     def __init__(self) -> None:
@@ -107,18 +107,13 @@ class NotebookCallback:
         if self._progress is None:
             return ""
         p = self._progress
-        left = f", {format_seconds(p.seconds_left)} left" if p.seconds_left else ""
-        text = (
-            f"epoch {p.epoch + 1}, step {p.step:,} of {p.steps:,}: loss {p.loss:.3f}, accuracy "
-            f"{p.accuracy:.1%}, {format_rate(p)}{left}"
-        )
         bar = f'<progress value="{p.step}" max="{p.steps}" style="width:16em"></progress>'
-        return f"<div>{bar} {escape(text)}</div>"
+        return f"<div>{bar} {escape(progress_line(p))}</div>"
 
     def _table(self) -> str:
-        if not self._epochs:
-            return ""
         rows = [_cells(row) for row in self._epochs[-_MAX_ROWS:]]
+        if not rows:
+            return ""
         hidden = len(self._epochs) - len(rows)
         title = f"The last {len(rows)} of {len(self._epochs)} epochs" if hidden else ""
         return html_table(rows, title, _COLUMNS)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vitrail.base.errors import ConfigError, option
 from vitrail.base.fields import short_repr
 from vitrail.images.augment.mixing import Mixing
-from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.images.formats.sources import Dataset
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, fit_preprocess
 from vitrail.model import ViT
 from vitrail.model.config import STEM_STRIDES, ViTConfig
 from vitrail.model.device import find_device
@@ -25,7 +24,7 @@ from vitrail.training.recipes.auto import MAX_SIDE, RunContext
 from vitrail.training.recipes.settings import Recipe, TrainConfig, unknown_setting
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
-from vitrail.weights.preprocessing import override_preprocess
+from vitrail.weights.model_settings import override_preprocess
 from vitrail.weights.readers.pretrained import FEW_IMAGES, pretrained_note
 
 AUTO_BATCH = "auto"
@@ -40,7 +39,6 @@ def resolve_recipe(
     from_: str | Path | None,
     changes: Mapping[str, Any],
     size: int | tuple[int, int] | None = None,
-    minutes: float | None = None,
     context: RunContext | None = None,
 ) -> tuple[Recipe, Bundle | None]:
     """The recipe of this name with the changes applied, and the weights to start from.
@@ -49,7 +47,7 @@ def resolve_recipe(
         context: what `auto` chooses by; by default what the other arguments say.
     """
     fields, model, nested, own_preprocess = split_changes(changes)
-    recipe = recipe_for(name, data, context or run_context(changes, from_, size, minutes))
+    recipe = recipe_for(name, data, context or run_context(changes, from_, size))
     base, notes = recipe.train, recipe.notes
     if from_ is not None and recipe.train_from_file:
         base, notes = _fine_tuning_settings(recipe, fields)
@@ -59,7 +57,10 @@ def resolve_recipe(
     inner = {part: replace(getattr(base, part), **values) for part, values in nested.items()}
     settings = replace(base, **fields, **inner)
     if recipe.lr_at_batch is not None and "lr" not in fields:
-        settings, notes = _scale_lr(settings, recipe.lr_at_batch, data, notes)
+        (lr, base_batch), batch = recipe.lr_at_batch, global_batch_size(data, settings, ProcessGroup())
+        settings = replace(settings, lr=lr * batch / base_batch)
+        scaled = f"lr {settings.lr:g} = {lr:g} x {batch} / {base_batch}"
+        notes = (*notes, f"{scaled}: it is proportional to the batch size.")
     model = with_size(model, size)
     if from_ is None:
         config, preprocess = _new_model(recipe, model)
@@ -79,24 +80,17 @@ def resolve_recipe(
             f"{len(data.classes)} classes and {data.channels} channels; remove model.classes and "
             "model.channels from the settings."
         )
-    if settings.native:
-        _check_native(config, data)
-    return Recipe(config, preprocess, settings, notes=notes), start
-
-
-def _check_native(config: ViTConfig, data: Dataset) -> None:
-    """Refuse what cannot be trained on images of different shapes, before there is a run directory."""
-    if data.train.paths is None:
+    if settings.native and data.train.paths is None:
         raise ConfigError(
             "native is for image files, and the images of an array have one shape already; remove native."
         )
-    if config.patch_dropout:
-        raise ConfigError(
-            f"native and model.patch_dropout={config.patch_dropout:g} exclude each other; remove one of the "
-            "two."
-        )
-    with torch.device("meta"):
-        ViT(config).accept_any_size()
+    if settings.native and config.patch_dropout:
+        other = f"model.patch_dropout={config.patch_dropout:g}"
+        raise ConfigError(f"native and {other} exclude each other; remove one of the two.")
+    if settings.native:
+        with torch.device("meta"):
+            ViT(config).accept_any_size()
+    return Recipe(config, preprocess, settings, notes=notes), start
 
 
 def run_context(
@@ -104,17 +98,25 @@ def run_context(
     from_: str | Path | None = None,
     size: Any = None,
     minutes: float | None = None,
+    gpu: bool | None = None,
 ) -> RunContext:
-    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used."""
+    """What the recipe `auto` chooses by, besides the data; wrong values are reported where they are used.
+
+    Args:
+        gpu: whether the run computes on a GPU; by default what the changes say.
+    """
     fields, model, *_ = split_changes(changes)
     size = size if size is not None else model.get("size")
     if size is None and "@" in str(model.get("name", "")):
         size = preset(model["name"]).size
+    device = str(fields.get("device", "auto"))
+    if gpu is None:  # of a word that is no device, `TrainConfig` complains
+        gpu = (device == "auto" or device.startswith("cuda")) and find_device(device)[0].type == "cuda"
     epochs = fields.get("epochs")
     sides = size if isinstance(size, tuple) else (size, size)
     valid = len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
     return RunContext(
-        gpu=_trains_on_gpu(fields.get("device", "auto")),
+        gpu=gpu,
         from_file=from_ is not None,
         size=size if valid else None,
         epochs=epochs if isinstance(epochs, int) and epochs > 0 else None,
@@ -123,26 +125,14 @@ def run_context(
     )
 
 
-def _trains_on_gpu(device: Any) -> bool:
-    """Whether a run computes on a GPU; of a word that is no device, `TrainConfig` complains."""
-    known = device == "auto" or str(device).startswith("cuda")
-    return known and find_device(device)[0].type == "cuda"
+def split_changes(
+    changes: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]], Mapping[str, Any] | str | None]:
+    """The changes of a recipe by its parts, checked for unknown names.
 
-
-class Changes(NamedTuple):
-    """What a user changes of a recipe, by its parts."""
-
-    fields: dict[str, Any]
-    """Of TrainConfig."""
-    model: dict[str, Any]
-    nested: dict[str, dict[str, Any]]
-    """Of augment and mixing."""
-    preprocess: Mapping[str, Any] | str | None
-    """Fields of Preprocess, or the name of a published one."""
-
-
-def split_changes(changes: Mapping[str, Any]) -> Changes:
-    """The changes, checked for unknown names."""
+    These are fields of TrainConfig, of the model, and of augment and mixing; and of the preprocessing, or
+    the name of a published one.
+    """
     fields = dict(changes)
     preprocess = fields.pop("preprocess", None)
     if fields.get("batch") == AUTO_BATCH:
@@ -158,7 +148,7 @@ def split_changes(changes: Mapping[str, Any]) -> Changes:
     for name in fields:
         if name not in TrainConfig.__dataclass_fields__:
             raise ConfigError(unknown_setting(name))
-    return Changes(fields, dict(model), nested, preprocess)
+    return fields, dict(model), nested, preprocess
 
 
 def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -173,16 +163,6 @@ def _fine_tuning_settings(recipe: Recipe, changes: Mapping[str, Any]) -> tuple[T
     text = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in changes)
     notes = (*recipe.notes, f"The recipe's settings for a weight file: {text}.") if text else recipe.notes
     return replace(recipe.train, **settings), notes
-
-
-def _scale_lr(
-    settings: TrainConfig, lr_at_batch: tuple[float, int], data: Dataset, notes: tuple[str, ...]
-) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The learning rate scaled linearly with the batch size, and a note of it."""
-    (lr, base), batch = lr_at_batch, global_batch_size(data, settings, ProcessGroup())
-    settings = replace(settings, lr=lr * batch / base)
-    note = f"lr {settings.lr:g} = {lr:g} x {batch} / {base}: it is proportional to the batch size."
-    return settings, (*notes, note)
 
 
 # ---- the model ------------------------------------------------------------------------------
@@ -220,19 +200,14 @@ def _new_model(recipe: Recipe, model: Mapping[str, Any]) -> tuple[ViTConfig, Pre
     fields = named_fields(model)
     if fields.get("position", recipe.model.position) != recipe.model.position:
         fields.setdefault("position_sigma", None)  # the recipe's was for its own kind of positions
-    if not _stem_fits(recipe.model.embedding, fields.get("patch", recipe.model.patch)):
+    patch, stride = fields.get("patch", recipe.model.patch), STEM_STRIDES.get(recipe.model.embedding, 1)
+    sides = patch if isinstance(patch, tuple) else (patch,)
+    if not all(isinstance(side, int) and side % stride == 0 for side in sides):
         fields.setdefault("embedding", "linear")
     config, preprocess = replace(recipe.model, **fields), recipe.preprocess
     if config.pixels != preprocess.target or config.channels != preprocess.channels:
         preprocess = fit_preprocess(preprocess, config)
     return config, preprocess
-
-
-def _stem_fits(embedding: str, patch: Any) -> bool:
-    """Whether patches of this size can be cut from the recipe's stem."""
-    sides = patch if isinstance(patch, tuple) else (patch,)
-    stride = STEM_STRIDES.get(embedding, 1)
-    return all(isinstance(side, int) and side % stride == 0 for side in sides)
 
 
 def _load_start(from_: str | Path, data: Dataset, model: Mapping[str, Any]) -> tuple[Bundle, ViTConfig]:

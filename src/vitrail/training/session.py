@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,26 +21,23 @@ from vitrail.model import ViT
 from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.early_stop import early_stop
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.head_scores import FinishedModel, initial_scores
+from vitrail.training.epoch import complete_bundle, early_stop, evaluate_epoch, initial_scores
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
-from vitrail.training.plan.loading import read_unused
-from vitrail.training.plan.summary_of_plan import training_plan
+from vitrail.training.plan.rehearsal import training_plan
 from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
-from vitrail.training.run_directory import explain_errors, record_resolved
-from vitrail.training.saved_run import call_to_resume
+from vitrail.training.run_directory import call_to_resume, explain_errors, read_config, record_resolved
 from vitrail.training.signals import Interrupted, StopSignal
 from vitrail.training.trainer import Trainer
-from vitrail.views.run_page import row_score
+from vitrail.views.run_page import best_row
 from vitrail.weights.bundle.bundle import Bundle, Card
 from vitrail.weights.load import load
 
 _BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
 _BUSY_SECONDS = 60.0  # that is measured over
 _PLAN_SECONDS = 1.0  # before the first step, at least
+_REQUEST = 64  # images that are read at once where no step uses them
 
 
 @dataclass
@@ -49,29 +48,17 @@ class TrainingSession:
     checkpoints: CheckpointManager
     log: Callback
     threads: Threads
-    planned_seconds: float | None = None
-    """The time of the run, if a rehearsal has measured it."""
     stop: StopSignal = field(default_factory=StopSignal)
     started: bool = False
-    """Whether the plan is done, and steps are taken."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """One row of metrics per epoch."""
     pending: bool = False
     """Whether the last epoch is over but not evaluated yet."""
-    best: tuple[float, float] = (-1.0, 0.0)
-    """The best `row_score` so far."""
     corrupt_eval: dict[str, str] = field(default_factory=dict)
-    """Held-out images that could not be read."""
-    start: Mapping[str, Any] = field(default_factory=dict)
-    """Where the weights came from, as config.json has it: license and source."""
     reported: set[str] = field(default_factory=set)
-    """Corrupt files that have been reported."""
     busy: CpuWait | None = field(default_factory=CpuWait)
     """Watches for other processes; None once it has been said that there are some."""
     fingerprint: Fingerprint | None = None
-    """Which images the weights were trained on."""
     loggers: Loggers | None = None
-    """In the main process, while training."""
 
     def run(self) -> None:
         """Train to the end. When a signal comes, save a checkpoint and raise Interrupted."""
@@ -80,21 +67,27 @@ class TrainingSession:
         self.stop.has_progress = lambda: (
             self.started and (t.step > first or self.pending or t.ranks.count > 1)
         )
+        with self.closing(), self.stop.handle(several=t.ranks.count > 1):  # also while it saves
+            self.prepare()
+            self.started = True
+            try:
+                if self.pending:  # stopped during evaluation
+                    self.evaluate()
+                t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
+                self.finish()
+            except Interrupted:
+                self.checkpoints.save(self.checkpoint())
+                self.checkpoints.wait()
+                command = call_to_resume(self.checkpoints.out)
+                self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
+                raise
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Explain errors of memory and of lost processes, and end workers, files and loggers."""
+        t = self.trainer
         try:
-            with self.stop.handle(several=t.ranks.count > 1):  # also while it saves
-                self.prepare()
-                self.started = True
-                try:
-                    if self.pending:  # stopped during evaluation
-                        self.evaluate()
-                    t.run(self.end_epoch, self.on_progress, lambda: self.stop.number)
-                    self.finish()
-                except Interrupted:
-                    self.checkpoints.save(self.checkpoint())
-                    self.checkpoints.wait()
-                    command = call_to_resume(self.checkpoints.out)
-                    self.log.on_message(f"Stopped at step {t.step:,} of {t.steps:,}; resume with: {command}")
-                    raise
+            yield
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory(t) from error
@@ -107,25 +100,25 @@ class TrainingSession:
             if self.loggers is not None:
                 self.loggers.close()
 
+    def show_plan(self) -> None:
+        """Choose how steps are computed, and show the plan."""
+        self.trainer.choose_mode()
+        self.log.on_plan(training_plan(self.trainer, self.threads))
+
     def prepare(self) -> None:
-        """Choose how steps are computed, show the plan and start the loggers."""
+        """Show the plan, record what was chosen and start the loggers."""
         t = self.trainer
-        mode = t.choose_mode()
-        if t.ranks.is_main:
-            how: dict[str, Any] = {"compile": mode.compile, "processes": t.ranks.count}
-            if t.ranks.count > 1:
-                how["parallel"] = t.parallel.mode
-            record_resolved(self.checkpoints.out, how, self.log)
-        self.log.on_plan(training_plan(t, self.threads, self.planned_seconds))
+        self.show_plan()
         self.report_busy(_PLAN_SECONDS)
         if t.ranks.is_main:
-            self.loggers = Loggers(t.settings.log, self.checkpoints.out, self.evaluated_rows, self.log)
+            resolved = {"precision": t.compute.precision, "threads": self.threads.count}
+            resolved |= {"compile": t.choose_mode().compile, "processes": t.ranks.count}
+            if t.ranks.count > 1:
+                resolved["parallel"] = t.parallel.mode
+            record_resolved(self.checkpoints.out, resolved, self.log)
+            rows = self.history[:-1] if self.pending else self.history  # those that are evaluated
+            self.loggers = Loggers(t.settings.log, self.checkpoints.out, rows, self.log)
         t.clock.start(t.step)
-
-    @property
-    def evaluated_rows(self) -> list[dict[str, Any]]:
-        """The rows that are complete: without the last one, if it is not evaluated yet."""
-        return self.history[:-1] if self.pending else self.history
 
     def on_progress(self, progress: Progress) -> None:
         self.log.on_progress(progress)
@@ -144,11 +137,24 @@ class TrainingSession:
     def end_epoch(self, metrics: dict[str, Any]) -> None:
         t, speed = self.trainer, self.trainer.clock.end_training()
         if t.step == t.steps_per_epoch:
-            read_unused(t)
+            self.read_unused()
             metrics["corrupt_files"] = len(t.corrupt.reasons)
         self.history.append({**metrics, "images_per_second": speed})
         self.pending = True
         self.evaluate()
+
+    def read_unused(self) -> None:
+        """Read the images of the first epoch's incomplete last batch, which no step uses.
+
+        So a file that cannot be read is found in the first epoch, wherever it is in the order.
+        """
+        t, count = self.trainer, len(self.trainer.data.train)
+        rest = torch.arange(min(t.steps_per_epoch * t.batch, count), count)
+        if t.data.train.paths is None or not len(rest):
+            return
+        own = t.order(0)[rest][t.ranks.rank :: t.ranks.count]
+        deque(t.reader(t.corrupt).batches((0, part) for part in own.split(_REQUEST)), maxlen=0)
+        t.corrupt.reasons = t.ranks.union(t.corrupt.reasons)
 
     def evaluate(self) -> None:
         """Evaluate the last epoch, then write metrics, the best weights and a checkpoint, as configured."""
@@ -156,9 +162,21 @@ class TrainingSession:
         last = row["epoch"] == s.epochs
         if row["epoch"] % s.evaluate_every == 0 or last:
             model = t.averaged_model
-            row |= self.val_metrics(model)
+            corrupt = CorruptFiles(s.corrupt)
+            row |= evaluate_epoch(
+                model,
+                t.data.eval_split,
+                t.reading,
+                t.compute,
+                ranks=t.ranks,
+                workers=t.workers,
+                corrupt=corrupt,
+                on_batch=self.check_stop,
+            )
+            self.corrupt_eval = corrupt.reasons
             t.clock.evaluated()
-            t.stopped = early_stop(self.history, s.patience) is not None
+        why = early_stop(self.history, s.patience)
+        t.stopped = why is not None
         row["time"], row["seconds"] = t.clock.end_epoch()
         row["seconds_left"] = 0.0 if t.stopped else round(t.seconds_left or 0.0, 1)
         if t.ranks.is_main:
@@ -167,31 +185,15 @@ class TrainingSession:
                 write_text(self.checkpoints.out / "metrics.jsonl", lines, overwrite=True)
             if self.loggers is not None:
                 self.loggers.log(self.history)
-            if t.data.val and "val_accuracy" in row and row_score(row) > self.best:
-                self.best = row_score(row)
+            if t.data.val and "val_accuracy" in row and best_row(self.history, t.data) is row:
                 self.checkpoints.save_best(self.bundle(model))
         self.report_corrupt_files(t.corrupt.reasons | self.corrupt_eval)
         self.log.on_epoch(row)
         self.pending = False
-        if t.stopped and not last:
-            self.log.on_message(early_stop(self.history, s.patience) or "")
+        if why is not None and not last:
+            self.log.on_message(why)
         if row["epoch"] % s.save_every == 0 or last or t.stopped:
             self.checkpoints.save(self.checkpoint())
-
-    def val_metrics(self, model: ViT) -> dict[str, Any]:
-        t, corrupt = self.trainer, CorruptFiles(self.trainer.settings.corrupt)
-        metrics = evaluate_epoch(
-            model,
-            t.data.eval_split,
-            t.reading,
-            t.compute,
-            ranks=t.ranks,
-            workers=t.workers,
-            corrupt=corrupt,
-            on_batch=self.check_stop,
-        )
-        self.corrupt_eval = corrupt.reasons
-        return metrics
 
     def check_stop(self, done: int) -> None:
         """Stop between two batches; several processes would have to stop at the same batch."""
@@ -228,20 +230,18 @@ class TrainingSession:
         self.trainer.stopped = early_stop(self.history, self.trainer.settings.patience) is not None
         self.trainer.clock.epoch_seconds = float(checkpoint.state.get("seconds", 0.0))
         self.reported = set(self.trainer.corrupt.reasons)
-        scores = [row_score(row) for row in self.history if "val_accuracy" in row]
-        self.best = max(scores, default=(-1.0, 0.0))
         self.log.on_message(f"Resuming at step {checkpoint.step:,} of {self.trainer.steps:,}.")
 
     def bundle(self, model: ViT) -> Bundle:
         """A plain model (`Trainer.plain`) as a bundle."""
-        t = self.trainer
+        t, start = self.trainer, read_config(self.checkpoints.out / "config.json")["start"]
         rows = [row for row in self.history if "val_accuracy" in row]
-        metrics = {"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {}
-        source = f"trained on {t.data.name}"
-        if self.start.get("source"):
-            source += f", from {self.start['source']}"
-        license = self.start.get("license", "unknown")  # of the weights that it started from
-        card = Card(name=t.data.name, source=source, license=license, metrics=metrics)
+        card = Card(
+            name=t.data.name,
+            source=f"trained on {t.data.name}" + (f", from {start['source']}" if start.get("source") else ""),
+            license=start.get("license", "unknown"),  # of the weights that it started from
+            metrics={"accuracy": rows[-1]["val_accuracy"], "epoch": rows[-1]["epoch"]} if rows else {},
+        )
         return Bundle(
             model=model,
             preprocess=t.preprocess,
@@ -260,25 +260,18 @@ class TrainingSession:
             if t.ranks.is_main:
                 self.checkpoints.save_best(bundle)
         t.ranks.barrier()
-        finished = FinishedModel(t.data, t.settings, t.compute, t.ranks, self.check_stop)
         best, last = load(out / "best.safetensors"), self.bundle(t.plain(t.trained))
-        same = _same_weights(best.model, last.model)
-        best = finished.complete(best)
-        if same:
-            last = replace(last, scores=best.scores, statistics=best.statistics)
-        else:
-            last = finished.complete(last)
+        weights = last.model.state_dict()
+        same = all(torch.equal(one, weights[name].cpu()) for name, one in best.model.state_dict().items())
+        best = complete_bundle(best, t.plan, self.check_stop)
+        # After a run without EMA that improved to the end, both are the same.
+        known = replace(last, scores=best.scores, statistics=best.statistics)
+        last = known if same else complete_bundle(last, t.plan, self.check_stop)
         self.checkpoints.wait()
         if t.ranks.is_main:
             self.checkpoints.save_best(best)
             self.checkpoints.save_last(last)
         t.ranks.barrier()
-
-
-def _same_weights(one: ViT, other: ViT) -> bool:
-    """Whether the best weights are the last ones, as after a run without EMA that improved to the end."""
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name].cpu()) for name, tensor in one.state_dict().items())
 
 
 def out_of_memory(trainer: Trainer) -> VitrailError:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitrail.base.errors import FileError
-from vitrail.fast.parallelism import is_sharded
 from vitrail.training.parallel import ProcessGroup
 
 _CLOSE_SECONDS = 30.0
@@ -28,10 +27,6 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """By file and name."""
 Seal = Callable[[Path, dict[str, list[Any]]], None]
 """Completes a folder, given the sizes and hashes of the shards in it."""
-
-
-def has_shards(tensors: Tensors) -> bool:
-    return any(is_sharded(tensor) for part in tensors.values() for tensor in part.values())
 
 
 class ShardWriter:

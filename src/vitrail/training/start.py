@@ -2,60 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import InputError, printable
-from vitrail.fast.lora import check_rank
-from vitrail.images.class_names import ClassNames
+from vitrail.base.errors import FileError, InputError, MissingExtra, VitrailError, option, printable
+from vitrail.base.safe_files import DISK_FULL
+from vitrail.base.summary import Summary
+from vitrail.evaluation.evaluate_model import evaluate
+from vitrail.images.classes import ClassNames
 from vitrail.images.formats.pack_cache import cached_dataset
-from vitrail.images.formats.sources import Dataset
-from vitrail.model.device import choose_device
-from vitrail.training.callbacks import Callback
-from vitrail.training.display import show_run
-from vitrail.training.open_data import SPLIT_FIELDS, open_training_data
+from vitrail.training.callbacks import Callback, Callbacks, LogFile
+from vitrail.training.checkpoint import CheckpointManager
+from vitrail.training.console_lines import show_run
+from vitrail.training.open_data import open_training_data, run_fingerprint
 from vitrail.training.parallel import init_process_group
 from vitrail.training.plan.batch_size import choose_batch
-from vitrail.training.plan.minutes import TimeBudget
-from vitrail.training.recipes.settings import Recipe
-from vitrail.training.report import write_report
-from vitrail.training.resolve import (
-    AUTO_BATCH,
-    named_fields,
-    resolve_distillation,
-    resolve_recipe,
-    split_changes,
-    with_size,
+from vitrail.training.plan.rehearsal import fit_minutes
+from vitrail.training.plan.threads import choose_threads, use_threads
+from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.resolve import AUTO_BATCH, resolve_distillation, resolve_recipe, run_context
+from vitrail.training.run_directory import (
+    call_to_resume,
+    check_empty,
+    prepare_run_directory,
+    read_saved_run,
 )
-from vitrail.training.run import Run, run_training
-from vitrail.training.saved_run import SavedRun, call_to_resume, describe_request, read_saved_run
+from vitrail.training.run_plan import RunCall, RunPlan, plan_recipe, run_device
+from vitrail.training.session import TrainingSession
 from vitrail.training.signals import stop_early
-from vitrail.training.teacher import Teacher
+from vitrail.training.trainer import Trainer
+from vitrail.views.html_page import check_extras, write_page
+from vitrail.views.run_page import REPORT_NAME, best_row, run_page
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset as TorchDataset
-
-    Arrays = tuple[Any, Any]  # images and labels
-    Part = TorchDataset[Any] | Arrays
-    Data = str | Path | Dataset | Part | Mapping[str, Part]
-
-DEFAULT_RECIPE = "auto"
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What a run needs, as it was asked for or as it was saved."""
-
-    dataset: Dataset
-    recipe: Recipe
-    start: Bundle | None
-    teacher: Bundle | None
-    request: Mapping[str, Any]
-    reuse: Mapping[str, Any]
+    from vitrail.training.run_plan import Data
 
 
 def train(
@@ -109,119 +95,92 @@ def train(
             model= may also be a name, "Ti/16" or "S/16@128"; in a mapping the name is called "name":
             dict(name="Ti/16", depth=6). preprocess= may be the name of a published one, such as "deit".
     """
-    budget = None if minutes is None else TimeBudget(minutes)
-    saved = read_saved_run(Path(out)) if resume else None
-    with stop_early(lambda: _how_to_go_on(Path(out))), show_run(callback, verbose) as log:
-        if saved is not None:
-            saved.check_name("minutes", minutes)
-            if minutes is not None and changes.get("epochs") == saved.request["changes"].get("epochs"):
-                changes.pop("epochs", None)  # the same command again, not an extension
-            setup = _saved_setup(saved, data, classes, recipe, from_, teacher, size, changes, log)
-        elif data is not None:
-            name = recipe or DEFAULT_RECIPE
-            setup = new_setup(data, classes, name, from_, teacher, size, minutes, changes, log)
-        else:
-            raise InputError(no_data(Path(out), resume))
-        return _run_setup(setup, Path(out), resume, budget, report, log)
-
-
-def _run_setup(
-    setup: _Setup, out: Path, resume: bool, budget: TimeBudget | None, report: bool, callback: Callback
-) -> Run:
-    """Train, and write the report."""
-    if setup.recipe.train.cache:
-        cached = cached_dataset(setup.dataset, setup.recipe.preprocess, callback.on_message)
-        setup = replace(setup, dataset=cached)
-    run = run_training(
-        setup.dataset,
-        setup.recipe,
-        out,
-        start=setup.start,
-        teacher=setup.teacher,
-        resume=resume,
-        request=setup.request,
-        reuse=setup.reuse,
-        budget=budget,
-        callback=callback,
+    asked = RunCall(
+        data=data,
+        classes=classes,
+        recipe=recipe,
+        from_=from_,
+        teacher=teacher,
+        size=size,
+        minutes=minutes,
+        changes=changes,
     )
-    if report:
-        ranks = init_process_group()
-        device = choose_device("auto", ranks.local_rank, setup.recipe.train.device).device
-        write_report(run.out, run.bundle, setup.dataset, ranks, device, callback)
-    return run
+    out = Path(out)
+    saved = read_saved_run(out) if resume else None
+    with stop_early(lambda: _how_to_go_on(out)), show_run(callback, verbose) as log:
+        if saved is not None:
+            plan = saved.plan(asked, log)
+        elif data is not None:
+            plan = new_plan(asked, log)
+        else:
+            raise InputError(_no_data(out, resume))
+        if plan.recipe.train.cache:
+            cached = cached_dataset(plan.data, plan.recipe.preprocess, log.on_message)
+            plan = replace(plan, data=cached)
+        run = execute(plan, out, resume=resume, callback=log)
+        if report:
+            write_report(run.out, run.bundle, plan, log)
+        return run
 
 
-def new_setup(
-    data: Data,
-    classes: ClassNames | None,
-    recipe: str,
-    from_: str | Path | None,
-    teacher: str | Path | Bundle | None,
-    size: int | tuple[int, int] | None,
-    minutes: float | None,
-    changes: Mapping[str, Any],
-    callback: Callback,
-) -> _Setup:
-    """The settings of a recipe with the changes applied, and the data."""
-    dataset = open_training_data(data, classes, changes, callback)
+def new_plan(asked: RunCall, callback: Callback) -> RunPlan:
+    """The plan of a new run: the data, and the settings of a recipe with the changes applied."""
+    changes, name = asked.changes, asked.recipe or "auto"
+    data = open_training_data(asked.data, asked.classes, changes, callback)
+    where = TrainConfig(**{field: changes[field] for field in ("device", "precision") if field in changes})
+    compute = run_device(where, init_process_group())
+    gpu = compute.device.type == "cuda"
 
     def resolve(changes: Mapping[str, Any]) -> tuple[Recipe, Bundle | None]:
-        resolved, start = resolve_recipe(recipe, dataset, from_, changes, size, minutes)
-        settings = resolve_distillation(resolved.train, changes, teacher is not None)
-        return replace(resolved, train=settings), start
+        context = run_context(changes, asked.from_, asked.size, asked.minutes, gpu)
+        recipe, start = resolve_recipe(name, data, asked.from_, changes, asked.size, context=context)
+        train = resolve_distillation(recipe.train, changes, asked.teacher is not None)
+        return replace(recipe, train=train), start
 
-    resolved, start = resolve(changes)
-    teacher_bundle = _load_teacher(teacher)  # after the settings are known to be right
+    recipe, start = resolve(changes)
+    request = replace(asked, recipe=name).as_json(data)
+    plan = plan_recipe(data, recipe, start, asked.teacher, compute=compute, request=request)
     if changes.get("batch") == AUTO_BATCH:
-        batch, note = _largest_batch(resolved, dataset, teacher_bundle)
-        resolved, start = resolve({**changes, "batch": batch})
-        resolved = replace(resolved, notes=(*resolved.notes, note))
-    request = describe_request(data, recipe, from_, teacher, size, changes)
-    request["minutes"] = minutes
-    request["classes"] = None if classes is None else dataset.classes
-    return _Setup(dataset, resolved, start, teacher_bundle, request, {})
+        batch, note = choose_batch(plan)
+        recipe, start = resolve({**changes, "batch": batch})
+        plan = replace(plan, recipe=recipe, start=start).with_settings(note)
+    return replace(plan, minutes=asked.minutes, since=asked.since)
 
 
-def _largest_batch(recipe: Recipe, dataset: Dataset, teacher: Bundle | None) -> tuple[int, str]:
-    """The largest batch of a run with these settings that fits in memory, and a sentence about it."""
-    ranks = init_process_group()
-    compute = choose_device(recipe.train.precision, ranks.local_rank, recipe.train.device)
-    if recipe.train.tune == "lora":
-        check_rank(recipe.model, recipe.train.lora_rank)
-    distiller = None if teacher is None else Teacher(teacher, dataset, recipe.model.channels, compute)
-    return choose_batch(recipe, dataset, distiller, compute, ranks)
+def dry_run(data: str | None, *, out: Path, callback: Callback, **options: Any) -> dict[str, Any]:
+    """Report the plan of a new run, with all checks and messages of `train`, and write no file of it.
+
+    Returns the settings by the names that --set takes, such as "lr" and "model.width".
+
+    Args:
+        options: the other arguments of `train`.
+    """
+    if data is None:
+        raise InputError(_no_data(out, resume=False))
+    names = RunCall.__dataclass_fields__
+    given = {name: options.pop(name) for name in list(options) if name in names}
+    asked = RunCall(data=data, changes=options, **given)
+    plan = new_plan(asked, callback)
+    plan.check()
+    check_empty(out, resume=False)
+    plan = fit_minutes(plan, callback)
+    session = open_session(plan, out, callback)
+    with use_threads(session.threads.count), session.closing():
+        session.show_plan()
+    recipe = plan.recipe
+    parts = {"model": asdict(recipe.model), "preprocess": asdict(recipe.preprocess)}
+    return _flatten(asdict(recipe.train) | parts)
 
 
-def _saved_setup(
-    saved: SavedRun,
-    data: Data | None,
-    classes: ClassNames | None,
-    recipe: str | None,
-    from_: str | Path | None,
-    teacher: str | Path | Bundle | None,
-    size: int | tuple[int, int] | None,
-    changes: Mapping[str, Any],
-    callback: Callback,
-) -> _Setup:
-    """The settings and the data of a run that is resumed; what is given again is checked."""
-    saved.check_name("recipe", recipe)
-    fields, model, nested, preprocess = split_changes(changes)
-    saved.check_preprocess(preprocess)
-    resolved = saved.with_changes(fields, named_fields(with_size(model, size)), nested)
-    split = {name: getattr(resolved.train, name) for name in SPLIT_FIELDS}
-    dataset = open_training_data(saved.locate("data") if data is None else data, classes, split, callback)
-    if classes is None and saved.request.get("classes"):
-        dataset = replace(dataset, classes=list(saved.request["classes"]))
-    start = None
-    if from_ is not None or (saved.request["from"] and not saved.has_checkpoint):
-        asked = saved.request
-        _, start = resolve_recipe(
-            asked["recipe"], dataset, from_ or saved.locate("from"), asked["changes"], asked["size"]
-        )
-    if teacher is None and saved.request["teacher"]:
-        teacher = saved.locate("teacher")
-    request = saved.moved({"data": data, "from": from_, "teacher": teacher})
-    return _Setup(dataset, resolved, start, _load_teacher(teacher), request, saved.reused(fields))
+def _flatten(settings: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings by names with a dot: augment.flip."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{field}": inner for field, inner in _flatten(value).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _how_to_go_on(out: Path) -> str:
@@ -233,14 +192,102 @@ def _how_to_go_on(out: Path) -> str:
     return "the run had not begun, and nothing was written; start it again."
 
 
-def _load_teacher(teacher: str | Path | Bundle | None) -> Bundle | None:
-    return teacher if teacher is None or isinstance(teacher, Bundle) else load(teacher)
-
-
-def no_data(out: Path, resume: bool) -> str:
+def _no_data(out: Path, resume: bool) -> str:
     """The message for a run without data."""
     if not resume:
         return "training needs data: a folder of images, a .csv, .jsonl or .npz file, or the word digits."
     if (out / "config.json").exists():
         return f"{printable(out)} does not record its data; give the data and the run's settings again."
     return f"there is no run to resume in {printable(out)}; check the folder, or give data to start a run."
+
+
+# ---- from a plan to a finished run ----------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Summary):
+    """A finished run."""
+
+    out: Path
+    bundle: Bundle
+    """The best weights: their EMA if there is one."""
+    metrics: list[dict[str, Any]]
+    """One row per epoch, as in metrics.jsonl."""
+    best: Mapping[str, Any]
+    """The row of the epoch whose weights are in `bundle` and best.safetensors."""
+
+    def summary(self) -> dict[str, str]:
+        """The run directory, and the accuracy of the best weights."""
+        accuracy = f"{self.best['val_accuracy']:.2%} on {self.best['val_images']:,} held-out images"
+        epochs = f"{self.best['epoch']} of {self.metrics[-1]['epoch']}"
+        return {"run": str(self.out), "accuracy": accuracy, "best epoch": epochs}
+
+
+def execute(plan: RunPlan, out: Path, *, resume: bool = False, callback: Callback | None = None) -> Run:
+    """Train by a plan, from the first step or from the newest checkpoint in `out`."""
+    file = LogFile(out / "log.txt", enabled=plan.ranks.is_main)
+    log = Callbacks(callback or Callback(), file)
+    plan.check()  # before there is a folder
+    if not (out / "config.json").exists():
+        plan = fit_minutes(plan, log)
+    with plan.compute.current():  # environment.json has its name
+        finished = prepare_run_directory(plan, out, resume, log)
+    if not finished:
+        file.open()
+        session = open_session(plan, out, log)
+        if plan.recipe.train.fingerprint and plan.ranks.is_main:  # which writes the files
+            session.fingerprint = run_fingerprint(out, plan.data, plan.start, log)
+        with plan.compute.current(), use_threads(session.threads.count):
+            if resume:
+                session.resume()
+            session.run()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Run(out, load(out / "best.safetensors"), rows, best_row(rows, plan.data))
+
+
+def open_session(plan: RunPlan, out: Path, log: Callback) -> TrainingSession:
+    """The run at step 0; what was decided on the way is reported."""
+    for note in plan.notes():
+        log.on_message(note)
+    trainer = Trainer(plan)
+    trainer.on_message = log.on_message
+    threads = plan.threads or choose_threads(trainer)
+    return TrainingSession(trainer, CheckpointManager(out, plan.recipe.train.keep, plan.ranks), log, threads)
+
+
+# ---- the report -----------------------------------------------------------------------------
+
+
+def write_report(out: Path, bundle: Bundle, plan: RunPlan, callback: Callback) -> None:
+    """Evaluate the best weights and write report.html, unless it exists.
+
+    A finished run does not fail because of its report: an error becomes a message. Only a full disk is
+    raised, since more than the page may be missing then. All processes evaluate; the main one writes.
+    """
+    data, ranks = plan.data, plan.ranks
+    try:
+        missing = ranks.is_main and not (out / REPORT_NAME).exists()
+        if missing:
+            check_extras()
+    except MissingExtra:
+        callback.on_message("No report: install vitrail[inspect].")
+        missing = False
+    if not ranks.any(missing):
+        return
+    try:
+        on_device = replace(bundle, model=copy.deepcopy(bundle.model).to(plan.compute.device))
+        evaluation = evaluate(on_device, data, split="val" if data.val else "test")
+        if ranks.is_main:
+            write_page(out / REPORT_NAME, run_page(out, bundle, data, evaluation))
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            name, reason = printable(out / REPORT_NAME), printable(error.strerror)
+            raise FileError(
+                f"the report {name} could not be written: {reason}. The run itself is complete and saved. "
+                f"Free some disk space, then write the report with {option('resume', True)}."
+            ) from error
+        where = f"{printable(error.filename)}: " if error.filename else ""
+        callback.on_message(f"No report: {where}{printable(error.strerror or error)}.")
+    except Exception as error:  # whatever it is, the run is finished
+        reason = str(error) if isinstance(error, VitrailError) else f"{type(error).__name__}: {error}"
+        callback.on_message(f"No report: {printable(reason, 400)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,22 +20,27 @@ from vitrail.base.errors import InputError
 from vitrail.fast.lora import plain_model, with_lora
 from vitrail.fast.parallelism import gather
 from vitrail.fast.prepare import prepare
-from vitrail.fast.training import TrainingExecutable, TrainingExecution
-from vitrail.images.formats.sources import Dataset
-from vitrail.images.loader import Batch, CorruptFiles, Reader, batch_indices, epoch_order, steps_in_epoch
+from vitrail.fast.training import TrainingExecution
+from vitrail.images.loader import (
+    Batch,
+    CorruptFiles,
+    Reader,
+    batch_indices,
+    epoch_order,
+    start_workers,
+    steps_in_epoch,
+)
 from vitrail.images.order import Order
-from vitrail.images.preprocess import Preprocess
-from vitrail.images.reader import start_workers
 from vitrail.model import ViT
-from vitrail.model.device import ComputeDevice
 from vitrail.training.callbacks import Progress
 from vitrail.training.captured_step import CapturedStep, CaptureError, StepValues
 from vitrail.training.checkpoint import Checkpoint, optimizer_tensors
 from vitrail.training.clock import Clock, Interval
-from vitrail.training.dropout import dropout_seeds
+from vitrail.training.dropout import DropoutSeeds
+from vitrail.training.epoch import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.input_pipeline import build_inputs
-from vitrail.training.metric_values import LOG_EVERY, LOG_SECONDS, EpochMetrics
 from vitrail.training.objective import (
+    Student,
     class_weights,
     correct_predictions,
     distillation_loss,
@@ -51,46 +56,35 @@ from vitrail.training.optim import (
     set_lr,
     update_ema,
 )
-from vitrail.training.parallel import ProcessGroup, SharedSignal, global_batch_size
+from vitrail.training.parallel import SharedSignal, choose_parallelism, global_batch_size
 from vitrail.training.plan.step_mode import StepMode, choose_step_mode
-from vitrail.training.recipes.settings import TrainConfig
-from vitrail.training.sharding import choose_parallelism
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.signals import Interrupted
-from vitrail.training.teacher import Student, Teacher
 from vitrail.weights.bundle.own_shape import use_native
 
 
-@dataclass
 class Trainer:
     """A model in training. It takes steps; evaluation, files and messages are its caller's.
 
     Args:
-        model: moved to the device, or holding shards. Its executable takes the steps; with tune="lora" it
-            gets the new weights at the end of every epoch.
-        ranks: the processes that share each batch.
-        teacher: a model to distill from.
+        model: the model to train, which is moved to the device or holds shards; by default the plan's. Its
+            executable takes the steps; with tune="lora" it gets the new weights at the end of every epoch.
     """
 
-    model: ViT
-    preprocess: Preprocess
-    data: Dataset
-    settings: TrainConfig
-    compute: ComputeDevice
-    ranks: ProcessGroup = field(default_factory=ProcessGroup)
-    teacher: Teacher | None = None
-    step: int = 0
-    """The number of steps taken."""
-    stopped: bool = False
-    """Whether `run` ends after this step, although more are planned."""
-    corrupt: CorruptFiles = field(default_factory=CorruptFiles)
-    """Training images that could not be read."""
-    on_message: Callable[[str], None] = lambda text: None
-    """Called with what a user should know."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: RunPlan, model: ViT | None = None) -> None:
+        self.plan, self.model = plan, plan.initial_model() if model is None else model
+        self.data, self.compute, self.ranks, self.teacher = plan.data, plan.compute, plan.ranks, plan.teacher
+        self.preprocess, self.settings = plan.recipe.preprocess, plan.recipe.train
+        self.step = 0
+        """The number of steps taken."""
+        self.stopped = False
+        """Whether `run` ends after this step, although more are planned."""
+        self.on_message: Callable[[str], None] = lambda text: None
+        """Called with what a user should know."""
         s, device = self.settings, self.compute.device
+        self.corrupt = CorruptFiles(s.corrupt)
+        """Training images that could not be read."""
         self.batch = global_batch_size(self.data, s, self.ranks)
-        self.corrupt.policy = s.corrupt
         self.reading = use_native(self.model, self.preprocess) if s.native else self.preprocess
         """How images are read: in their own shape, or in that of the model."""
         lora = s.tune == "lora"
@@ -101,8 +95,19 @@ class Trainer:
         self.ema = copy.deepcopy(self.trained).eval().requires_grad_(False) if s.ema else None
         if self.ema is not None:
             self.parallel.place(self.ema, device)
-        self.dropout = dropout_seeds(self.model.config, s, self.ranks, device)
-        self.executable = self._prepare()
+        self.dropout = DropoutSeeds(self.model.config, s, self.ranks, device)
+        if not self.parallel.sharded:
+            for own in {self.model, self.trained}:
+                own.to(device)
+        execution = TrainingExecution(
+            trained=self.trained,
+            rows=self.dropout if self.dropout.alike and self.ranks.count > 1 else None,
+            around=Student if self.teacher else None,
+            parallel=self.parallel,
+            dtype=self.compute.dtype,
+        )
+        self.executable = prepare(self.model, execution)
+        self.executable.say = lambda text: self.on_message(text)
         self.optimizer = build_optimizer(self.trained, s)
         classes = len(self.data.classes)
         self.weights = class_weights(self.data.train, classes, s).to(device)
@@ -121,22 +126,6 @@ class Trainer:
         self.values = StepValues(0.0, 0, 0.0)
         self.mode: StepMode | None = None
         self.captured: dict[bool, CapturedStep] = {}
-
-    def _prepare(self) -> TrainingExecutable:
-        """What computes the steps."""
-        if not self.parallel.sharded:
-            for model in {self.model, self.trained}:
-                model.to(self.compute.device)
-        execution = TrainingExecution(
-            trained=self.trained,
-            rows=self.dropout if self.dropout.shared else None,
-            around=Student if self.teacher else None,
-            parallel=self.parallel,
-            dtype=self.compute.dtype,
-        )
-        executable = prepare(self.model, execution)
-        executable.say = lambda text: self.on_message(text)
-        return executable
 
     @property
     def averaged_model(self) -> ViT:
@@ -164,15 +153,7 @@ class Trainer:
             stop: the number of the signal that asks this process to stop; then Interrupted is raised after
                 the current step, or of several processes in all of them after the next one.
         """
-        reader = Reader(
-            self.data.train,
-            self.reading,
-            augment=self.settings.augment,
-            seed=self.settings.seed,
-            workers=self.workers,
-            corrupt=self.corrupt,
-            device=self.compute.device,
-        )
+        reader = self.reader(self.corrupt)
         self.clock.start(self.step)
         slow, stopping = Interval(LOG_SECONDS), SharedSignal(self.ranks)
         try:
@@ -191,6 +172,18 @@ class Trainer:
                 raise Interrupted(number)
         finally:
             reader.close()
+
+    def reader(self, corrupt: CorruptFiles) -> Reader:
+        """A reader of the training images, decoded and cropped as in a step."""
+        return Reader(
+            self.data.train,
+            self.reading,
+            augment=self.settings.augment,
+            seed=self.settings.seed,
+            workers=self.workers,
+            corrupt=corrupt,
+            device=self.compute.device,
+        )
 
     def micro_batch_indices(self) -> Iterator[tuple[int, Tensor]]:
         """The epoch and the image indices of this process's micro-batches, from the next step to the last."""
@@ -249,7 +242,7 @@ class Trainer:
         parts = [next(batches) for _ in range(s.accumulate)]
         captured = mode.cuda_graph and not self.executable.watched
         skipped = self._captured_step(parts) if captured else self._compute_step(parts)
-        self.metrics.remember_step(self.step, torch.cat([part.indices for part in parts]), skipped)
+        self.metrics.recent.append((self.step, torch.cat([part.indices for part in parts]), skipped))
         self.step += 1
 
     def _epoch(self) -> int | Tensor:

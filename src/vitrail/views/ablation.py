@@ -15,9 +15,14 @@ from vitrail.base.errors import InputError
 from vitrail.model import ViT, edit
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import DIVERGING, ON_DATA, add_colorbar, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.sample import sample_images, sample_model, show_sample
-from vitrail.views.targets import BATCH, check_classes, check_classifier, log_probabilities, on_device
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
+from vitrail.views.figure_images import (
+    BATCH,
+    check_classes,
+    check_classifier,
+    device_of,
+    log_probabilities,
+)
 from vitrail.weights.bundle.scores import Activation
 
 if TYPE_CHECKING:
@@ -74,43 +79,36 @@ def compute(
         labels: the true classes of all images, in the same order.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
-    check_classifier(model)
-    L, k = model.config.depth, model.config.heads
-    drop, changed, correct = np.zeros((L, k)), np.zeros((L, k)), np.zeros((L, k))
+    L, k, classes = model.config.depth, model.config.heads, model.config.classes
+    sums = np.zeros((3, L, k))  # of the drop, changed predictions, correct predictions
     count, correct_in_full = 0, 0
-    classes = model.config.classes
     true = None if labels is None else check_classes("labels", labels, len(labels), classes)
     with eval_mode(model):
         for batch in _batches(model, images):
-            predicted = log_probabilities(model, batch, activation).max(dim=1)
+            log_p, predicted = log_probabilities(model, batch, activation).max(dim=1)
             batch_labels = None if true is None else true[count : count + len(batch)].to(batch.device)
             count += len(batch)
             _check_count(count, true)
             if batch_labels is not None:
-                correct_in_full += int((predicted.indices == batch_labels).sum())
-            for index in np.ndindex(L, k):
-                ablated = _ablated_log_probabilities(model, batch, index, activation)
-                remaining = ablated.gather(1, predicted.indices[:, None])[:, 0]
+                correct_in_full += int((predicted == batch_labels).sum())
+            for block, head in np.ndindex(L, k):
+                ablated = _ablated_log_probabilities(model, batch, block, head, activation)
                 prediction = ablated.argmax(dim=1)
-                drop[index] += float((predicted.values - remaining).sum())
-                changed[index] += int((prediction != predicted.indices).sum())
-                correct[index] += 0 if batch_labels is None else int((prediction == batch_labels).sum())
+                drop = log_p - ablated.gather(1, predicted[:, None])[:, 0]
+                correct = 0 if batch_labels is None else int((prediction == batch_labels).sum())
+                changed = int((prediction != predicted).sum())
+                sums[:, block, head] += float(drop.sum()), changed, correct
     _check_count(count, true, done=True)
-    has_labels = true is not None
-    return Ablation(
-        drop / count,
-        changed / count,
-        correct / count if has_labels else None,
-        correct_in_full / count if has_labels else None,
-        count,
-    )
+    drop_mean, changed_mean, accuracy = sums / count
+    if true is None:
+        return Ablation(drop_mean, changed_mean, None, None, count)
+    return Ablation(drop_mean, changed_mean, accuracy, correct_in_full / count, count)
 
 
 def _ablated_log_probabilities(
-    model: ViT, images: Tensor, index: tuple[int, ...], activation: Activation
+    model: ViT, images: Tensor, block: int, head: int, activation: Activation
 ) -> Tensor:
-    """Log-probabilities with the output of one head, index (block, head), set to zero: (B, K)."""
-    block, head = index
+    """Log-probabilities with the output of one head set to zero: (B, K)."""
 
     def zero_head(heads: Tensor) -> Tensor:  # (B, k, T, d)
         mask = torch.ones(heads.shape[1], 1, 1, dtype=heads.dtype, device=heads.device)
@@ -132,7 +130,7 @@ def _batches(model: ViT, images: Tensor | Iterable[Tensor]) -> Iterator[Tensor]:
                 "pass the labels separately."
             )
         check_classifier(model, batch)
-        yield on_device(model, batch)
+        yield batch.detach().to(device_of(model))
 
 
 def _check_count(count: int, labels: Tensor | None, *, done: bool = False) -> None:
@@ -151,7 +149,7 @@ def _check_count(count: int, labels: Tensor | None, *, done: bool = False) -> No
 
 @styled
 def draw(ablation: Ablation) -> Figure:
-    """A matrix of blocks by heads; red cells are heads without which the model is worse."""
+    """Draw a matrix of blocks by heads; red cells are heads without which the model is worse."""
     L, k = ablation.drop.shape
     has_labels = ablation.accuracy is not None
     values = ablation.effect * (100 if has_labels else 1)
@@ -162,89 +160,64 @@ def draw(ablation: Ablation) -> Figure:
     figure = new_figure(max(4.6, cell[0] * k + 2.2), max(2.8, cell[1] * L + 1.2), title)
     axis = figure.subplots()
     # Red means worse in both cases: a change in accuracy below 0, or a drop above 0.
-    image = axis.imshow(
-        values,
-        cmap=DIVERGING.removesuffix("_r") if has_labels else DIVERGING,
-        vmin=-limit,
-        vmax=limit,
-        aspect="auto",
-    )
+    colors = DIVERGING.removesuffix("_r") if has_labels else DIVERGING
+    image = axis.imshow(values, cmap=colors, vmin=-limit, vmax=limit, aspect="auto")
     if labeled:
         digits = min(4, max(1, 2 - math.floor(math.log10(limit))))
         for (block, head), value in np.ndenumerate(values):
             dark = abs(value) > 0.6 * limit
             text = f"{round(float(value), digits) + 0.0:+.{digits}f}"  # + 0.0 turns -0 into 0
             axis.text(head, block, text, ha="center", va="center", fontsize=8, color=ON_DATA[int(dark)])
-    axis.set(xlabel="head", ylabel="block")
-    axis.set_xticks(range(k))
-    axis.set_yticks(range(L))
+    axis.set(xlabel="head", ylabel="block", xticks=range(k), yticks=range(L))
     axis.tick_params(length=0, labelsize=8 if labeled else 7)
-    add_colorbar(figure, image, axis, _unit(ablation))
+    unit = (
+        "change in accuracy,\npercentage points"
+        if has_labels
+        else "drop in log-probability\nof the prediction, nats"
+    )
+    add_colorbar(figure, image, axis, f"{unit}\n(red: worse without it)")
     return figure
 
 
-def _unit(ablation: Ablation) -> str:
-    if ablation.accuracy is not None:
-        return "change in accuracy,\npercentage points\n(red: worse without it)"
-    return "drop in log-probability\nof the prediction, nats\n(red: worse without it)"
-
-
 def caption(ablation: Ablation) -> str:
-    """The head that matters most, and the number of heads that do not matter."""
+    """Name the head that matters most, and count the heads that do not matter."""
     L, k = ablation.drop.shape
     block, head = divmod(int(np.lexsort((-ablation.drop.ravel(), -ablation.harm.ravel()))[0]), k)
-    harm, changed, idle = ablation.harm[block, head], ablation.changed[block, head], int(ablation.idle.sum())
-    text = [
+    harm, changed = ablation.harm[block, head], ablation.changed[block, head]
+    without = f"the log-probability of the predicted class drops by {harm:.3g} nats"
+    little = "less than 0.1% of the predictions"
+    if ablation.full_accuracy is not None:
+        full = ablation.full_accuracy
+        without, little = (
+            f"accuracy goes from {full:.1%} to {full - harm:.1%}",
+            "the accuracy by less than 0.1%",
+        )
+    text = (
         "Each cell shows the effect of setting the output of one head to zero; red means the model gets "
-        f"worse (n = {ablation.images})."
-    ]
-    if ablation.full_accuracy is None:
-        text.append(
-            f"Head {head} of block {block} matters most: without it, the log-probability of the predicted "
-            f"class drops by {harm:.3g} nats and {changed:.1%} of the predictions change."
-        )
-        text.append(
-            f"Removing any one of {idle} of the {L * k} heads changes less than 0.1% of the predictions."
-        )
-    else:
-        text.append(
-            f"Head {head} of block {block} matters most: without it, accuracy goes from "
-            f"{ablation.full_accuracy:.1%} to {ablation.full_accuracy - harm:.1%} and {changed:.1%} of the "
-            "predictions change."
-        )
-        text.append(
-            f"Removing any one of {idle} of the {L * k} heads changes the accuracy by less than 0.1%."
-        )
-    if ablation.images * _NEGLIGIBLE < 1:
-        text.append(f"One image is {1 / ablation.images:.1%} of the sample, so smaller effects do not show.")
-    return " ".join(text)
-
-
-def table(ablation: Ablation) -> tuple[list[str], list[list[object]]]:
-    """One row per head."""
-    header = ["block", "head", "drop", "changed"] + (["accuracy"] if ablation.accuracy is not None else [])
-    columns = [ablation.drop, ablation.changed] + (
-        [ablation.accuracy] if ablation.accuracy is not None else []
+        f"worse (n = {ablation.images}). Head {head} of block {block} matters most: without it, {without} "
+        f"and {changed:.1%} of the predictions change. Removing any one of {ablation.idle.sum()} of the "
+        f"{L * k} heads changes {little}."
     )
+    if 1 < ablation.images < 1 / _NEGLIGIBLE:
+        text += f" One image is {1 / ablation.images:.1%} of the sample, so smaller effects do not show."
+    return text
+
+
+def table(ablation: Ablation) -> Rows:
+    """List the effects of each head."""
+    columns = {"drop": ablation.drop, "changed": ablation.changed}
+    columns |= {} if ablation.accuracy is None else {"accuracy": ablation.accuracy}
     indices = np.ndindex(ablation.drop.shape)
-    return header, [[*index, *(float(column[index]) for column in columns)] for index in indices]
+    return ["block", "head", *columns], [
+        [*index, *(float(column[index]) for column in columns.values())] for index in indices
+    ]
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    activation = request.bundle.scores.activation
-    ablation = compute(request.model, request.drawn().images, activation=activation)
+    ablation = compute(request.model, request.drawn.images, activation=request.bundle.scores.activation)
     return ablation, draw(ablation)
 
 
-FIGURE = FigureSpec("ablation", "Head ablation", _make, caption, table)
-
-
-if __name__ == "__main__":
-
-    def sample() -> tuple[Figure, str]:
-        images = sample_images(200)
-        labels = [int(name.removeprefix("digit ")) for name in images.names]
-        ablation = compute(sample_model().model, images.images, labels)
-        return draw(ablation), caption(ablation)
-
-    show_sample("ablation", sample)
+FIGURE = FigureSpec(
+    "ablation", "Head ablation", _make, caption, table, passes=lambda config: config.depth * config.heads
+)

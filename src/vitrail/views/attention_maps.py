@@ -1,12 +1,9 @@
-"""Attention maps of one token over the image, head by head (ViT paper, Fig. 6 and 14).
-
-Run it: `python -m vitrail.views.attention_maps`.
-"""
+"""Attention maps of one token over the image, head by head (ViT paper, Fig. 6 and 14)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +16,7 @@ from vitrail.model import ViT, record
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     check_finite,
     check_images,
@@ -145,7 +142,7 @@ def describe_query(query: Query) -> str:
 
 @styled
 def draw(attention: AttentionMaps, pixels: NDArray[np.uint8], names: Sequence[str] | None = None) -> Figure:
-    """One row per image: the image, then one map per head, all on the same color scale."""
+    """Draw a row per image: the image, then one map per head, all on the same color scale."""
     check_pixels(pixels, len(attention.maps))
     across = min(len(attention.heads), _HEADS_PER_ROW)
     rows = math.ceil(len(attention.heads) / across)
@@ -185,26 +182,25 @@ def color_limit(maps: NDArray[np.float32], label: str) -> tuple[float, str]:
 
 
 def caption(attention: AttentionMaps) -> str:
-    """How to read the maps, and how concentrated they are."""
+    """Explain the maps, and how concentrated they are."""
     images, heads, h, w = attention.maps.shape
     effective = _effective_patches(attention.maps).mean(axis=0)  # per head
     low, high = int(effective.argmin()), int(effective.argmax())
-    spread = f"ranges from {effective[low]:.1f} (head {attention.heads[low]}, the narrowest)"
-    spread += f" to {effective[high]:.1f} (head {attention.heads[high]}, the widest)"
-    single = f"is {effective[0]:.1f} (head {attention.heads[0]})"
-    sentences = [
+    spread = f"is {effective[0]:.1f} (head {attention.heads[0]})"
+    if heads > 1:
+        spread = f"ranges from {effective[low]:.1f} (head {attention.heads[low]}, the narrowest) "
+        spread += f"to {effective[high]:.1f} (head {attention.heads[high]}, the widest)"
+    text = (
         f"Each map shows the attention weights of {attention.query} in {attention.location} on the patches, "
-        "for one head; brighter is more, and all maps share one color scale.",
-        f"The effective number of patches attended to (exp of the entropy) "
-        f"{spread if heads > 1 else single}, out of {h * w}; mean over {images} image{'s' * (images > 1)}.",
-    ]
-    if attention.prefix.any():  # an attention pool attends to patches only
-        weights = ", ".join(
-            f"{name} {100 * weight:.1f}%"
-            for name, weight in zip(attention.names, attention.prefix.mean(axis=(0, 1)), strict=True)
-        )
-        sentences.append(f"Attention to the prefix tokens is not shown in the maps: {weights}.")
-    return " ".join(sentences)
+        "for one head; brighter is more, and all maps share one color scale. The effective number of patches "
+        f"attended to (exp of the entropy) {spread}, out of {h * w}; mean over {images} "
+        f"image{'s' * (images > 1)}."
+    )
+    if not attention.prefix.any():  # an attention pool attends to patches only
+        return text
+    fractions = zip(attention.names, attention.prefix.mean(axis=(0, 1)), strict=True)
+    weights = ", ".join(f"{name} {100 * weight:.1f}%" for name, weight in fractions)
+    return f"{text} Attention to the prefix tokens is not shown in the maps: {weights}."
 
 
 def _effective_patches(maps: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -216,36 +212,36 @@ def _effective_patches(maps: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.where(total[..., 0] > 0, np.exp(-(p * log_p).sum(axis=-1)), 0.0)
 
 
-def table(attention: AttentionMaps) -> tuple[list[str], list[list[object]]]:
-    """One row per image, head and token attended to."""
-    w = attention.maps.shape[-1]
-    tokens = [*attention.names, *(f"patch {n // w},{n % w}" for n in range(attention.maps[0, 0].size))]
-    flat = np.concatenate([attention.prefix, attention.maps.reshape(*attention.maps.shape[:2], -1)], axis=-1)
-    rows: list[list[object]] = [
-        [image, head, token, float(flat[image, index, n])]
-        for image in range(len(flat))
-        for index, head in enumerate(attention.heads)
-        for n, token in enumerate(tokens)
-    ]
+def table(attention: AttentionMaps) -> Rows:
+    """List the weight of each image, head and token attended to."""
+    rows = list_tokens(
+        range(len(attention.maps)), attention.heads, attention.names, attention.prefix, attention.maps
+    )
     return ["image", "head", "token", "weight"], rows
 
 
+def list_tokens(
+    outer: Iterable[object],
+    inner: Sequence[object],
+    names: Sequence[str],
+    prefix: NDArray[np.float32],
+    maps: NDArray[np.float32],
+) -> list[list[object]]:
+    """List the values of prefix tokens (outer, inner, n) and of patches (outer, inner, h, w), token by token."""
+    tokens = [*names, *(f"patch {row},{column}" for row, column in np.ndindex(maps.shape[2:]))]
+    flat = np.concatenate([prefix, maps.reshape(*maps.shape[:2], -1)], axis=-1)
+    return [
+        [one, other, token, float(value)]
+        for one, block in zip(outer, flat, strict=True)
+        for other, values in zip(inner, block, strict=True)
+        for token, value in zip(tokens, values, strict=True)
+    ]
+
+
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    images = request.drawn()
     layer = -1 if request.layer is None else request.layer
-    maps = compute(request.model, images.images, layer=layer, head=request.head)
-    return maps, draw(maps, images.pixels, images.names)
+    maps = compute(request.model, request.drawn.images, layer=layer, head=request.head)
+    return maps, draw(maps, request.drawn.pixels, request.drawn.names)
 
 
 FIGURE = FigureSpec("attention", "Attention of one block", _make, caption, table)
-
-
-if __name__ == "__main__":
-    from vitrail.views.sample import sample_images, sample_model, show_sample
-
-    def make() -> tuple[Figure, str]:
-        images = sample_images(5)
-        attention = compute(sample_model().model, images.images)
-        return draw(attention, images.pixels), caption(attention)
-
-    show_sample("attention", make)

@@ -1,13 +1,13 @@
 """Attribution maps: how much each patch contributes to the probability p of a class, by several methods.
 
-| occlusion          | drop in log p when the patch is painted over with the baseline color            |
+| occlusion          | drop in log p when the patch is painted over in the mean color                  |
 | gradient-attention | attention x gradient of the class, through all layers: gradient rollout          |
-| integrated         | integrated gradients from the baseline to the image (Sundararajan et al. 2017)  |
+| integrated         | integrated gradients from an image of that color (Sundararajan et al. 2017)      |
 | random             | random numbers from 0 to 1, as the control for scoring.py                       |
 
-Occlusion and integrated gradients are in nats and have a sign: a patch can be evidence against the class. The
-baseline is an image of one color. Gradient-attention (rollout.py) takes the positive part for every head and
-query. If it averaged over them first, many maps of a model with mean pooling would be zero.
+Occlusion and integrated gradients are in nats and have a sign: a patch can be evidence against the class.
+Gradient-attention (rollout.py) takes the positive part for every head and query. If it averaged over them
+first, many maps of a model with mean pooling would be zero.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from vitrail.model.device import eval_mode
 from vitrail.model.tokens import patchify
 from vitrail.views import rollout
 from vitrail.views.canvas import DIVERGING, add_colorbar, new_figure, overlay_map, show_image, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.figure_images import tell_apart
-from vitrail.views.sample import sample_images, sample_model, show_sample
-from vitrail.views.targets import (
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
+from vitrail.views.figure_images import (
     BATCH,
-    Baseline,
-    baseline_color,
+    Target,
     check_classifier,
+    check_pixels,
     choose_target,
     cover,
+    device_of,
     log_probabilities,
-    on_device,
+    tell_apart,
 )
 from vitrail.weights.bundle.scores import Activation
 
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 
 METHODS = ("occlusion", "gradient-attention", "integrated", "random")
 _SIGNED = ("occlusion", "integrated")
+_STEPS = 32  # points on the path of integrated gradients
 _MAX_ROWS = 8
 _RECORDED = 8  # images per backward pass that keeps all attention weights
 _MAX_GAP = 0.1  # largest acceptable completeness error of integrated gradients, as a fraction of the change
@@ -64,7 +64,7 @@ class Attribution:
     probability: NDArray[np.float32]
     """The probability of that class: (B,)."""
     change: NDArray[np.float32] | None
-    """log p of the image minus log p of the baseline, (B,): what integrated gradients should sum to."""
+    """log p of the image minus log p of a plain one, (B,): what integrated gradients should sum to."""
     steps: int
 
     @property
@@ -78,42 +78,45 @@ def compute(
     images: Tensor,
     *,
     methods: str | Sequence[str] = METHODS,
-    target: int | Sequence[int] | Tensor | None = None,
-    baseline: Baseline = 0.0,
-    steps: int = 32,
-    seed: int = 0,
+    target: Target = None,
+    steps: int = _STEPS,
     activation: Activation = "softmax",
 ) -> Attribution:
     """Compute the maps of each method for each image.
 
     Args:
         target: the class to explain, one for all images or one each; by default the predicted class.
-        baseline: the baseline color, in normalized units; 0 is the mean color of the training data.
         steps: number of points on the path of integrated gradients.
-        seed: seed of the random maps.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
     methods = [methods] if isinstance(methods, str) else methods
-    _check_methods(methods, steps)
-    images = on_device(model, images)
-    color = baseline_color(baseline, images)
-    inputs = _Explained(model, images, color, activation)
+    for method in methods:
+        if method not in METHODS:
+            raise InputError(f"unknown method {printable(repr(method))}. {suggest(str(method), METHODS)}")
+    if not isinstance(steps, int) or steps < 1:
+        raise InputError(
+            f"steps must be a positive integer, not {printable(steps)}; the default is {_STEPS}."
+        )
+    images = images.detach().to(device_of(model))
     with eval_mode(model):
         outputs = log_probabilities(model, images, activation)
-        inputs.target = choose_target(outputs, target)
-        log_p = outputs.gather(1, inputs.target[:, None])[:, 0]
+        classes = choose_target(outputs, target)
+        inputs = _Explained(model, images, classes, activation)
+        log_p = outputs.gather(1, classes[:, None])[:, 0]
         functions = {
             "occlusion": lambda: _occlusion(inputs, log_p),
             "gradient-attention": lambda: _gradient_attention(inputs),
             "integrated": lambda: _integrated(inputs, steps),
-            "random": lambda: _random(inputs, seed),
+            "random": lambda: torch.rand(
+                len(images), *inputs.grid, generator=torch.Generator().manual_seed(0)
+            ),
         }
         maps = {method: functions[method]().cpu().numpy() for method in methods}
-        change = log_p - inputs.log_p(inputs.baseline, inputs.target) if "integrated" in maps else None
+        change = log_p - inputs.log_p(inputs.plain, classes) if "integrated" in maps else None
     return Attribution(
         maps,
-        inputs.target.cpu().numpy(),
+        classes.cpu().numpy(),
         log_p.exp().cpu().numpy(),
         None if change is None else change.cpu().numpy(),
         steps,
@@ -121,30 +124,27 @@ def compute(
 
 
 class _Explained:
-    """A model, the images, the classes to explain, and the baseline images."""
+    """A model, the images, the classes to explain, and the images with all patches covered."""
 
-    target: Tensor
-
-    def __init__(self, model: ViT, images: Tensor, color: Tensor, activation: Activation) -> None:
-        self.model, self.images, self.color, self.activation = model, images, color, activation
+    def __init__(self, model: ViT, images: Tensor, target: Tensor, activation: Activation) -> None:
+        self.model, self.images, self.target, self.activation = model, images, target, activation
         self.grid, self.patch = model.config.grid, model.config.patch_pixels
-        all_patches = torch.ones(len(images), *self.grid, dtype=torch.bool, device=images.device)
-        self.baseline = cover(images, all_patches, color, self.patch)
+        everywhere = torch.ones(len(images), *self.grid, dtype=torch.bool, device=images.device)
+        self.plain = cover(images, everywhere, self.patch)
 
     def log_p(self, images: Tensor, target: Tensor) -> Tensor:
-        """log p of the class of each image: (B,)."""
+        """Log-probability of the class of each image: (B,)."""
         return log_probabilities(self.model, images, self.activation).gather(1, target[:, None])[:, 0]
 
 
 def _occlusion(inputs: _Explained, log_p: Tensor) -> Tensor:
-    """N copies of each image with one patch covered in each; batches run across images and patches."""
+    """Compare with N copies of each image, one patch covered in each; batches run across both."""
     B, N = len(inputs.images), inputs.model.config.patches
     occluded = []
     for pairs in torch.arange(B * N, device=inputs.images.device).split(BATCH):
         image, patch = pairs // N, pairs % N
         hidden = torch.nn.functional.one_hot(patch, N).bool().unflatten(1, inputs.grid)
-        covered = cover(inputs.images[image], hidden, inputs.color, inputs.patch)
-        occluded.append(inputs.log_p(covered, inputs.target[image]))
+        occluded.append(inputs.log_p(cover(inputs.images[image], hidden, inputs.patch), inputs.target[image]))
     return log_p[:, None, None] - torch.cat(occluded).view(B, *inputs.grid)
 
 
@@ -159,7 +159,7 @@ def _gradient_attention(inputs: _Explained) -> Tensor:
 
 
 def _integrated(inputs: _Explained, steps: int) -> Tensor:
-    """(x - baseline) times the mean gradient on the straight path, at `steps` points that crowd at its start.
+    """(x - plain) times the mean gradient on the straight path, at `steps` points that crowd at its start.
 
     The points are at alpha = t^4 for the midpoints t of equal segments, with the weights d alpha / dt. To
     LayerNorm an image of one color is a special point: most of the change can lie in the first thousandth
@@ -167,16 +167,14 @@ def _integrated(inputs: _Explained, steps: int) -> Tensor:
     """
     maps = []
     size = max(1, BATCH // steps)  # images per chunk; each is evaluated at all points of its path
-    chunks = zip(
-        inputs.images.split(size), inputs.baseline.split(size), inputs.target.split(size), strict=True
-    )
+    chunks = zip(*(part.split(size) for part in (inputs.images, inputs.plain, inputs.target)), strict=True)
     t = (torch.arange(steps, device=inputs.images.device, dtype=inputs.images.dtype) + 0.5) / steps
     alphas, weights = t**4, 4 * t**3 / steps
-    for images, baseline, target in chunks:
-        difference = images - baseline
+    for images, plain, target in chunks:
+        difference = images - plain
         total = torch.zeros_like(images)
         for part, weight in zip(alphas.split(BATCH), weights.split(BATCH), strict=True):
-            points = baseline + part.view(-1, 1, 1, 1, 1) * difference  # (steps, B, C, H, W)
+            points = plain + part.view(-1, 1, 1, 1, 1) * difference  # (steps, B, C, H, W)
             with torch.enable_grad():
                 flat = points.flatten(0, 1).requires_grad_()
                 log_p = inputs.log_p(flat, target.repeat(len(part)))
@@ -184,18 +182,6 @@ def _integrated(inputs: _Explained, steps: int) -> Tensor:
             total += (weight.view(-1, 1, 1, 1, 1) * gradient.view_as(points)).sum(dim=0)
         maps.append(patchify(difference * total, inputs.patch).float().sum(dim=2))  # (B, N)
     return torch.cat(maps).unflatten(1, inputs.grid)
-
-
-def _random(inputs: _Explained, seed: int) -> Tensor:
-    return torch.rand(len(inputs.images), *inputs.grid, generator=torch.Generator().manual_seed(seed))
-
-
-def _check_methods(methods: Sequence[str], steps: int) -> None:
-    for method in methods:
-        if method not in METHODS:
-            raise InputError(f"unknown method {printable(repr(method))}. {suggest(str(method), METHODS)}")
-    if not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps must be a positive integer, not {printable(steps)}; the default is 32.")
 
 
 # ---- the figure -----------------------------------------------------------------------------
@@ -208,7 +194,7 @@ def draw(
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:
-    """Each image and its maps. Every map is scaled by its own largest value, which is printed below it.
+    """Draw each image and its maps. Every map is scaled by its own largest value, which is printed below it.
 
     Args:
         pixels: the images to draw, (B, H, W, C).
@@ -216,11 +202,7 @@ def draw(
         names: image names.
     """
     B, rows = len(attribution.target), min(len(attribution.target), _MAX_ROWS)
-    if pixels.ndim != 4 or len(pixels) != B:
-        raise InputError(
-            f"pixels must hold the {B} explained images as (B, H, W, C), but their shape is {pixels.shape}; "
-            "pass all of them."
-        )
+    check_pixels(pixels, B)
     tall = min(2.0, max(0.5, pixels.shape[1] / pixels.shape[2]))
     wide = 1 + len(attribution.maps)
     title = "Contribution of each patch to the class" + (f" (the first {rows} of {B})" if rows < B else "")
@@ -229,16 +211,14 @@ def draw(
     images: dict[bool, Any] = {}  # one signed and one unsigned map, for the color bars
     titles = tell_apart((names or [f"image {row}" for row in range(B)])[:rows])
     for row, line in enumerate(axes):
-        name = (
-            printable(classes[int(attribution.target[row])], 14) if classes else str(attribution.target[row])
-        )
+        target = int(attribution.target[row])
+        name = printable(classes[target], 14) if classes else str(target)
         show_image(line[0], pixels[row])
         line[0].set_title(titles[row], fontsize=8, parse_math=False)
         _write_below(line[0], f"{name}: p = {attribution.probability[row]:.2f}")
         for axis, (method, maps) in zip(line[1:], attribution.maps.items(), strict=True):
             signed, largest = method in _SIGNED, float(np.abs(maps[row]).max())
-            scaled = maps[row] / (largest or 1.0)
-            images[signed] = (_overlay_signed if signed else _overlay_unsigned)(axis, pixels[row], scaled)
+            images[signed] = _overlay(axis, pixels[row], maps[row] / (largest or 1.0), signed)
             axis.set_title(method if row == 0 else "")
             _write_below(axis, f"±{largest:.2g} nats" if signed else f"0 to {largest:.2g}")
     for signed in sorted(images, reverse=True):
@@ -249,13 +229,10 @@ def draw(
     return figure
 
 
-def _overlay_unsigned(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating]) -> Any:
-    return overlay_map(axis, pixels, values, vmax=1.0)
-
-
-def _overlay_signed(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating]) -> Any:
-    """`overlay_map` for values around 0; the image is lightened, as white would not show on dark parts."""
-    pale = (160 + pixels[..., :3].astype(float) * (95 / 255)).astype(np.uint8)
+def _overlay(axis: Axes, pixels: NDArray[np.uint8], values: NDArray[np.floating], signed: bool) -> Any:
+    if not signed:
+        return overlay_map(axis, pixels, values, vmax=1.0)
+    pale = (160 + pixels[..., :3].astype(float) * (95 / 255)).astype(np.uint8)  # white shows on dark parts
     image = overlay_map(axis, pale, values)
     image.set(cmap=DIVERGING, clim=(-1, 1))
     return image
@@ -266,14 +243,13 @@ def _write_below(axis: Axes, text: str) -> None:
 
 
 def caption(attribution: Attribution) -> str:
-    """How to read the maps, the error of the integrated gradients, and how well the methods agree."""
-    text = [
-        "Each map shows how much each patch contributes to the class named below the image.",
-        "Occlusion and integrated gradients have a sign: red is evidence for the class, blue against it, in "
-        "nats of its log-probability."
-        if any(method in _SIGNED for method in attribution.maps)
-        else "The maps have no sign: brighter patches are more important.",
-    ]
+    """Explain the maps, the error of the integrated gradients, and how well the methods agree."""
+    text = ["Each map shows how much each patch contributes to the class named below the image."]
+    if any(method in _SIGNED for method in attribution.maps):
+        text.append(
+            "Occlusion and integrated gradients have a sign: red is evidence for the class, blue against it, "
+            "in nats of its log-probability."
+        )
     if attribution.change is not None and attribution.gap is not None:
         error, change = float(np.abs(attribution.gap).mean()), float(np.abs(attribution.change).mean())
         text.append(
@@ -287,23 +263,23 @@ def caption(attribution: Attribution) -> str:
     methods = [method for method in attribution.maps if method != "random"]
     if len(methods) > 1:
         pairs = [(a, b) for n, a in enumerate(methods) for b in methods[n + 1 :]]
-        correlations = ", ".join(f"{a} and {b} {_agreement(attribution, a, b):.2f}" for a, b in pairs)
+        correlations = ", ".join(
+            f"{a} and {b} {_correlation(attribution.maps[a], attribution.maps[b]):.2f}" for a, b in pairs
+        )
         text.append(f"The methods need not agree; the correlations between their maps are: {correlations}.")
     return " ".join(text)
 
 
-def _agreement(attribution: Attribution, a: str, b: str) -> float:
+def _correlation(first: NDArray[np.float32], second: NDArray[np.float32]) -> float:
     """Correlation of the maps of two methods, mean over images; 0 for a constant map."""
-    correlations = []
-    for one, other in zip(attribution.maps[a], attribution.maps[b], strict=True):
-        x, y = one.ravel() - one.mean(), other.ravel() - other.mean()
-        norm = float(np.linalg.norm(x) * np.linalg.norm(y))
-        correlations.append(float(x @ y) / norm if norm else 0.0)
-    return float(np.mean(correlations))
+    x, y = (maps.reshape(len(maps), -1) for maps in (first, second))
+    x, y = (maps - maps.mean(axis=1, keepdims=True) for maps in (x, y))
+    norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    return float(((x * y).sum(axis=1) / np.where(norms > 0, norms, 1)).mean())
 
 
-def table(attribution: Attribution) -> tuple[list[str], list[list[object]]]:
-    """One row per image, method and patch."""
+def table(attribution: Attribution) -> Rows:
+    """List the value of each image, method and patch."""
     rows: list[list[object]] = [
         [image, int(attribution.target[image]), method, *patch, float(maps[image][patch])]
         for image in range(len(attribution.target))
@@ -314,21 +290,12 @@ def table(attribution: Attribution) -> tuple[list[str], list[list[object]]]:
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    images = request.drawn()
-    activation = request.bundle.scores.activation
-    attribution = compute(request.model, images.images, target=request.target, activation=activation)
-    request.attributions = attribution.maps
-    return attribution, draw(attribution, images.pixels, request.bundle.labels, images.names)
+    images, scores = request.drawn, request.bundle.scores
+    found = compute(request.model, images.images, target=request.target, activation=scores.activation)
+    request.attributions = found.maps
+    return found, draw(found, images.pixels, request.bundle.labels, images.names)
 
 
-FIGURE = FigureSpec("attribution", "Attribution maps", _make, caption, table)
-
-
-if __name__ == "__main__":
-
-    def sample() -> tuple[Figure, str]:
-        images = sample_images(5)
-        attribution = compute(sample_model().model, images.images)
-        return draw(attribution, images.pixels), caption(attribution)
-
-    show_sample("attribution", sample)
+FIGURE = FigureSpec(
+    "attribution", "Attribution maps", _make, caption, table, passes=lambda c: c.patches + 3 * _STEPS
+)

@@ -10,7 +10,7 @@ import io
 import re
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -79,12 +79,18 @@ def styled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def new_figure(width: float, height: float, title: str = "") -> Figure:
     """Create an empty white figure of a size in inches, with constrained layout."""
-    from vitrail.views.notebook_figure import NotebookFigure
-
-    figure = NotebookFigure(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
+    figure = _figure_class()(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
     if title:
         figure.suptitle(title, fontsize=10, color=INK)
     return figure
+
+
+@cache
+def _figure_class() -> Any:
+    """A figure of matplotlib that is displayed when it is the value of a notebook cell."""
+    from matplotlib.figure import Figure
+
+    return type("NotebookFigure", (Figure,), {"_repr_png_": png_bytes})
 
 
 def show_image(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None:
@@ -92,16 +98,14 @@ def show_image(axis: Axes, pixels: NDArray[np.uint8], title: str = "") -> None:
     shown: Any = pixels if pixels.shape[2] in (3, 4) else pixels.mean(axis=2)
     axis.imshow(shown, cmap="gray", vmin=0, vmax=255)
     axis.axis("off")
-    if title:
-        axis.set_title(title)
+    axis.set_title(title)
 
 
 def show_map(axis: Axes, values: NDArray[np.floating], *, vmax: float | None = None, title: str = "") -> Any:
-    """Draw a map of values from 0 to `most`; returns what a color bar needs."""
+    """Draw a map of values from 0 to `vmax`, by default the largest; returns what a color bar needs."""
     image = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=float(values.max()) if vmax is None else vmax)
     axis.axis("off")
-    if title:
-        axis.set_title(title)
+    axis.set_title(title)
     return image
 
 

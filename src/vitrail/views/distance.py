@@ -4,8 +4,6 @@ The attention distance of a patch is the mean distance to all patches, center to
 its attention; a head's distance is the mean over patches and images. The entropy of the attention and the
 attention to prefix tokens are computed as well. Sums run over any number of images, and the weights of one
 block are reduced before the next block computes its own, so memory does not grow.
-
-Run it: `python -m vitrail.views.distance`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +22,7 @@ from vitrail.model import ViT, edit
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images, check_weights_fit, device_of
 
 if TYPE_CHECKING:
@@ -148,7 +146,7 @@ class _Sums:
 
 @styled
 def draw(distances: Distances) -> Figure:
-    """One dot per head by depth; the line is the mean over heads."""
+    """Draw one dot per head by depth; the line is the mean over heads."""
     panels: list[tuple[Measure, str, float | None, str]] = [
         (distances.distance, "mean attention distance, pixels", distances.uniform, "uniform attention"),
         (distances.entropy, "attention entropy, nats", distances.max_entropy, "maximum"),
@@ -161,9 +159,7 @@ def draw(distances: Distances) -> Figure:
         _draw_heads(axis, measure)
         if reference is not None:
             axis.axhline(reference, color=FAINT, linestyle="--", linewidth=1, label=name)
-        axis.set_ylim(0, 1.18 * axis.get_ylim()[1])  # leaves room for the legend
-        axis.set_xlabel("layer")
-        axis.set_ylabel(label)
+        axis.set(xlabel="layer", ylabel=label, ylim=(0, 1.18 * axis.get_ylim()[1]))  # room for the legend
         axis.legend(loc="upper left", fontsize=7.5, ncols=3, columnspacing=1, handletextpad=0.4)
     return figure
 
@@ -172,17 +168,10 @@ def _draw_heads(axis: Axes, measure: Measure) -> None:
     from matplotlib.ticker import MaxNLocator
 
     layers = np.arange(len(measure.mean))
+    dots = {"fmt": "o", "markersize": 4, "markeredgewidth": 0, "elinewidth": 0.6, "alpha": 0.6}
     for head, (values, errors) in enumerate(zip(measure.mean.T, measure.error.T, strict=True)):
-        axis.errorbar(
-            *(layers, values, np.nan_to_num(errors)),
-            fmt="o",
-            markersize=4,
-            markeredgewidth=0,
-            elinewidth=0.6,
-            color=LINES[0],
-            alpha=0.6,
-            label="" if head else "one head",
-        )
+        label = "" if head else "one head"
+        axis.errorbar(layers, values, np.nan_to_num(errors), color=LINES[0], label=label, **dots)
     axis.plot(layers, _layer_means(measure), color=LINES[1], marker="_", label="mean")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlim(-0.5, len(layers) - 0.5)
@@ -194,7 +183,7 @@ def _layer_means(measure: Measure) -> NDArray[np.float64]:
 
 
 def caption(distances: Distances) -> str:
-    """How to read the figure, whether distance grows with depth, and the lowest and highest layers."""
+    """Explain the figure, whether distance grows with depth, and the lowest and highest layers."""
     means, relative = _layer_means(distances.distance), distances.distance.mean / distances.uniform
     sentences = [
         f"Each dot is one head, averaged over its patches and {distances.images} "
@@ -203,17 +192,18 @@ def caption(distances: Distances) -> str:
         _describe_depth(means, distances.uniform),
     ]
     few = lowest_layers(len(relative))
-    if len(low := _valid(relative[:few])):
+    low, high = (part[np.isfinite(part)] for part in (relative[:few], relative[-few:]))
+    if len(low):
         sentences.append(
             f"In {_name_layers(0, few)}, {_describe_heads(low)} (local: below {LOCAL:.0%}, global: above "
             f"{GLOBAL:.0%}); {_compare_with_paper(low)}."
         )
-    if len(relative) > few and len(high := _valid(relative[-few:])):
+    if len(relative) > few and len(high):
         sentences.append(f"In {_name_layers(len(relative) - few, few)}, {_describe_heads(high)}.")
-    entropy = f"attention entropy is {100 * distances.entropy.mean.mean() / distances.max_entropy:.0f}%"
+    entropy = distances.entropy.mean.mean() / distances.max_entropy
     prefix = f", and prefix tokens receive {100 * distances.prefix.mean.mean():.1f}% of the attention"
     sentences.append(
-        f"On average over heads and layers, {entropy} of its maximum"
+        f"On average over heads and layers, attention entropy is {entropy:.0%} of its maximum"
         f"{prefix if distances.prefix_count else ''}."
     )
     return " ".join(sentences)
@@ -240,10 +230,6 @@ def lowest_layers(depth: int) -> int:
     return max(1, depth // 3)
 
 
-def _valid(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values[np.isfinite(values)]
-
-
 def _name_layers(first: int, count: int) -> str:
     return f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
 
@@ -258,35 +244,35 @@ def _describe_heads(heads: NDArray[np.float64]) -> str:
 
 def _compare_with_paper(lowest: NDArray[np.float64]) -> str:
     """One clause that compares the lowest layers with the findings of the ViT paper."""
-    has_local, has_global = (lowest < LOCAL).any(), (lowest > GLOBAL).any()
-    if has_local and has_global:
+    here = {
+        (False, False): "there is neither",
+        (True, False): "some are local and none is global",
+        (False, True): "some are global and none is local",
+    }
+    kinds = bool((lowest < LOCAL).any()), bool((lowest > GLOBAL).any())
+    if all(kinds):
         return "the ViT paper also finds both kinds in the lowest layers"
-    here = "there is neither"
-    if has_local or has_global:
-        here = "some are local and none is global" if has_local else "some are global and none is local"
-    return f"the ViT paper finds both kinds in the lowest layers, here {here}"
+    return f"the ViT paper finds both kinds in the lowest layers, here {here[kinds]}"
 
 
-def table(distances: Distances) -> tuple[list[str], list[list[object]]]:
-    """One row per layer and head."""
-    header = ["layer", "head", "distance_pixels", "distance_error", "distance_of_uniform"]
-    header += [
-        "entropy_nats",
-        "entropy_error",
-        "entropy_of_maximum",
-        "prefix_fraction",
-        "prefix_error",
-        "images",
+def table(distances: Distances) -> Rows:
+    """List the statistics of each layer and head."""
+    measured, entropy, prefix = distances.distance, distances.entropy, distances.prefix
+    columns = {
+        "distance_pixels": measured.mean,
+        "distance_error": measured.error,
+        "distance_of_uniform": measured.mean / distances.uniform,
+        "entropy_nats": entropy.mean,
+        "entropy_error": entropy.error,
+        "entropy_of_maximum": entropy.mean / distances.max_entropy,
+        "prefix_fraction": prefix.mean,
+        "prefix_error": prefix.error,
+    }
+    rows: list[list[object]] = [
+        [*index, *(float(column[index]) for column in columns.values()), distances.images]
+        for index in np.ndindex(measured.mean.shape)
     ]
-    rows: list[list[object]] = []
-    for layer, head in np.ndindex(distances.distance.mean.shape):
-        distance, entropy, prefix = (
-            (float(measure.mean[layer, head]), float(measure.error[layer, head]))
-            for measure in (distances.distance, distances.entropy, distances.prefix)
-        )
-        row: list[Any] = [layer, head, *distance, distance[0] / distances.uniform]
-        rows.append([*row, *entropy, entropy[0] / distances.max_entropy, *prefix, distances.images])
-    return header, rows
+    return ["layer", "head", *columns, "images"], rows
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
@@ -295,13 +281,3 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
 
 
 FIGURE = FigureSpec("distance", "Mean attention distance", _make, caption, table)
-
-
-if __name__ == "__main__":
-    from vitrail.views.sample import sample_images, sample_model, show_sample
-
-    def make() -> tuple[Figure, str]:
-        distances = compute(sample_model().model, sample_images(200).images)
-        return draw(distances), caption(distances)
-
-    show_sample("distance", make)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError
@@ -22,15 +24,16 @@ from vitrail.images.formats.sources import Split
 from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
+from vitrail.model.config import ViTConfig
 from vitrail.views.figure_images import ImageBatch, from_pixels
 from vitrail.weights.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 _BATCH = 32  # images per batch, for statistics over all images
 Progress = Callable[[str, int, int], None]
+Rows = tuple[list[str], list[list[object]]]  # a header, and the rows of a table
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,10 @@ class FigureSpec:
     make: Callable[[InspectionRequest], tuple[Any, Figure]]
     """Computes and draws: returns the result of `compute` and the figure."""
     caption: Callable[[Any], str]
-    table: Callable[[Any], tuple[list[str], list[list[object]]]]
+    table: Callable[[Any], Rows]
     needs_images: bool = True
+    passes: Callable[[ViTConfig], int] = lambda config: 1
+    """About how many forward passes it takes for each image; a backward pass counts as two."""
 
 
 @dataclass(eq=False)
@@ -62,7 +67,6 @@ class InspectionRequest:
     corrupt: CorruptFiles = field(default_factory=lambda: CorruptFiles("skip"))
     attributions: dict[str, Any] = field(default_factory=dict)
     """The attribution maps once they are computed; the scoring figure compares them."""
-    _drawn: ImageBatch | None = None
 
     @property
     def model(self) -> ViT:
@@ -73,11 +77,17 @@ class InspectionRequest:
         assert self.bundle.preprocess is not None
         return self.bundle.preprocess
 
-    def read(self, name: str) -> Iterator[tuple[list[str], NDArray[np.uint8]]]:
-        """All readable images, a batch at a time: names, and pixels (b, H, W, C)."""
+    @cached_property
+    def _split(self) -> Split:
         names = [str(path) for path in self.paths]
-        split = Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
-        reader = Reader(split, self.preprocess, augment=None, seed=0, workers="auto", corrupt=self.corrupt)
+        return Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
+
+    def _read(self, name: str) -> Iterator[tuple[list[str], NDArray[np.uint8]]]:
+        """Read all images, a batch at a time: the names of those that are valid, and pixels (b, H, W, C)."""
+        names = self._split.names
+        reader = Reader(
+            self._split, self.preprocess, augment=None, seed=0, workers="auto", corrupt=self.corrupt
+        )
         try:
             parts = torch.arange(len(names)).split(_BATCH)
             for number, batch in enumerate(reader.batches((0, part) for part in parts)):
@@ -89,41 +99,39 @@ class InspectionRequest:
         finally:
             reader.close()
 
+    def batches(self, name: str) -> Iterator[Tensor]:
+        """Read all images as model inputs, (b, C, H, W) each."""
+        for names, pixels in self._read(name):
+            yield from_pixels(pixels, self.preprocess, names).images
+
+    @cached_property
+    def drawn(self) -> ImageBatch:
+        """The images to draw: the first that can be read."""
+        names: list[str] = []
+        pixels: list[NDArray[np.uint8]] = []
+        for batch_names, batch in self._read("images"):
+            names, pixels = names + batch_names, [*pixels, *batch]
+            if len(names) >= self.max_images:
+                break
+        if not names:
+            reason = next(iter(self.corrupt.reasons.values()), "there are no images.")
+            raise InputError(
+                f"None of the {len(self.paths):,} images could be read; error in the first: {reason}"
+            )
+        most = self.max_images
+        return from_pixels(np.stack(pixels[:most]), self.preprocess, names[:most])
+
     def trained_on(self) -> str:
-        """How many of the images the model was trained on; "" if its file does not say so."""
+        """Describe how many of the images the model was trained on; "" if its file does not say so."""
         if self.bundle.fingerprint is None or not self.paths:
             return ""
-        names = [str(path) for path in self.paths]
-        split = Split(np.zeros(len(names), dtype=np.int64), names, list(self.paths))
-        keys = content_keys(split, progress=lambda done, total: self.progress("content keys", done, total))
+        keys = content_keys(
+            self._split, progress=lambda done, total: self.progress("content keys", done, total)
+        )
         count = int(self.bundle.fingerprint.contains(keys).sum())
         exact = self.bundle.fingerprint.is_exact
-        if len(names) == 1:
+        if len(self.paths) == 1:
             how = "" if exact else "probably "
             return f"The model was {how if count else 'not '}trained on this image."
         some = f"{'' if exact else 'about '}{count:,}" if count else "none"
-        return f"The model was trained on {some} of these {len(names):,} images."
-
-    def batches(self, name: str) -> Iterator[Tensor]:
-        """The same as model inputs, (b, C, H, W)."""
-        for names, pixels in self.read(name):
-            yield from_pixels(pixels, self.preprocess, names).images
-
-    def drawn(self) -> ImageBatch:
-        """The images to draw: the first that can be read."""
-        if self._drawn is None:
-            names: list[str] = []
-            pixels: list[NDArray[np.uint8]] = []
-            for batch_names, batch in self.read("images"):
-                names, pixels = names + batch_names, [*pixels, *batch]
-                if len(names) >= self.max_images:
-                    break
-            if not names:
-                reason = next(iter(self.corrupt.reasons.values()), "there are no images.")
-                raise InputError(
-                    f"None of the {len(self.paths):,} images could be read; error in the first: {reason}"
-                )
-            self._drawn = from_pixels(
-                np.stack(pixels[: self.max_images]), self.preprocess, names[: self.max_images]
-            )
-        return self._drawn
+        return f"The model was trained on {some} of these {len(self.paths):,} images."

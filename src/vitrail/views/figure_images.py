@@ -1,8 +1,8 @@
-"""Images for the figures, as pixels to draw and as model inputs, and checks of what figures are given."""
+"""What figures are computed from: images, target classes, log-probabilities, covered patches; and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from vitrail.base.errors import InputError, printable
 from vitrail.images.decode import open_image, suppress_warnings
@@ -17,9 +18,13 @@ from vitrail.images.formats.stored_images import StoredImage
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.model_memory import attention_bytes, check_fits
+from vitrail.weights.bundle.scores import Activation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+BATCH = 64  # images in one forward pass
+Target = int | Sequence[int] | Tensor | None  # a class for all images, one each, or the predicted one
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +36,6 @@ class ImageBatch:
     """(B, H, W, C), for drawing."""
     images: Tensor
     """(B, C, H, W), the same images normalized: the input of the model."""
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def from_pixels(pixels: NDArray[np.uint8], preprocess: Preprocess, names: Sequence[str]) -> ImageBatch:
@@ -65,6 +67,9 @@ def _shorten(text: str, most: int) -> str:
     """Printable text with as many letters of its start as of its end."""
     text = printable(text, 2000)
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
+
+
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def check_images(model: ViT, images: Tensor | None = None) -> None:
@@ -121,3 +126,59 @@ def check_finite(what: str, values: NDArray[np.floating]) -> None:
 def device_of(model: ViT) -> torch.device:
     """The device of the model's parameters."""
     return next(model.parameters()).device
+
+
+# ---- predictions and covered patches ----------------------------------------------------------------
+
+
+def check_classifier(model: ViT, images: Tensor) -> None:
+    """Check that the model is a classifier, and the images."""
+    check_images(model, images)
+    if model.config.classes < 2:
+        raise InputError(
+            "This figure needs a classifier with at least two classes, but the model has "
+            f"classes={model.config.classes}; add a head with vitrail.surgery.reclass."
+        )
+
+
+def log_probabilities(model: ViT, images: Tensor, activation: Activation) -> Tensor:
+    """Log-probabilities (B, K) in float32, computed in chunks of `BATCH` images."""
+    return activate(torch.cat([model(part) for part in images.split(BATCH)]), activation)
+
+
+def activate(logits: Tensor, activation: Activation) -> Tensor:
+    """The log-probabilities of logits (..., K): by softmax, or of each class alone by sigmoid."""
+    return logits.float().log_softmax(dim=-1) if activation == "softmax" else logsigmoid(logits.float())
+
+
+def check_classes(what: str, indices: Iterable[int] | Tensor, count: int, classes: int) -> Tensor:
+    """Check that there is one class index for each of `count` images: (B,)."""
+    array = np.asarray(indices.cpu() if isinstance(indices, Tensor) else list(indices))
+    if array.shape != (count,) or array.dtype.kind not in "iu":
+        raise InputError(
+            f"{what} must hold one integer class index for each of {count} images, but its dtype is "
+            f"{array.dtype} and its shape {array.shape}."
+        )
+    if wrong := [int(index) for index in array if not 0 <= index < classes]:
+        listed = printable(", ".join(map(str, wrong)))
+        raise InputError(f"{what} must hold class indices from 0 to {classes - 1}, not {listed}.")
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def choose_target(outputs: Tensor, target: Target) -> Tensor:
+    """The class to explain for each image, (B,): the given one, or that of the largest output."""
+    count, classes = outputs.shape
+    if target is None:
+        return outputs.argmax(dim=1)
+    indices = [target] * count if isinstance(target, int) else target
+    return check_classes("target", indices, count, classes).to(outputs.device)
+
+
+def cover(images: Tensor, hidden: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """The images with the `hidden` patches (B, h, w) painted in the mean color, which normalization makes 0.
+
+    Pixels beyond the last complete patch (remainder="cut") belong to no patch and stay as they are.
+    """
+    mask = hidden.repeat_interleave(patch[0], 1).repeat_interleave(patch[1], 2)  # (B, h P, w P)
+    spare = (0, images.shape[3] - mask.shape[2], 0, images.shape[2] - mask.shape[1])
+    return images.masked_fill(torch.nn.functional.pad(mask, spare)[:, None], 0)

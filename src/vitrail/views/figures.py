@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.base.errors import InputError, suggest
+from vitrail.base.errors import InputError, option, suggest
+from vitrail.model.device import eval_mode
 from vitrail.views import (
     ablation,
     attribution,
@@ -27,22 +29,11 @@ from vitrail.views.canvas import save_figure
 from vitrail.views.figure import FigureSpec, InspectionRequest
 from vitrail.views.figure_images import check_images, check_index
 
+_ON_IMAGES = attribution, rollout, attention, features, lens, scoring, distance, similarity, ablation
 FIGURES: dict[str, FigureSpec] = {
-    module.FIGURE.name: module.FIGURE
-    for module in (
-        attribution,
-        rollout,
-        attention,
-        features,
-        lens,
-        scoring,
-        distance,
-        similarity,
-        ablation,
-        filters,
-        positions,
-    )
+    module.FIGURE.name: module.FIGURE for module in (*_ON_IMAGES, filters, positions)
 }
+_QUICK = 10.0  # seconds; a figure that takes longer is drawn if it is asked for
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,6 @@ class MadeFigure:
     """A figure on disk (NAME.png, NAME.svg and NAME.csv) with its caption."""
 
     spec: FigureSpec
-    png: Path
     svg: Path
     caption: str
     rows: int
@@ -65,11 +55,14 @@ class Inspection:
     skipped: dict[str, str]
 
 
-def inspect_model(request: InspectionRequest, folder: Path, only: Sequence[str] = ()) -> Inspection:
+def inspect_model(
+    request: InspectionRequest, folder: Path, only: Sequence[str] = (), every: bool = False
+) -> Inspection:
     """Compute and draw figures into a folder.
 
     Args:
         only: names of figures; by default all that apply, or without images those of the weights.
+        every: whether figures that take long are drawn, too.
     """
     check_images(request.model)
     config = request.model.config
@@ -77,10 +70,13 @@ def inspect_model(request: InspectionRequest, folder: Path, only: Sequence[str] 
         if number is not None:
             check_index(what, number, count)
     names = _choose(only, has_images=bool(request.paths))
+    slow = {} if only or every or not request.paths else _slow_figures(request)
     figures, skipped = [], {}
     for number, name in enumerate(names):
         request.progress("figures", number, len(names))
         try:
+            if name in slow:
+                raise InputError(slow[name])
             figures.append(make_figure(FIGURES[name], request, folder))
         except InputError as error:
             if only:  # the user requested it
@@ -93,12 +89,12 @@ def inspect_model(request: InspectionRequest, folder: Path, only: Sequence[str] 
 def make_figure(spec: FigureSpec, request: InspectionRequest, folder: Path) -> MadeFigure:
     """Compute and draw one figure and write its files."""
     result, figure = spec.make(request)
-    png, svg = save_figure(figure, folder / spec.name)
+    _, svg = save_figure(figure, folder / spec.name)
     header, rows = spec.table(result)
     text = io.StringIO()
     csv.writer(text).writerows([header, *rows])
     (folder / f"{spec.name}.csv").write_text(text.getvalue(), encoding="utf-8")
-    return MadeFigure(spec, png, svg, spec.caption(result), len(rows))
+    return MadeFigure(spec, svg, spec.caption(result), len(rows))
 
 
 def _choose(only: Sequence[str], *, has_images: bool) -> list[str]:
@@ -113,3 +109,24 @@ def _choose(only: Sequence[str], *, has_images: bool) -> list[str]:
         for name, spec in FIGURES.items()
         if (name in only if only else has_images or not spec.needs_images)
     ]
+
+
+def _slow_figures(request: InspectionRequest) -> dict[str, str]:
+    """The figures that take long on this machine, by the time of a forward pass, and what to do."""
+    images = request.drawn.images.to(next(request.model.parameters()).device)
+    with eval_mode(request.model):
+        request.model(images[:1])  # the first pass is slower
+        start = time.perf_counter()
+        request.model(images)
+        seconds = time.perf_counter() - start
+    times = {name: seconds * spec.passes(request.model.config) for name, spec in FIGURES.items()}
+    return {
+        name: f"It would take about {_format_time(taken)}; draw it with {option('all', True)}, or alone with "
+        f"{option('only', name)}."
+        for name, taken in times.items()
+        if taken > _QUICK
+    }
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

@@ -16,10 +16,8 @@ from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.model.stem import standardize
 from vitrail.views.canvas import DIVERGING, LINES, add_colorbar, new_figure, styled
-from vitrail.views.components import principal
-from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images
-from vitrail.views.sample import sample_model, show_sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,6 +28,7 @@ _MAX_COMPONENTS = 28  # as in the ViT paper
 _VARIANCE = 0.9  # fraction of the variance that `needed` components explain
 _COLUMNS = 7
 _SMOOTH, _VERY_SMOOTH = 0.2, 0.5  # correlations of neighboring pixels; about 0 for noise
+_SMALLEST = 1e-12  # components with less than this fraction of the variance are rounding errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +95,24 @@ def _pixel_filters(model: ViT) -> tuple[Tensor, str]:
             return tokens.proj.weight, "the patch embedding"
 
 
+def principal(rows: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Compute principal components (n, columns) as unit vectors, and the fraction of the variance of each.
+
+    The rows are centered first. The sign of a component is arbitrary; it is chosen so that the largest weight
+    is positive, which makes figures reproducible across machines. Rows that are all equal have no components.
+    """
+    x = rows.astype(np.float64)
+    x = x - x.mean(axis=0)
+    tall = x.shape[0] >= x.shape[1]
+    values, vectors = np.linalg.eigh(x.T @ x if tall else x @ x.T)  # the smaller of the two
+    values, vectors = values[::-1].clip(min=0), vectors[:, ::-1]
+    scale = float((rows.astype(np.float64) ** 2).sum())
+    valid = values > _SMALLEST * scale if scale else np.zeros(len(values), dtype=bool)
+    components = vectors[:, valid].T if tall else (x.T @ vectors[:, valid] / np.sqrt(values[valid])).T
+    largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
+    return components * np.sign(largest), values[valid] / values.sum() if valid.any() else values[valid]
+
+
 def smoothness(tile: NDArray[np.floating]) -> float:
     """The correlation of neighboring pixels of a tile (C, P, P): their mean product over the mean square."""
     pairs = [(tile[:, 1:], tile[:, :-1]), (tile[..., 1:], tile[..., :-1])]
@@ -115,6 +132,7 @@ def _components_needed(explained: NDArray[np.float64]) -> int:
 
 @styled
 def draw(filters: Filters) -> Figure:
+    """Draw the components as tiles, and beside them the variance that they explain together."""
     count, channels = filters.components.shape[:2]
     rows = -(-count // _COLUMNS)
     layer = filters.source.split(" (")[0]
@@ -135,7 +153,12 @@ def draw(filters: Filters) -> Figure:
         axis.set_xlabel(_percent(fraction), fontsize=7.5, labelpad=2)
     if channels != 3:
         add_colorbar(left, image, axes, "weight" if channels == 1 else f"weight, mean of {channels} channels")
-    _draw_cumulative(right, filters)
+    axis = right.subplots()
+    percents = 100 * filters.explained_variance.cumsum()
+    axis.plot(range(1, count + 1), percents, color=LINES[0], marker=".", markersize=4)
+    axis.set(xlabel="components", ylabel="explained variance, %", ylim=(0, 103))
+    axis.set_xlim(0, max(count, 2) + 0.7)
+    axis.locator_params(axis="x", integer=True, nbins=4)
     return figure
 
 
@@ -149,28 +172,16 @@ def _percent(fraction: float) -> str:
     return f"{fraction:.0%}" if fraction >= 0.095 else f"{fraction:.1%}"
 
 
-def _draw_cumulative(part: Any, filters: Filters) -> None:
-    """Cumulative explained variance by the number of components."""
-    axis = part.subplots()
-    counts = np.arange(1, len(filters.explained_variance) + 1)
-    axis.plot(counts, 100 * filters.explained_variance.cumsum(), color=LINES[0], marker=".", markersize=4)
-    axis.set(xlabel="components", ylabel="explained variance, %", ylim=(0, 103))
-    axis.set_xlim(0, max(len(filters.explained_variance), 2) + 0.7)
-    axis.locator_params(axis="x", integer=True, nbins=4)
-
-
 def caption(filters: Filters) -> str:
+    """Compare the number and the smoothness of the components with those of random filters."""
     count, channels = filters.components.shape[:2]
     scale = {
         3: "each tile is scaled by its largest weight, and mid gray is 0",
         1: "all tiles share one color scale",
     }.get(channels, f"each tile is the mean over {channels} channels, and all share one color scale")
-    low_rank = filters.needed < 0.8 * filters.needed_by_noise
-    comparison = (
-        "the filters are combinations of a few patterns, as in the ViT paper"
-        if low_rank
-        else "the filters are not made of few patterns, unlike in the ViT paper"
-    )
+    comparison = "the filters are not made of few patterns, unlike in the ViT paper"
+    if filters.needed < 0.8 * filters.needed_by_noise:
+        comparison = "the filters are combinations of a few patterns, as in the ViT paper"
     smooth = float((filters.smoothness * filters.explained_variance).sum() / filters.explained_variance.sum())
     text = (
         f"The first {count} principal components of the {filters.count} filters of {filters.source}, with "
@@ -186,12 +197,11 @@ def caption(filters: Filters) -> str:
     )
 
 
-def table(filters: Filters) -> tuple[list[str], list[list[object]]]:
-    """One row per component."""
+def table(filters: Filters) -> Rows:
+    """List the variance and smoothness of each component."""
+    explained = filters.explained_variance
+    columns = zip(explained, explained.cumsum(), filters.smoothness, strict=True)
     header = ["component", "explained_variance", "cumulative", "smoothness"]
-    columns = zip(
-        filters.explained_variance, filters.explained_variance.cumsum(), filters.smoothness, strict=True
-    )
     return header, [[number, *map(float, row)] for number, row in enumerate(columns, start=1)]
 
 
@@ -201,8 +211,3 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
 
 
 FIGURE = FigureSpec("filters", "Patch embedding filters", _make, caption, table, needs_images=False)
-
-
-if __name__ == "__main__":
-    filters = compute(sample_model().model)
-    show_sample("filters", lambda: (draw(filters), caption(filters)))

@@ -7,8 +7,7 @@ from typing import Any
 
 from vitrail.base.errors import printable
 from vitrail.views import charts
-from vitrail.views.html_page import Figure, Page, Section, Table
-from vitrail.views.numbers import percent
+from vitrail.views.html_page import Figure, Page, Section, Table, percent
 from vitrail.views.run_page import command_line
 
 _HOW_TO_READ = (
@@ -21,7 +20,7 @@ _HOW_TO_READ = (
 def folds_page(result: Mapping[str, Any]) -> Page:
     """Build the page from the contents of folds.json."""
     folds = result["folds"]
-    low, high = (min(1.0, max(0.0, end)) for end in result["interval"])
+    low, high = (percent(min(1.0, max(0.0, end))) for end in result["interval"])
     images = sum(fold["val_images"] for fold in folds)
     scores = [fold["accuracy"] for fold in folds]
     lead = [
@@ -30,31 +29,21 @@ def folds_page(result: Mapping[str, Any]) -> Page:
     ]
     if result["unused_test_images"]:
         lead.append(f"The {result['unused_test_images']:,} images of the test set are in no fold.")
-    rows = [
-        (
-            str(fold["number"]),
-            percent(fold["accuracy"]),
-            f"{fold['loss']:.3f}",
-            *(f"{fold[name]:,}" for name in ("val_images", "train_images")),
-        )
-        for fold in folds
-    ]
-    header = ("fold", "accuracy", "loss", "images", "training images")
+    rows = []
+    for fold in folds:
+        counts = (f"{fold[name]:,}" for name in ("val_images", "train_images"))
+        rows.append([str(fold["number"]), percent(fold["accuracy"]), f"{fold['loss']:.3f}", *counts])
+    header = ["fold", "accuracy", "loss", "images", "training images"]
+    figures = [Figure(charts.scores(scores), "Accuracy of each fold, and their mean")]
+    table = Table("Accuracy and loss of each fold", header, rows)
     return Page(
         title=f"Cross-validation on {printable(result['data'])}",
         lead=lead,
         headline=[
             (percent(result["mean"]), "mean accuracy"),
             (percent(result["deviation"]), "standard deviation between folds"),
-            (f"{percent(low)} to {percent(high)}", "95 % confidence interval of the mean"),
+            (f"{low} to {high}", "95 % confidence interval of the mean"),
         ],
-        sections=[
-            Section(
-                "Folds",
-                figures=[Figure(charts.scores(scores), "Accuracy of each fold, and their mean")],
-                tables=[Table("Accuracy and loss of each fold", header, rows)],
-                how_to_read=_HOW_TO_READ,
-            )
-        ],
+        sections=[Section("Folds", figures=figures, tables=[table], how_to_read=_HOW_TO_READ)],
         command=command_line(result["environment"]),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from vitrail.base.safe_files import write_text
 from vitrail.base.version import __version__
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_TEXT = 2000  # characters of a single string
@@ -39,8 +40,6 @@ class Figure:
     caption: str = ""
     wide: bool = False
     """Whether it takes the full width of the page; other figures are side by side."""
-    pixelated: bool = False
-    """Whether pixels are shown as sharp squares, at the original size."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,6 @@ class Section:
     how_to_read: str = ""
     folded: bool = False
     """Whether the section is collapsed at first."""
-    equation: str = ""
-    """Shown first; on a wide page the figures are then beside the text."""
 
     @property
     def single_views(self) -> bool:
@@ -121,27 +118,29 @@ def render(page: Page) -> str:
     """Render a page as HTML."""
     searchable = any(table.search for section in page.sections for table in section.tables)
     script = (_TEMPLATES / "search.js").read_text(encoding="utf-8") if searchable else ""
+    return render_template("page.html", script, page=page, is_large=_is_large, breakable=_breakable)
+
+
+def render_template(name: str, script: str, **content: Any) -> str:
+    """Render a template with its only script, which the page's policy allows by its hash."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _template().render(
-        page=page,
-        version=__version__,
-        uri=_data_uri,
-        is_large=_is_large,
-        breakable=_breakable,
-        script=_literal(script),
-        script_hash=digest,
+    return (
+        _environment()
+        .get_template(name)
+        .render(**content, version=__version__, uri=data_uri, script=markup(script), script_hash=digest)
     )
 
 
-def _literal(text: str) -> Any:
+def markup(text: str) -> Any:
     """Text of our own, which is not escaped."""
-    from markupsafe import Markup
+    with require_extra("inspect"):
+        from markupsafe import Markup
 
     return Markup(text)
 
 
 @cache
-def _template() -> Template:
+def _environment() -> Environment:
     with require_extra("inspect"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
@@ -150,27 +149,24 @@ def _template() -> Template:
         """Escape control characters and bidirectional marks in all text."""
         return value if isinstance(value, Markup) else printable(value, _MAX_TEXT)
 
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+    return Environment(
+        loader=FileSystemLoader([_TEMPLATES, _TEMPLATES.parent / "walk"]),
         autoescape=True,
         finalize=finalize,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
 
 
-def _data_uri(image: str | bytes) -> Any:
+def data_uri(image: str | bytes) -> Any:
     """An image as a data URI."""
-    from markupsafe import Markup
-
     if isinstance(image, str):
         data, media_type = image.encode(), "image/svg+xml"
     else:
         data = image
         media_type = next(kind for start, kind in _MEDIA_TYPES.items() if data.startswith(start))
-    return Markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
+    return markup(f"data:{media_type};base64,{base64.b64encode(data).decode()}")
 
 
 def _is_large(image: str | bytes) -> bool:
@@ -194,3 +190,20 @@ def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path
         overwrite: whether an existing file may be overwritten.
     """
     return write_text(path, render(page), overwrite=overwrite)
+
+
+# ---- numbers --------------------------------------------------------------------------------
+
+
+def percent(fraction: float) -> str:
+    """A fraction in percent, with one more digit if it would otherwise be rounded up to 100 %."""
+    return f"{100 * fraction:.{2 if 0.9995 <= fraction < 1 else 1}f} %"
+
+
+def wilson(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % confidence interval of a fraction (Wilson 1927), valid also for few images and near 0 or 1."""
+    fraction, correction = correct / count, z * z / count
+    center = (fraction + correction / 2) / (1 + correction)
+    variance = fraction * (1 - fraction) / count + correction / (4 * count)
+    margin = z / (1 + correction) * math.sqrt(variance)
+    return max(0.0, center - margin), min(1.0, center + margin)

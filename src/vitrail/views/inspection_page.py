@@ -18,16 +18,22 @@ from vitrail.views.html_page import Figure, Page, Section, check_extras, write_p
 
 
 def write_inspection(
-    request: InspectionRequest, out: Path, *, only: Sequence[str] = (), command: str = ""
+    request: InspectionRequest,
+    out: Path,
+    *,
+    only: Sequence[str] = (),
+    every: bool = False,
+    command: str = "",
 ) -> dict[str, str]:
     """Write the folder `out`; returns the skipped figures with the reasons.
 
     Args:
         only: names of figures; by default all that apply, or without images those of the weights.
+        every: whether figures that take long are drawn, too.
     """
     check_extras()
     with atomic_folder(out) as folder:
-        inspection = inspect_model(request, folder, only)
+        inspection = inspect_model(request, folder, only, every)
         write_page(folder / "index.html", _page(request, inspection, command))
     return inspection.skipped
 
@@ -43,26 +49,25 @@ def _section(made: MadeFigure) -> Section:
 def _page(request: InspectionRequest, inspection: Inspection, command: str) -> Page:
     """Build the page: the figures, the model, and what was skipped."""
     config, name = request.model.config, request.bundle.card.name or "a model"
-    images = f" and {len(request.paths):,} images" if request.paths else ""
+    count = len(request.paths)
+    images = f" and {count:,} image{'s' * (count != 1)}" if count else ""
     prefix = f"{config.prefix} + " if config.prefix else ""
+    tokens = f"{prefix}{format_sides(config.grid)} patches of {format_sides(config.patch_pixels)} pixels"
     facts: list[tuple[str, object]] = [
         ("parameters", f"{sum(p.numel() for p in request.model.parameters()):,}"),
         ("blocks and heads", f"{config.depth} blocks of {config.heads} heads, width {config.width}"),
-        (
-            "tokens",
-            f"{prefix}{format_sides(config.grid)} patches of {format_sides(config.patch_pixels)} pixels",
-        ),
+        ("tokens", tokens),
         ("positions", config.position),
         ("pool", config.pool),
         *([("scores", request.bundle.scores.summary())] if config.classes else []),
         ("preprocessing", "; ".join(request.preprocess.describe())),
     ]
     sections = [*map(_section, inspection.figures), Section("The model", facts=facts)]
-    if inspection.skipped:
-        points = [f"{figure}: {reason}" for figure, reason in inspection.skipped.items()]
-        sections.append(Section("Figures that do not apply to this model", points=points))
-    if request.corrupt.reasons:
-        points = [f"{file}: {reason}" for file, reason in request.corrupt.reasons.items()]
-        sections.append(Section("Images that could not be read", points=points))
+    for title, reasons in (
+        ("Figures that were not drawn", inspection.skipped),
+        ("Images that could not be read", request.corrupt.reasons),
+    ):
+        if reasons:
+            sections.append(Section(title, points=[f"{name}: {reason}" for name, reason in reasons.items()]))
     lead = [f"Figures of {name}, computed from its weights{images}.", *filter(None, [request.trained_on()])]
     return Page(f"Inspection of {printable(name)}", lead=lead, sections=sections, command=command)

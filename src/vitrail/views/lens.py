@@ -19,17 +19,22 @@ from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import INK, LINES, ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.figure_images import tell_apart
-from vitrail.views.sample import sample_images, sample_model, show_sample
-from vitrail.views.targets import BATCH, activate, check_classes, check_classifier, choose_target, on_device
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
+from vitrail.views.figure_images import (
+    BATCH,
+    Target,
+    activate,
+    check_classifier,
+    choose_target,
+    device_of,
+    tell_apart,
+)
+from vitrail.weights.bundle.scores import Activation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
-
-    from vitrail.weights.bundle.scores import Activation
 
 _MAX_IMAGES = 8
 
@@ -46,18 +51,11 @@ class Lens:
     """The predicted class: (L, B)."""
     top_probability: NDArray[np.float32]
     """The probability of the predicted class: (L, B)."""
-    labels: NDArray[np.int64] | None
-    """The true classes, (B,), if they were given."""
 
     @property
     def agreement(self) -> NDArray[np.float64]:
         """Fraction of images for which a block predicts the same class as the last block: (L,)."""
         return (self.top == self.top[-1]).mean(axis=1)
-
-    @property
-    def accuracy(self) -> NDArray[np.float64] | None:
-        """Accuracy after each block: (L,)."""
-        return None if self.labels is None else (self.top == self.labels).mean(axis=1)
 
     @property
     def settled(self) -> NDArray[np.int64]:
@@ -67,47 +65,30 @@ class Lens:
         return np.where(changes.any(axis=0), depth - np.argmax(changes[::-1], axis=0), 0)
 
 
-def compute(
-    model: ViT,
-    images: Tensor,
-    *,
-    target: int | Sequence[int] | Tensor | None = None,
-    labels: Sequence[int] | Tensor | None = None,
-    activation: Activation = "softmax",
-) -> Lens:
+def compute(model: ViT, images: Tensor, *, target: Target = None, activation: Activation = "softmax") -> Lens:
     """Apply the head after every block.
 
     Args:
         target: the class to track, one for all images or one each; by default the predicted class.
-        labels: the true classes, for the accuracy after each block.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
-    config = model.config
-    true = None if labels is None else check_classes("labels", labels, len(images), config.classes).numpy()
+    depth, parts = model.config.depth, []
     with eval_mode(model):
-        parts = [
-            _block_log_probabilities(model, part, activation)
-            for part in on_device(model, images).split(BATCH)
-        ]
+        for part in images.to(device_of(model)).split(BATCH):
+            layers = model.encode(part, layers=range(depth)).layers
+            logits = torch.stack([model.head(layers[block].pooled) for block in range(depth)])
+            parts.append(activate(logits, activation))
     outputs = torch.cat(parts, dim=1)  # (L, B, K)
     tracked = choose_target(outputs[-1], target)
-    log_p = outputs.gather(2, tracked.expand(config.depth, -1)[..., None])[..., 0]
+    log_p = outputs.gather(2, tracked.expand(depth, -1)[..., None])[..., 0]
     best = outputs.max(dim=2)
     return Lens(
         target=tracked.cpu().numpy(),
         probability=log_p.exp().cpu().numpy(),
         top=best.indices.cpu().numpy(),
         top_probability=best.values.exp().cpu().numpy(),
-        labels=true,
     )
-
-
-def _block_log_probabilities(model: ViT, images: Tensor, activation: Activation) -> Tensor:
-    """Log-probabilities after each block: (L, B, K)."""
-    layers = model.encode(images, layers=range(model.config.depth)).layers
-    logits = torch.stack([model.head(layers[i].pooled) for i in range(len(layers))])
-    return activate(logits, activation)
 
 
 # ---- the figure -----------------------------------------------------------------------------
@@ -115,7 +96,7 @@ def _block_log_probabilities(model: ViT, images: Tensor, activation: Activation)
 
 @styled
 def draw(lens: Lens, classes: Sequence[str] | None = None, names: Sequence[str] | None = None) -> Figure:
-    """Probability by depth, agreement with the last block, and the predictions for up to eight images.
+    """Draw the probability by depth, agreement with the last block, and the predictions for up to 8 images.
 
     Args:
         classes: class names.
@@ -128,57 +109,28 @@ def draw(lens: Lens, classes: Sequence[str] | None = None, names: Sequence[str] 
     rows = max(1.3, 0.21 * L)
     figure = new_figure(max(8.0, 1.0 + 1.0 * shown), 3.6 + rows + 0.9)
     grid: Any = figure.add_gridspec(2, 2, height_ratios=[3.0, rows + 0.5])
-    _draw_probability(figure.add_subplot(grid[0, 0]), lens)
-    _draw_agreement(figure.add_subplot(grid[0, 1]), lens)
+    left, right = (figure.add_subplot(grid[0, column]) for column in (0, 1))
+    blocks, marker = range(L), "o" if L == 1 else ""  # a single block has no line to draw
+    faint = max(0.08, min(0.7, 6 / B))
+    left.plot(blocks, lens.probability, color=LINES[0], linewidth=0.7, alpha=faint, marker=marker)
+    left.plot(blocks, lens.probability.mean(axis=1), color=INK, linewidth=2.2, marker=marker, label="mean")
+    left.plot([], [], color=LINES[0], linewidth=0.7, label="one image")
+    tracked = "predicted" if np.array_equal(lens.target, lens.top[-1]) else "target"
+    _finish_axis(left, f"Probability of the {tracked} class", "probability")
+    right.plot(blocks, lens.agreement, color=LINES[1], marker=marker, label="same as after the last block")
+    title = f"Prediction after each block, {B} image{'s' * (B > 1)}"
+    _finish_axis(right, title, "fraction of images")
     below = figure.add_subplot(grid[1, :])
     image = _draw_predictions(below, lens, shown, names, classes)
     add_colorbar(figure, image, below, "probability of\nthe prediction")
     return figure
 
 
-def _draw_probability(axis: Axes, lens: Lens) -> None:
-    blocks = np.arange(len(lens.top))
-    tracked = "the predicted class" if np.array_equal(lens.target, lens.top[-1]) else "the target class"
-    axis.plot(
-        blocks, lens.probability, color=LINES[0], linewidth=0.7, alpha=_line_alpha(lens), marker=_marker(lens)
-    )
-    axis.plot(
-        blocks, lens.probability.mean(axis=1), color=INK, linewidth=2.2, marker=_marker(lens), label="mean"
-    )
-    axis.plot([], [], color=LINES[0], linewidth=0.7, label="one image")
-    axis.set_title(f"Probability of {tracked}")
-    _finish_axis(axis, "probability")
-
-
-def _draw_agreement(axis: Axes, lens: Lens) -> None:
-    blocks = np.arange(len(lens.top))
-    axis.plot(
-        blocks, lens.agreement, color=LINES[1], marker=_marker(lens), label="same as after the last block"
-    )
-    if lens.accuracy is not None:
-        axis.plot(
-            blocks, lens.accuracy, color=LINES[2], linestyle="--", marker=_marker(lens), label="accuracy"
-        )
-    B = len(lens.target)
-    axis.set_title(f"Prediction after each block, {B} image{'s' * (B > 1)}")
-    _finish_axis(axis, "fraction of images")
-
-
-def _finish_axis(axis: Axes, label: str) -> None:
-    axis.set(xlabel="after block", ylabel=label, ylim=(-0.03, 1.03))
+def _finish_axis(axis: Axes, title: str, label: str) -> None:
+    axis.set(title=title, xlabel="after block", ylabel=label, ylim=(-0.03, 1.03))
     locator: Any = axis.xaxis.get_major_locator()
     locator.set_params(integer=True)  # blocks are integers
     axis.legend(fontsize=8, loc="best")
-
-
-def _line_alpha(lens: Lens) -> float:
-    """Opacity of the lines of single images: fainter the more there are."""
-    return max(0.08, min(0.7, 6 / len(lens.target)))
-
-
-def _marker(lens: Lens) -> str:
-    """A dot for a model of one block, for which there is no line to draw."""
-    return "o" if len(lens.top) == 1 else ""
 
 
 def _draw_predictions(
@@ -206,53 +158,32 @@ def _draw_predictions(
 
 
 def caption(lens: Lens) -> str:
-    """The block at which predictions settle, and how the first block compares with the last."""
+    """Name the block at which predictions settle, and compare the first block with the last."""
     L, B = lens.top.shape
     settled = lens.settled
-    text = [
-        "The model's head is applied after every block, as if that block were the last.",
-        f"On average over {B} image{'s' * (B > 1)}, the prediction stops changing after block "
-        f"{settled.mean():.1f} (earliest {settled.min()}, latest {settled.max()}; blocks are numbered 0 to "
-        f"{L - 1}).",
-    ]
     first, last = lens.probability[0].mean(), lens.probability[-1].mean()
-    text.append(
-        f"After the first block, {lens.agreement[0]:.0%} of the predictions are already those of the last, "
-        f"and the mean probability of the target class is {first:.2f}; after the last block it is {last:.2f}."
+    where = f"stops changing after block {settled[0]}"
+    if B > 1:
+        where = f"stops changing after block {settled.mean():.1f} on average over {B} images (earliest "
+        where += f"{settled.min()}, latest {settled.max()})"
+    return (
+        "The model's head is applied after every block, as if that block were the last. The prediction "
+        f"{where}; blocks are numbered 0 to {L - 1}. After the first block, {lens.agreement[0]:.0%} of the "
+        f"predictions are already those of the last, and the mean probability of the target class is "
+        f"{first:.2f}; after the last block it is {last:.2f}."
     )
-    if lens.accuracy is not None:
-        best, accuracy = int(np.argmax(lens.accuracy)), lens.accuracy
-        text.append(
-            f"Accuracy is {accuracy[0]:.0%} after the first block and {accuracy[-1]:.0%} after the last"
-            + (f"; it is highest, {accuracy[best]:.0%}, after block {best}." if best < L - 1 else ".")
-        )
-    return " ".join(text)
 
 
-def table(lens: Lens) -> tuple[list[str], list[list[object]]]:
-    """One row per block, with means over images."""
-    header = ["block", "probability", "agreement"] + (["accuracy"] if lens.accuracy is not None else [])
-    columns = [lens.probability.mean(axis=1), lens.agreement]
-    columns += [lens.accuracy] if lens.accuracy is not None else []
-    return header, [[n, *(float(column[n]) for column in columns)] for n in range(len(lens.top))]
+def table(lens: Lens) -> Rows:
+    """List the means over images after each block."""
+    columns = zip(lens.probability.mean(axis=1), lens.agreement, strict=True)
+    return ["block", "probability", "agreement"], [[n, *map(float, row)] for n, row in enumerate(columns)]
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    images = request.drawn()
-    activation = request.bundle.scores.activation
+    images, activation = request.drawn, request.bundle.scores.activation
     lens = compute(request.model, images.images, target=request.target, activation=activation)
     return lens, draw(lens, request.bundle.labels, images.names)
 
 
 FIGURE = FigureSpec("lens", "Logit lens", _make, caption, table)
-
-
-if __name__ == "__main__":
-
-    def sample() -> tuple[Figure, str]:
-        images = sample_images(40)
-        labels = [int(name.removeprefix("digit ")) for name in images.names]
-        lens = compute(sample_model().model, images.images, labels=labels)
-        return draw(lens, names=images.names), caption(lens)
-
-    show_sample("lens", sample)

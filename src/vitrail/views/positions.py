@@ -8,20 +8,17 @@ attention score.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import DIVERGING, SEQUENTIAL, add_colorbar, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images, check_index
-from vitrail.views.sample import sample_model, show_sample
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 
 _MAX_TILES = 14  # tiles along a side; of a larger grid only _FEW_TILES are drawn
 _FEW_TILES = 7
-_COMPARED_TILES = 3  # tiles along a side when several models are compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +64,26 @@ class Positions:
         return bool(self.where)
 
 
-def compute(model: ViT, head: int | None = None, layer: int | None = None) -> Positions:
-    """Compare positions; for a position bias, those of one head and block, or the mean over all."""
+def compute(model: ViT, head: int | None = None) -> Positions:
+    """Compare positions; for a position bias, those of one head, or the mean over all, and over blocks."""
     check_images(model)
     config, position = model.config, model.position
     if not position.measure:
         raise InputError(f"A model with position={config.position!r} has no position embeddings to compare.")
     with eval_mode(model):
-        tensor = position.similarity(model.blocks)
-    tensor, where = _choose_table(tensor, config.position, head, layer)
-    values = tensor.double().cpu().numpy()  # (T or N, T or N)
+        tables = position.similarity(model.blocks)  # (T, T) or (N, N); of a position bias (L, k, T, T)
+    where = ""
+    if tables.ndim == 4:
+        chosen = None if head is None else check_index("head", head, config.heads)
+        tables = tables.mean(dim=0)
+        tables = tables.mean(dim=0) if chosen is None else tables[chosen]
+        where = f"mean over blocks, {'mean over heads' if chosen is None else f'head {chosen}'}"
+    elif head is not None:
+        raise InputError(
+            f"head={printable(head)} does not apply to {config.position} positions, which all heads share; "
+            "omit it."
+        )
+    values = tables.double().cpu().numpy()
     check_finite("Positions", values)
     n, count = config.prefix, config.patches
     has_row = config.class_token and len(values) > count
@@ -86,27 +92,6 @@ def compute(model: ViT, head: int | None = None, layer: int | None = None) -> Po
     patches = values[-count:, -count:]
     measures = _nearness(patches, (h, w))
     return Positions(config.position, position.measure, (h, w), patches, class_row, where, **measures)
-
-
-def _choose_table(tables: Tensor, position: str, head: int | None, layer: int | None) -> tuple[Tensor, str]:
-    """One (T, T) table, and which: of a position bias, that of one head and block or a mean."""
-    if tables.ndim == 2:
-        if head is not None or layer is not None:
-            raise InputError(
-                f"head={printable(head)} and layer={printable(layer)} do not apply to {position} "
-                "positions, which all heads and blocks share; omit them."
-            )
-        return tables, ""
-    where = []
-    for axis, kind, index in ((0, "block", layer), (1, "head", head)):  # tables: (L, k, T, T)
-        if index is None:
-            tables = tables.mean(dim=axis, keepdim=True)
-            where.append(f"mean over {kind}s")
-        else:
-            index = check_index(kind, index, tables.shape[axis])
-            tables = tables.narrow(axis, index, 1)
-            where.append(f"{kind} {index}")
-    return tables[0, 0], ", ".join(where)
 
 
 def _nearness(similarity: Floats, grid: tuple[int, int]) -> dict[str, float]:
@@ -119,9 +104,7 @@ def _nearness(similarity: Floats, grid: tuple[int, int]) -> dict[str, float]:
     constant = not len(values) or np.ptp(values) <= 1e-9 * np.abs(values).max() or np.ptp(distance) == 0
     steps = distance.round()
     excess, weight = 0.0, 0
-    for step in range(
-        2, max(grid)
-    ):  # at distance 1 there are only diagonal pairs, 1.4 apart, to compare with
+    for step in range(2, max(grid)):  # at distance 1 there are only diagonal pairs to compare with
         in_line, off_line = values[line & (steps == step)], values[~line & (steps == step)]
         if in_line.size and off_line.size:
             excess += in_line.size * float(in_line.mean() - off_line.mean())
@@ -141,10 +124,14 @@ def _mean(values: Floats) -> float:
 
 @styled
 def draw(positions: Positions) -> Figure:
-    """One tile per patch, at the location of the patch, with its similarity to all patches."""
+    """Draw one tile per patch, at the location of the patch, with its similarity to all patches."""
     h, w = positions.grid
     rows, columns = tile_indices(h, _MAX_TILES, _FEW_TILES), tile_indices(w, _MAX_TILES, _FEW_TILES)
-    figure = new_figure(*_figure_size(rows, columns, positions.grid), _title(positions))
+    # The tiles keep the shape of the grid, within limits.
+    shape = len(rows) * (h + 1) / (len(columns) * (w + 1))
+    where = f" ({positions.where})" if positions.where else ""
+    title = f"{positions.position} positions: {positions.measure} of each patch with all patches{where}"
+    figure = new_figure(8.2, min(9.0, max(2.4, 5.8 * shape + 0.8)), title)
     colors = color_scale(positions)
     if positions.class_row is None:
         axes = [figure.subplots()]
@@ -154,24 +141,10 @@ def draw(positions: Positions) -> Figure:
         axes[1].set(xticks=[], yticks=[], title="class token")
         axes[1].spines[:].set_visible(True)
     image = draw_tiles(axes[0], positions, rows, columns, colors)
-    add_colorbar(figure, image, axes, _label(positions))
+    label = positions.measure if positions.is_bias else f"{positions.measure} (with itself: 1)"
+    add_colorbar(figure, image, axes, label)
     figure.draw_without_rendering()  # the color bar chooses its ticks once its height is known
     return figure
-
-
-def _figure_size(rows: list[int], columns: list[int], grid: tuple[int, int]) -> tuple[float, float]:
-    """Width and height in inches, so that the tiles keep the shape of the grid within limits."""
-    shape = len(rows) * (grid[0] + 1) / (len(columns) * (grid[1] + 1))
-    return 8.2, min(9.0, max(2.4, 5.8 * shape + 0.8))
-
-
-def _title(positions: Positions, patches: str = "each patch") -> str:
-    title = f"{positions.position} positions: {positions.measure} of {patches} with all patches"
-    return f"{title} ({positions.where})" if positions.where else title
-
-
-def _label(positions: Positions) -> str:
-    return positions.measure if positions.is_bias else f"{positions.measure} (with itself: 1)"
 
 
 def tile_indices(count: int, most: int, few: int) -> list[int]:
@@ -198,9 +171,8 @@ def draw_tiles(
 ) -> Any:
     """Draw one tile for each chosen patch, arranged like the patches."""
     h, w = positions.grid
-    canvas = np.full(
-        (len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan
-    )  # a gap of 1 between tiles
+    # Tiles have a gap of 1 between them.
+    canvas = np.full((len(rows) * (h + 1) - 1, len(columns) * (w + 1) - 1), np.nan)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             tile = positions.similarity[row * w + column].reshape(h, w)
@@ -208,17 +180,15 @@ def draw_tiles(
     image = axis.imshow(canvas, **colors)
     axis.set_facecolor("#999999")
     axis.spines[:].set_visible(False)
-    axis.set_yticks([i * (h + 1) + (h - 1) / 2 for i in range(len(rows))], [str(row) for row in rows])
-    axis.set_xticks(
-        [j * (w + 1) + (w - 1) / 2 for j in range(len(columns))], [str(column) for column in columns]
-    )
+    for side, shown, ticks in ((h, rows, axis.set_yticks), (w, columns, axis.set_xticks)):
+        ticks([n * (side + 1) + (side - 1) / 2 for n in range(len(shown))], [str(index) for index in shown])
     axis.tick_params(length=0, labelsize=8)
     axis.set(ylabel="patch row", xlabel="patch column")
     return image
 
 
 def caption(positions: Positions) -> str:
-    """How to read the tiles, and how similarity depends on distance, rows and columns."""
+    """Explain the tiles, and how similarity depends on distance, rows and columns."""
     h, w = positions.grid
     rows, columns = tile_indices(h, _MAX_TILES, _FEW_TILES), tile_indices(w, _MAX_TILES, _FEW_TILES)
     part = f" Only {len(rows)} of {h} rows and {len(columns)} of {w} columns of tiles are drawn."
@@ -258,69 +228,15 @@ def describe_lines(positions: Positions) -> str:
     )
 
 
-def table(positions: Positions) -> tuple[list[str], list[list[object]]]:
-    """One row per pair of patches; the class token comes first, with empty row and column."""
-    header = ["row", "column", "to_row", "to_column", "value"]
-    _, w = positions.grid
+def table(positions: Positions) -> Rows:
+    """List the value of each pair of patches; the class token comes first, with empty row and column."""
+    w = positions.grid[1]
     rows: list[list[object]] = []
     if positions.class_row is not None:
         rows += [["", "", *divmod(j, w), float(value)] for j, value in enumerate(positions.class_row)]
     for i, values in enumerate(positions.similarity):
         rows += [[*divmod(i, w), *divmod(j, w), float(value)] for j, value in enumerate(values)]
-    return header, rows
-
-
-def compare(
-    models: Mapping[str, ViT], head: int | None = None, layer: int | None = None
-) -> dict[str, Positions]:
-    """The positions of several models by name, such as the checkpoints of a run."""
-    if not models:
-        raise InputError("There are no models to compare; pass at least one.")
-    positions = {name: compute(model, head, layer) for name, model in models.items()}
-    kinds = {
-        f"{one.position} positions on {one.grid[0]} x {one.grid[1]} patches" for one in positions.values()
-    }
-    if len(kinds) > 1:
-        raise InputError(
-            f"The models have different positions ({', '.join(sorted(kinds))}); compare checkpoints of one "
-            "run."
-        )
-    return positions
-
-
-@styled
-def draw_compared(positions: Mapping[str, Positions]) -> Figure:
-    """A few tiles of each model, all on one color scale."""
-    h, w = next(iter(positions.values())).grid
-    rows, columns = (
-        tile_indices(h, _COMPARED_TILES, _COMPARED_TILES),
-        tile_indices(w, _COMPARED_TILES, _COMPARED_TILES),
-    )
-    across = min(len(positions), 4)
-    lines = -(-len(positions) // across)
-    first = next(iter(positions.values()))
-    figure = new_figure(max(4.6, 0.9 + 2.2 * across), 0.7 + 2.6 * lines, _title(first, "some patches"))
-    axes = figure.subplots(lines, across, squeeze=False)
-    for axis in axes.flat[len(positions) :]:
-        axis.axis("off")
-    colors = color_scale(*positions.values())
-    for axis, (name, one) in zip(axes.flat, positions.items(), strict=False):
-        image = draw_tiles(axis, one, rows, columns, colors)
-        axis.set(title=f"{printable(name, 24)}\nr with distance {one.correlation:+.2f}", xlabel="", ylabel="")
-    add_colorbar(figure, image, axes, _label(first))
-    figure.draw_without_rendering()
-    return figure
-
-
-def caption_compared(positions: Mapping[str, Positions]) -> str:
-    """How to read the comparison, and the correlation with distance of each model."""
-    numbers = ", ".join(f"{printable(name, 24)} {one.correlation:+.2f}" for name, one in positions.items())
-    first = next(iter(positions.values()))
-    return (
-        f"The {first.measure} of some patches with all patches, for {len(positions)} models on one color "
-        f"scale. Correlation with the distance between patches: {numbers}. A negative correlation means "
-        "higher values for nearby patches."
-    )
+    return ["row", "column", "to_row", "to_column", "value"], rows
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
@@ -329,8 +245,3 @@ def _make(request: InspectionRequest) -> tuple[object, Figure]:
 
 
 FIGURE = FigureSpec("positions", "Position similarity", _make, caption, table, needs_images=False)
-
-
-if __name__ == "__main__":
-    positions = compute(sample_model().model)
-    show_sample("positions", lambda: (draw(positions), caption(positions)))

@@ -16,7 +16,7 @@ if it is negative enough the whole map is zero, which happens with mean pooling.
 sum of A dlogit/dA over the row) has no such constant.
 
 The map is the row of R that the model pools: the class token, the mean over the patches, or the weights of
-the attention pool times R. Run it: `python -m vitrail.views.rollout`.
+the attention pool times R.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.views.attention_maps import (
     POOL_WEIGHTS,
-    Query,
     color_limit,
     describe_query,
+    list_tokens,
     over_all_tokens,
     query_row,
 )
 from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
+    Target,
     check_finite,
     check_images,
     check_pixels,
     check_weights_fit,
+    choose_target,
     device_of,
     tell_apart,
 )
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Method = Literal["rollout", "gradient", "both"]
-HeadFusion = Literal["mean", "max", "min"]
 BLOCK_WEIGHTS = "blocks.*.attention.weights"
 
 
@@ -76,49 +77,29 @@ class Rollout:
     """(B,): the class of the gradients."""
     to: str
     """The tokens that relevance is computed for, in words."""
-    heads: str
-    discard: float
 
 
-def compute(
-    model: ViT,
-    images: Tensor,
-    *,
-    method: Method = "rollout",
-    heads: HeadFusion = "mean",
-    discard: float = 0.0,
-    to: Query = "auto",
-    target: int | Tensor | None = None,
-) -> Rollout:
+def compute(model: ViT, images: Tensor, *, method: Method = "rollout", target: Target = None) -> Rollout:
     """Compute the relevance of each patch for the tokens that the model pools.
 
     Args:
         images: (B, C, H, W), normalized.
         method: "rollout", "gradient" or "both".
-        heads: how rollout fuses the heads of a block.
-        discard: fraction of the smallest weights of every row that rollout sets to zero, in [0, 1). Only
-            weights on patches are discarded, since those on prefix tokens carry what these have gathered.
-        to: "auto" for the tokens that the model pools, or a query as in attention.py.
         target: the class for the gradients, one for all images or one each; by default the predicted class.
     """
     check_images(model, images)
-    _check_choice("method", method, get_args(Method))
-    _check_choice("heads", heads, get_args(HeadFusion))
-    if not 0 <= discard < 1:
-        raise InputError(
-            f"discard is a fraction from 0 to below 1, not {printable(discard)}; use for example 0.9."
-        )
+    if method not in get_args(Method):
+        raise InputError(f"unknown method {printable(method)!r}. {suggest(str(method), get_args(Method))}")
     config, images = model.config, images.to(device_of(model))
-    row, description = pooled_tokens(config) if to == "auto" else (query_row(config, to), describe_query(to))
-    row = row.to(images.device)
-    by_pool = to == "pool" or (to == "auto" and config.pool == "attention")
+    pooled, description = pooled_tokens(config)
+    row = None if config.pool == "attention" else pooled.to(images.device)
     methods = ("rollout", "gradient") if method == "both" else (method,)
     check_weights_fit(model, len(images), config.depth if "gradient" in methods else 1)
     results, targets = [], None
     if "rollout" in methods:
-        results.append(_rollout(model, images, None if by_pool else row, heads, discard))
+        results.append(_rollout(model, images, row))
     if "gradient" in methods:
-        gradient_relevance, classes = _gradient_rollout(model, images, None if by_pool else row, target)
+        gradient_relevance, classes = _gradient_rollout(model, images, row, target)
         results.append(gradient_relevance)
         targets = classes.cpu().numpy()
     relevance = torch.stack(results).detach().cpu().numpy()  # (methods, B, T)
@@ -131,23 +112,13 @@ def compute(
         names=tuple(config.prefix_names),
         targets=targets,
         to=description,
-        heads=heads,
-        discard=discard,
     )
 
 
-def _check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
-    if choice not in choices:
-        raise InputError(f"unknown {name} {printable(choice)!r}. {suggest(str(choice), choices)}")
-
-
 def normalize_relevance(part: NDArray[np.float32], whole: NDArray[np.float32]) -> NDArray[np.float32]:
-    """`part` divided by the sum of `whole`; zeros where that sum is zero."""
+    """Divide `part` by the sum of `whole`; zeros where that sum is zero."""
     total = whole.sum(axis=-1, keepdims=True)
     return np.divide(part, total, out=np.zeros_like(part), where=total > 0)
-
-
-# ---- the pooled tokens -----------------------------------------------------------------------------
 
 
 def pooled_tokens(config: ViTConfig) -> tuple[Tensor, str]:
@@ -172,45 +143,22 @@ def pooled_tokens(config: ViTConfig) -> tuple[Tensor, str]:
 # ---- the two methods; row=None stands for the weights of the attention pool ------------------------
 
 
-def _rollout(model: ViT, images: Tensor, row: Tensor | None, heads: HeadFusion, discard: float) -> Tensor:
+def _rollout(model: ViT, images: Tensor, row: Tensor | None) -> Tensor:
     """Rollout: (B, T). Blocks are multiplied as the model runs, so only one block's weights are in memory."""
-    flow: Tensor | None = None
+    flow = torch.eye(model.config.tokens, device=images.device).expand(len(images), -1, -1)
 
     def multiply(weights: Tensor) -> Tensor:
         nonlocal flow
-        step = mixing_matrix(
-            _discard_smallest(fuse_heads(weights.float(), heads), model.config.prefix, discard),
-            residual_weight(model.config),
-        )
-        flow = step if flow is None else step @ flow  # (B, T, T)
+        flow = mixing_matrix(weights.float().mean(dim=1), residual_weight(model.config)) @ flow  # (B, T, T)
         return weights
 
     names = [POOL_WEIGHTS] if row is None else []
     with eval_mode(model), edit(model, {BLOCK_WEIGHTS: multiply}), record(model, *names) as tape:
         model(images)
-        assert flow is not None  # a model has at least one block
         if row is None:
-            pool_weights = fuse_heads(tape[POOL_WEIGHTS].float(), heads)  # (B, 1, N)
+            pool_weights = tape[POOL_WEIGHTS].float().mean(dim=1)  # (B, 1, N)
             return (over_all_tokens(pool_weights, model.config) @ flow)[:, 0]
         return row @ flow
-
-
-def fuse_heads(weights: Tensor, heads: HeadFusion) -> Tensor:
-    """Reduce over heads: (B, k, T, T) to (B, T, T)."""
-    match heads:
-        case "mean":
-            return weights.mean(dim=1)
-        case "max":
-            return weights.amax(dim=1)
-        case "min":
-            return weights.amin(dim=1)
-
-
-def _discard_smallest(fused: Tensor, prefix: int, discard: float) -> Tensor:
-    """Set the smallest fraction `discard` of the weights on patches to zero, in every row."""
-    patches = fused[..., prefix:]
-    order = patches.argsort(dim=-1, stable=True)[..., : int(discard * patches.shape[-1])]
-    return torch.cat([fused[..., :prefix], patches.scatter(-1, order, 0.0)], dim=-1)
 
 
 def mixing_matrix(fused: Tensor, keep: float) -> Tensor:
@@ -225,7 +173,7 @@ def residual_weight(config: ViTConfig) -> float:
 
 
 def _gradient_rollout(
-    model: ViT, images: Tensor, row: Tensor | None, target: int | Tensor | None
+    model: ViT, images: Tensor, row: Tensor | None, target: Target
 ) -> tuple[Tensor, Tensor]:
     """Gradient rollout: relevance (B, T) and classes (B,).
 
@@ -233,11 +181,15 @@ def _gradient_rollout(
     same for all patches under mean pooling.
     """
     config = model.config
+    if config.classes == 0:
+        raise InputError(
+            'Gradient rollout explains a class, but this model has no head; use method="rollout".'
+        )
     names = [BLOCK_WEIGHTS, *([POOL_WEIGHTS] if row is None else [])]
     images = images.detach().clone().requires_grad_()  # a graph even if all parameters are frozen
     with eval_mode(model), torch.enable_grad(), record(model, *names) as tape:
         logits = model(images)
-        classes = _check_target(config, logits, target)
+        classes = choose_target(logits, target)
         score = logits.gather(1, classes[:, None]).sum()
         weights = list(tape.values())  # in the order of the forward pass
         gradients = torch.autograd.grad(score, weights)  # does not touch the .grad of any parameter
@@ -257,24 +209,6 @@ def _positive_part(weights: Tensor, gradient: Tensor) -> Tensor:
     return scores_gradient.clamp_min(0).float().mean(dim=1)
 
 
-def _check_target(config: ViTConfig, logits: Tensor, target: int | Tensor | None) -> Tensor:
-    """The class to explain, for each image: (B,)."""
-    if config.classes == 0:
-        raise InputError(
-            'Gradient rollout explains a class, but this model has no head; use method="rollout".'
-        )
-    if target is None:
-        return logits.argmax(dim=1)
-    classes = torch.as_tensor(target, device=logits.device)
-    fits = classes.ndim == 0 or classes.shape == logits.shape[:1]
-    if classes.is_floating_point() or not fits or not ((classes >= 0) & (classes < config.classes)).all():
-        raise InputError(
-            f"target must be a class index from 0 to {config.classes - 1}, or one per image, not "
-            f"{printable(target)}; omit it to explain the predicted class."
-        )
-    return classes.long().expand(len(logits))
-
-
 # ---- the figure ------------------------------------------------------------------------------------
 
 
@@ -285,7 +219,7 @@ def draw(
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:
-    """One column per image: the image, and below it one map per method.
+    """Draw one column per image: the image, and below it one map per method.
 
     Args:
         pixels: the images to draw, (B, H, W, C).
@@ -303,43 +237,36 @@ def draw(
     for number, image in enumerate(pixels):
         show_image(axes[0, number], image)
         axes[0, number].set_title(titles[number], fontsize=7.5, parse_math=False)
-        for index, method in enumerate(rollout.methods):
-            axis = axes[1 + index, number]
-            drawn = overlay_map(axis, image, rollout.maps[index, number], vmax=limit)
-            axis.set_title(method, fontsize=7.5)
+        for axis, method, maps in zip(axes[1:, number], rollout.methods, rollout.maps, strict=True):
+            drawn = overlay_map(axis, image, maps[number], vmax=limit)
             if method == "gradient" and rollout.targets is not None:
                 target = int(rollout.targets[number])
                 name = printable(classes[target], 16) if classes else f"class {target}"
-                axis.set_title(f"gradient\n{name}", fontsize=7.5, parse_math=False)
+                method = f"gradient\n{name}"
+            axis.set_title(method, fontsize=7.5, parse_math=False)
     add_colorbar(figure, drawn, axes, label)
     return figure
 
 
 def caption(rollout: Rollout) -> str:
-    """How to read the maps, how concentrated they are, and how well the methods agree."""
+    """Explain the maps, how concentrated they are, and how well the methods agree."""
     sentences = [
         f"Each map shows the relevance of each patch for {rollout.to}, through all layers; a map sums to 1."
     ]
     patches = rollout.maps[0, 0].size
     tenth = max(1, patches // 10)
-    for index, method in enumerate(rollout.methods):
-        top = np.sort(rollout.maps[index].reshape(-1, patches), axis=-1)[:, -tenth:].sum(axis=-1)
-        name = (
-            "Rollout (independent of the class)"
-            if method == "rollout"
-            else "Gradient rollout (for the class shown)"
-        )
-        prefix = (
-            f"; prefix tokens have {100 * rollout.prefix[index].sum(-1).mean():.1f}% of the total relevance"
-            if rollout.names
-            else ""
-        )
+    kinds = {
+        "rollout": "Rollout (independent of the class)",
+        "gradient": "Gradient rollout (for the class shown)",
+    }
+    for method, maps, fractions in zip(rollout.methods, rollout.maps, rollout.prefix, strict=True):
+        top = np.sort(maps.reshape(-1, patches), axis=-1)[:, -tenth:].sum(axis=-1)
+        prefix = f"; prefix tokens have {100 * fractions.sum(-1).mean():.1f}% of the total relevance"
         sentences.append(
-            f"{name}: the top {tenth} of {patches} patches have {100 * top.mean():.1f}% of the relevance "
-            f"(uniform: {100 * tenth / patches:.1f}%){prefix}."
+            f"{kinds[method]}: the top {tenth} of {patches} patches have {100 * top.mean():.1f}% of the "
+            f"relevance (uniform: {100 * tenth / patches:.1f}%){prefix if rollout.names else ''}."
         )
-        empty = int((rollout.maps[index].sum(axis=(-1, -2)) == 0).sum())
-        if empty:
+        if empty := int((maps.sum(axis=(-1, -2)) == 0).sum()):
             sentences.append(f"For {empty} of {len(top)} images all patches have zero relevance.")
     if len(rollout.methods) == 2:
         sentences.append(_describe_agreement(rollout))
@@ -349,44 +276,25 @@ def caption(rollout: Rollout) -> str:
 def _describe_agreement(rollout: Rollout) -> str:
     """The correlation of the two maps over patches, for images where neither map is constant."""
     pairs = rollout.maps.reshape(2, rollout.maps.shape[1], -1).transpose(1, 0, 2)
-    # The diagonal of the 2 x 2 correlation matrix is 1, so the minimum is the correlation of the two maps.
-    values = [np.corrcoef(*pair).min() for pair in pairs if (pair.std(axis=-1) > 0).all()]
+    values = [np.corrcoef(*pair)[0, 1] for pair in pairs if (pair.std(axis=-1) > 0).all()]
     if not values:
         return "The two maps cannot be compared, because one of them is constant."
     images = f"{len(values)} image{'s' * (len(values) > 1)}"
     return f"The correlation of the two maps over patches is {np.mean(values):.2f} (mean of {images})."
 
 
-def table(rollout: Rollout) -> tuple[list[str], list[list[object]]]:
-    """One row per method, image and token: fraction of the map (patches) or of the total (prefix tokens)."""
-    w = rollout.maps.shape[-1]
-    tokens = [*rollout.names, *(f"patch {n // w},{n % w}" for n in range(rollout.maps[0, 0].size))]
-    flat = np.concatenate([rollout.prefix, rollout.maps.reshape(*rollout.maps.shape[:2], -1)], axis=-1)
-    rows: list[list[object]] = [
-        [method, image, token, float(flat[index, image, n])]
-        for index, method in enumerate(rollout.methods)
-        for image in range(flat.shape[1])
-        for n, token in enumerate(tokens)
-    ]
+def table(rollout: Rollout) -> Rows:
+    """List the fraction of each method, image and token: of the map (patches) or of the total (prefix)."""
+    rows = list_tokens(
+        rollout.methods, range(rollout.maps.shape[1]), rollout.names, rollout.prefix, rollout.maps
+    )
     return ["method", "image", "token", "fraction"], rows
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    images = request.drawn()
     method: Method = "both" if request.model.config.classes else "rollout"
-    rollout = compute(request.model, images.images, method=method, target=request.target)
-    return rollout, draw(rollout, images.pixels, request.bundle.labels, images.names)
+    rollout = compute(request.model, request.drawn.images, method=method, target=request.target)
+    return rollout, draw(rollout, request.drawn.pixels, request.bundle.labels, request.drawn.names)
 
 
 FIGURE = FigureSpec("rollout", "Attention rollout", _make, caption, table)
-
-
-if __name__ == "__main__":
-    from vitrail.views.sample import sample_images, sample_model, show_sample
-
-    def make() -> tuple[Figure, str]:
-        images = sample_images(8)
-        rollout = compute(sample_model().model, images.images, method="both")
-        return draw(rollout, images.pixels), caption(rollout)
-
-    show_sample("rollout", make)

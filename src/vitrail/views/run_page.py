@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import printable
+from vitrail.base.machine import format_bytes
 from vitrail.evaluation.evaluate_model import Evaluation
 from vitrail.images.formats.sources import Dataset
 from vitrail.views import charts
-from vitrail.views.evaluation_page import headline, lead, metric_sections, notes_sections, setup_section
-from vitrail.views.gallery import example_section, mistake_section
-from vitrail.views.html_page import Figure, Page, Section, Table
-from vitrail.views.numbers import format_bytes, percent
+from vitrail.views.evaluation_page import evaluation_sections, headline, lead, notes_sections, setup_section
+from vitrail.views.html_page import Figure, Page, Section, Table, percent
 from vitrail.weights.bundle.bundle import Bundle
 
 REPORT_NAME = "report.html"
@@ -25,6 +24,16 @@ _CURVES = (
     "on augmented images and often with dropout, so the validation results may well be better. If the "
     "validation loss rises while the training loss falls, the model is overfitting."
 )
+_FILES = {
+    "best.safetensors": "the evaluated model, for vitrail.load",
+    "last.safetensors": "the model after the last step",
+    "fingerprint.npz": "the content keys of the training images",
+    "metrics.jsonl": "metrics of every epoch",
+    "config.json": "settings",
+    "environment.json": "machine, versions, command",
+    "log.txt": "log of the run",
+    "checkpoints": "the state for resuming",
+}
 
 
 def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation) -> Page:
@@ -38,21 +47,18 @@ def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation
     config, environment = (
         json.loads((out / name).read_text()) for name in ("config.json", "environment.json")
     )
-    split = dataset.eval_split
     return Page(
         title=f"Training on {printable(dataset.name)}",
         lead=[*lead(evaluation), describe_selection(rows, dataset)],
         headline=list(headline(evaluation)),
         sections=[
             _curve_section(rows, dataset),
-            *mistake_section(evaluation, bundle, split),
-            *example_section(evaluation, bundle, split),
-            *metric_sections(evaluation),
+            *evaluation_sections(evaluation, bundle, dataset.eval_split),
             *notes_sections(evaluation, [*dataset.notes, *_training_notes(rows)]),
             Section("Training run", facts=list(_facts(rows, config, environment, dataset))),
             setup_section(evaluation, bundle),
-            _file_section(out),
-            _settings_section(config),
+            Section("Files", tables=[_file_table(out)]),
+            Section("All settings", listing=_settings(config), folded=True),
         ],
         command=command_line(environment),
     )
@@ -148,32 +154,17 @@ def command_line(environment: Mapping[str, Any]) -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
 
-def _file_section(out: Path) -> Section:
-    """The files in the run directory."""
-    contents = {
-        "best.safetensors": "the evaluated model, for vitrail.load",
-        "last.safetensors": "the model after the last step",
-        "fingerprint.npz": "the content keys of the training images",
-        "metrics.jsonl": "metrics of every epoch",
-        "config.json": "settings",
-        "environment.json": "machine, versions, command",
-        "log.txt": "log of the run",
-        "checkpoints": "the state for resuming",
-    }
-    sizes = {name: _total_bytes(out / name) for name in contents if (out / name).exists()}
-    rows = [[name, contents[name], format_bytes(count)] for name, count in sizes.items()]
-    table = Table("Run directory", ["file", "contents", "size"], rows, text_columns=2)
-    return Section("Files", tables=[table])
+def _file_table(out: Path) -> Table:
+    """List the files in the run directory."""
+    rows = []
+    for name, contents in _FILES.items():
+        if (path := out / name).exists():
+            files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+            rows.append([name, contents, format_bytes(sum(file.stat().st_size for file in files))])
+    return Table("Run directory", ["file", "contents", "size"], rows, text_columns=2)
 
 
-def _total_bytes(path: Path) -> int:
-    """Size of a file, or of all files in a folder."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
-
-
-def _settings_section(config: Mapping[str, Any]) -> Section:
+def _settings(config: Mapping[str, Any]) -> list[str]:
     """config.json without the list of classes, which may be long."""
     data = {name: value for name, value in config["data"].items() if name != "classes"}
-    lines = json.dumps({**config, "data": data}, indent=2).splitlines()
-    return Section("All settings", listing=lines, folded=True)
+    return json.dumps({**config, "data": data}, indent=2).splitlines()

@@ -12,21 +12,15 @@ not come from MNIST.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
 from vitrail.base.errors import require_extra
-from vitrail.views.canvas import save_figure
 from vitrail.views.figure_images import ImageBatch, from_pixels
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SAMPLE_FILE = Path(__file__).parent / "sample.safetensors"
 
@@ -48,11 +42,3 @@ def sample_images(count: int = 8) -> ImageBatch:
     spec = sample_model().preprocess
     assert spec is not None
     return from_pixels(pixels, spec, [f"digit {digit}" for digit in digits.target[:count]])
-
-
-def show_sample(name: str, make: Callable[[], tuple[Figure, str]]) -> None:
-    """Write a figure to NAME.png and NAME.svg and print its caption, for `python -m vitrail.views.NAME`."""
-    figure, caption = make()
-    files = save_figure(figure, Path(name))
-    print(caption)
-    print("Written:", ", ".join(str(file) for file in files))

@@ -8,9 +8,9 @@ the control.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,17 +21,15 @@ from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.views import attribution
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.sample import sample_images, sample_model, show_sample
-from vitrail.views.targets import (
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
+from vitrail.views.figure_images import (
     BATCH,
-    Baseline,
-    baseline_color,
+    Target,
     check_classifier,
     choose_target,
     cover,
+    device_of,
     log_probabilities,
-    on_device,
 )
 from vitrail.weights.bundle.scores import Activation
 
@@ -40,7 +38,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-_MAX_POINTS = 28
+    Areas = dict[str, NDArray[np.float64]]
+
+_MAX_POINTS = 28  # steps until all patches are covered
 _DASHES = ("-", "--", ":")
 
 
@@ -55,7 +55,11 @@ class Scoring:
     insertion: dict[str, NDArray[np.float32]]
     """Probability of the class as patches are restored: (B, points + 1) by method."""
 
-    def areas(self, curves: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float64]]:
+    @property
+    def images(self) -> int:
+        return len(next(iter(self.deletion.values())))
+
+    def areas(self, curves: Mapping[str, NDArray[np.float32]]) -> Areas:
         """The area under the curve of each image, (B,) by method: a mean probability."""
         return {
             name: np.asarray(np.trapezoid(curve, self.fraction, axis=1)) for name, curve in curves.items()
@@ -67,9 +71,7 @@ def compute(
     images: Tensor,
     maps: Mapping[str, NDArray[np.floating]],
     *,
-    target: int | Sequence[int] | Tensor | None = None,
-    baseline: Baseline = 0.0,
-    points: int | None = None,
+    target: Target = None,
     activation: Activation = "softmax",
 ) -> Scoring:
     """Compute both curves for every method.
@@ -77,29 +79,21 @@ def compute(
     Args:
         maps: (B, h, w) by method, as returned by `attribution.compute`.
         target: the class whose probability is measured; by default the predicted class.
-        baseline: the color of covered patches, in normalized units.
-        points: number of steps until all patches are covered; at most N, by default at most 28.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
     N = model.config.patches
-    points = min(N, _MAX_POINTS) if points is None else points
     _check_maps(model, images, maps)
-    if not isinstance(points, int) or not 1 <= points <= N:
-        raise InputError(
-            f"points must be an integer from 1 to {N}, the number of patches, not {printable(points)}."
-        )
-    counts = np.round(np.linspace(0, N, points + 1)).astype(int)  # number of patches at each point
-    images = on_device(model, images)
-    color = baseline_color(baseline, images)
+    counts = np.round(np.linspace(0, N, min(N, _MAX_POINTS) + 1)).astype(int)  # of patches at each point
+    images = images.detach().to(device_of(model))
     deletion, insertion = {}, {}
     with eval_mode(model):
         classes = choose_target(log_probabilities(model, images, activation), target)
         for name, values in maps.items():
             rank = torch.from_numpy(_ranks(np.asarray(values))).to(images.device)
             selected = rank[:, None] < torch.from_numpy(counts).to(images.device)[None, :, None, None]
-            deletion[name] = _probabilities(model, images, selected, color, classes, activation)
-            insertion[name] = _probabilities(model, images, ~selected, color, classes, activation)
+            deletion[name] = _probabilities(model, images, selected, classes, activation)
+            insertion[name] = _probabilities(model, images, ~selected, classes, activation)
     return Scoring(counts / N, deletion, insertion)
 
 
@@ -115,14 +109,14 @@ def _ranks(maps: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _probabilities(
-    model: ViT, images: Tensor, hidden: Tensor, color: Tensor, target: Tensor, activation: Activation
+    model: ViT, images: Tensor, hidden: Tensor, target: Tensor, activation: Activation
 ) -> NDArray[np.float32]:
     """Probability of the class with the `hidden` patches (B, points + 1, h, w) covered: (B, points + 1)."""
     B, count = hidden.shape[:2]
     parts = []
     for pairs in torch.arange(B * count, device=images.device).split(BATCH):
         image, point = pairs // count, pairs % count
-        covered = cover(images[image], hidden[image, point], color, model.config.patch_pixels)
+        covered = cover(images[image], hidden[image, point], model.config.patch_pixels)
         outputs = log_probabilities(model, covered, activation)
         parts.append(outputs.gather(1, target[image][:, None])[:, 0].exp())
     return torch.cat(parts).view(B, count).cpu().numpy()
@@ -148,18 +142,20 @@ def _check_maps(model: ViT, images: Tensor, maps: Mapping[str, NDArray[np.floati
 
 @styled
 def draw(scores: Scoring) -> Figure:
-    """Two panels with one line per method: the mean over images, with its standard error as a band."""
-    B = len(next(iter(scores.deletion.values())))
-    title = f"Covering and restoring patches in the order of each map ({B} image{'s' * (B > 1)})"
+    """Draw two panels with one line per method: the mean over images, with its standard error as a band."""
+    title = f"Covering and restoring patches in the order of each map ({_count_images(scores.images)})"
     figure = new_figure(9.0, 4.2, title)
     left, right = figure.subplots(1, 2, sharey=True)
     _draw_panel(left, scores, scores.deletion, "Deletion: lower is better", "fraction of patches covered")
     _draw_panel(
         right, scores, scores.insertion, "Insertion: higher is better", "fraction of patches restored"
     )
-    left.set_ylabel("probability of the class")
-    left.set_ylim(-0.02, 1.02)
+    left.set(ylabel="probability of the class", ylim=(-0.02, 1.02))
     return figure
+
+
+def _count_images(count: int) -> str:
+    return f"{count} image{'s' * (count > 1)}"
 
 
 def _draw_panel(
@@ -167,69 +163,54 @@ def _draw_panel(
 ) -> None:
     named = [name for name in curves if name != "random"]
     for name, area in scores.areas(curves).items():
-        index = named.index(name) if name in named else -1
-        color = LINES[index % len(LINES)] if name in named else FAINT
-        dash = _DASHES[index // len(LINES) % len(_DASHES)] if name in named else "--"
-        mean, error = curves[name].mean(axis=0), _standard_error(curves[name])
-        axis.plot(
-            scores.fraction,
-            mean,
-            color=color,
-            linestyle=dash,
-            label=f"{printable(name, 30)}: {_with_error(area)}",
-        )
+        color, dash = FAINT, "--"
+        if name in named:
+            again, index = divmod(named.index(name), len(LINES))
+            color, dash = LINES[index], _DASHES[again % len(_DASHES)]
+        x, mean, error = scores.fraction, curves[name].mean(axis=0), _standard_error(curves[name])
+        label_of_line = f"{printable(name, 30)}: {_with_error(area)}"
+        axis.plot(x, mean, color=color, linestyle=dash, label=label_of_line)
         if len(area) > 1:
-            axis.fill_between(
-                scores.fraction, mean - error, mean + error, color=color, alpha=0.15, linewidth=0
-            )
+            axis.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, linewidth=0)
     axis.set(title=title, xlabel=label, xlim=(0, 1))
-    axis.legend(
-        title="area under the curve",
-        fontsize=8,
-        title_fontsize=8,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.16),
-    )
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    axis.legend(title="area under the curve", fontsize=8, title_fontsize=8, **place)
 
 
 def _standard_error(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """The standard error of the mean over images (axis 0); of one image nobody knows it."""
+    """The standard error of the mean over images (axis 0). Undefined for one image: NaN."""
     if len(values) < 2:
         return np.full(values.shape[1:], np.nan)
     return np.asarray(values.std(axis=0, ddof=1) / np.sqrt(len(values)))
 
 
 def caption(scores: Scoring) -> str:
-    """The best method on these images, and the methods that are no better than random."""
+    """Name the best method on these images, and the methods that are no better than random."""
     deletion, insertion = scores.areas(scores.deletion), scores.areas(scores.insertion)
-    named = {name: printable(name) for name in deletion if name != "random"}
-    B = len(next(iter(deletion.values())))
+    named = [name for name in deletion if name != "random"]
     reading = (
         "Patches are covered (left) or restored (right) in the order of each map; with a good map the left "
         "curve falls early and the right curve rises early."
     )
     if not named:
-        return f"{reading} Only random maps were scored (n = {B})."
+        return f"{reading} Only random maps were scored (n = {scores.images})."
     lowest = min(named, key=lambda name: float(deletion[name].mean()))
     highest = max(named, key=lambda name: float(insertion[name].mean()))
     areas = f"{deletion[lowest].mean():.3f}", f"{insertion[highest].mean():.3f}"
+    result = (
+        f"The two scores disagree on these images (n = {scores.images}): {printable(lowest)} is best in "
+        f"deletion ({areas[0]}), {printable(highest)} in insertion ({areas[1]})."
+    )
     if lowest == highest:
         result = (
-            f"On these images (n = {B}), {named[lowest]} is best in both: it has the lowest area under the "
-            f"deletion curve ({areas[0]}) and the highest under the insertion curve ({areas[1]})."
-        )
-    else:
-        result = (
-            f"The two scores disagree on these images (n = {B}): {named[lowest]} is best in deletion "
-            f"({areas[0]}), {named[highest]} in insertion ({areas[1]})."
+            f"On these images (n = {scores.images}), {printable(lowest)} is best in both: it has the lowest "
+            f"area under the deletion curve ({areas[0]}) and the highest under the insertion curve "
+            f"({areas[1]})."
         )
     return f"{reading} {result} {_compare_with_random(deletion, insertion, lowest, highest)}"
 
 
-_Areas = Mapping[str, "NDArray[np.float64]"]
-
-
-def _compare_with_random(deletion: _Areas, insertion: _Areas, lowest: str, highest: str) -> str:
+def _compare_with_random(deletion: Areas, insertion: Areas, lowest: str, highest: str) -> str:
     """The margin of the best methods over random maps, image by image, and the methods without one."""
     if "random" not in deletion:
         return "Without random maps there is no control to compare with."
@@ -257,34 +238,30 @@ def _with_error(values: NDArray[np.float64]) -> str:
     return f"{values.mean():.3f}" + (f" ± {_standard_error(values):.3f}" if len(values) > 1 else "")
 
 
-def table(scores: Scoring) -> tuple[list[str], list[list[object]]]:
-    """One row per method: both areas, each as the mean over images and its standard error."""
-    deletion, insertion = scores.areas(scores.deletion), scores.areas(scores.insertion)
+def table(scores: Scoring) -> Rows:
+    """List both areas of each method, each as the mean over images and its standard error."""
     rows: list[list[object]] = []
-    for name in deletion:
-        numbers = [
-            (float(area.mean()), float(_standard_error(area))) for area in (deletion[name], insertion[name])
-        ]
-        rows.append([name, len(deletion[name]), *numbers[0], *numbers[1]])
+    for name in scores.deletion:
+        areas = [scores.areas(curves)[name] for curves in (scores.deletion, scores.insertion)]
+        numbers = [float(value) for area in areas for value in (area.mean(), _standard_error(area))]
+        rows.append([name, scores.images, *numbers])
     return ["method", "images", "deletion", "deletion error", "insertion", "insertion error"], rows
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    images = request.drawn().images
-    how: dict[str, Any] = {"target": request.target, "activation": request.bundle.scores.activation}
-    maps = request.attributions or attribution.compute(request.model, images, **how).maps
-    scores = compute(request.model, images, maps, **how)
+    model, images, activation = request.model, request.drawn.images, request.bundle.scores.activation
+    maps = request.attributions
+    if not maps:
+        maps = attribution.compute(model, images, target=request.target, activation=activation).maps
+    scores = compute(model, images, maps, target=request.target, activation=activation)
     return scores, draw(scores)
 
 
-FIGURE = FigureSpec("scoring", "Deletion and insertion scores of the attribution maps", _make, caption, table)
-
-
-if __name__ == "__main__":
-
-    def sample() -> tuple[Figure, str]:
-        model, images = sample_model().model, sample_images(40)
-        scores = compute(model, images.images, attribution.compute(model, images.images).maps)
-        return draw(scores), caption(scores)
-
-    show_sample("scoring", sample)
+FIGURE = FigureSpec(
+    "scoring",
+    "Deletion and insertion scores of the attribution maps",
+    _make,
+    caption,
+    table,
+    passes=lambda config: 2 * len(attribution.METHODS) * (_MAX_POINTS + 1),
+)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vitrail.base.errors import printable
-from vitrail.images.decode import open_image, suppress_warnings
-from vitrail.images.pixels import to_uint8
+from vitrail.views.gallery import thumbnail
 from vitrail.views.html_page import ImageTile, Page, Section
-from vitrail.views.page_images import encode_image
 
 MAX_TILES = 500  # a page with more images is too large for a browser
+_BY_IMAGE = (
+    "The score is the cosine of two embeddings: 1 for the same image. Only images of the index are compared, "
+    "and every one of them is."
+)
+_BY_WORDS = (
+    "The score is the cosine of an image's embedding and the text's. It is a small number even for a good "
+    "match, so only the order counts."
+)
 
 
 def search_page(
     hits: Sequence[tuple[Path, float]], total: int, query: str, *, is_image: bool, command: str = ""
 ) -> Page:
-    """The images that were found for an image or for words.
+    """Show the images that were found for an image or for words.
 
     Args:
         hits: files with their scores, best first.
@@ -25,33 +30,18 @@ def search_page(
     """
     shown = hits[:MAX_TILES]
     tiles = [
-        image_tile(path, f"{place}. cosine {score:.3f}", [f"{path.parent.name}/{path.name}"])
+        _tile(path, f"{place}. cosine {score:.3f}", [f"{path.parent.name}/{path.name}"])
         for place, (path, score) in enumerate(shown, 1)
     ]
     what = f"most like {Path(query).name}" if is_image else f"most like the words “{query}”"
     lead = [f"The {len(shown):,} of {total:,} images that are {what}, best first."]
-    sections = []
+    sections = [Section("Found", images=tiles, how_to_read=_BY_IMAGE if is_image else _BY_WORDS)]
     if is_image:
-        sections.append(
-            Section("The image searched for", images=[image_tile(Path(query), Path(query).name, [])])
-        )
-    how = "The score is the cosine of two embeddings: 1 for the same image. "
-    how += "Only images of the index are compared, and every one of them is."
-    if not is_image:
-        how = (
-            "The score is the cosine of an image's embedding and the text's. It is a small number even for a "
-        )
-        how += "good match, so only the order counts."
-    sections.append(Section("Found", images=tiles, how_to_read=how))
+        asked = _tile(Path(query), Path(query).name, [])
+        sections.insert(0, Section("The image searched for", images=[asked]))
     return Page("Search", lead, sections=sections, command=command)
 
 
-def image_tile(path: Path, title: str, lines: Sequence[str]) -> ImageTile:
-    """An image file as a thumbnail; without one if it can no longer be read."""
-    try:
-        with suppress_warnings():
-            pixels = to_uint8(open_image(path), 3)
-        view = [(encode_image(pixels), f"Image {printable(path.name)}")]
-    except (OSError, ValueError):
-        return ImageTile([], title, [*lines, "This file cannot be read any more."])
-    return ImageTile(view, title, lines)
+def _tile(path: Path, title: str, lines: Sequence[str]) -> ImageTile:
+    view = thumbnail(path)
+    return ImageTile(view, title, lines if view else [*lines, "This file cannot be read any more."])

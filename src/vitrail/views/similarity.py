@@ -9,26 +9,23 @@ if Y is a rotated and isotropically scaled X. Nothing is trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from vitrail.base.errors import InputError, printable, suggest
+from vitrail.base.errors import InputError
 from vitrail.model import ViT, record
 from vitrail.model.device import eval_mode
 from vitrail.views.canvas import ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
-from vitrail.views.figure import FigureSpec, InspectionRequest
-from vitrail.views.figure_images import check_finite, check_images
-from vitrail.views.sample import sample_images, sample_model, show_sample
+from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
+from vitrail.views.figure_images import check_finite, check_images, device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-
-_OVER = ("patches", "pooled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,46 +40,23 @@ class Similarity:
     """n, the number of vectors per layer."""
     width: int
     """D, the dimension of the vectors."""
-    over: str
 
 
-def compute(model: ViT, images: Tensor, over: Literal["patches", "pooled"] = "patches") -> Similarity:
-    """Compare layers by their patch tokens, or by the pooled vector of each image.
-
-    The pooled vectors are computed with the final norm, as the input of the head is; so the last block is
-    `final`.
-    """
+def compute(model: ViT, images: Tensor) -> Similarity:
+    """Compare layers by the patch tokens of all images."""
     check_images(model, images)
-    if over not in _OVER:
-        raise InputError(f"unknown vectors to compare, over={printable(over)!r}. {suggest(str(over), _OVER)}")
-    features = dict(zip(_layer_names(model, over), _layer_features(model, images, over), strict=True))
-    for name, rows in features.items():
-        check_finite(f"The vectors of {name}", rows)
-    count, width = next(iter(features.values())).shape
-    if count < 2:
-        kind = "image" if over == "pooled" else "patch"
-        raise InputError(
-            f"CKA needs at least two vectors, but there is only {count} {kind}; pass more images."
-        )
-    return Similarity(list(features), linear_cka(list(features.values())), count, width, over)
-
-
-def _layer_names(model: ViT, over: str) -> list[str]:
-    blocks = [str(index) for index in range(model.config.depth)]
-    return ["embed", *blocks, "final"] if over == "patches" else ["embed", *blocks[:-1], "final"]
-
-
-def _layer_features(model: ViT, images: Tensor, over: str) -> list[Floats]:
-    """One array (n, D) per layer, with centered columns."""
+    names = ["embed", *map(str, range(model.config.depth)), "final"]
     with eval_mode(model), record(model, "embed", "blocks.*.out") as tape:
-        last = model.encode(images.to(model.tokens.proj.weight.device))
-        if over == "pooled":
-            layers = [model.finish(z).pooled for z in list(tape.values())]
-        else:
-            tokens = [*tape.values(), last.tokens]
-            layers = [z[:, last.prefix_count :].flatten(0, 1) for z in tokens]
-    arrays = [layer.double().cpu().numpy() for layer in layers]
-    return [array - array.mean(axis=0) for array in arrays]
+        last = model.encode(images.to(device_of(model)))
+    features = []
+    for name, tokens in zip(names, [*tape.values(), last.tokens], strict=True):
+        rows = tokens[:, last.prefix_count :].flatten(0, 1).double().cpu().numpy()
+        check_finite(f"The vectors of {name}", rows)
+        features.append(rows - rows.mean(axis=0))
+    count, width = features[0].shape
+    if count < 2:
+        raise InputError("CKA needs at least two vectors, but there is only 1 patch; pass more images.")
+    return Similarity(names, linear_cka(features), count, width)
 
 
 def linear_cka(features: list[Floats]) -> Floats:
@@ -100,11 +74,10 @@ def linear_cka(features: list[Floats]) -> Floats:
 
 @styled
 def draw(similarity: Similarity) -> Figure:
-    """The matrix of CKA between layers."""
+    """Draw the matrix of CKA between layers."""
     count = len(similarity.names)
     side = min(7.0, max(3.4, 1.6 + 0.32 * count))
-    vectors = "patch tokens" if similarity.over == "patches" else "pooled vectors"
-    figure = new_figure(side + 1.2, side + 0.4, f"Linear CKA between layers, {similarity.rows} {vectors}")
+    figure = new_figure(side + 1.2, side + 0.4, f"Linear CKA between layers, {similarity.rows} patch tokens")
     axis = figure.subplots()
     axis.set_facecolor("#bbbbbb")  # shows where the value is NaN
     image = axis.imshow(similarity.cka, cmap=SEQUENTIAL, vmin=0, vmax=1)
@@ -124,11 +97,10 @@ def draw(similarity: Similarity) -> Figure:
 
 
 def caption(similarity: Similarity) -> str:
-    """How to read the matrix, and where representations change most."""
-    vectors = "patch tokens" if similarity.over == "patches" else "pooled vectors"
+    """Explain the matrix, and where representations change most."""
     noise = similarity.width / (similarity.width + similarity.rows)
     text = (
-        f"Linear CKA between every two layers, over {similarity.rows} {vectors} of dimension "
+        f"Linear CKA between every two layers, over {similarity.rows} patch tokens of dimension "
         f"{similarity.width}: 1 means equal up to rotation and scaling; independent noise of this size would "
         f"have {noise:.2f}."
     )
@@ -154,20 +126,15 @@ def _describe_changes(similarity: Similarity) -> str:
     )
 
 
-def table(similarity: Similarity) -> tuple[list[str], list[list[object]]]:
-    """The matrix, one row per layer."""
+def table(similarity: Similarity) -> Rows:
+    """List the matrix, one row per layer."""
     rows = zip(similarity.names, similarity.cka, strict=True)
     return ["layer", *similarity.names], [[name, *map(float, values)] for name, values in rows]
 
 
 def _make(request: InspectionRequest) -> tuple[object, Figure]:
-    similarity = compute(request.model, request.drawn().images)
+    similarity = compute(request.model, request.drawn.images)
     return similarity, draw(similarity)
 
 
 FIGURE = FigureSpec("similarity", "Similarity of the blocks (CKA)", _make, caption, table)
-
-
-if __name__ == "__main__":
-    similarity = compute(sample_model().model, sample_images().images)
-    show_sample("similarity", lambda: (draw(similarity), caption(similarity)))

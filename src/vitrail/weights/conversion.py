@@ -1,27 +1,30 @@
-"""Converting a model to another family, with a report on its tensors and logits."""
+"""Converting a model to another family, with a report of tensors and logits; weights between two models."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import ConfigError, FileError, printable, suggest
-from vitrail.base.fields import short_repr
+from vitrail.base.errors import ConfigError, FileError, InputError, printable, suggest
+from vitrail.base.fields import is_real, short_repr
 from vitrail.base.telemetry import disable_telemetry
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle, check_suffix, golden_inputs, not_finite
+from vitrail.weights.bundle.labels import rehead
 from vitrail.weights.families import FAMILIES, LIBRARIES
 from vitrail.weights.families.family import Family
 from vitrail.weights.families.keys import CUSTOM
 from vitrail.weights.families.match import join_names
 from vitrail.weights.families.to_family import ConversionError, family_tensors, unsupported, write_family
 from vitrail.weights.load import load
-from vitrail.weights.text.prompts import Prompts
-from vitrail.weights.text.zero_shot import bake_prompts
+from vitrail.weights.text.prompts import Prompts, bake_prompts
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vitrail.model import ViT
 
 
 @dataclass(frozen=True)
@@ -166,3 +169,61 @@ def _compare(
     with torch.no_grad():
         theirs = peer(bundle.as_input(inputs))
     return (theirs - ours).abs().max().item(), f"{family.group} itself, on the golden inputs"
+
+
+_TRAINING_ONLY = (
+    "dropout",
+    "attention_dropout",
+    "patch_dropout",
+    "drop_path",
+    "init",
+    "position_sigma",
+    "layer_scale",
+)
+
+
+def interpolate(first: Bundle, second: Bundle, t: float) -> Bundle:
+    """A bundle of the second's kind whose weights are t of the way from the first to the second."""
+    if not is_real(t) or not 0 <= t <= 1:
+        raise InputError(f"interpolate must be a number from 0 to 1, not {short_repr(t)}.")
+    import copy
+
+    import torch
+
+    check_compatible(first, second)
+    model = copy.deepcopy(second.model)
+    start, end = _in_order(first, second).state_dict(), second.model.state_dict()
+    mixed = {name: torch.lerp(start[name].to(end[name]), end[name], t) for name in end}
+    model.load_state_dict(mixed)
+    note = (
+        f"Weights are {t:g} of the way from {first.card.source or 'one model'} to another of the same shape."
+    )
+    return replace(second, model=model, statistics=None, notes=[*second.notes, note])
+
+
+def check_compatible(first: Bundle, second: Bundle) -> None:
+    """Refuse models between which there is nothing: of another shape, or for other classes."""
+    for one in fields(ViTConfig):
+        values = [getattr(bundle.model.config, one.name) for bundle in (first, second)]
+        if one.name not in _TRAINING_ONLY and values[0] != values[1]:
+            raise InputError(
+                f"Weights are interpolated between models of the same shape, but {one.name} is "
+                f"{short_repr(values[0])} in one and {short_repr(values[1])} in the other; use a model and "
+                "one that was fine-tuned from it."
+            )
+    if sorted(first.labels or []) != sorted(second.labels or []):
+        raise InputError(
+            "The two models have different classes, so their heads cannot be interpolated; use a model and "
+            "one that was fine-tuned from it for the same classes."
+        )
+
+
+def _in_order(first: Bundle, second: Bundle) -> ViT:
+    """The first model, its classes in the order of the second's: training takes that of the data."""
+    labels = second.labels
+    if labels is None or labels == first.labels or len(set(labels)) < len(labels):
+        return first.model
+    model, kept = rehead(first.model, first.labels, labels)
+    if kept < len(labels):
+        raise InputError("The classes of the two models cannot be matched by name; give both the same order.")
+    return model

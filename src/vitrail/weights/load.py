@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import ConfigError, FileError, InputError, printable
 from vitrail.base.fields import per_axis
-from vitrail.images.fit_preprocess import fit_preprocess
+from vitrail.images.preprocess import fit_preprocess
 from vitrail.model.config import POSITIONS, format_sides
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.bundle.bundle_header import (
@@ -60,7 +60,7 @@ def load(
         family: read the file as one of this family, instead of recognizing it.
         keys: rows of a key table, (their name or names, ours[, layout]), tried before the family's;
             "{i}" is the block index. (pattern, None) ignores
-            tensors. Layouts: those of vitrail.weights.families.layout.LAYOUTS.
+            tensors. Layouts: those of vitrail.weights.families.key_rows.LAYOUTS.
             Without a family, a table that names every tensor is sufficient.
         checkpoint_key: the key of the state dict to read, if a torch.save file holds several.
         preprocess: fields of Preprocess to use instead of the file's: {"mean": (0.485, 0.456, 0.406)}; or the
@@ -71,7 +71,7 @@ def load(
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
     from vitrail.model.device import find_device, place
-    from vitrail.weights.preprocessing import check_fields, override_preprocess, settles_guess
+    from vitrail.weights.model_settings import check_fields, override_preprocess
 
     device = "cpu" if device is None else device
     if device != "auto":
@@ -87,8 +87,8 @@ def load(
         bundle.preprocess = override_preprocess(
             bundle.preprocess, preprocess, bundle.model.config, bundle.notes
         )
-        if settles_guess(preprocess):
-            bundle.guess = ""
+        if isinstance(preprocess, str) or {"mean", "std"} <= set(preprocess):
+            bundle.guess = ""  # nothing is left to guess
     if bundle.model.config != description.config or overrides or preprocess is not None:
         bundle.statistics = None  # they are of the features of the model as it was trained
     place(bundle.model, device)
@@ -140,7 +140,7 @@ def describe(
     description = replace(description, card=replace(description.card, **files.card))
     if not preprocess:
         return description
-    from vitrail.weights.preprocessing import override_preprocess
+    from vitrail.weights.model_settings import override_preprocess
 
     config, notes = description.config, description.notes
     return replace(
@@ -156,24 +156,28 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
 
     from vitrail.model import ViT
     from vitrail.model.init import EmptyParameters
+    from vitrail.weights.families.family import Profile
+    from vitrail.weights.families.match import describe_mismatch, read_state
 
-    config, match = description.config, description.match
+    config, match, notes = description.config, description.match, list(description.notes)
+    profile = match.family.profile if match else Profile()
     with EmptyParameters():
         model = ViT(config)
-    notes, text_files = list(description.notes), dict[str, bytes]()
+    computed = profile.computed(config) if profile.computed else {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in computed.items()} | dict(description.shapes)
+    if wrong := describe_mismatch(model, shapes):
+        raise FileError(
+            f"{printable(files.path)} does not hold the tensors of its model: it {wrong}. Give fields that "
+            "shapes do not show (heads, pool, head...), or check the file."
+        )
     if match is None:
-        _check_tensors(files, description.shapes, model)
         state = {name: files.tensor(name) for name in description.shapes}
-        extras = {name: files.tensor(original) for name, original in description.extras.items()}
     else:
-        from vitrail.weights.families.key_tables import read_state
-
-        computed = match.family.profile.computed
-        shapes = {name: tuple(tensor.shape) for name, tensor in computed(config, "meta").items()}
-        _check_tensors(files, {**shapes, **match.shapes}, model)
-        state = {**computed(config, "cpu"), **read_state(match, files.tensor, config)}
-        extras = {name: files.tensor(original) for name, original in description.extras.items()}
-        notes += match.family.profile.check_extras(extras)
+        state = computed | read_state(match, files.tensor, config)
+    extras = {name: files.tensor(original) for name, original in description.extras.items()}
+    if profile.check_extras:
+        notes += profile.check_extras(extras)
+    text_files: dict[str, bytes] = {}
     if extras:
         from vitrail.weights.text.words import add_clip_file, has_text
 
@@ -188,36 +192,14 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
         scores=description.scores,
         card=description.card,
         source=description.source,
-        statistics=stored_statistics(files, config.pooled_width) if match is None else None,
+        statistics=None if match else stored_statistics(files, config.pooled_width),
         native=description.native,
         extras=extras,
-        fingerprint=stored_fingerprint(files),
+        fingerprint=None if match else stored_fingerprint(files),
         notes=notes,
         guess=description.guess,
         text_files=text_files,
     )
-
-
-def _check_tensors(files: ModelFiles, shapes: Mapping[str, tuple[int, ...]], model: ViT) -> None:
-    """Check that the file holds exactly the tensors of the model."""
-    from vitrail.weights.families.match import join_names
-
-    needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing = [name for name in needed if name not in shapes]
-    unexpected = [name for name in shapes if name not in needed]
-    mismatched = [
-        f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}"
-        for name, shape in needed.items()
-        if name in shapes and shapes[name] != shape
-    ]
-    kinds = ((missing, "is missing"), (unexpected, "has unexpected"), (mismatched, "has wrong shapes:"))
-    for names, what in kinds:
-        if names:
-            raise FileError(
-                f"{printable(files.path)} does not hold the tensors of its model: it {what} "
-                f"{join_names(names)}. Give fields that shapes do not show (heads, pool, head...), or "
-                "check the file."
-            )
 
 
 def _adapt(bundle: Bundle, requested: Mapping[str, Any]) -> None:
@@ -264,7 +246,7 @@ def _adapt(bundle: Bundle, requested: Mapping[str, Any]) -> None:
 
 def _rename_head(model: ViT, bundle: Bundle, names: list[str]) -> ViT:
     """A head for classes of these names: its own, or a new one with the rows that the file has."""
-    from vitrail.weights.bundle.head_rows import rehead
+    from vitrail.weights.bundle.labels import rehead
 
     count, labels = model.config.classes, bundle.labels
     if names == labels or (labels is None and len(names) == count):

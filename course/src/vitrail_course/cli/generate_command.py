@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from vitrail.base.errors import InputError
-from vitrail.cli.model_arguments import print_device
-from vitrail.cli.overrides import Device
+from vitrail.cli.models import print_device
+from vitrail.cli.options import DEVICE
 
 _MAX_LENGTH = 100_000
 
@@ -26,7 +26,7 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="For the same text again.", show_default="another text each time")
     ] = None,
-    device: Device = "auto",
+    device: str = DEVICE,
 ) -> None:
     """Continue a text, character by character.
 
@@ -44,5 +44,5 @@ def generate(
     from vitrail.model.device import place
 
     place(opened.model, device)
-    print_device(opened.model, {} if device == "auto" else {"device": device}, "fp32", quiet=False)
+    print_device(opened.model, device, "fp32", quiet=False)
     print(opened.continue_text(prompt, length, temperature, seed).lstrip("\n"))

@@ -16,9 +16,9 @@ import torch
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
 from vitrail.model.device import choose_device
-from vitrail.training.epoch import evaluate_epoch
-from vitrail.training.metric_values import Diverged
+from vitrail.training.epoch import Diverged, evaluate_epoch
 from vitrail.training.recipes.settings import Recipe
+from vitrail.training.run_plan import RunPlan
 from vitrail.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _build_trainer(run: CustomRun, data: Dataset) -> Trainer:
     if run.initial_weights is not None:
         set_weights(model, run.initial_weights)
     device = choose_device(settings.precision, device=settings.device)
-    trainer = Trainer(model, run.recipe.preprocess, data, settings, device)
+    trainer = Trainer(RunPlan(data, run.recipe, device), model)
     if run.frozen_positions is not None:
         table = model.get_parameter("position.table")
         with torch.no_grad():

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vitrail.experiment.study import Study, draw_arm, mean_score_at, resolve_arm, study
+from vitrail.experiment.study import Study, draw_arm, resolve_arm, scores_by_lr, study
 from vitrail.experiment.trial import map_in_processes
 from vitrail.images.formats.sources import Dataset
 from vitrail.views.canvas import LINES, new_figure, styled
@@ -118,7 +118,7 @@ def draw(result: Study) -> Figure:
     left, right = figure.subplots(1, 2)
     for n, arm in enumerate(result.arms.values()):
         draw_arm(left, n, arm, LINES[n])
-        values = [mean_score_at(arm.sweep, lr) for lr in result.lrs]
+        values = [scores_by_lr(arm.sweep)[lr] for lr in result.lrs]
         right.plot(result.lrs, values, "o-", color=LINES[n], markersize=4)
     left.set(
         yticks=range(len(result.arms)), yticklabels=list(result.arms), ylim=(len(result.arms) - 0.5, -0.5)

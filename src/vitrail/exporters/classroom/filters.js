@@ -1,7 +1,7 @@
 // E's filters as images: each of the D numbers of a token is the patch times one filter.
 
 const FILTERS = (() => {
-  const size = vit.channels * vit.patch[0] * vit.patch[1], E = vit.tensors["embed.weight"];
+  const size = vit.channels * vit.patch[0] * vit.patch[1], E = vit.tensors["tokens.proj.weight"];
   const norm = (i) => Math.sqrt(sum(row(E, i, size).map((x) => x * x)));
   const norms = range(vit.width).map(norm);
   const order = range(vit.width).sort((a, b) => norms[b] - norms[a]).slice(0, 96);  // the strongest first

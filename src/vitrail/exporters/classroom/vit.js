@@ -103,7 +103,7 @@ class Vit {
   /** From pixels to logits, with the activations that the page shows. `change` is an experiment (NO_CHANGE). */
   forward(pixels, change = NO_CHANGE) {
     const flat = this.patchify(this.normalize(pixels));
-    const embedded = this.linear(flat, "embed", flat.length / this.N);  // x_p E: (N, D)
+    const embedded = this.linear(flat, "tokens.proj", flat.length / this.N);  // x_p E: (N, D)
     const tokens = new Float32Array(this.T * this.width);
     tokens.set(this.tensors.prefix ?? []);  // x_class and the other prefix tokens
     tokens.set(embedded, tokens.length - embedded.length);
@@ -112,9 +112,9 @@ class Vit {
     const blocks = [];
     for (let l = 0; l < this.depth; l++) {
       const norm1 = this.norm(z[l], `blocks.${l}.norm1`), msa = this.attend(norm1, l, change);
-      const middle = residual(z[l], msa.out, this.tensors[`blocks.${l}.scale1`]);  // Eq. 2: z'
+      const middle = residual(z[l], msa.out, this.tensors[`blocks.${l}.scale1.weight`]);  // Eq. 2: z'
       const norm2 = this.norm(middle, `blocks.${l}.norm2`), mlp = this.feedForward(norm2, l);
-      z.push(residual(middle, mlp.out, this.tensors[`blocks.${l}.scale2`]));  // Eq. 3
+      z.push(residual(middle, mlp.out, this.tensors[`blocks.${l}.scale2.weight`]));  // Eq. 3
       blocks.push({ norm1, ...msa, middle, norm2, before: mlp.before, hidden: mlp.hidden, mlp: mlp.out });
     }
     const lens = z.map((tokens) => this.classify(tokens));  // the logits after 0, 1, ... L blocks
@@ -130,7 +130,7 @@ class Vit {
   /** MSA: q, k and v (T, 3 k d), the attention weights (k, T, T), the heads (T, k d) and the output (T, D). */
   attend(z, l, change) {
     const { T, heads: k, d } = this, inner = k * d, factor = this.factor(change);
-    const qkv = this.linear(z, `blocks.${l}.qkv`, this.width);
+    const qkv = this.linear(z, `blocks.${l}.attention.qkv`, this.width);
     const weights = new Float32Array(k * T * T), mixed = new Float32Array(T * inner);
     for (let head = 0; head < k; head++) for (let from = 0; from < T; from++) {
       const q = from * 3 * inner + head * d, scores = new Float64Array(T);
@@ -147,7 +147,7 @@ class Vit {
         mixed[from * inner + head * d + i] = sum;
       }
     }
-    return { qkv, weights, mixed, out: this.linear(mixed, `blocks.${l}.out`, inner) };
+    return { qkv, weights, mixed, out: this.linear(mixed, `blocks.${l}.attention.out`, inner) };
   }
 
   /** q, k or v of one head and token: a row of d numbers. */
@@ -158,9 +158,9 @@ class Vit {
 
   /** The MLP, applied to each token, with its hidden units before and after the activation. */
   feedForward(z, l) {
-    const before = this.linear(z, `blocks.${l}.fc1`, this.width);
+    const before = this.linear(z, `blocks.${l}.mlp.fc1`, this.width);
     const hidden = before.map(ACTIVATIONS[this.activation]);
-    return { before, hidden, out: this.linear(hidden, `blocks.${l}.fc2`, this.mlp) };
+    return { before, hidden, out: this.linear(hidden, `blocks.${l}.mlp.fc2`, this.mlp) };
   }
 
   /** Eq. 4 and the head: the logits if the encoder ended with these tokens. */

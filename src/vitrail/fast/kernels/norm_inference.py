@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MAX_WIDTH = 8192
+from vitrail.fast.blocks import Norm
+
 _ELEMENTS = 4096  # of a tile
 _FEW_ROWS = 2048  # below this, each row has a program of its own, so that more multiprocessors work
 
@@ -49,35 +50,22 @@ def _norm(  # type: ignore[no-untyped-def]
     tl.store(target + place, y.to(target.dtype.element_ty), mask=inside)
 
 
-def norm(
-    z: Tensor,
-    shift: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    *,
-    centered: bool = True,
-    factor: float | None = None,
-    parts: Tensor | None = None,
-    dependent: bool = False,
-) -> Tensor:
-    """The norm of z + shift over the last axis of (M, D).
+def norm(norm: Norm, z: Tensor, parts: Tensor | None = None, *, dependent: bool = False) -> Tensor:
+    """The norm of z + shift over the last axis of (M, D); in fp8 if it has a factor, else in the dtype of z.
 
     Args:
-        shift, weight, bias: (D,) in fp32.
-        centered: whether the mean is subtracted, as LayerNorm does and RMSNorm does not.
-        factor: quantizes to fp8 after multiplying by it; without one, the result has the dtype of z.
         parts: (n, M, D) in fp32, added to z first, in place.
         dependent: whether this is one of the kernels of a chain (`vitrail.fast.kernels.chain_products`).
     """
     M, D = z.shape
-    out = torch.empty_like(z, dtype=z.dtype if factor is None else torch.float8_e4m3fn)
+    out = torch.empty_like(z, dtype=z.dtype if norm.factor is None else torch.float8_e4m3fn)
     C = triton.next_power_of_2(D)
     R = max(1, _ELEMENTS // C) if M > _FEW_ROWS else 1
     with torch.cuda.device_of(z):
         _norm[(triton.cdiv(M, R),)](
-            z, z if parts is None else parts, shift, weight, bias, out, M, D, eps, factor or 1.0,
-            R, C, centered, factor is not None, 0 if parts is None else len(parts), dependent,
+            z, z if parts is None else parts, norm.shift, norm.weight, norm.bias, out, M, D, norm.eps,
+            norm.factor or 1.0, R, C, norm.centered, norm.factor is not None,
+            0 if parts is None else len(parts), dependent,
             num_warps=4 if C <= 4096 else 8, launch_pdl=dependent,
         )  # fmt: skip
     return out

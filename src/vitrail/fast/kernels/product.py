@@ -8,7 +8,6 @@ while the last one is written. Tiles are read and written by the tensor memory a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitrail.fast.kernels.gelu import gelu
-from vitrail.fast.products import processors
+from vitrail.fast.products import Product, processors
 
 
 @dataclass(frozen=True)
@@ -129,28 +128,15 @@ def _finish_halves(  # type: ignore[no-untyped-def]
     _finish(right, target, scales, bias, factor, row, column + WIDTH, WIDTH, SCALED, BIAS, GELU, ADD, FP8)
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    tiles: Tiles,
-    scales: Tensor | None = None,
-    bias: Tensor | None = None,
-    gelu: bool = False,
-    add: bool = False,
-    factor: float | None = None,
-) -> Tensor:
+def product(product: Product, x: Tensor, out: Tensor, tiles: Tiles) -> Tensor:
     """out = f(x W^T scales + bias), or out += that.
 
     Args:
-        x, weight: (M, K) and (N, K), both in bf16 or both in fp8; K times the bytes of a value is a multiple
-            of 16, and N is a multiple of `tiles.columns`.
+        x: (M, K), in bf16 or fp8 as the weights (N, K); K times the bytes of a value is a multiple of 16, and
+            N is a multiple of `tiles.columns`.
         out: (M, N).
-        scales, bias: (N,) in fp32.
-        add: whether the result is added to what `out` holds.
-        factor: quantizes to fp8, the dtype of `out`, after multiplying by it.
     """
+    weight = product.weight
     (M, K), N = x.shape, weight.shape[0]
     depth = tiles.depth_bytes // x.element_size()
     width = tiles.columns // tiles.parts
@@ -165,12 +151,13 @@ def product(
     # Two programs of four warps fit on a multiprocessor: one finishes a tile while the other multiplies.
     most = processors(x.device) * (2 if tiles.warps == 4 else 1)
     programs = min(most, triton.cdiv(M, tiles.rows) * (N // tiles.columns))
-    empty: Any = out  # an unused pointer
+    scales, bias = (out if one is None else one for one in (product.scales, product.bias))  # or unused
     with torch.cuda.device_of(x):
         _product[(programs,)](
-            *descriptors, empty if scales is None else scales, empty if bias is None else bias, factor or 1.0,
+            *descriptors, scales, bias, product.factor or 1.0,
             M, N, K, tiles.rows, tiles.columns, depth, 8, programs, tiles.parts,
-            scales is not None, bias is not None, gelu, add, factor is not None,
+            product.scales is not None, product.bias is not None, product.gelu, product.add,
+            product.factor is not None,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out

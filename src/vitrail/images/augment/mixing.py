@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.base.errors import InputError
 from vitrail.base.fields import Config, documented, number
 from vitrail.images.augment.per_sample import expand_to, interval_mask
 from vitrail.images.rng import MIX_STREAM, random_uniform
@@ -49,9 +48,8 @@ def mix_batch(
     """Images (B, C, H, W) and targets (B, K), both floating point, mixed pair by pair.
 
     Args:
-        indices: (B,) int64, the index of each sample in the data set, as in `augment_batch`.
+        indices: (B,) int64, the index of each sample in the data set, as in `augment_batch`. B is even.
     """
-    _check_batch(images, targets, indices)
     if not (settings.mixup or settings.cutmix) or not settings.probability:
         return images, targets
     height, width = images.shape[-2:]
@@ -64,30 +62,6 @@ def mix_batch(
     pasted = (rows[:, :, None] & columns[:, None, :])[:, None, None]  # (P, 1, 1, H, W)
     weight = torch.where(pasted, 1.0, expand_to(1 - own, images, 4))
     return _blend(images, weight), _blend(targets, expand_to(other, targets, 2))
-
-
-def _check_batch(images: Tensor, targets: Tensor, indices: Tensor) -> None:
-    count = len(images)
-    if images.ndim != 4 or not images.is_floating_point():
-        raise InputError(
-            f"images must be (B, C, H, W) and floating point, not {images.dtype} {tuple(images.shape)}; "
-            "mix them after augment_batch."
-        )
-    if count % 2:
-        raise InputError(
-            f"Images are mixed in pairs, and the batch has {count}; use an even batch size, and drop the "
-            "last image of an odd batch."
-        )
-    if targets.ndim != 2 or len(targets) != count or not targets.is_floating_point():
-        raise InputError(
-            f"targets must be ({count}, K) and floating point, not {targets.dtype} {tuple(targets.shape)}; "
-            "make them with one_hot(labels, K).float()."
-        )
-    if indices.shape != (count,) or indices.dtype != torch.int64:
-        raise InputError(
-            f"indices must be int64 ({count},), the index of each sample in the data set, not "
-            f"{indices.dtype} {tuple(indices.shape)}."
-        )
 
 
 def sample_mixing(

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.base.errors import InputError
 from vitrail.base.fields import Config, choice, documented, integer, number
 from vitrail.images.augment.color import adjust_colors
 from vitrail.images.augment.per_sample import expand_to, interval_mask
@@ -145,7 +144,6 @@ def augment_batch(
             on the device of the indices, in float64; on the CPU they are the same for every device.
         size: (height, width) of the output. An image of that size without geometric changes keeps its bits.
     """
-    _check_batch(images, indices, size)
     x = images.to(torch.float32) / 255 if images.dtype == torch.uint8 else images.to(torch.float32)
     numbers, operations = draw_parameters(indices, settings, seed, epoch, size)
     x = _warp(x, numbers, operations, settings, size)
@@ -174,24 +172,6 @@ def draw_parameters(
 def crop_numbers(seed: int, epoch: int | Tensor, indices: Tensor) -> Tensor:
     """The random numbers of each sample's crop, (B, CROP_NUMBERS): the same for files and for arrays."""
     return random_uniform([seed, epoch, CROP_STREAM, indices], CROP_NUMBERS)
-
-
-def _check_batch(images: Tensor, indices: Tensor, size: tuple[int, int]) -> None:
-    if images.ndim != 4 or not (images.dtype == torch.uint8 or images.is_floating_point()):
-        raise InputError(
-            "images must be (B, C, H, W), uint8 or floating point with values from 0 to 1, not "
-            f"{images.dtype} {tuple(images.shape)}."
-        )
-    if indices.shape != images.shape[:1] or indices.dtype != torch.int64:
-        raise InputError(
-            f"indices must be int64 ({len(images)},), the index of each sample in the data set, not "
-            f"{indices.dtype} {tuple(indices.shape)}."
-        )
-    if len(size) != 2 or min(*size, *images.shape[1:]) < 1:
-        raise InputError(
-            f"Images {tuple(images.shape)} cannot be augmented to the size {size}: both must have pixels; "
-            "pass size as (height, width), each at least 1."
-        )
 
 
 def _uniform(numbers: Tensor, most: float | Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 
 from vitrail.base.errors import FileError, InputError, printable, require_extra
 from vitrail.base.safe_files import open_regular
-from vitrail.images.classes import listed
-from vitrail.images.formats.sources import MAX_CLASSES, Dataset, Split, build_dataset, too_many_classes
+from vitrail.images.classes import MAX_CLASSES, listed, rename_classes
+from vitrail.images.formats.sources import Dataset, Split, build_dataset, too_many_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 64 << 30
 _MAX_TEXT = 100_000_000
 CLASSES = "classes"  # the array of an npz with the names of its classes
-_IDX_SPLITS = {
-    "train": "train",
-    "t10k": "test",
-    "test": "test",
-    "val": "val",
-}  # by the start of the file name
+_IDX_SPLITS = {"train": "train", "t10k": "test", "test": "test", "val": "val"}  # by the start of the name
 _NPZ_NAMES = {  # (images, labels) of each split
     "train": (("x_train", "y_train"), ("train_images", "train_labels"), ("images", "labels"), ("x", "y")),
     "val": (("x_val", "y_val"), ("val_images", "val_labels")),
@@ -53,20 +48,16 @@ def read_digits() -> Dataset:
 # ---- npz ------------------------------------------------------------------------------------
 
 
-def read_npz(file: Path, *, need_train: bool = True) -> Dataset:
+def read_npz(file: Path) -> Dataset:
     """An .npz file with x_train, y_train, x_test, ...; or train_images, train_labels, val_images, ...; or
-    images and labels.
-
-    Args:
-        need_train: refuse a file without training images.
-    """
+    images and labels."""
     arrays = _load_arrays(file)
     pairs: dict[str, tuple[str, str]] = {}
     for split, candidates in _NPZ_NAMES.items():
         for pair in candidates:
             if set(pair) <= set(arrays):
                 pairs.setdefault(split, pair)
-    if not pairs or (need_train and "train" not in pairs):
+    if not pairs:
         raise InputError(
             f"{printable(file)} must hold x_train and y_train, or train_images and train_labels, but holds: "
             f"{printable(', '.join(arrays)) or 'nothing'}. Rename the arrays."
@@ -81,8 +72,6 @@ def read_npz(file: Path, *, need_train: bool = True) -> Dataset:
     data = numbered_classes(file.stem, splits, notes)
     if CLASSES not in arrays:
         return data
-    from vitrail.images.class_names import rename_classes
-
     return rename_classes(data, [str(name) for name in arrays[CLASSES].tolist()])
 
 
@@ -134,12 +123,7 @@ def _check_text(archive: zipfile.ZipFile, file: Path) -> None:
 # ---- IDX ------------------------------------------------------------------------------------
 
 
-def has_idx(folder: Path) -> bool:
-    """Whether a folder holds IDX files."""
-    return bool(_idx_files(folder))
-
-
-def _idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
+def idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
     """The image and label files of each split: train-images-idx3-ubyte, t10k-labels-idx1-ubyte.gz, ..."""
     files = {}
     for start, split in _IDX_SPLITS.items():
@@ -149,17 +133,8 @@ def _idx_files(folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-def read_idx(folder: Path, *, need_train: bool = True) -> Dataset:
-    """A folder of IDX files, the format of MNIST.
-
-    Args:
-        need_train: refuse a folder without training images.
-    """
-    files = _idx_files(folder)
-    if need_train and "train" not in files:
-        raise InputError(
-            f"The IDX files in {printable(folder)} must include train-images and train-labels; add them."
-        )
+def read_idx(folder: Path, files: dict[str, tuple[Path, Path]]) -> Dataset:
+    """A folder of IDX files, the format of MNIST: those of images and of labels of each split."""
     splits = {
         split: build_split(_read_idx_file(pixels), _read_idx_file(labels), printable(pixels), split)
         for split, (pixels, labels) in files.items()

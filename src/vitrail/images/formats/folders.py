@@ -35,20 +35,20 @@ Skipped = dict[str, list[str]]
 """The names of skipped files and folders, relative to the root, by kind: a key of FAULTS or HARMLESS."""
 
 
-def read_folder(root: Path, *, need_train: bool = True) -> Dataset:
+def read_folder(root: Path, *, own_classes: bool = False) -> Dataset:
     """A data set in a folder. Classes are named by their folders, in alphabetical order.
 
     Args:
-        need_train: refuse data without a training set, or with classes that it does not have.
+        own_classes: val and test may have classes that train does not have.
     """
     skipped: Skipped = {}
-    splits = _find_splits(root, need_train)
+    splits = _find_splits(root)
     if splits:
         folders = _class_folders(root, "", skipped)
         _skip(skipped, "folders", [name for name in folders if name not in splits.values()])
     else:
         splits = {"train": ""}
-    if need_train or list(splits) == ["train"]:
+    if "train" in splits and (len(splits) == 1 or not own_classes):
         classes = _class_folders(root, splits["train"], skipped)
     else:
         classes = sorted({name for below in splits.values() for name in _class_folders(root, below, {})})
@@ -63,7 +63,7 @@ def read_folder(root: Path, *, need_train: bool = True) -> Dataset:
     return build_dataset(name, classes, data, skipped=skipped)
 
 
-def _find_splits(root: Path, need_train: bool) -> dict[str, str]:
+def _find_splits(root: Path) -> dict[str, str]:
     """The folders of train, val and test by split; empty if the folders are classes."""
     names = _class_folders(root, "", {})
     splits: dict[str, str] = {}
@@ -76,14 +76,7 @@ def _find_splits(root: Path, need_train: bool) -> dict[str, str]:
             )
         if split is not None:
             splits[split] = name
-    if splits and "train" not in splits and len(splits) == len(names):
-        if not need_train:
-            return splits
-        raise InputError(
-            f"{printable(root)} holds {' and '.join(map(printable, names))} but no train; "
-            "add a folder train with a folder for each class."
-        )
-    return splits if "train" in splits else {}
+    return splits if "train" in splits or len(splits) == len(names) else {}
 
 
 def _read_split(root: Path, folder: str, classes: list[str], skipped: Skipped) -> Split:

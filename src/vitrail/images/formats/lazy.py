@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -124,16 +125,14 @@ class LazySequence(Sequence[T]):
         number = range(len(self))[index]  # an IndexError outside, and negative ones from the end
         return self.read(find_rows(self.rows, np.array([number], dtype=np.int64)))[0]
 
-    def blocks(self) -> Iterator[Any]:
+    def blocks(self, size: int = BLOCK) -> Iterator[Any]:
         """All items, some at a time, as `read` returns them."""
-        for first in range(0, len(self), BLOCK):
-            last = min(first + BLOCK, len(self))
+        for first in range(0, len(self), size):
+            last = min(first + size, len(self))
             yield self.read(find_rows(self.rows, np.arange(first, last, dtype=np.int64)))
 
     def __iter__(self) -> Iterator[T]:
-        for first in range(0, len(self), BLOCK >> 4):
-            last = min(first + (BLOCK >> 4), len(self))
-            yield from self.read(find_rows(self.rows, np.arange(first, last, dtype=np.int64)))
+        return chain.from_iterable(self.blocks(BLOCK >> 4))
 
 
 class RelativePaths(Sequence[Path]):

@@ -16,8 +16,8 @@ import numpy as np
 from vitrail.base.errors import FileError, printable
 from vitrail.base.safe_files import cache_folder
 from vitrail.images.formats.pack_writer import pack_dataset, pack_identity
-from vitrail.images.formats.packed_file import read_packed
-from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.formats.packed import read_packed
+from vitrail.images.formats.sources import Dataset, Split, concatenate
 from vitrail.images.preprocess import Preprocess
 
 _FILES = {
@@ -41,11 +41,13 @@ def cached_dataset(
         message: called with a sentence before the images are packed.
     """
     size = max(preprocess.target) * 8 // 7
-    splits = [split for split in (data.train, data.val, data.test) if split is not None]
     if data.train.paths is None or not all(isinstance(path, Path) for path in data.train.paths[:1]):
         why = "the images are in memory" if data.train.paths is None else "they are in one file already"
         return replace(data, notes=[*data.notes, f"Not used, since {why}: cache."])
-    everything = _in_one_split(data, splits)
+    # In the order of their names: the held-out split may change, the file stays the same.
+    joined = concatenate(list(data.splits.values()))
+    order = np.array(sorted(range(len(joined)), key=joined.names.__getitem__), dtype=np.int64)
+    everything = Dataset(data.name, data.classes, joined.take(order))
     out = packed_folder() / f"{pack_identity(everything, size, jpeg=False).hex()[:32]}.pack"
     if out.exists():
         note = f"The images come from the cache, {printable(out)}."
@@ -64,21 +66,6 @@ def cached_dataset(
 
     val, test = (split if split is None else from_cache(split) for split in (data.val, data.test))
     return replace(data, train=from_cache(data.train), val=val, test=test, notes=[*data.notes, note])
-
-
-def _in_one_split(data: Dataset, splits: list[Split]) -> Dataset:
-    """All images in the order of their names: the held-out split may change, the file stays the same."""
-    names = [name for split in splits for name in split.names]
-    order = np.array(sorted(range(len(names)), key=names.__getitem__), dtype=np.int64)
-    keys = [np.asarray(split.keys) for split in splits if split.keys is not None]
-    joined = Split(
-        np.concatenate([split.labels for split in splits]),
-        names,
-        [path for split in splits for path in split.paths or ()],
-        None,
-        np.concatenate(keys) if len(keys) == len(splits) else None,
-    )
-    return Dataset(data.name, data.classes, joined.take(order))
 
 
 def clear_cache() -> tuple[int, int]:

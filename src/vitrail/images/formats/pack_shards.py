@@ -23,11 +23,11 @@ import numpy as np
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.safe_files import atomic_file, locked_file, open_regular, remove_partial, write_text
-from vitrail.images.class_names import are_numbers
+from vitrail.images.classes import are_numbers
 from vitrail.images.content import bytes_key, name_key
 from vitrail.images.formats.folders import SUFFIXES
 from vitrail.images.formats.pack_writer import source_state
-from vitrail.images.formats.packed_images import PackedImage
+from vitrail.images.formats.packed import PackedImage
 from vitrail.images.formats.shard_images import ShardImage
 from vitrail.images.formats.shard_index import index_paths, open_index, write_index
 from vitrail.images.formats.stored_images import StoredImage
@@ -77,27 +77,24 @@ def pack_shards(
         shard_size: megabytes of images in a shard, about.
     """
     _check_source(data)
-    sizes = {name: [_state(path)[0] for path in split.paths or ()] for name, split in data.splits.items()}
+    states = {name: [_state(path) for path in split.paths or ()] for name, split in data.splits.items()}
     planned = [
         _Shard(out / f"{name}-{number:06}.tar", split, first, last)
         for name, split in data.splits.items()
-        for number, (first, last) in enumerate(_ranges(sizes[name], shard_size * 1_000_000))
+        for number, (first, last) in enumerate(_ranges(states[name], shard_size * 1_000_000))
     ]
     result = ShardResult(sum(map(len, data.splits.values())), len(planned))
-    with _locked(out, _identity(data, sizes, shard_size)):
+    with _locked(out, _identity(data, states, shard_size)):
         remove_partial(out)
         waiting = [shard for shard in planned if not shard.path.exists() or open_index(shard.path) is None]
         result.resumed = len(planned) - len(waiting)
         done = result.images - sum(shard.last - shard.first for shard in waiting)
         with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                written = pool.map(lambda shard: _write_shard(shard, data.classes), waiting)
-                for shard, unreadable in zip(waiting, written, strict=True):
-                    result.unreadable += unreadable
-                    done += shard.last - shard.first
-                    progress(done, result.images)
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+            written = pool.map(lambda shard: _write_shard(shard, data.classes), waiting)
+            for shard, unreadable in zip(waiting, written, strict=True):
+                result.unreadable += unreadable
+                done += shard.last - shard.first
+                progress(done, result.images)
         if not data.multilabel and not are_numbers(data.classes):  # several labels are written by name
             names = {str(number): name for number, name in enumerate(data.classes)}
             write_text(out / "classes.json", json.dumps(names, indent=1), overwrite=True)
@@ -120,26 +117,24 @@ def _state(path: Any) -> tuple[int, int]:
     return source_state(path)
 
 
-def _ranges(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+def _ranges(states: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
     """From which to which image each shard goes; a shard has one image at least."""
     first = total = 0
-    for number, size in enumerate(sizes):
+    for number, (size, _) in enumerate(states):
         if total + size > most and number > first:
             yield first, number
             first, total = number, 0
         total += size
-    if len(sizes) > first:
-        yield first, len(sizes)
+    if len(states) > first:
+        yield first, len(states)
 
 
-def _identity(data: Dataset, sizes: dict[str, list[int]], shard_size: int) -> str:
+def _identity(data: Dataset, states: dict[str, list[tuple[int, int]]], shard_size: int) -> str:
     """A hash of what is packed: names, sizes, times and labels."""
-    digest = hashlib.sha256(json.dumps([data.classes, shard_size, sizes]).encode())
+    digest = hashlib.sha256(json.dumps([data.classes, shard_size, states]).encode())
     for split in data.splits.values():
         digest.update("\0".join(split.names).encode("utf-8", "surrogatepass"))
         digest.update(split.labels.tobytes())
-        times = [_state(path)[1] for path in split.paths or ()]
-        digest.update(json.dumps(times).encode())
     return digest.hexdigest()
 
 

@@ -1,7 +1,8 @@
 """Parquet files with image bytes, in the layout of Hugging Face's datasets (the extra `parquet`).
 
 A row has a column `image` of {bytes, path} and a label: a number, with its name in the metadata of the file,
-or a text. Files are splits by the word train, validation or test in their names.
+or a text. Files are splits by the word train, validation or test in their names. A row group is the smallest
+part of the column that can be read; the last few stay in memory, for images that are read in order.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vitrail.base.errors import FileError, InputError, printable, require_extra, setting
-from vitrail.images.formats.parquet_images import ParquetImage
 from vitrail.images.formats.shards import by_split
 from vitrail.images.formats.sources import Dataset, Split, build_dataset
-from vitrail.images.formats.stored_images import version_of
+from vitrail.images.formats.stored_images import StoredImage, Version, version_of
 from vitrail.images.formats.tables import LABEL_COLUMNS, numeric_order
+from vitrail.images.limits import BrokenImage
 
 _IMAGE_COLUMNS = ("image", "img", "picture", "jpg", "png")
 _LABELS = (*LABEL_COLUMNS, "fine_label", "category")
+_GROUPS = 4  # row groups that stay in memory
 _MAX_GROUP = 2**32  # bytes of a row group
 
 
@@ -37,15 +41,12 @@ def list_parquet(path: Path) -> dict[str, list[Path]]:
     return {}
 
 
-def read_parquet(path: Path, *, need_train: bool = True) -> Dataset:
+def read_parquet(path: Path) -> Dataset:
     """The data set in Parquet files. Only names and labels are read."""
     with require_extra("parquet"):
         import pyarrow.parquet  # noqa: F401
 
-    files = list_parquet(path)
-    if need_train and "train" not in files:
-        raise InputError(f"{printable(path)} holds files of {' and '.join(files)} but none of train.")
-    tables = {name: [_Table(file) for file in some] for name, some in files.items()}
+    tables = {name: [_Table(file) for file in files] for name, files in list_parquet(path).items()}
     every = [table for some in tables.values() for table in some]
     classes = _classes(every)
     number = {name: index for index, name in enumerate(classes)}
@@ -92,7 +93,12 @@ class _Table:
         self.labels = self._labels(table.column(label).to_pylist())
         counts = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
         self.largest = max(counts, default=0)
-        self._check_groups()
+        sizes = (self.metadata.row_group(group).total_byte_size for group in range(len(counts)))
+        if max(sizes, default=0) > _MAX_GROUP:
+            raise InputError(
+                f"{printable(file)} has a row group of more than 4 GiB, too large to read at once; write it "
+                "with smaller ones, such as row_group_size=100."
+            )
         paths = [(one or {}).get("path") for one in table.column(self.image).to_pylist()]
         places = ((group, row) for group, count in enumerate(counts) for row in range(count))
         version, path = version_of(str(file)), os.path.abspath(file)
@@ -145,10 +151,42 @@ class _Table:
                 )
         return [self.names[value] if self.names else str(value) for value in values]
 
-    def _check_groups(self) -> None:
-        groups = (self.metadata.row_group(group) for group in range(self.metadata.num_row_groups))
-        if any(group.total_byte_size > _MAX_GROUP for group in groups):
-            raise InputError(
-                f"{printable(self.file)} has a row group of more than 4 GiB, too large to read at once; "
-                "write it with smaller ones, such as row_group_size=100."
-            )
+
+# ---- reading images -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetImage(StoredImage):
+    """An image in a Parquet file, in place of the path of an image file."""
+
+    file: str
+    image_name: str
+    column: str
+    group: int
+    row: int
+    """Within its row group."""
+    version: Version
+
+    def read_bytes(self) -> bytearray:
+        """The bytes of the image file."""
+        data = _read_group(self.file, self.column, self.group, self.version)[self.row].as_py()
+        if not data:
+            raise BrokenImage(f"{printable(self)} is empty, or only the path of a file that is elsewhere.")
+        return bytearray(data)
+
+
+@lru_cache(maxsize=_GROUPS)
+def _read_group(file: str, column: str, group: int, version: Version) -> Any:
+    """The bytes of the images of a row group, as an array of pyarrow."""
+    with require_extra("parquet"):
+        import pyarrow.parquet as pq
+
+    if version_of(file) != version:
+        raise BrokenImage(f"{printable(file)} was changed while it was in use; start again.")
+    try:
+        # Without pyarrow's threads, which a forked worker does not have.
+        with pq.ParquetFile(file, pre_buffer=False) as opened:
+            table = opened.read_row_group(group, columns=[f"{column}.bytes"], use_threads=False)
+    except (OSError, ValueError) as error:
+        raise BrokenImage(f"{printable(file)} cannot be read: {printable(error)}.") from error
+    return table.column(column).combine_chunks().field("bytes")

@@ -25,7 +25,7 @@ import numpy as np
 
 from vitrail.base.errors import FileError, printable
 from vitrail.base.safe_files import open_regular
-from vitrail.images.formats.stored_images import StoredImage, Version, read_at
+from vitrail.images.formats.stored_images import StoredImage, Version, open_stored
 from vitrail.images.limits import BrokenImage
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class ShardImage(StoredImage):
 
 
 def _read(file: str, start: int, count: int, version: Version) -> bytearray:
-    return read_at(file, start, count, f"{printable(file)} was cut off while it was in use.", version)
+    cut_off = f"{printable(file)} was cut off while it was in use."
+    return open_stored(file, version).read(start, count, cut_off)
 
 
 def _damaged(index: str, reason: str) -> FileError:

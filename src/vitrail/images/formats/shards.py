@@ -182,13 +182,13 @@ class ShardKeys(_Column[np.uint64]):
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:  # type: ignore[override]  # an array
         return self.table.column("keys", rows)
 
-    def blocks(self) -> Iterator[NDArray[np.uint64]]:
+    def blocks(self, size: int = BLOCK) -> Iterator[NDArray[np.uint64]]:
         if self.rows != range(len(self.table)):
-            yield from super().blocks()
+            yield from super().blocks(size)
             return
         for shard in self.table.shards:  # without looking for the shard of each row
-            for first in range(0, shard.count, BLOCK):
-                yield shard.read("keys", first, min(first + BLOCK, shard.count))
+            for first in range(0, shard.count, size):
+                yield shard.read("keys", first, min(first + size, shard.count))
 
 
 class ShardNames(_Column[str]):
@@ -217,31 +217,18 @@ def open_shards(shards: Sequence[Path], progress: Progress) -> list[ShardHeader]
         return replace(header, info=infos.setdefault(header.info, header.info))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            opened = zip(shards, pool.map(open_index, shards), strict=True)
-            found = {shard: share(header) if header else None for shard, header in opened}
-            missing = [shard for shard, header in found.items() if header is None]
-            for done, header in enumerate(pool.map(build_index, missing), 1):
-                found[missing[done - 1]] = share(header)
-                progress(done, len(missing))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        opened = zip(shards, pool.map(open_index, shards), strict=True)
+        found = {shard: share(header) if header else None for shard, header in opened}
+        missing = [shard for shard, header in found.items() if header is None]
+        for done, header in enumerate(pool.map(build_index, missing), 1):
+            found[missing[done - 1]] = share(header)
+            progress(done, len(missing))
     return [header for header in found.values() if header is not None]
 
 
-def read_shards(path: str | Path, *, need_train: bool = True, progress: Progress) -> Dataset:
-    """The data set in shards.
-
-    Args:
-        progress: called while shards that have no index are read.
-    """
-    files = list_shards(path)
-    if need_train and "train" not in files:
-        raise InputError(
-            f"{printable(path)} holds shards of {' and '.join(files)} but none of train; rename the shards, "
-            "or add those of train."
-        )
-    shards = {name: open_shards(some, progress) for name, some in files.items()}
+def read_shards(path: str | Path, progress: Progress) -> Dataset:
+    """The data set in shards. Progress is reported while shards that have no index are read."""
+    shards = {name: open_shards(files, progress) for name, files in list_shards(path).items()}
     everything = [shard for some in shards.values() for shard in some]
     if not sum(shard.count for shard in everything):
         raise InputError(f"{printable(path)} has no images: its shards must hold key.jpg and key.cls.")
@@ -295,45 +282,25 @@ def _labels(
     """(N,) the class of each image, as the smallest integers that hold it if there are very many; (N, K) of 0
     and 1 if any shard has several labels of an image."""
     count = sum(shard.count for shard in shards)
-    if any("sets" in info for info in infos.values()):
-        return _label_sets(shards, infos, numbers, count, classes)
-    small = np.int16 if classes <= 2**15 else np.int32
-    labels: NDArray[Any] = np.empty(count, dtype=np.int64 if count < LARGE else small)
-    same = {info: np.array_equal(own, np.arange(len(own))) for info, own in numbers.items()}
-    at = 0
-    for shard in shards:
-        codes, own = shard.read("labels", 0, shard.count), numbers[shard.info]
-        if shard.count and codes.max() >= len(own):
-            raise _no_label(shard, np.flatnonzero(codes >= len(own)))
-        labels[at : at + shard.count] = codes if same[shard.info] else own[codes]
-        at += shard.count
-    return labels
-
-
-def _label_sets(
-    shards: Sequence[ShardHeader],
-    infos: Mapping[bytes, Any],
-    numbers: dict[bytes, NDArray[np.int64]],
-    count: int,
-    classes: int,
-) -> NDArray[np.int64]:
-    """(N, K) 1 for each label of an image; a shard without lists has one of each."""
-    if count >= LARGE:
+    multilabel = any("sets" in info for info in infos.values())
+    if multilabel and count >= LARGE:
         raise InputError(
             f"multi-label shards may hold up to {LARGE - 1:,} images, not {count:,}; use a .jsonl table."
         )
-    rows: list[NDArray[np.int64]] = [np.zeros((0, classes), dtype=np.int64)]
+    small = np.int16 if classes <= 2**15 else np.int32
+    shape = (count, classes) if multilabel else (count,)
+    labels: NDArray[Any] = np.empty(shape, dtype=np.int64 if count < LARGE else small)
+    at = 0
     for shard in shards:
-        own = numbers[shard.info]
-        sets = infos[shard.info].get("sets", [[number] for number in range(len(own))])
-        table = np.zeros((len(sets), classes), dtype=np.int64)
-        for row, some in enumerate(sets):
-            table[row, own[some]] = 1
-        codes = shard.read("labels", 0, shard.count)
-        if shard.count and codes.max() >= len(sets):
-            raise _no_label(shard, np.flatnonzero(codes >= len(sets)))
-        rows.append(table[codes])
-    return np.concatenate(rows)
+        codes, label = shard.read("labels", 0, shard.count), numbers[shard.info]  # of each code
+        if multilabel:
+            sets = infos[shard.info].get("sets", [[number] for number in range(len(label))])
+            label = np.array([np.isin(np.arange(classes), label[some]) for some in sets], dtype=np.int64)
+        if shard.count and codes.max() >= len(label):
+            raise _no_label(shard, np.flatnonzero(codes >= len(label)))
+        labels[at : at + shard.count] = label[codes]
+        at += shard.count
+    return labels
 
 
 def _no_label(shard: ShardHeader, rows: NDArray[np.int64]) -> InputError:

@@ -13,7 +13,7 @@
 | the word `digits`                                 | arrays.py: the digits of scikit-learn       |
 | a torch Dataset of (image, label)                 | torch_dataset.py                            |
 
-Numbered classes get the names of a classes.json or classes.txt in the folder (class_names.py).
+Numbered classes get the names of a classes.json or classes.txt in the folder (classes.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitrail.base.errors import InputError, printable
-from vitrail.images.classes import class_notes
+from vitrail.images.classes import MAX_CLASSES, add_found_names, class_notes
 from vitrail.images.content import Progress
 from vitrail.images.formats.lazy import Indices, LazySequence, RelativePaths, take_items, take_values
 from vitrail.images.holdout import VAL_FRACTION, hold_out_validation
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from vitrail.images.formats.stored_images import StoredImage
 
-MAX_CLASSES = 100_000
 _ARCHIVES = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar")
 RowProgress = Callable[[int], None]
 
@@ -208,14 +207,12 @@ def read_data(
     """The data set at a path, or of a torch Dataset, before checks and without a hold-out split.
 
     Args:
-        need_train: refuse data without a training set.
+        need_train: refuse classes in a folder of val or test that train does not have.
         need_readable: refuse folders that cannot be read; otherwise they are among what is skipped.
         progress: called while shards without an index are read.
         on_rows: called with the number of rows of a table that were read so far.
     """
-    from vitrail.images import class_names
-    from vitrail.images.formats import arrays, folders, parquet, shards, tables, torch_dataset
-    from vitrail.images.formats import packed_file as packed
+    from vitrail.images.formats import arrays, folders, packed, parquet, shards, tables, torch_dataset
 
     if not isinstance(path, (str, Path)):
         return torch_dataset.read_torch_dataset(path)
@@ -223,23 +220,20 @@ def read_data(
     if str(path) == "digits" and not file.exists():
         data = arrays.read_digits()
     elif shards.is_shards(path):
-        data = shards.read_shards(path, need_train=need_train, progress=progress)
+        data = shards.read_shards(path, progress)
     elif parquet.list_parquet(file):
-        data = parquet.read_parquet(file, need_train=need_train)
+        data = parquet.read_parquet(file)
     elif file.is_dir():
-        data = (
-            arrays.read_idx(file, need_train=need_train)
-            if arrays.has_idx(file)
-            else folders.read_folder(file, need_train=need_train)
-        )
+        idx = arrays.idx_files(file)
+        data = arrays.read_idx(file, idx) if idx else folders.read_folder(file, own_classes=not need_train)
         if need_readable:
             folders.check_readable(path, data.skipped)
     elif file.suffix.lower() in (".csv", ".jsonl") and file.is_file():
-        data = tables.read_table(file, need_train=need_train, progress=on_rows)
+        data = tables.read_table(file, on_rows)
     elif packed.is_packed(file):
         data = packed.read_packed(file)
     elif file.suffix.lower() == ".npz" and file.is_file():
-        data = arrays.read_npz(file, need_train=need_train)
+        data = arrays.read_npz(file)
     else:
         if file.suffix.lower() in _ARCHIVES and file.exists():
             raise InputError(f"{printable(path)} is an archive; unpack it, and give the folder instead.")
@@ -250,18 +244,20 @@ def read_data(
         )
     if len(data.classes) > MAX_CLASSES:
         raise too_many_classes(len(data.classes), printable(path))
-    data = class_names.add_found_names(data, file) if file.exists() or shards.is_shards(path) else data
+    data = add_found_names(data, file) if file.exists() or shards.is_shards(path) else data
     return replace(data, source=str(path))
 
 
 def check_dataset(data: Dataset, name: str) -> None:
-    """Refuse a data set without two classes or without training images."""
+    """Refuse a data set without training images or without two classes."""
+    if not len(data.train):
+        others = " and ".join(data.splits)
+        has = f"images of {others} but none of train; add some" if others else "no training images; check it"
+        raise InputError(f"{name} has {has}, or run vitrail doctor {name}.")
     if len(data.classes) < 2 and not data.multilabel:
         raise InputError(
             f"{name} has {len(data.classes)} class; training needs at least two classes with images of each."
         )
-    if not len(data.train):
-        raise InputError(f"{name} has no training images; check the path, or run vitrail doctor {name}.")
 
 
 def _skip_notes(data: Dataset) -> list[str]:

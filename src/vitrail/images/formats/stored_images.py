@@ -38,9 +38,6 @@ class StoredImage(ABC):
     def read_bytes(self) -> bytearray:
         """The bytes that are stored."""
 
-    def check_readable(self) -> None:  # noqa: B027  # most images have nothing to say
-        """Raise an error if it is known that the image cannot be read."""
-
     def open_file(self) -> BinaryIO:
         """The file of an image that is not stored as pixels."""
         return io.BytesIO(self.read_bytes())
@@ -61,16 +58,6 @@ Version = tuple[int, int]
 def version_of(file: str) -> Version:
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
-
-
-def read_at(file: str, start: int, count: int, cut_off: str, version: Version | None = None) -> bytearray:
-    """Some bytes of a file, which stays open for the next call.
-
-    Args:
-        cut_off: the message if the file ends before.
-        version: refuse to open the file if it is another one by now.
-    """
-    return open_stored(file, version).read(start, count, cut_off)
 
 
 class StoredFile:

@@ -102,7 +102,7 @@ def _class_names(dataset: Any) -> list[str] | None:
 def _read_split(dataset: Any, split: str) -> Split:
     _check_kind(dataset)
     samples = getattr(dataset, "samples", None)
-    if isinstance(samples, list) and samples and all(_is_sample(one) for one in samples):
+    if isinstance(samples, list) and samples and all(map(_is_sample, samples)):
         paths = [Path(path) for path, _ in samples]
         labels = np.array([label for _, label in samples], dtype=np.int64)
         return Split(labels, [str(path) for path in paths], paths)
@@ -110,9 +110,8 @@ def _read_split(dataset: Any, split: str) -> Split:
 
 
 def _is_sample(one: Any) -> bool:
-    return (
-        isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], (str, Path)) and type(one[1]) is int
-    )
+    pair = isinstance(one, tuple) and len(one) == 2
+    return pair and isinstance(one[0], (str, Path)) and type(one[1]) is int
 
 
 def _check_kind(dataset: Any) -> None:
@@ -152,22 +151,17 @@ def _read_items(dataset: Any, split: str) -> Split:
                 f"the images of {where} differ in size: {first} and {now} (H, W, C); resize them in the "
                 "Dataset, or pass the folder or a .csv of the image files instead, which are resized."
             )
-        if not images:
-            _check_memory(pixels.nbytes * count, where)
+        limit, needed = memory_limit(), pixels.nbytes * count
+        if not images and limit is not None and needed > limit // 2:
+            raise InputError(
+                f"the images of {where} take {needed / 2**30:.1f} GiB in memory; write them into a folder "
+                "for each class and pass that folder, which is read image by image."
+            )
         images.append(pixels)
         labels.append(np.asarray(item[1]))
     if len({label.shape for label in labels}) > 1:
         raise InputError(f"the labels of {where} differ in shape; give a class number for each image.")
     return build_split(np.stack(images), np.stack(labels), where, split)
-
-
-def _check_memory(needed: int, where: str) -> None:
-    limit = memory_limit()
-    if limit is not None and needed > limit // 2:
-        raise InputError(
-            f"the images of {where} take {needed / 2**30:.1f} GiB in memory; write them into a folder for "
-            "each class and pass that folder, which is read image by image."
-        )
 
 
 def _to_pixels(image: Any, where: str) -> NDArray[np.uint8]:

@@ -8,21 +8,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import torch
 
 from vitrail.base.machine import is_out_of_memory, memory_limit
-from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import Batch
-from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice
 from vitrail.model.model_memory import step_bytes
 from vitrail.training.parallel import ProcessGroup
 from vitrail.training.plan.step_mode import StepMode
-from vitrail.training.recipes.settings import Recipe
-from vitrail.training.teacher import Teacher
 from vitrail.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from vitrail.training.run_plan import RunPlan
 
 MIN_STEPS = 10
 """Steps that an epoch keeps, however large a batch could be."""
@@ -32,28 +32,22 @@ Measure = Callable[[Callable[[], None]], int]
 """Calls a function and returns the bytes that were in use at most."""
 
 
-def choose_batch(
-    recipe: Recipe,
-    data: Dataset,
-    teacher: Teacher | None,
-    compute: ComputeDevice,
-    ranks: ProcessGroup,
-    measure: Measure | None = None,
-) -> tuple[int, str]:
+def choose_batch(plan: RunPlan, measure: Measure | None = None) -> tuple[int, str]:
     """The largest batch that fits, as a power of two per process and micro-batch; and a sentence about it.
 
     Args:
         measure: measures the steps that are tried; by default a GPU's memory. On a CPU none are tried.
     """
-    parts = ranks.count * recipe.train.accumulate
-    most = len(data.train) // MIN_STEPS // parts
+    compute, ranks = plan.compute, plan.ranks
+    parts = ranks.count * plan.recipe.train.accumulate
+    most = len(plan.data.train) // MIN_STEPS // parts
     if measure is None and compute.device.type == "cuda":
         measure = partial(_gpu_peak, compute.device)
-    trial = cache(lambda: build_trial(recipe, data, teacher, compute))
+    trial = cache(lambda: build_trial(plan))
 
     def fits(images: int) -> bool:
         if measure is None:
-            fitting = estimated_to_fit(recipe.model, compute, images)
+            fitting = estimated_to_fit(plan.recipe.model, compute, images)
         else:
             fitting = _step_fits(trial, images, measure, shared=ranks.count > 1)
         return not ranks.any(not fitting)
@@ -63,7 +57,7 @@ def choose_batch(
     _free_memory()
     how = "the largest that fits in memory"
     if 2 * images > most:
-        steps = len(data.train) // (images * parts)
+        steps = len(plan.data.train) // (images * parts)
         how = f"an epoch then has {steps} steps, and fewer than {MIN_STEPS} with more"
     return images * parts, f"Batch {images * parts}: {how}."
 
@@ -97,31 +91,27 @@ def _usable_memory(compute: ComputeDevice) -> float:
 # ---- steps that are tried -------------------------------------------------------------------
 
 
-def build_trial(recipe: Recipe, data: Dataset, teacher: Teacher | None, compute: ComputeDevice) -> Trainer:
+def build_trial(plan: RunPlan) -> Trainer:
     """The trainer of a run with these settings, of one process and with new weights; it reads no images.
 
     Its steps are neither compiled nor captured, which would take minutes and save memory rather than need it.
     """
-    settings = replace(recipe.train, batch=2 * recipe.train.accumulate, workers=0)
-    trainer = Trainer(ViT(recipe.model), recipe.preprocess, data, settings, compute, teacher=teacher)
+    alone = replace(plan, ranks=ProcessGroup(), start=None)
+    trainer = Trainer(alone.with_settings(batch=2 * plan.recipe.train.accumulate, workers=0))
     trainer.use_mode(StepMode(compile=False, cuda_graph=False))
     return trainer
 
 
 def step_peak(trainer: Trainer, images: int, measure: Measure) -> int:
     """The bytes that a step of the trainer takes at most, with so many random images in a micro-batch."""
-    batch = _random_batch(trainer, images)
-    return measure(lambda: trainer.take_step(repeat(batch)))
-
-
-def _random_batch(trainer: Trainer, images: int) -> Batch:
     arrays, channels = trainer.data.train.images, trainer.preprocess.channels
     height, width = trainer.preprocess.target if arrays is None else arrays.shape[1:3]
     pixels = torch.randint(0, 256, (images, channels, height, width), dtype=torch.uint8)
-    indices = torch.arange(images) % len(trainer.data.train)
-    if not trainer.settings.native:
-        return Batch(indices, pixels, torch.ones(images))
-    return Batch(indices, pixels.flatten(), torch.ones(images), [(height, width, channels)] * images)
+    batch = Batch(torch.arange(images) % len(trainer.data.train), pixels, torch.ones(images))
+    if trainer.settings.native:
+        shapes = [(height, width, channels)] * images
+        batch = Batch(batch.indices, pixels.flatten(), batch.valid, shapes)
+    return measure(lambda: trainer.take_step(repeat(batch)))
 
 
 def _step_fits(trial: Callable[[], Trainer], images: int, measure: Measure, *, shared: bool) -> bool:

@@ -15,18 +15,23 @@ batches, where GPUs wait for launches, are not modeled. No torch here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from vitrail.base.errors import ConfigError
 from vitrail.base.machine import format_bytes
 from vitrail.model.config import ViTConfig
-from vitrail.training.plan.fitting import MARGIN, Mode, StepMemory, fitting_mode
+from vitrail.model.model_memory import activation_bytes, state_bytes
+
+Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 
 # By width, of the matrix product: in bf16, with 256 images.
 _EFFICIENCY = ((768, 0.562), (1024, 0.611))
 _COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
 _FILE_BYTES = 110_000  # of an image file; assumed: about the mean of ImageNet's
+MARGIN = 0.85  # of a GPU's memory
 _HALF, _FLOAT = 2, 4  # bytes
 
 
@@ -39,7 +44,6 @@ class Cluster:
     tflops: float = 790.0
     """Of a bf16 product of 8192 x 8192 matrices; measured."""
     memory: float = 139 * 2**30
-    """Bytes of a GPU."""
     link: float = 360e9
     """Bytes/s in each direction between the GPUs of a machine; assumed: NVLink at 80 % of 450 GB/s."""
     network: float = 40e9
@@ -63,28 +67,23 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step takes on every GPU."""
+    """What a step takes on every GPU, in seconds and bytes."""
 
     mode: Mode
     compute: float
-    """Seconds, like the next two."""
     traffic: float
     loading: float
     states: float
-    """Bytes of weights, gradients, optimizer and EMA, and of what is gathered."""
     activations: float
     all_gather: float
     """Bytes that a GPU sends: shards of weights; the next two: shards of gradients, gradients of copies."""
     reduce_scatter: float
     all_reduce: float
     read: float
-    """Bytes of image files that are read for a GPU."""
     checkpoint: float
-    """Bytes of all files of a checkpoint."""
     window: float
     """Seconds of computing in which traffic is hidden."""
     fits: bool
-    """Whether states and activations fit in a GPU's memory."""
 
     @property
     def sent(self) -> float:
@@ -146,7 +145,7 @@ def step_cost(
         return size <= MARGIN * cluster.memory
 
     mode = fitting_mode(memory.total, cluster.gpus, cluster.per_node, fits)
-    traffic = _traffic(config, cluster, mode, accumulate)
+    seconds, all_gather, reduce_scatter, all_reduce = _traffic(config, cluster, mode, accumulate)
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
     reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
@@ -154,18 +153,84 @@ def step_cost(
     return StepCost(
         mode,
         compute,
-        traffic.seconds,
+        seconds,
         loading=images / (cluster.cores * _DECODE_RATE),
         states=memory.states(shards),
         activations=memory.activations(shards),
-        all_gather=traffic.all_gather,
-        reduce_scatter=traffic.reduce_scatter,
-        all_reduce=traffic.all_reduce,
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+        all_reduce=all_reduce,
         read=images * _FILE_BYTES,
         checkpoint=_FLOAT * count * (4 if ema else 3),
         window=compute if shards > 1 else compute * (passes - 1) / passes / accumulate,
         fits=fits(memory.total(shards)),
     )
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """What a training step takes on each GPU, for a model in so many shards; 1: each GPU has a copy."""
+
+    config: ViTConfig
+    parameters: int
+    trained: int
+    images: int
+    processes: int = 1
+    itemsize: int = _HALF
+    """Bytes of a number in products; the next one: in the residual stream."""
+    residual: int = _HALF
+    checkpointed: int = 0
+    """Blocks that are computed again for the gradient."""
+    ema: bool = False
+
+    def states(self, shards: int) -> int:
+        """Bytes of weights, gradients, optimizer and EMA, and of what is gathered."""
+        copies = self.processes > 1 and shards == 1
+        states = state_bytes(self.parameters, self.trained, ema=self.ema, copies=copies)
+        if shards == 1:
+            return states
+        # Beside its shards, a model has two gathered blocks in memory, and the gradient of one.
+        counts, depth = self.config.parameter_counts, self.config.depth
+        block = (2 * self.itemsize + _FLOAT) * (counts["attention"] + counts["the MLPs"]) // depth
+        return states // shards + block
+
+    def activations(self, shards: int) -> int:
+        """Bytes that the blocks keep for the backward pass; the gradients' shards matter, too."""
+        return activation_bytes(
+            self.config,
+            self.images,
+            self.itemsize,
+            residual=self.residual,
+            checkpointed=self.checkpointed,
+            shards=shards,
+        )
+
+    def total(self, shards: int) -> int:
+        return self.states(shards) + self.activations(shards)
+
+
+def fitting_mode(
+    memory: Callable[[int], float], count: int, per_node: int, fits: Callable[[float], bool]
+) -> Mode:
+    """ddp while everything fits; then shards within a machine, if that suffices; else shards over all.
+
+    Args:
+        memory: the bytes of a step on each GPU, by the number of shards (`StepMemory.total`).
+        count, per_node: all processes, and those of a machine.
+        fits: whether so many bytes fit, on every GPU.
+    """
+    if count == 1:
+        return "one"
+    if fits(memory(1)):
+        return "ddp"
+    uniform = 1 < per_node < count and count % per_node == 0
+    return "hsdp" if uniform and fits(memory(per_node)) else "fsdp"
+
+
+# ---- time -----------------------------------------------------------------------------------
 
 
 def forward_flops(config: ViTConfig) -> float:
@@ -184,25 +249,15 @@ def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int,
     return least + (most - least) * min(1.0, (config.width - low) / (high - low))
 
 
-@dataclass(frozen=True)
-class _Traffic:
-    """The time of a step's messages, and the bytes that a GPU sends."""
-
-    seconds: float = 0.0
-    all_gather: float = 0.0
-    reduce_scatter: float = 0.0
-    all_reduce: float = 0.0
-
-
-def _traffic(config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int) -> _Traffic:
-    """Rings: each GPU passes on what it gets. Weights are gathered in both passes."""
+def _traffic(
+    config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int
+) -> tuple[float, float, float, float]:
+    """The time of a step's messages; and the bytes that a GPU sends to gather weights, to reduce gradients
+    of shards, and to average those of copies. In rings, each GPU passes on what it gets."""
     count = sum(config.parameter_counts.values())
     n, g, m = cluster.gpus, cluster.per_node, cluster.nodes
-    gathered, reduced, averaged = (
-        2 * _HALF * count * accumulate,
-        _FLOAT * count * accumulate,
-        2 * _FLOAT * count,
-    )
+    gathered, reduced = 2 * _HALF * count * accumulate, _FLOAT * count * accumulate  # in both passes
+    averaged = 2 * _FLOAT * count
     # Within a machine a GPU sends nearly everything; between machines, the GPUs share what a machine sends.
     within, between = (g - 1) / g, (m - 1) / m
     hops, collectives = cluster.latency, config.depth + 1
@@ -212,21 +267,20 @@ def _traffic(config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int) -
 
     match mode:
         case "one":
-            return _Traffic()
+            return 0.0, 0.0, 0.0, 0.0
         case "ddp":
             hops *= 2 * math.log2(n) * collectives / 4  # trees, and buckets of several blocks
             time = seconds(averaged * within, averaged * between / g)
-            return _Traffic(time, all_reduce=averaged * (n - 1) / n)
+            return time, 0.0, 0.0, averaged * (n - 1) / n
         case "fsdp":
             hops *= 3 * (n - 1) * collectives * accumulate
             each, sent = gathered + reduced, (n - 1) / n
-            return _Traffic(seconds(each * within, each * between / g), gathered * sent, reduced * sent)
+            return seconds(each * within, each * between / g), gathered * sent, reduced * sent, 0.0
         case "hsdp":
             hops *= (3 * (g - 1) * accumulate + 2 * math.log2(max(2, m))) * collectives
             copies = averaged / g * between
-            return _Traffic(
-                seconds((gathered + reduced) * within, copies), gathered * within, reduced * within, copies
-            )
+            time = seconds((gathered + reduced) * within, copies)
+            return time, gathered * within, reduced * within, copies
 
 
 def describe_cost(

@@ -19,26 +19,27 @@ _MEMORY = 0.45  # of the device's: more is not kept for a graph
 
 
 @dataclass(frozen=True)
-class _Way:
-    """What is done to a step's kernels, and what that takes and gains."""
+class _Variant:
+    """A way to compute a step's kernels, with its cost and gain.
+
+    It takes a fraction of the time of a plain step; the other one where launching is slow and captured.
+    """
 
     compile: bool = False
     kernels: bool = False
     seconds: float = 0.0
-    """Until the first step."""
+    """Until the first step; and as many for each block."""
     seconds_per_block: float = 0.0
     fraction: float = 1.0
-    """Of the time of a plain step."""
     captured_fraction: float = 0.23
-    """The same for a step that is launch-bound, captured as a CUDA graph."""
 
     def ready(self, trainer: Trainer) -> float:
         return self.seconds + self.seconds_per_block * trainer.model.config.depth
 
 
-_PLAIN = _Way()
-_KERNELS = _Way(kernels=True, seconds=6.0, fraction=0.85, captured_fraction=0.14)
-_COMPILED = _Way(compile=True, seconds=12.0, seconds_per_block=1.5, fraction=0.8, captured_fraction=0.1)
+_PLAIN = _Variant()
+_KERNELS = _Variant(kernels=True, seconds=6.0, fraction=0.85, captured_fraction=0.14)
+_COMPILED = _Variant(compile=True, seconds=12.0, seconds_per_block=1.5, fraction=0.8, captured_fraction=0.1)
 _BOTH = replace(_COMPILED, kernels=True, fraction=0.7, captured_fraction=0.08)
 
 
@@ -49,34 +50,28 @@ class StepMode:
     compile: bool
     cuda_graph: bool
     reason: str = ""
-    """What was chosen and why, for the plan."""
     kernels: bool = False
-    """Whether fused kernels are used (`vitrail.fast.variants`)."""
     seconds: float | None = None
-    """The estimated duration of a micro-batch; None if it was not measured."""
+    """Of a micro-batch, estimated, and until the first step; None if it was not measured."""
     ready: float = 0.0
-    """The estimated time until the first step, for compiling."""
 
 
 @dataclass(frozen=True)
 class _PassCost:
-    """What one forward and backward pass costs."""
+    """What one forward and backward pass costs; `memory` is a fraction of the device's."""
 
     seconds: float = 0.0
     launch_bound: bool = False
-    """Whether launching its kernels takes most of the time."""
     memory: float = 0.0
-    """The fraction of the device's memory that is in use."""
 
 
 def choose_step_mode(trainer: Trainer) -> StepMode:
     """Follow the settings; where they say "auto", time a forward and backward pass and choose."""
-    s = trainer.settings
-    if trainer.compute.device.type != "cuda":
-        where = {"cpu": "a CPU", "mps": "MPS"}[trainer.compute.device.type]
-        return StepMode(
-            s.compile is True, False, "compiled" if s.compile is True else f"not compiled, on {where}"
-        )
+    s, device = trainer.settings, trainer.compute.device.type
+    compiles = trainer.plan.resolved.get("compile", s.compile)  # a resumed run does what it did before
+    if device != "cuda":
+        why = {"cpu": "not compiled, on a CPU", "mps": "not compiled, on MPS"}[device]
+        return StepMode(compiles is True, False, "compiled" if compiles is True else why)
     if s.native:
         return StepMode(False, False, "not compiled, because the images of a step differ in shape")
     cost = _measure_pass(trainer)
@@ -84,54 +79,63 @@ def choose_step_mode(trainer: Trainer) -> StepMode:
     if not obstacle and s.cuda_graph == "auto" and cost.memory > _MEMORY:
         obstacle = f"a step needs {cost.memory:.0%} of the device's memory"
     graph = bool(s.cuda_graph) and not obstacle
-    way, seconds, why = _choose_way(trainer, cost, graph)
+    chosen, seconds, why = _choose_variant(trainer, cost, graph, compiles)
     if s.cuda_graph:
         why += f", not captured as a CUDA graph: {obstacle}" if obstacle else ", captured as one CUDA graph"
-    return StepMode(way.compile, graph, why, way.kernels, seconds, way.ready(trainer))
+    return StepMode(chosen.compile, graph, why, chosen.kernels, seconds, chosen.ready(trainer))
 
 
-def _choose_way(trainer: Trainer, cost: _PassCost, graph: bool) -> tuple[_Way, float, str]:
-    """The way that takes the least time for the remaining steps, the seconds of a pass, and a reason."""
-    s, passes = trainer.settings, (trainer.steps - trainer.step) * trainer.settings.accumulate
+def _choose_variant(
+    trainer: Trainer, cost: _PassCost, graph: bool, compiles: bool | str
+) -> tuple[_Variant, float, str]:
+    """The variant that takes the least time for the remaining steps, the seconds of a pass, and a reason."""
+    passes = (trainer.steps - trainer.step) * trainer.settings.accumulate
     triton = find_spec("triton") is not None
     # The kernels read fp32 weights, and those of shards are gathered in bf16.
     half = triton and trainer.compute.dtype == torch.bfloat16 and not trainer.parallel.sharded
-    plain = [_PLAIN, _KERNELS] if half else [_PLAIN]
+
+    def seconds(one: _Variant) -> float:
+        return cost.seconds * (one.captured_fraction if graph and cost.launch_bound else one.fraction)
+
+    def total(one: _Variant) -> float:
+        return one.ready(trainer) + seconds(one) * passes
+
+    plain = min([_PLAIN, _KERNELS] if half else [_PLAIN], key=total)
     compiled = _BOTH if half else _COMPILED
+    fused = " with fused kernels" if plain.kernels else ""
+    takes = compiled.ready(trainer)
+    saves = total(plain) - seconds(compiled) * passes
+    if compiles is False:
+        chosen, why = plain, f"not compiled{fused}"
+    elif compiles is True:
+        chosen, why = compiled, "compiled"
+    elif not triton:
+        chosen, why = plain, "not compiled (Triton is not installed)"
+    elif saves > takes:
+        chosen, why = compiled, f"compiled (takes about {takes:.0f} s, saves about {saves:,.0f} s)"
+    else:
+        saving = f"would take about {takes:.0f} s and save about {max(0.0, saves):,.0f} s"
+        chosen, why = plain, f"not compiled{fused} ({saving})"
+    return chosen, seconds(chosen), why
 
-    def seconds(way: _Way) -> float:
-        return cost.seconds * (way.captured_fraction if graph and cost.launch_bound else way.fraction)
 
-    def total(way: _Way) -> float:
-        return way.ready(trainer) + seconds(way) * passes
+def capture_obstacle(trainer: Trainer) -> str:
+    """Why a step cannot be captured as a CUDA graph; empty if it can."""
+    if trainer.ranks.count > 1:
+        return "several processes exchange gradients"
+    if trainer.compute.dtype == torch.float16:
+        return "the scale of the loss changes"
+    if trainer.settings.checkpoint_blocks:
+        return "activation checkpointing restores the state of the random generator"
+    return ""
 
-    best = min(plain, key=total)
-    fused = " with fused kernels" if best.kernels else ""
-    if s.compile is False:
-        return best, seconds(best), f"not compiled{fused}"
-    if s.compile is True:
-        return compiled, seconds(compiled), "compiled"
-    if not triton:
-        return best, seconds(best), "not compiled (Triton is not installed)"
-    saves, takes = (
-        seconds(best) * passes + best.ready(trainer) - seconds(compiled) * passes,
-        compiled.ready(trainer),
-    )
-    if saves > takes:
-        return (
-            compiled,
-            seconds(compiled),
-            f"compiled (takes about {takes:.0f} s, saves about {saves:,.0f} s)",
-        )
-    why = f"not compiled{fused} (would take about {takes:.0f} s and save about {max(0.0, saves):,.0f} s)"
-    return best, seconds(best), why
+
+# ---- passes that are timed ------------------------------------------------------------------
 
 
 def _measure_pass(trainer: Trainer) -> _PassCost:
     """Measure a forward and backward pass on random images, after three that warm up."""
-    count = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
-    device = trainer.compute.device
-    images = torch.rand(count, *trainer.model.config.input_shape, device=device)
+    device, images = trainer.compute.device, _random_images(trainer)
     trainer.executable.set_mode()
     torch.cuda.reset_peak_memory_stats(device)
     start = launched = 0.0
@@ -147,6 +151,31 @@ def _measure_pass(trainer: Trainer) -> _PassCost:
     return _PassCost(seconds, launched > _LAUNCH_BOUND * seconds, memory)
 
 
+def estimate_seconds(trainer: Trainer) -> float:
+    """The time of the remaining steps, from one forward and backward pass on random images."""
+    t, passes = trainer, trainer.settings.accumulate * (trainer.steps - trainer.step)
+    if t.mode is not None and t.mode.seconds is not None and t.teacher is None:
+        return t.mode.seconds * passes  # on a GPU: the model itself would run neither compiled nor captured
+    images = _random_images(t)
+    seconds = 0.0
+    for _ in range(2):  # the first pass also allocates memory
+        start = time.perf_counter()
+        rehearse_pass(t, images)
+        if t.teacher is not None:
+            t.teacher(images)
+        if t.compute.device.type != "cpu":
+            torch.accelerator.synchronize(t.compute.device)
+        seconds = time.perf_counter() - start
+    t.optimizer.zero_grad(set_to_none=True)
+    return seconds * passes
+
+
+def _random_images(trainer: Trainer) -> Tensor:
+    """As many as in a micro-batch."""
+    count = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
+    return torch.rand(count, *trainer.model.config.input_shape, device=trainer.compute.device)
+
+
 def rehearse_pass(trainer: Trainer, images: Tensor) -> None:
     """A forward and backward pass that is only to be timed: its gradients are of no use."""
     forward = trainer.executable.wrapped if trainer.parallel.sharded else trainer.executable.twin
@@ -155,14 +184,3 @@ def rehearse_pass(trainer: Trainer, images: Tensor) -> None:
             output = forward(images)
         output = output[0] if isinstance(output, tuple) else output
         output.float().square().mean().backward()
-
-
-def capture_obstacle(trainer: Trainer) -> str:
-    """Why a step cannot be captured as a CUDA graph; empty if it can."""
-    if trainer.ranks.count > 1:
-        return "several processes exchange gradients"
-    if trainer.compute.dtype == torch.float16:
-        return "the scale of the loss changes"
-    if trainer.settings.checkpoint_blocks:
-        return "activation checkpointing restores the state of the random generator"
-    return ""

@@ -16,18 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vitrail.base.machine import usable_cores
-from vitrail.training.plan.step_mode import rehearse_pass
-from vitrail.training.plan.summary_of_plan import estimate_seconds
-from vitrail.training.trainer import Trainer
+from vitrail.training.plan.step_mode import estimate_seconds, rehearse_pass
+
+if TYPE_CHECKING:
+    from vitrail.training.trainer import Trainer
 
 _SHORT_RUN = 60.0  # seconds; nothing is measured for a run below that
-_COST = 0.02  # the rehearsal takes at most about this fraction of the run
-_MOST_SECONDS = 6.0
-_ROUNDS = 3
+_COST, _MOST_SECONDS, _ROUNDS = 0.02, 6.0, 3  # of the rehearsal: at most, as a fraction of the run
 _CLEARLY_FASTER = 0.8  # of the time that torch's own number takes
 _HOPELESS, _HOPELESS_SECONDS = 3, 0.5  # a number this many times slower than the best is not timed again
 _IMAGES = 16  # in a rehearsed step, at most
@@ -41,13 +41,10 @@ class Threads:
     reason: str
 
 
-def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
-    """The number of threads of a run.
-
-    Args:
-        reused: the number that the run has had before it was interrupted.
-    """
+def choose_threads(trainer: Trainer) -> Threads:
+    """The number of threads of a run: as requested, as before it was interrupted, or measured."""
     default, asked = torch.get_num_threads(), trainer.settings.threads
+    reused = trainer.plan.resolved.get("threads")
     if asked != "auto":
         return Threads(asked, "as requested")
     if reused is not None:
@@ -59,24 +56,24 @@ def choose_threads(trainer: Trainer, reused: int | None) -> Threads:
     seconds = estimate_seconds(trainer)
     if seconds < _SHORT_RUN:
         return Threads(default, "torch's own number; the run is too short to measure others")
-    return _rehearse(trainer, _candidates(default), min(_MOST_SECONDS, _COST * seconds))
-
-
-def _candidates(default: int) -> list[int]:
-    """One thread, half of them, all of them, and as many as a container may use; the default comes first."""
-    numbers = {1, max(1, default // 2), min(default, usable_cores())}
-    return [default, *sorted(numbers - {default})]
+    others = {1, max(1, default // 2), min(default, usable_cores())} - {default}
+    return _rehearse(trainer, [default, *sorted(others)], min(_MOST_SECONDS, _COST * seconds))
 
 
 def _rehearse(trainer: Trainer, candidates: list[int], budget: float) -> Threads:
     """Time real forward and backward passes, in turns, so that a change of the load affects all alike."""
-    first = {count: _time_with(trainer, count) for count in candidates}  # and allocate, start threads
+
+    def time_with(count: int) -> float:
+        with use_threads(count):
+            return _time_pass(trainer)
+
+    first = {count: time_with(count) for count in candidates}  # and allocate, start threads
     hopeless = max(_HOPELESS * min(first.values()), _HOPELESS_SECONDS)
     times = {count: [seconds] if seconds > hopeless else [] for count, seconds in first.items()}
     start = time.perf_counter()
     for _ in range(_ROUNDS):
         for count in (count for count in candidates if first[count] <= hopeless):
-            times[count].append(_time_with(trainer, count))
+            times[count].append(time_with(count))
         if time.perf_counter() - start > budget:
             break
     medians = {count: statistics.median(some) for count, some in times.items()}
@@ -85,11 +82,6 @@ def _rehearse(trainer: Trainer, candidates: list[int], budget: float) -> Threads
     chosen = best if medians[best] < _CLEARLY_FASTER * medians[default] else default
     listed = ", ".join(f"{medians[count]:.2g} s with {count}" for count in sorted(candidates))
     return Threads(chosen, f"a pass takes {listed}")
-
-
-def _time_with(trainer: Trainer, count: int) -> float:
-    with use_threads(count):
-        return _time_pass(trainer)
 
 
 def _time_pass(trainer: Trainer) -> float:

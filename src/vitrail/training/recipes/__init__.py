@@ -29,15 +29,14 @@ def recipe(name: str, data: Dataset, context: RunContext | None = None) -> Recip
 def recipes() -> dict[str, Callable[[Dataset], Recipe]]:
     """All recipes by name."""
     from vitrail.training.recipes import auto, published, small
-    from vitrail.training.recipes import mnist as mnist_recipes
 
     return {
         "auto": auto.auto,
         "small": small.small,
         "digits": small.digits,
-        "mnist-weak": mnist_recipes.mnist_weak,
-        "mnist-notes": mnist_recipes.mnist_notes,
-        "mnist": mnist_recipes.mnist,
+        "mnist-weak": small.mnist_weak,
+        "mnist-notes": small.mnist_notes,
+        "mnist": small.mnist,
         "cifar10-small": small.cifar10,
         "cifar10-tiny": small.cifar10_tiny,
         "paper-finetune": published.paper_finetune,

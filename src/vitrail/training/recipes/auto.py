@@ -17,9 +17,8 @@ from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.model.config import STEM_STRIDES, ViTConfig
-from vitrail.training.recipes.mnist import mnist
 from vitrail.training.recipes.settings import Recipe, TrainConfig
-from vitrail.training.recipes.small import choose_patch, cifar10, preprocess_for, small
+from vitrail.training.recipes.small import SIMPLE, choose_patch, cifar10, mnist, preprocess_for, small
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class RunContext:
 
     gpu: bool = False
     from_file: bool = False
-    """Whether the run starts from a weight file."""
     size: int | tuple[int, ...] | None = None
     epochs: int | None = None
     minutes: float | None = None
@@ -45,24 +43,23 @@ class _Shape(NamedTuple):
 
 
 class _Machine(NamedTuple):
-    """Round numbers for a kind of machine. A wrong guess costs time or accuracy, never the run."""
+    """Round numbers for a kind of machine. A wrong guess costs time or accuracy, never the run.
+
+    Its speed is in multiplications per second; epochs and batch are the fewest and the most; sides are those
+    of image files.
+    """
 
     name: str
     speed: float
-    """Multiplications per second in training."""
     minutes: float
-    """What a run may take by default."""
     images_seen: int
     """In all epochs together: few images get more epochs."""
     epochs: tuple[int, int]
-    """The fewest and the most epochs."""
     batch: tuple[int, int]
     steps: int
     """As many as this are wanted; the batch size follows."""
     sides: tuple[int, ...]
-    """Image sizes for files, in pixels."""
     shapes: tuple[_Shape, ...]
-    """From small to large."""
 
 
 _SMALL = (_Shape(64, 4, 2, 0), _Shape(96, 4, 3, 0), _Shape(128, 6, 4, 20_000), _Shape(192, 6, 3, 100_000))
@@ -182,6 +179,7 @@ def _model(data: Dataset, size: tuple[int, ...], shape: _Shape) -> ViTConfig:
     patch = tuple(_patch(side) for side in size)
     stem = not any(side % STEM_STRIDES["conv"] for side in patch)
     return ViTConfig(
+        **SIMPLE,
         width=shape.width,
         depth=shape.depth,
         heads=shape.heads,
@@ -190,9 +188,6 @@ def _model(data: Dataset, size: tuple[int, ...], shape: _Shape) -> ViTConfig:
         channels=data.channels or 3,
         classes=len(data.classes),
         embedding="conv" if stem else "linear",
-        position="sincos2d",
-        class_token=False,
-        pool="mean",
     )
 
 

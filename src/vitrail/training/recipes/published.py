@@ -5,19 +5,21 @@ the authors report on their data. Each docstring lists where ours differs from t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
-from vitrail.images.fit_preprocess import fit_preprocess
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import steps_in_epoch
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, fit_preprocess
 from vitrail.images.published_preprocess import IMAGENET, published_preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.presets import preset
 from vitrail.training.recipes.settings import Recipe, TrainConfig
+from vitrail.training.recipes.small import SIMPLE
 
+_Loss = Literal["bce", "cross-entropy"]
 _IMAGENET_IMAGES = 1_281_167
 # AdamW multiplies its weight decay by the learning rate, big_vision does not: divide theirs by it.
 _BIG_VISION_DECAY = 1e-4 / 1e-3
@@ -41,8 +43,9 @@ def paper_finetune(data: Dataset) -> Recipe:
 
     Differences: no averaging of the last weights, which the paper's best ImageNet results have.
     """
-    steps, warmup = _steps_for(len(data.train))
-    epochs = _epochs_for(steps, len(data.train), 512)
+    images = len(data.train)
+    steps, warmup = _steps_for(images)
+    epochs = math.ceil(steps / steps_in_epoch(images, 512))
     model = _model_for("B/16@384", data)
     train = TrainConfig(
         epochs=epochs,
@@ -58,9 +61,7 @@ def paper_finetune(data: Dataset) -> Recipe:
         evaluate_every=max(1, epochs // 20),
         save_every=max(1, epochs // 20),
     )
-    note = (
-        f"{steps:,} published steps of 512 images are {epochs:,} epochs of these {len(data.train):,} images."
-    )
+    note = f"{steps:,} published steps of 512 images are {epochs:,} epochs of these {images:,} images."
     return Recipe(
         model,
         fit_preprocess(published_preprocess("google", 384), model),
@@ -102,7 +103,7 @@ def simple_vit(data: Dataset) -> Recipe:
     Differences: their RandAugment also has invert, cutout and solarize-add, which ours does not. Mixup
     coefficients are drawn for each pair, not once for a batch.
     """
-    model = _model_for("S/16", data, position="sincos2d", class_token=False, pool="mean", head="tanh")
+    model = _model_for("S/16", data, **SIMPLE, head="tanh")
     train = _big_vision(data, epochs=90, batch=1024, mixup=0.2)
     return Recipe(model, _short_side_256(model), train)
 
@@ -126,17 +127,12 @@ def deit3(data: Dataset) -> Recipe:
     model = _model_for("B/16@192", data, rows="patches", layer_scale=1e-4, drop_path=0.2, init="timm")
     mean, std = IMAGENET
     preprocess = Preprocess(size=192, resize="shortest", interpolation="bicubic", mean=mean, std=std)
-    train = TrainConfig(
-        epochs=800,
-        batch=2048,
-        lr=2e-3,
-        weight_decay=0.05,
-        warmup=5 / 800,
-        last_lr=1e-5 / 2e-3,
-        clip=0.0,
+    train = _timm(
+        800,
+        2048,
+        last_lr=1e-5,
         loss="bce",
         augment=Augment(crop=_TIMM_CROP, flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, gray=1 / 3),
-        mixing=Mixing(mixup=0.8, cutmix=1.0),
     )
     return Recipe(model, fit_preprocess(preprocess, model), train, lr_at_batch=(5e-4, 512))
 
@@ -157,27 +153,12 @@ def mae_finetune(data: Dataset) -> Recipe:
     """
     fields = dict(drop_path=0.1, pool="mean", pool_norm="after")
     model = _model_for("B/16", data, init="timm", **fields)
-    train = TrainConfig(
-        epochs=100,
-        batch=1024,
-        lr=2e-3,
-        weight_decay=0.05,
-        warmup=5 / 100,
-        last_lr=1e-6 / 2e-3,
-        clip=0.0,
+    augment = _randaugment(_TIMM_CROP, operations=1, magnitude=_FULL_STRENGTH * 9 // 10)
+    train = replace(
+        _timm(100, 1024, last_lr=1e-6, loss=_loss_for(data), augment=replace(augment, erase=0.25)),
         tune="llrd",
         layer_decay=0.65,
-        loss=_loss_for(data),
         smoothing=0.1,
-        augment=Augment(
-            crop=_TIMM_CROP,
-            flip=0.5,
-            policy="randaugment",
-            policy_ops=1,
-            policy_magnitude=_FULL_STRENGTH * 9 // 10,
-            erase=0.25,
-        ),
-        mixing=Mixing(mixup=0.8, cutmix=1.0),
     )
     preprocess = fit_preprocess(published_preprocess("imagenet"), model)
     return Recipe(model, preprocess, train, lr_at_batch=(5e-4, 256), model_from_file=fields)
@@ -190,7 +171,7 @@ def _model_for(name: str, data: Dataset, **fields: object) -> ViTConfig:
     return preset(name, classes=len(data.classes), channels=data.channels or 3, **fields)
 
 
-def _loss_for(data: Dataset) -> Literal["bce", "cross-entropy"]:
+def _loss_for(data: Dataset) -> _Loss:
     return "bce" if data.multilabel else "cross-entropy"
 
 
@@ -204,14 +185,30 @@ def _big_vision(data: Dataset, *, epochs: int, batch: int, mixup: float) -> Trai
         warmup=10_000 / (epochs * _IMAGENET_IMAGES / batch),
         clip=1.0,
         loss=_loss_for(data),
-        augment=Augment(
-            crop=_INCEPTION_CROP,
-            flip=0.5,
-            policy="randaugment",
-            policy_ops=2,
-            policy_magnitude=_FULL_STRENGTH,
-        ),
+        augment=_randaugment(_INCEPTION_CROP, operations=2, magnitude=_FULL_STRENGTH),
         mixing=Mixing(mixup=mixup),
+    )
+
+
+def _timm(epochs: int, batch: int, *, last_lr: float, loss: _Loss, augment: Augment) -> TrainConfig:
+    """The common settings of DeiT and MAE: five epochs of warm-up to 2e-3, mixup and cutmix, no clipping."""
+    return TrainConfig(
+        epochs=epochs,
+        batch=batch,
+        lr=2e-3,
+        weight_decay=0.05,
+        warmup=5 / epochs,
+        last_lr=last_lr / 2e-3,
+        clip=0.0,
+        loss=loss,
+        augment=augment,
+        mixing=Mixing(mixup=0.8, cutmix=1.0),
+    )
+
+
+def _randaugment(crop: float, *, operations: int, magnitude: int) -> Augment:
+    return Augment(
+        crop=crop, flip=0.5, policy="randaugment", policy_ops=operations, policy_magnitude=magnitude
     )
 
 
@@ -226,8 +223,3 @@ def _steps_for(images: int) -> tuple[int, int]:
     if images >= 1_000_000:
         return 20_000, 500
     return (10_000, 500) if images >= 20_000 else (500, 100)
-
-
-def _epochs_for(steps: int, images: int, batch: int) -> int:
-    """The number of epochs with at least this many steps; an epoch has at least one."""
-    return math.ceil(steps / steps_in_epoch(images, batch))

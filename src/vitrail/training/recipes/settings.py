@@ -356,4 +356,3 @@ class Recipe:
     train_from_file: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `train` that differ when the run starts from a weight file."""
     notes: tuple[str, ...] = ()
-    """Messages about automatic choices, one sentence each."""

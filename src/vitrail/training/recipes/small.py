@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
@@ -15,6 +17,7 @@ _IMAGES_SEEN = 60_000  # by `small` in all its epochs, about: smaller data sets 
 _IMAGES_SEEN_FROM_FILE = 12_000  # the same when it starts from a weight file
 _FEW_IMAGES = 32  # from a weight file, fewer are trained by low-rank updates
 _SIZE = 128  # pixels, for image files
+SIMPLE: dict[str, Any] = dict(position="sincos2d", class_token=False, pool="mean")  # as in Simple ViT
 
 
 def small(data: Dataset) -> Recipe:
@@ -37,48 +40,42 @@ def small(data: Dataset) -> Recipe:
 
         vitrail train hymenoptera/ --recipe small --seed 0 --from deit_tiny.safetensors --set preprocess=deit
     """
-    size = data.train.images.shape[1:3] if data.train.images is not None else (_SIZE, _SIZE)
-    channels = data.channels or 3
+    files, color = data.train.images is None, data.channels in (None, 3)
+    size = (_SIZE, _SIZE) if data.train.images is None else data.train.images.shape[1:3]
     model = ViTConfig(
+        **SIMPLE,
         width=192,
         depth=6,
         heads=3,
         patch=tuple(choose_patch(side) for side in size),
         size=size,
-        channels=channels,
+        channels=data.channels or 3,
         classes=len(data.classes),
-        position="sincos2d",
-        class_token=False,
-        pool="mean",
         drop_path=0.1,
     )
-    files = data.train.paths is not None
+    photos = Augment(crop=0.3, flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3 if color else 0.0)
     train = TrainConfig(
-        epochs=min(200, max(10, round(_IMAGES_SEEN / len(data.train)))),
+        epochs=_epochs(data, _IMAGES_SEEN, 200),
         batch=64,
         lr=1e-3,
         weight_decay=0.05,
         smoothing=0.1,
         ema=0.995,
         loss="bce" if data.multilabel else "cross-entropy",
-        augment=Augment(
-            crop=0.3, flip=0.5, brightness=0.3, contrast=0.3, saturation=0.3 if channels == 3 else 0.0
-        )
-        if files
-        else Augment(rotate=10, zoom=1.1, translate=0.1),
+        augment=photos if files else Augment(rotate=10, zoom=1.1, translate=0.1),
         mixing=Mixing(mixup=0.2, probability=0.5) if files else Mixing(),
     )
-    epochs = min(40, max(10, round(_IMAGES_SEEN_FROM_FILE / len(data.train))))
-    return Recipe(
-        model,
-        preprocess_for(data, model),
-        train,
-        train_from_file={
-            "tune": "lora" if len(data.train) < _FEW_IMAGES else "llrd",
-            "lr": 3e-4,
-            "epochs": epochs,
-        },
-    )
+    from_file = {
+        "tune": "lora" if len(data.train) < _FEW_IMAGES else "llrd",
+        "lr": 3e-4,
+        "epochs": _epochs(data, _IMAGES_SEEN_FROM_FILE, 40),
+    }
+    return Recipe(model, preprocess_for(data, model), train, train_from_file=from_file)
+
+
+def _epochs(data: Dataset, seen: int, most: int) -> int:
+    """As many epochs as make about so many images, but at least ten."""
+    return min(most, max(10, round(seen / len(data.train))))
 
 
 def digits(data: Dataset) -> Recipe:
@@ -92,16 +89,8 @@ def digits(data: Dataset) -> Recipe:
     The position embedding was chosen on these held-out digits (seed 0: sine-cosine 97.2, relative 95.8, 2D
     sine-cosine with mean pooling 98.6), so the accuracy is not an unbiased estimate for new digits.
     """
-    model = ViTConfig(
-        width=64,
-        depth=3,
-        heads=4,
-        patch=2,
-        size=8,
-        channels=1,
-        classes=len(data.classes),
-        position="rotary",
-    )
+    shape: dict[str, Any] = dict(width=64, depth=3, heads=4, patch=2, size=8, channels=1)
+    model = ViTConfig(**shape, classes=len(data.classes), position="rotary")
     train = TrainConfig(
         epochs=50,
         batch=64,
@@ -152,20 +141,9 @@ def cifar10(data: Dataset) -> Recipe:
     minutes. QK norm allowed AdamW twice the learning rate: without it, at 1e-3 over 250 epochs, it was 94.54
     and 94.41 %.
     """
-    model = ViTConfig(
-        width=384,
-        depth=10,
-        heads=6,
-        patch=4,
-        size=32,
-        classes=len(data.classes),
-        position="sincos2d",
-        class_token=False,
-        pool="mean",
-        qk_norm=True,
-        layer_scale=0.1,
-        drop_path=0.1,
-    )
+    shape: dict[str, Any] = dict(width=384, depth=10, heads=6, patch=4, size=32, classes=len(data.classes))
+    model = ViTConfig(**SIMPLE, **shape, qk_norm=True, layer_scale=0.1, drop_path=0.1)
+    jitter: dict[str, Any] = dict(brightness=0.3, contrast=0.3, saturation=0.3)
     train = TrainConfig(
         epochs=120,
         batch=1024,
@@ -177,9 +155,7 @@ def cifar10(data: Dataset) -> Recipe:
         smoothing=0.05,
         ema=0.999,
         clip=1.0,
-        augment=Augment(
-            flip=0.5, translate=0.125, rotate=10, zoom=1.15, brightness=0.3, contrast=0.3, saturation=0.3
-        ),
+        augment=Augment(flip=0.5, translate=0.125, rotate=10, zoom=1.15, **jitter),
         mixing=Mixing(mixup=0.8, cutmix=1.0, cutmix_probability=0.6),
         mixing_off=0.07,
         evaluate_every=40,
@@ -203,14 +179,77 @@ def cifar10_tiny(data: Dataset) -> Recipe:
     filters of E still look random.
     """
     recipe = cifar10(data)
-    model = replace(
-        recipe.model,
-        width=128,
-        depth=6,
-        heads=4,
-        position="learned",
-        position_sigma=0.002,
-        class_token=True,
-        pool="class",
-    )
+    shape: dict[str, Any] = dict(width=128, depth=6, heads=4, class_token=True, pool="class")
+    model = replace(recipe.model, **shape, position="learned", position_sigma=0.002)
     return replace(recipe, model=model, train=replace(recipe.train, epochs=100, weight_decay=0.3))
+
+
+# ---- MNIST ----------------------------------------------------------------------------------
+
+
+def mnist_notes(data: Dataset) -> Recipe:
+    """MNIST as in the practice exercise of the lecture notes, at eight times their learning rate.
+
+    105,098 parameters, ten epochs. The lecture notes (docs/notes.md) ask to "add dropout to self-attention"
+    and to "use weight decay" without giving values: here 0.1 and 0.05. The position embedding is learned,
+    which is one of the exercise's tasks, and initialized with standard deviation 1, as large as the tokens.
+
+    98.60, 98.52 and 98.74 % of the 10,000 test digits after the last epoch (seeds 0 to 2, mean 98.62), on one
+    H200 (torch 2.11, bf16) shared with other runs; 98.62 % in 7 and a half minutes on two cores of an AMD
+    EPYC (seed 0, torch 2.13, fp32):
+
+        vitrail train mnist/ --recipe mnist-notes --seed 0
+
+    The lecture notes report 98 % with a learning rate of 0.001, which we cannot reproduce: 97.64 % (`--lr
+    0.001`), and 96.63 % if the position embedding is initialized as in the paper (`--set
+    model.position_sigma=none`; seed 0 each). Ten epochs at that learning rate are too short. Norms on the
+    tokens and on q and k bring it to 98.26 %; everything else we tried at 0.001 gave less, except a
+    convolutional stem in addition, which is another model (98.92 %). The learning rate and the initialization
+    of the position embedding were chosen on these test digits.
+    """
+    shape: dict[str, Any] = dict(
+        width=64, depth=2, heads=4, patch=4, attention_dropout=0.1, position_sigma=1.0
+    )
+    train = TrainConfig(epochs=10, batch=256, lr=8e-3, weight_decay=0.05)
+    return _mnist(data, 28, shape, train)
+
+
+def mnist_weak(data: Dataset) -> Recipe:
+    """MNIST with the weak model that the practice exercise of the lecture notes starts from.
+
+    Width 9 with 3 heads, 3 layers, patches of 16 x 16 pixels on images resized to 32 x 32, so 4 patches and
+    the class token, with fixed sines and cosines as positions; a constant learning rate of 0.005, 5 epochs.
+    The exercise (docs/notes.md, practice) is to make it better:
+
+        vitrail train mnist/ --recipe mnist-weak --seed 0
+    """
+    shape: dict[str, Any] = dict(width=9, depth=3, heads=3, patch=16, position="sincos1d")
+    train = TrainConfig(
+        epochs=5, batch=128, lr=5e-3, weight_decay=0.0, schedule="constant", warmup=0.0, clip=0.0
+    )
+    return _mnist(data, 32, shape, train)
+
+
+def mnist(data: Dataset) -> Recipe:
+    """MNIST with a ViT of 1.2 million parameters, rotary position embedding and augmentation.
+
+    99.63, 99.50 and 99.53 % of the 10,000 test digits after the last epoch (seeds 0 to 2, mean 99.55), on one
+    H200 (torch 2.11, bf16) shared with other runs. Alone on it, seed 0 took 44 s from the command to the
+    report (99.62 %: on a GPU, results differ between runs of the same seed):
+
+        vitrail train mnist/ --recipe mnist --seed 0
+
+    The settings are a first guess; no others were tried.
+    """
+    shape: dict[str, Any] = dict(width=128, depth=6, heads=4, patch=4, position="rotary", drop_path=0.1)
+    augment = Augment(rotate=15, zoom=1.15, translate=0.1, shear=10)
+    train = TrainConfig(
+        epochs=30, batch=256, lr=1e-3, weight_decay=0.05, smoothing=0.1, ema=0.999, augment=augment
+    )
+    return _mnist(data, 28, shape, train)
+
+
+def _mnist(data: Dataset, size: int, shape: Mapping[str, Any], train: TrainConfig) -> Recipe:
+    """A recipe for gray digits, with the mean and standard deviation of the 60,000 training images."""
+    model = ViTConfig(size=size, channels=1, classes=len(data.classes), **shape)
+    return Recipe(model, Preprocess(size=size, mean=(0.1307,), std=(0.3081,)), train)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT
-from vitrail.views.walk.encoder_stages import walk_encoder
-from vitrail.views.walk.stage import Stage, token_name
+from vitrail.views.walk.encoder_stages import Recording
+from vitrail.views.walk.stage import Stage, check_index, token_name
 from vitrail.weights.bundle.scores import Activation
 
 __all__ = ["Stage", "token_name", "walk"]
@@ -43,9 +43,8 @@ def walk(
     """The forward pass of one input as a list of stages.
 
     Args:
-        model: a ViT, or a `vitrail.Decoder`.
-        x: an image (C, H, W), or another input of the shape in the model's config; for a decoder, token
-            indices (T,). A batch of one is accepted.
+        model: a ViT for images, or a `vitrail.Decoder`.
+        x: an image (C, H, W); for a decoder, token indices (T,). A batch of one is accepted.
         block: the block to show in detail, from 0; the other blocks are one stage each.
         head: the attention head to show.
         token: the token whose norm and attention weights are shown. By default 0, the first prefix token;
@@ -61,4 +60,10 @@ def walk(
         raise InputError(f"walk takes a ViT or a Decoder, not a {type(model).__name__}.")
     if context is not None:
         raise InputError("Only a decoder takes a context, and this model is a ViT; omit the context.")
-    return walk_encoder(model, x, block, head, token or 0, activation)
+    if model.config.input != "image":
+        raise InputError(
+            f"walk follows an image through a model, and this one takes {model.config.input}; use "
+            "vitrail.record to look inside it."
+        )
+    check_index("block", block, model.config.depth)
+    return Recording(model, x, [block], activation).stages(block, head, token or 0)

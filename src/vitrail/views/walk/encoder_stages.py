@@ -13,17 +13,10 @@ from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.model.position import AddedPosition
-from vitrail.model.tokens import PatchTokens, SpectrogramTokens, StemTokens, TextTokens, patchify
+from vitrail.model.tokens import PatchTokens, StemTokens, patchify
 from vitrail.views.walk.block_stages import ACTIVATION_NAMES, BlockWalk
-from vitrail.views.walk.stage import INPUT_TERMS, NORM_NAMES, Stage, check_index, record_activations
+from vitrail.views.walk.stage import NORM_NAMES, Stage, check_index, record_activations
 from vitrail.weights.bundle.scores import Activation
-
-
-def walk_encoder(
-    model: ViT, x: Tensor, block: int, head: int, token: int, activation: Activation
-) -> list[Stage]:
-    check_index("block", block, model.config.depth)
-    return Recording(model, x, [block], activation).stages(block, head, token)
 
 
 class Recording:
@@ -70,16 +63,14 @@ class EncoderWalk(BlockWalk):
 
     def add_embedding(self, batch: Tensor) -> None:
         c, model = self.config, self.model
-        is_text = isinstance(model.tokens, TextTokens)
-        e = self._add_text_tokens(batch) if is_text else self._add_patch_tokens(batch)
+        e = self._add_patch_tokens(batch)
         z = self.stages[-1].tensor  # (N, D)
         if model.prefix is not None:
             prefix = ["x_class"] * c.class_token + ["x_dist"] * c.distillation_token
             prefix += [f"x_reg^{number}" for number in range(c.registers)]
             count = f"{c.prefix} learned token{'s are' if c.prefix > 1 else ' is'}"
-            meaning = f"{count} prepended to the {INPUT_TERMS[c.input].patches}."
             z = torch.cat([model.prefix, z])  # (T, D)
-            e = self.add("prefix", f"u = [{'; '.join(prefix)}; {e}]", meaning, z)
+            e = self.add("prefix", f"u = [{'; '.join(prefix)}; {e}]", f"{count} prepended to the patches.", z)
         if isinstance(model.position, AddedPosition):
             position = model.position
             e = self.add("position", position.equation.format(e=e), position.meaning)
@@ -87,40 +78,27 @@ class EncoderWalk(BlockWalk):
             e = self.add_norm("norm_pre", e, "The tokens")
         self.add("embed", f"z_0 = {e}", "The input of the first block. Dropout is off in evaluation mode.")
 
-    def _add_text_tokens(self, batch: Tensor) -> str:
-        """From the token indices of a text to a vector for each."""
-        self.add_token_indices(batch[0])
-        e = self.add("tokens.proj", "e = E[x]", "The embedding of each token: the row of E with its index.")
-        if self.config.embedding_norm == "after":
-            e = self.add_norm("tokens.norm_after", e, "The tokens")
-        return e
-
     def _add_patch_tokens(self, batch: Tensor) -> str:
-        """From an image, video or sound to a vector for each patch."""
-        c, terms, tokens = self.config, INPUT_TERMS[self.config.input], self.model.tokens
+        """From an image to a vector for each patch."""
+        c, tokens = self.config, self.model.tokens
         assert isinstance(tokens, PatchTokens)
-        self.add(terms.stage, f"x in R^({_join_sides(batch.shape[1:])})", terms.meaning, batch[0])
+        meaning = "The image: one value for each channel and pixel."
+        self.add("pixels", f"x in R^({_join_sides(batch.shape[1:])})", meaning, batch[0])
         x, maps = "x", batch
         if isinstance(tokens, StemTokens):
             maps = tokens.stem(batch)
             x = self.add("tokens.stem", "m = Stem(x)", "The feature maps of the convolutional stem.", maps[0])
-        if isinstance(tokens, SpectrogramTokens):
-            maps = tokens.spectrogram(batch)
-            meaning = "The power of each frequency over time: low frequencies on top, time to the right."
-            x = self.add("tokens.spectrogram", "m = Spectrogram(x)", meaning, maps[0])
-        order = "frame by frame, row by row" if c.input == "video" else "row by row"
-        patches = f"{_join_sides(c.grid)} {terms.patches} of {_join_sides(tokens.patch)}"
-        meaning = f"{patches}, {order}, each flattened to a vector."
+        patches = f"{_join_sides(c.grid)} patches of {_join_sides(tokens.patch)}"
+        meaning = f"{patches}, row by row, each flattened to a vector."
         x = self.add("tokens.cut", f"x_p = cut({x})", meaning, patchify(maps, tokens.patch)[0])
         if c.embedding_norm in ("before", "both"):
-            x = self.add_norm("tokens.norm_before", x, f"The {terms.patches}")
+            x = self.add_norm("tokens.norm_before", x, "The patches")
         b = " + b" if c.embedding_bias else ""
-        meaning = f"A linear projection turns each {terms.patch} into a token."
-        e = self.add("tokens.proj", f"e = {x} E{b}", meaning)
+        e = self.add("tokens.proj", f"e = {x} E{b}", "A linear projection turns each patch into a token.")
         if c.embedding == "mlp":
             e = self.add("tokens.fc", f"f = GELU({e}) W + b", "A second linear layer, after a GELU.")
         if c.embedding_norm in ("after", "both"):
-            e = self.add_norm("tokens.norm_after", e, f"The tokens of the {terms.patches}")
+            e = self.add_norm("tokens.norm_after", e, "The tokens of the patches")
         return e
 
     # ---- Eq. 4: from z_L to probabilities ---------------------------------------------------
@@ -131,8 +109,7 @@ class EncoderWalk(BlockWalk):
             z = self.add_norm("encoded", z, "The tokens of the last block")
         if c.pool_norm == "after" and c.norm != "none":
             self._add_pool("pool", "p", z, self.model.pool(self.activations["encoded"][None])[0])
-            meaning = f"The vector of the {INPUT_TERMS[c.input].name}, normalized."
-            self.add("pooled", f"y = {NORM_NAMES[c.norm]}(p)", meaning)
+            self.add("pooled", f"y = {NORM_NAMES[c.norm]}(p)", "The vector of the image, normalized.")
         else:
             self._add_pool("pooled", "y", z, self.activations["pooled"])
         if c.classes == 0:
@@ -140,9 +117,7 @@ class EncoderWalk(BlockWalk):
         hidden = "tanh" if c.head == "tanh" else ACTIVATION_NAMES[c.activation]
         two = f"{hidden}(y W_1 + b_1) W_2 + b_2"
         pair = "(y_class W_c + b_c + y_dist W_d + b_d) / 2"
-        unit = f"u / |u| W_2{' + b_2' * c.head_bias}" + (
-            " with u = y W_1" if c.head_hidden else " with u = y"
-        )
+        unit = f"u / |u| W_2{' + b_2' * c.head_bias} with u = y{' W_1' if c.head_hidden else ''}"
         one = f"y W{' + b' * c.head_bias}"
         logits = {"linear": one, "mlp": two, "tanh": two, "distilled": pair, "cosine": unit}[c.head]
         self.add("logits", f"o = {logits}", "The logit of each class: the higher, the more likely.")
@@ -156,24 +131,20 @@ class EncoderWalk(BlockWalk):
 
     def _add_pool(self, name: str, y: str, z: str, pooled: Tensor) -> str:
         """One vector for the whole input: y, or p if a norm follows."""
-        c, last, terms = self.config, self.config.tokens - 1, INPUT_TERMS[self.config.input]
+        c, last = self.config, self.config.tokens - 1
         normed = f"{NORM_NAMES[c.norm]}(c)" if c.norm != "none" else "c"
         patches, mean = f"[{z}^{c.prefix}; ...; {z}^{last}]", f"mean({z}^{c.prefix}, ..., {z}^{last})"
         pools = {
-            "class": (f"{z}^0", f"The class token represents the whole {terms.name}."),
-            "mean": (mean, f"The mean of the {terms.patches}."),
+            "class": (f"{z}^0", "The class token represents the whole image."),
+            "mean": (mean, "The mean of the patches."),
             "mean-all": (f"mean({z}^0, ..., {z}^{last})", "The mean of all tokens."),
-            "class-mean": (
-                f"[{z}^0; {mean}]",
-                f"The class token and the mean of the {terms.patches}, concatenated.",
-            ),
-            "flatten": (patches, f"All {terms.patches}, concatenated."),
+            "class-mean": (f"[{z}^0; {mean}]", "The class token and the mean of the patches, concatenated."),
+            "flatten": (patches, "All patches, concatenated."),
             "attention": (f"MLP({normed}) + c", "An MLP with a residual connection, as in a block."),
         }
         right, meaning = pools[c.pool]
         if c.head == "distilled":
-            right = f"[{z}^0; {z}^1]"
-            meaning = f"The class and distillation tokens represent the {terms.name}."
+            right, meaning = f"[{z}^0; {z}^1]", "The class and distillation tokens represent the image."
         if c.pool == "attention":
             weights, out = (self.activations[f"pool.attention.{part}"] for part in ("weights", "out"))
             meaning_weights = "The attention weights of a learned query, a row for each head."
@@ -193,31 +164,16 @@ def _join_sides(sides: tuple[int, ...]) -> str:
 
 
 def _as_batch(x: Tensor, config: ViTConfig) -> Tensor:
-    """One input as a batch of one; the model checks the dtype."""
-    shape, name = config.input_shape, INPUT_TERMS[config.input].name
+    """One image as a batch of one."""
+    shape = config.input_shape
     if not isinstance(x, Tensor):
-        raise InputError(f"The {name} must be a torch tensor, not a {type(x).__name__}; use torch.as_tensor.")
-    if tuple(x.shape) in (shape, (1, *shape)):
+        raise InputError(f"The image must be a torch tensor, not a {type(x).__name__}; use torch.as_tensor.")
+    given = tuple(x.shape)
+    if given in (shape, (1, *shape)):
         return x.reshape(1, *shape)
-    raise InputError(
-        f"walk takes one {name} of the model's shape {shape}, not {tuple(x.shape)}; "
-        f"{_shape_hint(tuple(x.shape), config)}."
-    )
-
-
-def _shape_hint(given: tuple[int, ...], config: ViTConfig) -> str:
-    """What to do about a wrong shape."""
-    shape, kind = config.input_shape, config.input
+    hint = "resize the image"
     if given[1:] == shape:
-        batch = {"image": "images", "video": "videos", "audio": "sounds", "text": "tokens"}
-        return f"select one of the batch: {batch[kind]}[0]"
-    if kind == "image" and given == (*shape[1:], shape[0]):
-        return "put the channels first: image.permute(2, 0, 1)"
-    if kind == "video" and given == (shape[1], shape[0], *shape[2:]):
-        return "put the channels first: video.transpose(0, 1)"
-    return {
-        "image": "resize the image",
-        "video": "use the model's number of frames, and resize them",
-        "audio": "crop or pad the sound to that number of samples, with one channel",
-        "text": "crop or pad the tokens to that length",
-    }[kind]
+        hint = "select one of the batch: images[0]"
+    elif given == (*shape[1:], shape[0]):
+        hint = "put the channels first: image.permute(2, 0, 1)"
+    raise InputError(f"walk takes one image of the model's shape {shape}, not {given}; {hint}.")

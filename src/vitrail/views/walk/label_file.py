@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.base.errors import InputError, option, printable
-from vitrail.images.class_names import read_names
+from vitrail.images.classes import read_names
 from vitrail.weights.bundle.bundle import Bundle
 
 
@@ -20,8 +20,7 @@ def name_classes(bundle: Bundle, given: str) -> Bundle:
             names by index {"0": "tench", ...} or indices by name.
     """
     if bundle.has_text:
-        from vitrail.weights.text.prompts import read_prompts
-        from vitrail.weights.text.zero_shot import bake_prompts
+        from vitrail.weights.text.prompts import bake_prompts, read_prompts
 
         return bake_prompts(bundle, read_prompts(given, None, None))
     classes = bundle.model.config.classes
@@ -35,9 +34,15 @@ def name_classes(bundle: Bundle, given: str) -> Bundle:
 
 
 def _in_order(content: Any, classes: int, where: str) -> list[str]:
-    """One name for each class, by its index."""
+    """One name for each class, by its index, from a list, {"0": "tench"} or {"tench": 0}."""
     if isinstance(content, Mapping):
-        content = _by_index(content, classes, where)
+        if content and all(type(index) is int for index in content.values()):
+            content = {str(index): name for name, index in content.items()}
+        keys = [str(index) for index in range(classes)]
+        missing = next((key for key in keys if key not in content), None)
+        if missing is not None and len(content) == classes:
+            raise InputError(f"{where} has no name for class {missing}; its keys must be 0 to {classes - 1}.")
+        content = [content[key] for key in keys] if len(content) == classes else list(content)
     if not isinstance(content, list):
         raise InputError(f"{where} must hold a list of names, or an object with a name for each index.")
     if len(content) != classes:
@@ -50,17 +55,3 @@ def _in_order(content: Any, classes: int, where: str) -> list[str]:
         if not isinstance(name, str) or not name.strip():
             raise InputError(f"{where} has no name for class {index}: {printable(repr(name), 60)}.")
     return names
-
-
-def _by_index(content: Mapping[str, Any], classes: int, where: str) -> list[Any]:
-    """From {"0": "tench"} or {"tench": 0}."""
-    if content and all(type(index) is int for index in content.values()):
-        content = {str(index): name for name, index in content.items()}
-    if len(content) == classes:
-        missing = [index for index in range(classes) if str(index) not in content]
-        if missing:
-            raise InputError(
-                f"{where} has no name for class {missing[0]}; its keys must be 0 to {classes - 1}."
-            )
-        return [content[str(index)] for index in range(classes)]
-    return list(content.values())  # the wrong number of them, which is said once

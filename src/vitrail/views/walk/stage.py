@@ -1,7 +1,8 @@
-"""A stage of the forward pass, the terms for each kind of input, and the recording of activations."""
+"""A stage of the forward pass, the recording of activations, and numbers of a stage for people and JSON."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,8 @@ from vitrail.base.errors import InputError
 from vitrail.model import record
 from vitrail.model.config import ViTConfig
 
-_OF_ATTENTION = (
-    "position",
-    "norm1",
-    "attention",
-    "scale1",
-    "residual1",
-    "norm_cross",
-    "cross",
-    "residual_cross",
-)
+_OF_ATTENTION = ("position", "norm1", "attention", "scale1", "residual1")
+_OF_ATTENTION += ("norm_cross", "cross", "residual_cross")
 NORM_NAMES = {"layer": "LN", "rms": "RMS", "none": ""}
 
 
@@ -55,40 +48,6 @@ class Stage:
         return 1
 
 
-@dataclass(frozen=True)
-class InputTerms:
-    """The terms for one kind of input."""
-
-    name: str
-    stage: str
-    """The name of the first stage."""
-    meaning: str
-    patch: str
-    patches: str
-    axes: tuple[str, ...] = ()
-    """Axes of the patch grid."""
-
-
-INPUT_TERMS = {
-    "image": InputTerms(
-        *("image", "pixels", "The image: one value for each channel and pixel."),
-        *("patch", "patches", ("row", "column")),
-    ),
-    "video": InputTerms(
-        *("video", "frames", "The video: one value for each channel and pixel of each frame."),
-        *("tubelet", "tubelets", ("frame", "row", "column")),
-    ),
-    "audio": InputTerms(
-        *("sound", "samples", "The sound: one value for each sample in time."),
-        *("patch", "patches", ("frequency row", "time column")),
-    ),
-    "text": InputTerms(
-        *("text", "numbers", "The text: the index of each token in the vocabulary."),
-        *("token", "tokens"),
-    ),
-}
-
-
 def encoder_config(config: Any) -> ViTConfig:
     """The config of the tokens and blocks; a decoder's are those of a ViT for text."""
     own: ViTConfig = getattr(config, "as_vit_config", config)
@@ -96,22 +55,16 @@ def encoder_config(config: Any) -> ViTConfig:
 
 
 def token_name(config: Any, token: int) -> str:
-    """The name of a token: "the class token", "patch 5 (row 1, column 2)"; all counted from 0.
-
-    A tubelet of a video also has a frame, counted in tubelets. The rows of a sound are frequencies and its
-    columns are times. A token of a text is just "token 5".
-    """
+    """The name of a token: "the class token", "patch 5 (row 1, column 2)"; of a text just "token 5"."""
     config = encoder_config(config)
     if token < config.prefix:
         name = config.prefix_names[token]
         return name if name.startswith("register") else f"the {name} token"
-    index, terms = token - config.prefix, INPUT_TERMS[config.input]
-    coordinates: list[str] = []
-    rest = index
-    for axis, side in reversed([*zip(terms.axes, config.grid, strict=False)]):  # a text has no axes
-        rest, coordinate = divmod(rest, side)
-        coordinates.insert(0, f"{axis} {coordinate}")
-    return f"{terms.patch} {index}" + (f" ({', '.join(coordinates)})" if coordinates else "")
+    index = token - config.prefix
+    if config.input == "text":
+        return f"token {index}"
+    row, column = divmod(index, config.grid[1])
+    return f"patch {index} (row {row}, column {column})"
 
 
 class Walk:
@@ -137,7 +90,8 @@ class Walk:
 
     def add_token_indices(self, x: Tensor) -> None:
         last = (self.config.vocabulary or 0) - 1
-        self.add("numbers", f"x in {{0, ..., {last}}}^{len(x)}", INPUT_TERMS["text"].meaning, x)
+        meaning = "The text: the index of each token in the vocabulary."
+        self.add("numbers", f"x in {{0, ..., {last}}}^{len(x)}", meaning, x)
 
 
 # ---- recording ------------------------------------------------------------------------------
@@ -157,3 +111,28 @@ def check_index(name: str, index: int, count: int, owner: str = "this model") ->
             f"{name} must be an integer from 0 to {count - 1}, not {index!r}; {owner} has {count} "
             f"{name}{'s' if count > 1 else ''}, counted from 0."
         )
+
+
+# ---- numbers --------------------------------------------------------------------------------
+
+
+def format_number(number: float | None) -> str:
+    """A number in at most seven characters; None becomes a dash."""
+    if number is None:
+        return "-"
+    return f"{number:.3g}" if len(f"{number:.3g}") <= 7 else f"{number:.0e}"
+
+
+def summarize(tensor: Tensor) -> dict[str, float | None]:
+    """Mean, standard deviation, minimum and maximum; None for NaN or infinity."""
+    values = tensor.double()
+    numbers = {"mean": values.mean(), "std": values.std(correction=0), "min": values.min()}
+    numbers["max"] = values.max()
+    return {name: finite_or_none(number.item()) for name, number in numbers.items()}
+
+
+def finite_or_none(values: Any) -> Any:
+    """The number, or nested lists of numbers, with None for NaN and infinity, which JSON lacks."""
+    if isinstance(values, list):
+        return [finite_or_none(value) for value in values]
+    return values if math.isfinite(values) else None

@@ -7,31 +7,32 @@ draws the attention of the chosen token. Without a script the page shows what wa
 from __future__ import annotations
 
 import base64
-import hashlib
+import io
 import json
+import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import printable, require_extra
-from vitrail.base.version import __version__
-from vitrail.views import html_page as report_page
-from vitrail.views.walk.format_tensor import format_number, summarize
+from vitrail.images.colormap import heat
+from vitrail.views.html_page import data_uri, markup, render_template
 from vitrail.views.walk.mathml import as_mathml, text_with_mathml
 from vitrail.views.walk.overview import NUMBERING, paper_equations
-from vitrail.views.walk.stage import token_name
-from vitrail.views.walk.tensor_images import pixels_image, png, stage_image
+from vitrail.views.walk.stage import format_number, summarize, token_name
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from PIL.Image import Image
+    from torch import Tensor
 
+    from vitrail.model.config import ViTConfig
     from vitrail.views.walk.encoder_stages import Recording
     from vitrail.views.walk.stage import Stage
 
-_PARTS = Path(__file__).parent
+_SCRIPT = Path(__file__).parent / "page.js"
 _MAX_WEIGHTS = 6_000_000  # attention weights in a page, two bytes each; a B/16 has 5.6 million
 _OF_HEAD = ("q", "k", "v", "bias", "scores", "weights", "row", "head")  # stages of one head
+_SHOWN_SIDE = 192  # CSS pixels of the longer side of a small image
+_SHOWN_STRIP = 14  # and the least of the shorter one
 _OF_TOKEN = ("norm1.before", "norm1.standard", "norm1.after", "attention.row")
 _TITLES = {
     1: "From pixels to tokens",
@@ -62,24 +63,22 @@ def walk_page(
     block, head, token = (facts[name] for name in ("block", "head", "token"))
     every = fits_one_page(config)
     shown = recording.stages(block, head, token)
-    script = (_PARTS / "page.js").read_text(encoding="utf-8") if every else ""
     equations = paper_equations(config)
-    return _template().render(
+    return render_template(
+        "walk.html",
+        _SCRIPT.read_text(encoding="utf-8") if every else "",
         facts={"files": [], **facts},
         answer=answer,
-        numbering=_markup(text_with_mathml(NUMBERING)),
-        equations=[(number, _markup(as_mathml(text))) for number, text in equations.items()],
+        numbering=markup(text_with_mathml(NUMBERING)),
+        equations=[(number, markup(as_mathml(text))) for number, text in equations.items()],
         titles=_TITLES,
         groups=_groups(recording, shown, block, head, token, every),
         every=every,
         choices={"block": range(config.depth), "head": range(config.heads)},
         tokens=[token_name(config, index) for index in range(config.tokens)],
-        data=_markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
-        image=_uri(png(pixels_image(shown[0].tensor))),
-        script=_markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
+        image=data_uri(png(pixels_image(shown[0].tensor))),
         command=command,
-        version=__version__,
     )
 
 
@@ -131,8 +130,8 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
     """What the template shows of one stage."""
     entry: dict[str, Any] = {
         "name": stage.name,
-        "math": _markup(as_mathml(stage.equation)),
-        "meaning": _markup(text_with_mathml(stage.meaning)),
+        "math": markup(as_mathml(stage.equation)),
+        "meaning": markup(text_with_mathml(stage.meaning)),
         "shape": " × ".join(map(str, stage.shape)),
         "block": None,
         "head": None,
@@ -148,7 +147,7 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
     )
     if entry["of_token"] in ("", "attention.row"):
         image, width, height = stage_image(stage, config, max_side)
-        entry["image"] = {"uri": _uri(image), "width": width, "height": height}
+        entry["image"] = {"uri": data_uri(image), "width": width, "height": height}
     return entry
 
 
@@ -183,33 +182,69 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-# ---- the template ---------------------------------------------------------------------------
+# ---- tensors as images ----------------------------------------------------------------------
 
 
-@cache
-def _template() -> Template:
-    with require_extra("inspect"):
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
+def stage_image(stage: Stage, config: ViTConfig, max_side: int) -> tuple[bytes, int, int]:
+    """The PNG file of a stage, and the width and height to show it at, in CSS pixels.
 
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else printable(value, 2000)
-
-    folders = [_PARTS, Path(report_page.__file__).parent / "templates"]
-    environment = Environment(
-        loader=FileSystemLoader(folders), autoescape=True, finalize=finalize, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("walk.html")
+    Args:
+        max_side: larger tensors are averaged down to this many values along a side.
+    """
+    image = _draw(stage, config, max_side)
+    step = max(1, math.ceil(_SHOWN_SIDE / max(image.size)))
+    width, height = (max(_SHOWN_STRIP, side * step) for side in image.size)
+    return png(image), width, height
 
 
-def _markup(text: str) -> Any:
-    """Markup of our own, which is not escaped."""
-    with require_extra("inspect"):
-        from markupsafe import Markup
+def _draw(stage: Stage, config: ViTConfig, max_side: int) -> Image:
+    """Pixels and patches as they look, attention weights of a token on the grid, the rest as a heat map."""
+    tensor, C = stage.tensor, config.channels
+    if stage.name == "pixels":
+        return pixels_image(tensor)
+    (h, w), (height, width) = config.grid, config.patch_pixels
+    if stage.name == "tokens.cut" and tensor.shape[1] == C * height * width:
+        gap = max(1, min(height, width) // 8)
+        sheet = tensor.new_ones(C, h * (height + gap) - gap, w * (width + gap) - gap)  # white gaps
+        for index, patch in enumerate(tensor):
+            top, left = index // w * (height + gap), index % w * (width + gap)
+            sheet[:, top : top + height, left : left + width] = patch.reshape(C, height, width)
+        return pixels_image(sheet)
+    if stage.name.endswith("attention.row"):
+        return _heat_map(tensor[config.prefix :].reshape(h, w), max_side)
+    if tensor.ndim == 3:  # feature maps of a stem: their mean over the channels
+        return _heat_map(tensor.mean(0), max_side)
+    return _heat_map(tensor if tensor.ndim == 2 else tensor[None], max_side)
 
-    return Markup(text)
+
+def pixels_image(values: Tensor) -> Image:
+    """(C, H, W) as an RGB or grayscale image: from -1 to 1, or as far as the values go beyond that."""
+    from PIL import Image
+
+    low, high = min(-1.0, float(values.min())), max(1.0, float(values.max()))
+    pixels = ((values.float() - low) / (high - low) * 255).round().byte()
+    if len(pixels) == 3:
+        return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    return Image.fromarray(pixels[0].numpy())
 
 
-def _uri(image: bytes) -> Any:
-    return _markup(f"data:image/png;base64,{base64.b64encode(image).decode()}")
+def _heat_map(matrix: Tensor, max_side: int) -> Image:
+    """A matrix in colors, from its minimum to its maximum."""
+    import torch
+    from PIL import Image
+    from torch.nn.functional import adaptive_avg_pool2d
+
+    matrix = torch.nan_to_num(matrix.float())
+    rows, columns = (min(side, max_side) for side in matrix.shape)
+    matrix = adaptive_avg_pool2d(matrix[None, None], (rows, columns))[0, 0]
+    low, high = matrix.min(), matrix.max()
+    pixels = ((matrix - low) / (high - low).clamp_min(1e-12) * 255).round().byte()
+    image = Image.fromarray(pixels.numpy())
+    image.putpalette([part for value in range(256) for part in heat(value / 255)])  # one byte per pixel
+    return image
+
+
+def png(image: Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return file.getvalue()

@@ -26,8 +26,7 @@ from vitrail.base.errors import ConfigError, FileError, InputError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.summary import Summary, first_names
 from vitrail.images.fingerprint import Fingerprint
-from vitrail.images.fit_preprocess import default_preprocess
-from vitrail.images.preprocess import Preprocess
+from vitrail.images.preprocess import Preprocess, default_preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.bundle.scores import Scores
@@ -135,8 +134,7 @@ class Bundle(Summary):
         Args:
             templates: texts with {} in place of the class; an ensemble of our own by default.
         """
-        from vitrail.weights.text.prompts import fill_templates
-        from vitrail.weights.text.zero_shot import bake_prompts
+        from vitrail.weights.text.prompts import bake_prompts, fill_templates
 
         return bake_prompts(self, fill_templates(labels, templates))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from vitrail.base.errors import FileError, printable
 from vitrail.weights.bundle.bundle import not_finite
 from vitrail.weights.bundle.bundle_header import is_own
-from vitrail.weights.families.layout import Shape
+from vitrail.weights.families.key_rows import Shape
 from vitrail.weights.load import build_bundle, describe
 from vitrail.weights.readers.folder import open_model
 

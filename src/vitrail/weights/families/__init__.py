@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from vitrail.weights.families import (
     aimv2,
-    big_vision,
     clip,
     dinov3,
     eva02,
@@ -15,18 +14,16 @@ from vitrail.weights.families import (
     lucidrains,
     mobileclip,
     perception_encoder,
-    siglip2,
     timm,
     torch_encoder,
     torchvision,
 )
 from vitrail.weights.families.family import Family
-from vitrail.weights.families.plain_state_dict import STATE_DICT
+from vitrail.weights.families.infer import STATE_DICT
 
 # Other libraries' files.
 LIBRARIES: tuple[Family, ...] = (
     *google.FAMILIES,
-    *big_vision.FAMILIES,
     hf.DEIT,
     *hf_dinov2.FAMILIES,
     *dinov3.FAMILIES,
@@ -37,7 +34,6 @@ LIBRARIES: tuple[Family, ...] = (
     hf.VIT,
     hf.MAE,
     *hf_clip.FAMILIES,
-    *siglip2.FAMILIES,
     *clip.FAMILIES,
     *timm.FAMILIES,
     *torchvision.FAMILIES,

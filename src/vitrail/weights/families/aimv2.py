@@ -14,16 +14,14 @@ from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     OURS,
-    build_peer,
-    check_model_type,
     folder_settings,
-    label_keys,
+    load_peer,
     no_layer_scale,
-    read_fields,
+    read_settings,
     shared_keys,
+    towers,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead
+from vitrail.weights.families.key_rows import layer, lead, row
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 
@@ -43,15 +41,15 @@ def _choose(match: FamilyMatch) -> Mapping[str, Any]:
     return {"position": "learned"}
 
 
-def _sincos2d(config: ViTConfig, device: str = "cpu") -> dict[str, Tensor]:
+def _sincos2d(config: ViTConfig) -> dict[str, Tensor]:
     """[sin x, cos x, sin y, cos y] of column x and row y, with D/4 frequencies 10000^(-4i/D)."""
     import torch
 
     if config.position != "learned" or config.width % 4:
         return {}
     (h, w), count = config.grid, config.width // 4
-    frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64, device=device) / count)
-    y, x = torch.meshgrid(*(torch.arange(side, device=device) for side in (h, w)), indexing="ij")
+    frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
+    y, x = torch.meshgrid(*(torch.arange(side) for side in (h, w)), indexing="ij")
     angles = [at.flatten()[:, None] * frequencies for at in (x, y)]  # each (N, D/4)
     table = torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1)
     return {"position.table": table.float()}
@@ -85,13 +83,7 @@ HF_ROWS = (
 )
 
 
-def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    if not check_model_type(settings, ("aimv2", "aimv2_vision_model")):
-        return {}
-    inner = settings.get("vision_config")
-    settings = inner if isinstance(inner, dict) else settings
-    defaults = {"layer_norm_eps": settings.get("rms_norm_eps", 1e-5), "hidden_act": "silu"}
-    return read_fields(settings, {**defaults, "num_attention_heads": 8, "num_hidden_layers": 24})
+_DEFAULTS = towers("aimv2", rms_norm_eps=1e-5, hidden_act="silu", num_attention_heads=8, num_hidden_layers=24)
 
 
 def _config_json(config: ViTConfig) -> dict[str, Any]:
@@ -111,10 +103,12 @@ def _config_json(config: ViTConfig) -> dict[str, Any]:
 
 
 def _peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    settings = _config_json(config)
-    settings["is_native"] = not any(name.endswith("position_embedding.weight") for name in state)
-    model = build_peer({**settings, **label_keys(config, None)}, state)
-    return lambda images: model(images).last_hidden_state.mean(dim=1)
+    native = not any(name.endswith("position_embedding.weight") for name in state)
+
+    def config_json(config: ViTConfig) -> dict[str, Any]:
+        return {**_config_json(config), "is_native": native}
+
+    return load_peer(config, state, config_json, base="vision_model.", anchor="embeddings.patch_embed.weight")
 
 
 def _unsupported(config: ViTConfig) -> list[str]:
@@ -148,7 +142,7 @@ HF = Family(
         },
         unsupported=_unsupported,
         settings=partial(folder_settings, config_json=_config_json),
-        read_settings=_read_settings,
+        read_settings=partial(read_settings, defaults=_DEFAULTS),
         peer=_peer,
     ),
 )

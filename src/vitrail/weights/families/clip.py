@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import same, tokens, transposed
+from vitrail.weights.families.key_rows import layer, row, same, tokens, transposed
 from vitrail.weights.families.timm import TIMM
 
 B, OURS = "{w}{p}transformer.resblocks.{i}.", "blocks.{i}."

@@ -7,7 +7,7 @@ out; the original keeps one and masks it, and its values are carried along unuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,12 @@ from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, 
 from vitrail.weights.families.hf import (
     ACTIVATIONS,
     OURS,
-    build_peer,
-    check_model_type,
     folder_settings,
-    label_keys,
-    read_fields,
+    load_peer,
+    read_settings,
     shared_keys,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import tokens
+from vitrail.weights.families.key_rows import layer, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import B
 
@@ -75,6 +72,12 @@ HF_ROWS = (
 )
 
 
+_ZEROS: dict[str, Any] = {
+    E + "mask_token": lambda config: (1, 1, config.width),
+    E + "register_tokens": lambda config: (1, config.registers, config.width),
+}
+
+
 def _config_json(config: ViTConfig) -> dict[str, Any]:
     """config.json of a DINOv3 without labels."""
     return {
@@ -93,25 +96,15 @@ def _config_json(config: ViTConfig) -> dict[str, Any]:
 
 
 def _read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    if not check_model_type(settings, ("dinov3_vit",)):
-        return {}
+    fields = read_settings(
+        settings, {"dinov3_vit": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "num_attention_heads": 6}}
+    )
     theta = settings.get("rope_theta", _THETA)
-    if theta != _THETA:
+    if fields and theta != _THETA:
         raise ConfigError(
             f"config.json has rope_theta={short_repr(theta)}, and only DINOv3's own {_THETA:g} is supported."
         )
-    return read_fields(settings, {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "num_attention_heads": 6})
-
-
-def _hf_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    first = next(name for name in state if name.endswith("embeddings.cls_token"))
-    outer = first.removesuffix("embeddings.cls_token")
-    state = {name.removeprefix(outer): tensor for name, tensor in state.items()}
-    for name, count in {"mask_token": 1, "register_tokens": config.registers}.items():
-        zeros = state["embeddings.cls_token"].new_zeros(1, count, config.width)
-        state.setdefault(f"embeddings.{name}", zeros)
-    model = build_peer({**_config_json(config), **label_keys(config, None)}, state)
-    return lambda images: model(images).pooler_output
+    return fields
 
 
 def _unsupported(config: ViTConfig) -> list[str]:
@@ -135,11 +128,8 @@ HF = Family(
     keys=KeyMap(
         rows=HF_ROWS,
         extras=(E + "mask_token", E + "register_tokens"),  # without registers, an empty tensor
-        respell=lambda name: name.replace("model.layer.", "layer."),  # as in memory
-        zeros={
-            E + "mask_token": lambda config: (1, 1, config.width),
-            E + "register_tokens": lambda config: (1, config.registers, config.width),
-        },
+        respell=((r"model\.layer\.", "layer."),),  # as in memory
+        zeros=_ZEROS,
     ),
     profile=Profile(
         fields=_FIELDS,
@@ -152,7 +142,7 @@ HF = Family(
         unsupported=_unsupported,
         settings=partial(folder_settings, config_json=_config_json),
         read_settings=_read_settings,
-        peer=_hf_peer,
+        peer=partial(load_peer, config_json=_config_json, zeros=_ZEROS),
     ),
 )
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
-from vitrail.weights.families.key_rows import Row
-from vitrail.weights.families.layout import Shape
+from vitrail.weights.families.key_rows import Row, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +47,8 @@ class KeyMap:
     rows: tuple[Row, ...] = ()
     extras: tuple[str, ...] = ()
     """Patterns of tensors that the model does not use. They are kept and written back."""
-    respell: Callable[[str], str] = str
-    """Map alternative spellings of a name to the one in the table."""
+    respell: tuple[tuple[str, str], ...] = ()
+    """Regular expressions in alternative spellings, and what replaces each to give the table's spelling."""
     stacked: str = ""
     """A pattern of names whose tensors hold all blocks along the first axis."""
     own: bool = False
@@ -64,7 +63,7 @@ class Profile:
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Config fields that hold for every model of the family."""
-    choose: Callable[[FamilyMatch], Mapping[str, Any]] = lambda match: {}
+    choose: Callable[[FamilyMatch], Mapping[str, Any]] | None = None
     """Config fields that depend on which tensors are present."""
     head_width: int | None = None
     """Head width if the number of heads is unknown; None is the one of published models of that width."""
@@ -76,9 +75,9 @@ class Profile:
     """Whether its models were trained on images in their own shape."""
     preprocess: str = "imagenet"
     """Name of the published preprocessing in `vitrail.images.published_preprocess`."""
-    computed: Callable[[ViTConfig, str], dict[str, Tensor]] = lambda config, device: {}
+    computed: Callable[[ViTConfig], dict[str, Tensor]] | None = None
     """Tensors that the library computes, for a file that does not hold them."""
-    check_extras: Callable[[Mapping[str, Tensor]], list[str]] = lambda extras: []
+    check_extras: Callable[[Mapping[str, Tensor]], list[str]] | None = None
     """Notes on the values of tensors beside the model; an error if they ask for another model."""
     follows: str = ""
     """Whose implementation the profile follows, where libraries disagree on the same weights."""
@@ -91,7 +90,7 @@ class Writer:
     expresses: Mapping[str, Any] | None = None
     """For each config field a tuple of the values that the library supports, or `...` for any; other
     fields must have their default. None: only files that came from the family are written back."""
-    unsupported: Callable[[ViTConfig], list[str]] = lambda config: []
+    unsupported: Callable[[ViTConfig], list[str]] | None = None
     """Further reasons why the library cannot express a model."""
     suffix: str = ".safetensors"
     """The kind of file the family's models come in."""

@@ -17,11 +17,10 @@ from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer, short_repr
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import Row, layer, row
-from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.key_rows import Row, Shape, layer, lead, row, tokens
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from vitrail.images.preprocess import Preprocess
 
@@ -62,12 +61,10 @@ ATTENTION = {
 VIT_NAMES = {**ATTENTION, ".mlp.fc1.": ".intermediate.dense.", ".mlp.fc2.": ".output.dense."}
 
 
-def respell(name: str, names: Mapping[str, str]) -> str:
-    """Map a name of transformers 5 to the hub's spelling."""
-    name = re.sub(r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2.", name)
-    for new, old in names.items():
-        name = name.replace(new, old)
-    return name
+def respellings(names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """From the names of transformers 5 to the hub's spelling, see `KeyMap.respell`."""
+    encoder = r"(^|\.)layers\.(\d+)\.", r"\1encoder.layer.\2."
+    return encoder, *((re.escape(new), old) for new, old in names.items())
 
 
 # ---- config.json ----------------------------------------------------------------------------
@@ -76,31 +73,47 @@ ACTIVATIONS = {
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh", "gelu_new": "gelu-tanh", "quick_gelu": "quick-gelu"},
     **{"relu": "relu", "silu": "silu", "swish": "silu"},
 }
+_NONE: Mapping[str, Any] = {}
 # transformers' own defaults for keys that a config.json omits; all model types share these.
-DEFAULTS = {"num_attention_heads": 12, "num_hidden_layers": 12, "image_size": 224}
+_DEFAULTS = {
+    **{"num_attention_heads": 12, "num_hidden_layers": 12, "image_size": 224},
+    **{"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
+}
 
 
-def read_settings(settings: Mapping[str, Any], eps: Mapping[str, float]) -> dict[str, Any]:
-    """What shapes do not show, from a config.json of one of these model types, with their default eps."""
-    if not check_model_type(settings, tuple(eps)):
-        return {}
-    return read_fields(settings, {"layer_norm_eps": eps[settings["model_type"]], "hidden_act": "gelu"})
+def read_settings(settings: Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What shapes do not show, from a config.json of one of these model types, with their defaults.
 
-
-def check_model_type(settings: Mapping[str, Any], model_types: tuple[str, ...]) -> bool:
-    """Whether the settings are from transformers; those of another model type are refused."""
+    The settings of a model with two towers are refused without those of the image tower, under vision_config.
+    """
     kind = settings.get("model_type")
-    if kind is not None and kind not in model_types:
+    if kind is None:
+        return {}
+    if kind not in tuple(defaults):
         raise ConfigError(
             f"config.json has model_type={short_repr(kind)}, but the weights are of "
-            f"{' or '.join(model_types)}; pass the weight file instead of its folder to ignore config.json."
+            f"{' or '.join(defaults)}; pass the weight file instead of its folder to ignore config.json."
         )
-    return kind is not None
+    if f"{kind}_vision_model" in defaults:
+        # Files from before 2023 can have both; transformers then uses the second.
+        parts = [settings.get(name) or {} for name in ("vision_config", "vision_config_dict")]
+        for part in parts:
+            if not isinstance(part, dict):
+                raise ConfigError(
+                    f"vision_config in config.json must be an object, not {short_repr(part)}; correct it."
+                )
+        settings = {**parts[0], **parts[1]}
+    return _read_fields(settings, defaults[kind])
 
 
-def read_fields(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def towers(kind: str, **defaults: Any) -> dict[str, dict[str, Any]]:
+    """The same defaults for a vision tower alone and for the model with both towers."""
+    return {kind: defaults, f"{kind}_vision_model": defaults}
+
+
+def _read_fields(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of our config from the keys of transformers' config.json."""
-    settings = {**DEFAULTS, **defaults, **settings}
+    settings = {**_DEFAULTS, **defaults, **settings}
     activation, size = settings["hidden_act"], settings["image_size"]
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ConfigError(
@@ -112,7 +125,7 @@ def read_fields(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         "heads": as_integer("num_attention_heads", settings["num_attention_heads"], 1),
         "depth": as_integer("num_hidden_layers", settings["num_hidden_layers"], 1),
         "size": tuple(sides) if isinstance(size, list) else sides[0],
-        "eps": settings["layer_norm_eps"],
+        "eps": settings.get("rms_norm_eps", settings["layer_norm_eps"]),
         "activation": ACTIVATIONS[activation],
     }
 
@@ -178,21 +191,55 @@ def folder_settings(
 # ---- their own models -----------------------------------------------------------------------
 
 
-def build_peer(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
-    """transformers' own model, loaded by its own loader with exactly these tensors."""
+def load_peer(
+    config: ViTConfig,
+    state: Mapping[str, Tensor],
+    config_json: Callable[[ViTConfig], dict[str, Any]],
+    base: str | None = None,
+    anchor: str = "embeddings.cls_token",
+    zeros: Mapping[str, Callable[[ViTConfig], Shape]] = _NONE,
+    inputs: Callable[[Tensor, ViTConfig], dict[str, Tensor]] = lambda images, _: {"pixel_values": images},
+) -> Callable[[Tensor], Tensor]:
+    """transformers' own model, loaded by its own loader with exactly these tensors: images to its result.
+
+    Args:
+        base: transformers' prefix of the tower, by default the model type. What a wrapper has put before it
+            is removed.
+        anchor: a name without these prefixes that the state has.
+        zeros: tensors that its loader requires and no image needs, as in `KeyMap`.
+    """
     import torch
     import transformers
 
-    model = getattr(transformers, settings["architectures"][0])
-    config = transformers.AutoConfig.for_model(**settings)
+    settings = {**config_json(config), **label_keys(config, None)}
+    before = next(name for name in state if name.endswith(anchor)).removesuffix(anchor)
+    outer = before.removesuffix(f"{settings['model_type']}." if base is None else base)
+    state = {name.removeprefix(outer): tensor for name, tensor in state.items()}
+    prefix = before.removeprefix(outer)
+    for name, shape in zeros.items():
+        state.setdefault(name.format(w="", p=prefix), state[prefix + anchor].new_zeros(shape(config)))
     with no_progress_bar():
-        peer, report = model.from_pretrained(
-            None, config=config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
+        model, report = getattr(transformers, settings["architectures"][0]).from_pretrained(
+            None,
+            config=transformers.AutoConfig.for_model(**settings),
+            state_dict=state,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
-    wrong = {key: sorted(map(str, names)) for key, names in report.items() if names}
-    if wrong:
+    if wrong := {key: sorted(map(str, names)) for key, names in report.items() if names}:
         raise RuntimeError(f"its loader reports {wrong}")
-    return peer.eval()
+    model.eval()
+
+    def compute(images: Tensor) -> Tensor:
+        """Logits; or the embedding, or the pooled vector of a model without classes."""
+        out = model(**inputs(images, config))
+        results = [out.get(name) for name in ("logits", "image_embeds", "pooler_output")]
+        tokens = out.last_hidden_state if results == [None] * 3 else None
+        if tokens is not None:
+            return tokens[:, 0] if config.class_token else tokens.mean(dim=1)
+        return next(result for result in results if result is not None)
+
+    return compute
 
 
 @contextmanager
@@ -209,24 +256,10 @@ def no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def strip_wrapper(state: Mapping[str, Tensor], anchor: str, base: str) -> dict[str, Tensor]:
-    """Remove a wrapper's prefix from all names; transformers' own prefix `base` stays."""
-    first = next(name for name in state if name.endswith(anchor))
-    outer = first.removesuffix(anchor).removesuffix(base)
-    return {name.removeprefix(outer): tensor for name, tensor in state.items()}
-
-
-def _vit_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    settings = {**_vit_config(config), **label_keys(config, None)}
-    model = build_peer(settings, strip_wrapper(state, "embeddings.cls_token", f"{settings['model_type']}."))
-    return lambda images: model(images).logits
-
-
-def _mae_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+def _mae_config(config: ViTConfig) -> dict[str, Any]:
     """The encoder without masking. It shuffles the patches; the class token does not depend on the order."""
     mae = {"architectures": ["ViTMAEModel"], "model_type": "vit_mae", "mask_ratio": 0.0}
-    model = build_peer({**_vit_config(config), **mae}, strip_wrapper(state, "embeddings.cls_token", "vit."))
-    return lambda images: model(images).last_hidden_state[:, 0]
+    return {**_vit_config(config), **mae}
 
 
 # ---- the families ---------------------------------------------------------------------------
@@ -254,7 +287,7 @@ VIT = Family(
     keys=KeyMap(
         rows=(*VIT_ROWS, *HEAD),
         extras=("{w}{p}pooler.*", E + "mask_token", "{w}decoder.0.*"),
-        respell=partial(respell, names=VIT_NAMES),
+        respell=respellings(VIT_NAMES),
     ),
     profile=Profile(
         fields={"eps": 1e-12, "activation": "gelu", "remainder": "cut"},
@@ -266,8 +299,8 @@ VIT = Family(
         expresses={**EXPRESSES, "rows": ("all", "class")},
         unsupported=no_layer_scale,
         settings=partial(folder_settings, config_json=_vit_config),
-        read_settings=partial(read_settings, eps={"vit": 1e-12, "vit_msn": 1e-6}),
-        peer=_vit_peer,
+        read_settings=partial(read_settings, defaults={"vit": {}, "vit_msn": {"layer_norm_eps": 1e-6}}),
+        peer=partial(load_peer, config_json=_vit_config),
     ),
 )
 
@@ -293,7 +326,7 @@ DEIT = replace(
     writer=replace(
         VIT.writer,
         expresses={**EXPRESSES, "distillation_token": (True,), "head": ("linear", "distilled")},
-        read_settings=partial(read_settings, eps={"deit": 1e-12}),
+        read_settings=partial(read_settings, defaults={"deit": {}}),
     ),
 )
 
@@ -304,5 +337,8 @@ MAE = replace(
     detect=replace(VIT.detect, without=(E + "distillation_token",), model_types=("vit_mae",)),
     keys=replace(VIT.keys, rows=VIT_ROWS, extras=("{w}decoder.*",)),
     profile=replace(VIT.profile, preprocess="imagenet"),
-    writer=Writer(read_settings=partial(read_settings, eps={"vit_mae": 1e-12}), peer=_mae_peer),
+    writer=Writer(
+        read_settings=partial(read_settings, defaults={"vit_mae": {}}),
+        peer=partial(load_peer, config_json=_mae_config, base="vit."),
+    ),
 )

@@ -1,32 +1,33 @@
-"""The vision towers of transformers' CLIP and SigLIP, alone or in a file with the text tower."""
+"""The vision towers of transformers' CLIP, SigLIP and SigLIP 2, alone or in a file with the text tower.
+
+In SigLIP 2 NaFlex (Tschannen et al. 2025) images keep their aspect ratio: the patch projection is a matrix on
+flat patches, and the 16 x 16 positions are resized for each image. The SigLIP 2 models of a fixed size have
+SigLIP's own names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vitrail.base.errors import ConfigError
-from vitrail.base.fields import short_repr
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
 from vitrail.weights.families.hf import (
     EXPRESSES,
-    build_peer,
-    check_model_type,
     folder_settings,
-    label_keys,
+    load_peer,
     no_layer_scale,
-    read_fields,
+    read_settings,
     shared_keys,
-    strip_wrapper,
+    towers,
 )
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.key_rows import layer, lead, patch_rows, row, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from vitrail.images.preprocess import Preprocess
 
 E, L, OURS = "{w}{p}embeddings.", "{w}{p}encoder.layers.{i}.", "blocks.{i}."
 ROWS = (
@@ -54,28 +55,10 @@ POOL = (  # SigLIP's attention pool
     *layer("{w}{p}head.mlp.fc2", "pool.mlp.fc2"),
 )
 TEXT = ("{w}text_model.*", "{w}text_projection.weight", "{w}logit_scale", "{w}logit_bias")
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "clip": {"layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"},
-    "siglip": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-    "siglip2": {"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-}
-
-
-def read_tower_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """From the config.json of the vision tower, or of both towers, where it is under vision_config."""
-    alone = f"{kind}_vision_model"
-    if not check_model_type(settings, (kind, alone)):
-        return {}
-    if settings["model_type"] == kind:
-        # Files from before 2023 can have both; transformers then uses the second.
-        parts = [settings.get(name) or {} for name in ("vision_config", "vision_config_dict")]
-        for part in parts:
-            if not isinstance(part, dict):
-                raise ConfigError(
-                    f"vision_config in config.json must be an object, not {short_repr(part)}; correct it."
-                )
-        settings = {**parts[0], **parts[1]}
-    return read_fields(settings, DEFAULTS[kind])
+_CLIP_DEFAULTS = towers("clip", layer_norm_eps=1e-5, hidden_act="quick_gelu")
+_SIGLIP_DEFAULTS = towers("siglip", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
+_SIGLIP2_DEFAULTS = towers("siglip2", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
+_tower_peer = partial(load_peer, base="vision_model.", anchor="embeddings.patch_embedding.weight")
 
 
 def _tower_config(config: ViTConfig, kind: str, model: str) -> dict[str, Any]:
@@ -102,34 +85,6 @@ def _classifier_config(config: ViTConfig, kind: str, model: str) -> dict[str, An
     """config.json of a classifier on the mean of the patches, without SigLIP's attention pool."""
     tower = {**_tower_config(config, kind, model), "vision_use_head": False}
     return {"architectures": [model], "model_type": kind, "vision_config": tower}
-
-
-def _clip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_clip_config(config), strip_tower(state))
-    if config.classes:
-        return lambda images: model(images).image_embeds
-    return lambda images: model(images).pooler_output
-
-
-def _siglip_peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    model = build_peer(_siglip_config(config), strip_tower(state))
-    return lambda images: model(images).pooler_output
-
-
-def _classifier_peer(
-    config: ViTConfig, state: dict[str, Tensor], kind: str, model: str
-) -> Callable[[Tensor], Tensor]:
-    state = strip_tower(state)
-    for name in ("weight", "bias"):  # CLIP has this norm, but its classifier does not use it
-        zeros = state["vision_model.embeddings.patch_embedding.weight"].new_zeros(config.width)
-        state.setdefault(f"vision_model.post_layernorm.{name}", zeros)
-    peer = build_peer({**_classifier_config(config, kind, model), **label_keys(config, None)}, state)
-    return lambda images: peer(images).logits
-
-
-def strip_tower(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of the tower alone."""
-    return strip_wrapper(state, "embeddings.patch_embedding.weight", "vision_model.")
 
 
 def _unsupported(config: ViTConfig) -> list[str]:
@@ -180,8 +135,8 @@ CLIP = Family(
         },
         unsupported=_clip_unsupported,
         settings=partial(folder_settings, config_json=_clip_config),
-        read_settings=partial(read_tower_settings, kind="clip"),
-        peer=_clip_peer,
+        read_settings=partial(read_settings, defaults=_CLIP_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_clip_config),
     ),
 )
 
@@ -217,8 +172,8 @@ SIGLIP = Family(
         },
         unsupported=_siglip_unsupported,
         settings=partial(folder_settings, config_json=_siglip_config),
-        read_settings=partial(read_tower_settings, kind="siglip"),
-        peer=_siglip_peer,
+        read_settings=partial(read_settings, defaults=_SIGLIP_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_siglip_config),
     ),
 )
 
@@ -232,10 +187,15 @@ CLIP_CLASSIFIER = replace(
     profile=replace(CLIP.profile, fields={**CLIP.profile.fields, "pool": "mean", "pool_norm": "none"}),
     writer=Writer(
         read_settings=CLIP.writer.read_settings,
-        peer=partial(_classifier_peer, kind="clip", model="CLIPForImageClassification"),
+        peer=partial(
+            _tower_peer,
+            config_json=partial(_classifier_config, kind="clip", model="CLIPForImageClassification"),
+            # CLIP has this norm, but its classifier does not use it.
+            zeros={f"{{p}}post_layernorm.{n}": lambda config: (config.width,) for n in ("weight", "bias")},
+        ),
     ),
 )
-_SIGLIP_NAMES: Any = {"kind": "siglip", "model": "SiglipForImageClassification"}
+_siglip_classifier = partial(_classifier_config, kind="siglip", model="SiglipForImageClassification")
 SIGLIP_CLASSIFIER = replace(
     SIGLIP,
     name="hf-siglip-classifier",
@@ -251,9 +211,79 @@ SIGLIP_CLASSIFIER = replace(
         SIGLIP.writer,
         expresses={**TOWER_EXPRESSES, "class_token": (False,), "rows": ("all", "patches"), "pool": ("mean",)},
         unsupported=_unsupported,
-        settings=partial(folder_settings, config_json=partial(_classifier_config, **_SIGLIP_NAMES)),
-        peer=partial(_classifier_peer, **_SIGLIP_NAMES),
+        settings=partial(folder_settings, config_json=_siglip_classifier),
+        peer=partial(_tower_peer, config_json=_siglip_classifier),
     ),
 )
 
-FAMILIES = (CLIP_CLASSIFIER, SIGLIP_CLASSIFIER, CLIP, SIGLIP)
+
+def _naflex_config(config: ViTConfig) -> dict[str, Any]:
+    """config.json of the vision tower alone."""
+    shared = {name: value for name, value in shared_keys(config).items() if name != "image_size"}
+    return {
+        "architectures": ["Siglip2VisionModel"],
+        "model_type": "siglip2_vision_model",
+        **shared,
+        "intermediate_size": config.F,
+        "num_patches": config.patches,
+    }
+
+
+def _naflex_settings(config: ViTConfig, preprocess: Preprocess, labels: list[str] | None) -> dict[str, Any]:
+    """The JSON files, with a processor that keeps the shape of images."""
+    files = folder_settings(config, preprocess, labels, config_json=_naflex_config)
+    files["preprocessor_config.json"] |= {
+        "image_processor_type": "Siglip2ImageProcessor",
+        "patch_size": config.patch_pixels[0],
+        "max_num_patches": config.patches,
+    }
+    return files
+
+
+def flat_patches(images: Tensor, patch: int) -> Tensor:
+    """What transformers' processor makes of images: (B, N, P P C), the channels of a pixel adjacent."""
+    x = images.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # (B, C, h, P, w, P)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def _naflex_inputs(images: Tensor, config: ViTConfig) -> dict[str, Tensor]:
+    import torch
+
+    patches = flat_patches(images, config.patch_pixels[0])
+    return {
+        "pixel_values": patches,
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([config.grid] * len(images)),
+    }
+
+
+NAFLEX = replace(
+    SIGLIP,
+    name="hf-siglip2-naflex",
+    title="the vision tower of transformers' SigLIP 2 NaFlex",
+    detect=replace(
+        SIGLIP.detect,
+        axes={E + "patch_embedding.weight": 2},
+        model_types=("siglip2", "siglip2_vision_model"),
+    ),
+    keys=KeyMap(
+        rows=(row(E + "patch_embedding.weight", "tokens.proj.weight", patch_rows), *SIGLIP.keys.rows),
+        extras=SIGLIP.keys.extras,
+    ),
+    profile=replace(
+        SIGLIP.profile,
+        resize={"method": "bilinear", "antialias": True},
+        native=True,
+        preprocess="siglip2-naflex",
+        follows="transformers: tanh GELU, eps 1e-6; positions are resized bilinearly with antialiasing. "
+        "Images keep their aspect ratio, as the model was trained.",
+    ),
+    writer=replace(
+        SIGLIP.writer,
+        settings=_naflex_settings,
+        read_settings=partial(read_settings, defaults=_SIGLIP2_DEFAULTS),
+        peer=partial(_tower_peer, config_json=_naflex_config, inputs=_naflex_inputs),
+    ),
+)
+
+FAMILIES = (CLIP_CLASSIFIER, SIGLIP_CLASSIFIER, CLIP, SIGLIP, NAFLEX)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,20 +18,18 @@ from vitrail.weights.families.hf import (
     VIT,
     E,
     L,
-    build_peer,
     encoder_rows,
     folder_settings,
-    label_keys,
+    load_peer,
     read_settings,
-    respell,
+    respellings,
     shared_keys,
-    strip_wrapper,
 )
 from vitrail.weights.families.key_rows import layer, row
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 ROWS = encoder_rows(
     (row(L + "layer_scale1.lambda1", OURS + "scale1.weight"),),
@@ -44,7 +42,7 @@ ROWS = encoder_rows(
     HEAD,
     norms=("norm1", "norm2"),
 )
-NAMES = {**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}
+_ZEROS = {E + "mask_token": lambda config: (1, config.width)}  # no image is masked
 DINOV2_EXPRESSES = {**EXPRESSES, "mlp": ("plain", "gated"), "pool": ("class", "class-mean")}
 
 
@@ -82,18 +80,6 @@ def _mlp_ratio(config: ViTConfig) -> int | None:
     )
 
 
-def _peer(config: ViTConfig, state: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    settings = {**_config_json(config), **label_keys(config, None)}
-    state = strip_wrapper(state, "embeddings.cls_token", f"{settings['model_type']}.")
-    token = next(name for name in state if name.endswith("embeddings.cls_token"))
-    zeros = state[token].new_zeros(1, config.width)
-    state.setdefault(token.replace("cls_token", "mask_token"), zeros)  # no image is masked
-    model = build_peer(settings, state)
-    if config.pool == "class":
-        return lambda images: model(images).pooler_output
-    return lambda images: model(images).logits
-
-
 def _unsupported(config: ViTConfig) -> list[str]:
     """What transformers' DINOv2 cannot be configured for."""
     reasons = []
@@ -117,7 +103,7 @@ def _choose(match: FamilyMatch) -> Mapping[str, Any]:
 
 def _read_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """As for a ViT; but SwiGLU has silu whatever hidden_act is, and a classifier its own pool."""
-    fields = read_settings(settings, {kind: 1e-6})
+    fields = read_settings(settings, {kind: {"layer_norm_eps": 1e-6}})
     if fields and settings.get("use_swiglu_ffn") is True:
         fields["activation"] = "silu"
     names = settings.get("architectures")
@@ -139,8 +125,8 @@ DINOV2 = replace(
     keys=KeyMap(
         rows=ROWS,
         extras=(E + "mask_token",),
-        respell=partial(respell, names=NAMES),
-        zeros={E + "mask_token": lambda config: (1, config.width)},
+        respell=respellings({**ATTENTION, ".mlp.down_proj.": ".mlp.weights_out."}),
+        zeros=_ZEROS,
     ),
     profile=Profile(
         fields={"eps": 1e-6, "activation": "gelu", "remainder": "cut"},
@@ -155,7 +141,7 @@ DINOV2 = replace(
         unsupported=_unsupported,
         settings=partial(folder_settings, config_json=_config_json),
         read_settings=partial(_read_settings, kind="dinov2"),
-        peer=_peer,
+        peer=partial(load_peer, config_json=_config_json, zeros=_ZEROS),
     ),
 )
 

@@ -19,8 +19,7 @@ from typing import Any
 from vitrail.base.errors import ConfigError, FileError, printable, suggest
 from vitrail.base.fields import short_repr
 from vitrail.weights.families.family import Family, KeyMap, Profile
-from vitrail.weights.families.key_rows import Row
-from vitrail.weights.families.layout import LAYOUTS
+from vitrail.weights.families.key_rows import LAYOUTS, Row
 from vitrail.weights.families.match import FamilyMatch, join_names
 
 Keys = Iterable[Sequence[Any]]

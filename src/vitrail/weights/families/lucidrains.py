@@ -8,17 +8,14 @@ order than ours, and attention whose output projection has no bias.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import FileError
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import patch_rows, patch_vector, tokens
+from vitrail.weights.families.key_rows import layer, patch_rows, patch_vector, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
@@ -138,7 +135,7 @@ OLD = replace(
     ),
     keys=KeyMap(
         rows=(*OLD_PATCHES, *ROWS),
-        respell=partial(re.sub, r"(\.[01]\.)fn\.(norm|fn)\.", r"\1\2."),
+        respell=((r"(\.[01]\.)fn\.(norm|fn)\.", r"\1\2."),),
     ),
     writer=Writer(),
 )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import count
+from typing import TYPE_CHECKING
 
 from vitrail.base.errors import printable
+from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle_header import split_own
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
-from vitrail.weights.families.key_rows import Row
-from vitrail.weights.families.layout import Shape, Sizes
+from vitrail.weights.families.key_rows import Row, Shape, Sizes
 from vitrail.weights.readers.tensor_entries import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 MAX_BLOCKS = 10_000
 _MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
@@ -61,8 +67,9 @@ class FamilyMatch:
     notes: list[str] = field(default_factory=list)
     """What the family's `choose` reports about this file, a sentence each."""
 
-    def __post_init__(self) -> None:
-        self._names = {(at.original, at.index): name for name, at in self.locations.items()}
+    @cached_property
+    def _names(self) -> dict[tuple[str, int | None], str]:
+        return {(at.original, at.index): name for name, at in self.locations.items()}
 
     def name_in_table(self, original: str, block: int | None) -> str:
         """The table's name for a name in the file; of a stack, that of the block's slice."""
@@ -74,8 +81,9 @@ class FamilyMatch:
 
     @property
     def depth(self) -> int:
-        blocks = [int(name.split(".")[1]) for name in self.shapes if name.startswith("blocks.")]
-        return max(blocks, default=-1) + 1
+        return 1 + max(
+            (int(name.split(".")[1]) for name in self.shapes if name.startswith("blocks.")), default=-1
+        )
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -85,11 +93,23 @@ def join_names(names: Iterable[str]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def describe_mismatch(model: Module, shapes: Mapping[str, Shape]) -> str:
+    """Which tensors a model has and a file has not, or the other way round, as a phrase; "" if none."""
+    needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = {
+        "is missing": [name for name in needed if name not in shapes],
+        "has unexpected": [name for name in shapes if name not in needed],
+        "has wrong shapes:": [
+            f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}"
+            for name, shape in needed.items()
+            if shapes.get(name, shape) != shape
+        ],
+    }
+    return " and ".join(f"{what} {join_names(names)}" for what, names in wrong.items() if names)
+
+
 def match_family(
-    family: Family,
-    entries: Mapping[str, Entry],
-    sizes: Sizes,
-    wrapper: str = "",
+    family: Family, entries: Mapping[str, Entry], sizes: Sizes, wrapper: str = ""
 ) -> FamilyMatch | None:
     """Match a file's names and shapes against a family's table; None if the file is of another family.
 
@@ -103,16 +123,15 @@ def match_family(
         return _match_own(family, entries)
     locations, shapes = _spread_stacks(family, entries)
     # A user's rows, and the anchors they rename, go by the names in the file.
-    names = {*locations, *entries} if any(row.custom for row in family.keys.rows) else locations.keys()
-    placeholders = _find_placeholders(family, names) if detect.anchors else {"w": "", "p": ""}
-    if placeholders is None or not _has_axes(detect, placeholders, shapes):
+    custom = any(row.custom for row in family.keys.rows)
+    placeholders = _find_placeholders(family, {*locations, *(entries if custom else ())}, shapes)
+    if placeholders is None:
         return None
     match = FamilyMatch(family, placeholders, dict(entries), locations)
-    _match_rows(match, family.keys.rows, shapes, sizes)
-    left = dict.fromkeys(locations[name].original for name in locations if name not in match.used)
+    _match_rows(match, shapes, sizes)
     patterns = [pattern.format(**placeholders) for pattern in family.keys.extras]
-    for name in left:
-        if any(fnmatchcase(family.keys.respell(name), pattern) for pattern in patterns):
+    for name in dict.fromkeys(at.original for name, at in locations.items() if name not in match.used):
+        if any(fnmatchcase(_respell(family, name), pattern) for pattern in patterns):
             match.extras[name] = name
         else:
             match.unknown.append(name)
@@ -121,7 +140,7 @@ def match_family(
 
 def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | None:
     """Match a file of our own names; {w} is what a wrapper has put before them."""
-    placeholders = _find_placeholders(family, entries)
+    placeholders = _find_placeholders(family, set(entries), {})
     if placeholders is None:
         return None
     match = FamilyMatch(family, placeholders, dict(entries), {n: TensorLocation(n) for n in entries})
@@ -135,14 +154,53 @@ def _match_own(family: Family, entries: Mapping[str, Entry]) -> FamilyMatch | No
     return match
 
 
+def read_state(match: FamilyMatch, tensor: Callable[[str], Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Our tensors, from `tensor(name)` for each name in the file."""
+    import torch
+
+    sizes = Sizes.of(config)
+    stacks: dict[str, Tensor] = {}  # a stack is read once, not for every block
+    state = {}
+    for one in match.rows:
+        pieces = []
+        for name in one.theirs:
+            location = match.locations[name]
+            if location.index is None:
+                piece = tensor(location.original)
+            else:
+                if location.original not in stacks:
+                    stacks[location.original] = tensor(location.original)
+                piece = stacks[location.original][location.index]
+            pieces.append(one.row.layout.read(piece, sizes))
+        if one.row.has_gaps:
+            present = iter(pieces)
+            pieces = [next(present) if name else torch.zeros_like(pieces[0]) for name in one.row.theirs]
+        state[one.ours] = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
+    return state
+
+
 # ---- detection ------------------------------------------------------------------------------
 
 
-def _find_placeholders(family: Family, names: Iterable[str]) -> dict[str, str] | None:
+def _find_placeholders(family: Family, names: set[str], shapes: Mapping[str, Shape]) -> dict[str, str] | None:
     """What {w} and {p} stand for in a file with these names, if it is of this family."""
-    names = set(names)
-    fitting = [one for one in _candidates(family.detect, names) if _has_anchors(family.detect, one, names)]
-    return max(fitting, key=lambda one: _count_names(family, one, names), default=None)
+    detect = family.detect
+    if not detect.anchors:
+        return {"w": "", "p": ""}
+    found, most = None, -1
+    for one in _candidates(detect, names):
+        if not all(anchor.format(**one, i=0) in names for anchor in detect.anchors):
+            continue
+        excluded = [pattern.format(**one) for pattern in detect.without]
+        if any(fnmatchcase(name, pattern) for pattern in excluded for name in names):
+            continue
+        # How many names of the table are present, outside the blocks and in the first one.
+        table = {name.format(**one, i=0) for row in family.keys.rows for name in row.theirs}
+        if len(table & names) > most:
+            found, most = one, len(table & names)
+    if found and any(len(shapes.get(n.format(**found, i=0), ())) != axes for n, axes in detect.axes.items()):
+        return None
+    return found
 
 
 def _candidates(detect: Detection, names: Collection[str]) -> Iterator[dict[str, str]]:
@@ -162,25 +220,10 @@ def _candidates(detect: Detection, names: Collection[str]) -> Iterator[dict[str,
                 yield {"w": "".join(parts[:cut]), "p": "".join(parts[cut:])}
 
 
-def _has_anchors(detect: Detection, placeholders: Mapping[str, str], names: Collection[str]) -> bool:
-    excluded = [pattern.format(**placeholders) for pattern in detect.without]
-    return all(anchor.format(**placeholders, i=0) in names for anchor in detect.anchors) and not any(
-        fnmatchcase(name, pattern) for pattern in excluded for name in names
-    )
-
-
-def _has_axes(detect: Detection, placeholders: Mapping[str, str], shapes: Mapping[str, Shape]) -> bool:
-    wanted = ((name.format(**placeholders, i=0), axes) for name, axes in detect.axes.items())
-    return all(len(shapes.get(name, ())) == axes for name, axes in wanted)
-
-
-def _count_names(family: Family, placeholders: Mapping[str, str], names: Collection[str]) -> int:
-    """How many names of the table are present, outside the blocks and in the first one."""
-    table = {name.format(**placeholders, i=0) for row in family.keys.rows for name in row.theirs}
-    return sum(name in names for name in table)
-
-
-# ---- rows -----------------------------------------------------------------------------------
+def _respell(family: Family, name: str) -> str:
+    for pattern, replacement in family.keys.respell:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _spread_stacks(
@@ -189,7 +232,7 @@ def _spread_stacks(
     """Where each name of the family's table is in the file, and its shape; a stack is split by block."""
     locations, shapes = {}, {}
     for original, entry in entries.items():
-        name = family.keys.respell(original)
+        name = _respell(family, original)
         if name in locations:  # in two spellings: the second is unknown
             name = f"{original} again"
         stacked = family.keys.stacked
@@ -203,17 +246,21 @@ def _spread_stacks(
     return locations, shapes
 
 
-def _match_rows(match: FamilyMatch, rows: Iterable[Row], shapes: Mapping[str, Shape], sizes: Sizes) -> None:
+# ---- rows -----------------------------------------------------------------------------------
+
+
+def _match_rows(match: FamilyMatch, shapes: Mapping[str, Shape], sizes: Sizes) -> None:
     """Fill in every row that applies: once, or for each block from 0 while there are any."""
-    rows = list(rows)
-    for row in rows:
-        if not row.by_block:
+    by_block = []
+    for row in match.family.keys.rows:
+        if "{i}" in row.ours:
+            by_block.append(row)
+        else:
             _match_row(match, row, None, shapes, sizes)
     for block in count():
         before = len(match.rows)
-        for row in rows:
-            if row.by_block:
-                _match_row(match, row, block, shapes, sizes)
+        for row in by_block:
+            _match_row(match, row, block, shapes, sizes)
         if len(match.rows) == before or block >= MAX_BLOCKS:
             return
 
@@ -222,15 +269,15 @@ def _match_row(
     match: FamilyMatch, row: Row, block: int | None, shapes: Mapping[str, Shape], sizes: Sizes
 ) -> None:
     """Fill in a row if its tensors are present and ours has not come from another row."""
-    names = tuple(name.format(**match.placeholders, i=block) for name in row.theirs)
+    names = [name.format(**match.placeholders, i=block) for name in row.theirs]
     if row.custom:
-        names = tuple(match.name_in_table(name, block) for name in names)
-    present = tuple(name for name in names if 0 not in shapes.get(name, (0,)))  # empty counts as missing
-    wanted = tuple(name for name in names if name)  # without gaps
+        names = [match.name_in_table(name, block) for name in names]
+    present = [name for name in names if 0 not in shapes.get(name, (0,))]  # empty counts as missing
     ours, required = row.ours.format(i=block), row.requires.format(**match.placeholders, i=block)
-    if ours in match.shapes or not present or (row.parts != "prefix" and present != wanted):
+    complete = row.parts == "prefix" or present == [name for name in names if name]  # but for gaps
+    if ours in match.shapes or not present or not complete or not match.used.isdisjoint(present):
         return
-    if (required and required not in shapes) or not match.used.isdisjoint(present):
+    if required and required not in shapes:
         return
     try:
         pieces = [row.layout.shape(shapes[name], sizes) for name in present]
@@ -240,9 +287,9 @@ def _match_row(
         for kind, name in zip(_PREFIX_TOKENS, names, strict=False):
             if name in present:
                 match.prefix[kind] = pieces[present.index(name)][0]
-    if row.gaps:
-        match.shapes[ours] = (len(names) * pieces[0][0], *pieces[0][1:])
-    else:
-        match.shapes[ours] = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if pieces[0] else ()
-    match.rows.append(RowMatch(row, present, ours))
+    length = sum(piece[0] for piece in pieces) if pieces[0] else 0
+    if row.has_gaps:
+        length = len(names) * pieces[0][0]
+    match.shapes[ours] = (length, *pieces[0][1:]) if pieces[0] else ()
+    match.rows.append(RowMatch(row, tuple(present), ours))
     match.used.update(present)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vitrail.weights.families.family import Detection, Family, KeyMap
-from vitrail.weights.families.key_rows import Row, layer, row
-from vitrail.weights.families.layout import lead, tokens, transposed
+from vitrail.weights.families.key_rows import Row, layer, lead, row, tokens, transposed
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 from vitrail.weights.families.timm import TIMM as TIMM_VIT
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from vitrail.weights.families import clip
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead
+from vitrail.weights.families.key_rows import layer, lead, row
 from vitrail.weights.families.match import FamilyMatch
 from vitrail.weights.families.timm import ROWS as TIMM_ROWS
 

@@ -1,31 +1,93 @@
-"""Recognizing the family of another library's file: its config and preprocessing, from headers alone."""
+"""Recognizing the family of another library's file: its config and preprocessing, from headers alone.
+
+Models whose files look like a plain ViT's and are something else are refused by name. Some of them share
+every name with a family that is read, and would give wrong logits without a word.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 from vitrail.base.errors import ConfigError, FileError, VitrailError, printable, suggest
 from vitrail.base.fields import per_axis, short_repr
-from vitrail.images.fit_preprocess import default_preprocess
+from vitrail.images.preprocess import default_preprocess
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.bundle.bundle import Card, Source
 from vitrail.weights.bundle.bundle_header import OWN_NAMES, FileDescription
 from vitrail.weights.families import FAMILIES
-from vitrail.weights.families.config_json import check_sizes, read_labels
 from vitrail.weights.families.family import Family
-from vitrail.weights.families.infer import infer_config
+from vitrail.weights.families.infer import STATE_DICT, infer_config, infer_own_config
+from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.keys import CUSTOM, Keys, KeyTable, describe_missing, read_table, with_rows
-from vitrail.weights.families.layout import Sizes
-from vitrail.weights.families.look_alikes import LookAlike, find_by_name, find_look_alike
 from vitrail.weights.families.match import FamilyMatch, join_names, match_family
-from vitrail.weights.families.plain_state_dict import STATE_DICT, infer_own_config
-from vitrail.weights.preprocessing import find_preprocess
+from vitrail.weights.model_settings import check_sizes, find_preprocess, model_names, read_labels
 from vitrail.weights.readers.folder import INDEX_KEY, ModelFiles
 
 _DATA = (("images", "labels"), ("x", "y"), ("x_train", "y_train"), ("train_images", "train_labels"))
 _STEMS = ("patch_embed.backbone.", "patch_embeddings.backbone.", "patch_embed.stem.")
+
+
+class LookAlike(NamedTuple):
+    """A model that is not read, and the names that only its files have together."""
+
+    name: str
+    patterns: tuple[str, ...]
+    """Each must match a name in the file."""
+    reason: str
+    """What it is instead."""
+    advice: str = "Use timm for it"
+    """What to do with such a file."""
+
+
+_WINDOWS = "it has windows and stages of different widths"
+_GROUPED, _CONVOLUTIONS = "its heads are grouped", "its first stages are convolutions"
+
+LOOK_ALIKES = (
+    LookAlike(
+        "EUPE",
+        ("*projectors.*", "*patch_embed.proj.weight"),
+        "it is an encoder with projectors, distilled from several models",
+    ),
+    LookAlike("Sapiens2", ("*attn.wq.weight", "*ffn.w12.weight"), _GROUPED),
+    LookAlike("Sapiens2", ("*reg_token", "*blocks.0.attn.q_proj.weight", "*gamma_1"), _GROUPED),
+    LookAlike("Hiera", ("*blocks.0.attn.qkv.weight", "*blocks.?.proj.weight"), _WINDOWS),
+    LookAlike("Hiera", ("*blocks.0.attn.qkv.weight", "*pos_embed_win*"), _WINDOWS),
+    LookAlike("Hiera", ("*hiera.embeddings.*",), _WINDOWS),
+    LookAlike(
+        "timm's NaFlexVit",
+        ("*embeds.proj.weight", "*blocks.0.attn.qkv.weight"),
+        "its patches are flat and its positions are resized for each image",
+        "Use timm for it; SigLIP 2 NaFlex is read from transformers' files",
+    ),
+    LookAlike("TinyViT", ("*patch_embed.conv1.*", "*.blocks.0.conv1.*"), _CONVOLUTIONS),
+    LookAlike("TinyViT", ("*patch_embed.seq.0.*", "*.blocks.0.conv1.*"), _CONVOLUTIONS),
+    LookAlike("Swin", ("*layers.0.blocks.0.attn*.relative_position_bias_table*",), _WINDOWS),
+    LookAlike(
+        "BEiT", ("*blocks.0.attn.q_bias", "*relative_position_bias_table"), "its positions are relative"
+    ),
+    LookAlike("CaiT", ("*blocks_token_only.*",), "its class token enters after the other blocks"),
+    LookAlike(
+        "AIMv2 lit",
+        ("*.ffn.gate_proj.weight", "*head.k_proj.weight"),
+        "its pool has a query without a projection; the AIMv2 models without a pool are read",
+        "Use transformers for it",
+    ),
+    LookAlike("XCiT", ("*blocks.0.attn.temperature",), "it attends over channels, not tokens"),
+)
+
+
+def find_look_alike(names: Collection[str]) -> LookAlike | None:
+    """The look-alike that a file with these names holds."""
+    for one in LOOK_ALIKES:
+        if all(any(fnmatchcase(name, pattern) for name in names) for pattern in one.patterns):
+            return one
+    return None
+
+
+# A model whose tensors are exactly those of these families: only a name beside them tells.
+_EUPE, _LIKE_EUPE = "eupe", ("dinov3", "timm-dinov3", "hf-dinov3")
 
 
 def describe_library(
@@ -33,43 +95,16 @@ def describe_library(
 ) -> FileDescription:
     """Describe an open file that is not a vitrail file. The arguments are those of `load`."""
     keys = list(keys or ())
-    table = read_table(keys)
+    table = read_table(keys) if keys else None
     match = _recognize(files, family, table, overrides)
-    if match.family is not STATE_DICT:
-        return _describe_other(files, match, table, keys, overrides)
-    if keys:
+    settings = files.settings.get("config.json", {})
+    notes = [*files.notes, *(table.notes(files.entries, match) if table else ())]
+    own = match.family is STATE_DICT
+    if own and keys:
         raise ConfigError(OWN_NAMES)
-    return _describe_state_dict(files, match, overrides)
-
-
-def _describe_state_dict(
-    files: ModelFiles, match: FamilyMatch, overrides: Mapping[str, Any]
-) -> FileDescription:
-    """A plain state dict of ours: the config is inferred, the preprocessing is the default one."""
-    if match.unknown:
+    if own and match.unknown:
         raise _unknown_tensors(files, match)
-    with _incomplete(files, match):
-        config, assumptions = infer_own_config(match, overrides)
-    notes = [*files.notes, *assumptions, "It holds no preprocessing; pixels are mapped to -1 ... 1."]
-    return FileDescription(
-        match=match,
-        shapes=match.shapes,
-        extras=match.extras,
-        config=config,
-        preprocess=default_preprocess(config),
-        preprocess_from="the default: the file has none",
-        card=Card(source=printable(files.path.name)),
-        notes=notes,
-    )
-
-
-def _describe_other(
-    files: ModelFiles, match: FamilyMatch, table: KeyTable, keys: list[Any], overrides: Mapping[str, Any]
-) -> FileDescription:
-    """The config of another library's file is inferred from its shapes and settings."""
-    family, settings = match.family, files.settings.get("config.json", {})
-    config, assumptions = _infer(files, match, settings, overrides)
-    notes = [*files.notes, *table.notes(files.entries, match), *assumptions]
+    config = _infer(files, match, settings, overrides, notes)
     if match.unknown:
         raise _unknown_tensors(files, match)
     if config.depth != match.depth:
@@ -77,45 +112,50 @@ def _describe_other(
             f"{printable(files.path)} holds {match.depth} blocks, but its settings have "
             f"depth={config.depth}; correct the one that is wrong."
         )
+    described: dict[str, Any] = {
+        "match": match,
+        "shapes": match.shapes,
+        "extras": match.extras,
+        "config": config,
+        "card": Card(source=printable(files.path.name)),
+        "notes": notes,
+    }
+    if own:
+        notes.append("It holds no preprocessing; pixels are mapped to -1 ... 1.")
+        described["preprocess_from"] = "the default: the file has none"
+        return FileDescription(preprocess=default_preprocess(config), **described)
     check_sizes(printable(files.path), settings, config, overrides)
+    profile = match.family.profile
+    found = find_preprocess(files, profile.preprocess, config, notes)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in files.entries.items()}
-    found = find_preprocess(files, family.profile.preprocess, config, notes)
     return FileDescription(
-        match=match,
-        shapes=match.shapes,
-        extras=match.extras,
-        config=config,
         preprocess=found.preprocess,
         preprocess_from=found.origin,
         guess=found.guess,
         labels=read_labels(settings, config, notes),
-        card=Card(source=printable(files.path.name)),
-        notes=notes,
-        source=Source(family=family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
-        native=family.profile.resize if family.profile.native else None,
+        source=Source(family=match.family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
+        native=profile.resize if profile.native else None,
+        **described,
     )
 
 
 def _infer(
-    files: ModelFiles, match: FamilyMatch, settings: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[ViTConfig, list[str]]:
+    files: ModelFiles,
+    match: FamilyMatch,
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    notes: list[str],
+) -> ViTConfig:
+    """The config of the model; an error for tensors that are missing or have shapes that no model has."""
     read_settings = match.family.writer.read_settings
     try:
-        with _incomplete(files, match):
-            both = {**files.settings.get("open_clip_config.json", {}), **settings}
-            return infer_config(match, read_settings(both) if read_settings else {}, overrides)
+        if match.family is STATE_DICT:
+            return infer_own_config(match, overrides, notes)
+        both = {**files.settings.get("open_clip_config.json", {}), **settings}
+        return infer_config(match, read_settings(both) if read_settings else {}, overrides, notes)
     except VitrailError:
         if _stem_tensors(match):  # then the patches are not pixels, and no given size would fit
             raise _unknown_tensors(files, match) from None
-        raise
-
-
-@contextmanager
-def _incomplete(files: ModelFiles, match: FamilyMatch) -> Iterator[None]:
-    """Report tensors that are missing or have shapes that no model has."""
-    try:
-        yield
-    except VitrailError:
         raise
     except (KeyError, TypeError, IndexError, ValueError) as error:
         what = (
@@ -130,11 +170,8 @@ def _incomplete(files: ModelFiles, match: FamilyMatch) -> Iterator[None]:
         ) from error
 
 
-# ---- recognizing the family -----------------------------------------------------------------
-
-
 def _recognize(
-    files: ModelFiles, family: str | None, table: KeyTable, overrides: Mapping[str, Any]
+    files: ModelFiles, family: str | None, table: KeyTable | None, overrides: Mapping[str, Any]
 ) -> FamilyMatch:
     """The file, matched against the first family that fits."""
     names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
@@ -142,18 +179,28 @@ def _recognize(
         raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
     patch = per_axis("patch", overrides.get("patch", 1), ("height", "width"))
     sizes = Sizes(channels=overrides.get("channels", 3), patch=patch)
-    entries = table.without_ignored(files.entries)
-    guessed = family is None and not table.rows
+    entries = table.without_ignored(files.entries) if table else files.entries
+    guessed = family is None and not (table and table.rows)
     if guessed and (other := find_look_alike(entries)):
         raise _look_alike(files, other)
     for one in _candidates(files, family, table):
         wrapper = files.wrapper if family is None else one.detect.wrapper
         if match := match_family(one, entries, sizes, wrapper):
-            settings = files.settings.get("config.json", {})
-            if guessed and (other := find_by_name(files.path, settings, one.name)):
-                raise _look_alike(files, other)
+            if guessed and one.name in _LIKE_EUPE:
+                _refuse_eupe(files, one)
             return match
     raise _no_family(files, family, table)
+
+
+def _refuse_eupe(files: ModelFiles, family: Family) -> None:
+    names = model_names(files.path, files.settings.get("config.json", {}))
+    if any(_EUPE in words for words, _ in names):
+        reason = (
+            "its tensors have the names of DINOv3, but it was distilled from several models, and we have not "
+            "compared it with its own code"
+        )
+        advice = f"To read its encoder as a DINOv3 all the same, give the family {family.name}"
+        raise _look_alike(files, LookAlike("EUPE", (), reason, advice))
 
 
 def _look_alike(files: ModelFiles, other: LookAlike) -> FileError:
@@ -163,16 +210,17 @@ def _look_alike(files: ModelFiles, other: LookAlike) -> FileError:
     )
 
 
-def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[Family]:
+def _candidates(files: ModelFiles, family: str | None, table: KeyTable | None) -> list[Family]:
     """The families to try, in this order; a complete key table is a family by itself."""
-    if family == CUSTOM.name and table.missing:
-        raise ConfigError(f"A file cannot be read: {describe_missing(table)}.")
-    if family == CUSTOM.name or (family is None and not table.missing):
+    if family == CUSTOM.name or (family is None and table and not table.missing):
+        table = table or KeyTable()
+        if table.missing:
+            raise ConfigError(f"A file cannot be read: {describe_missing(table)}.")
         return [with_rows(CUSTOM, table.rows)]
     kind = files.settings.get("config.json", {}).get("model_type")
     candidates = []
     for one in sorted(FAMILIES, key=lambda one: kind not in one.detect.model_types):
-        extended = with_rows(one, table.rows) if table.rows else one
+        extended = with_rows(one, table.rows) if table and table.rows else one
         # If a table renames all anchors of a family, only the user can know that the file is of that family.
         anchored = set(extended.detect.anchors) & set(one.detect.anchors)
         if family in (one.name, one.group) or (family is None and anchored):
@@ -180,7 +228,7 @@ def _candidates(files: ModelFiles, family: str | None, table: KeyTable) -> list[
     return candidates
 
 
-def _no_family(files: ModelFiles, family: str | None, table: KeyTable) -> VitrailError:
+def _no_family(files: ModelFiles, family: str | None, table: KeyTable | None) -> VitrailError:
     """Why a file is of no family: it holds data, its key table is incomplete, or its names are unknown."""
     path, entries = printable(files.path), files.entries
     if INDEX_KEY in files.metadata:
@@ -195,7 +243,7 @@ def _no_family(files: ModelFiles, family: str | None, table: KeyTable) -> Vitrai
         return FileError(
             f"{path} holds data ({held}) and no weights; pass a model here, and this file as data."
         )
-    if family is None and table.rows:
+    if family is None and table and table.rows:
         return FileError(f"{path} cannot be read: {describe_missing(table)}.")
     some = ", ".join(printable(name) for name in list(entries)[:4])
     groups = ", ".join(dict.fromkeys(one.group for one in FAMILIES))

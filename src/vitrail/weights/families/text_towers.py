@@ -12,8 +12,7 @@ from typing import Any
 
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap
-from vitrail.weights.families.key_rows import Row, layer, row
-from vitrail.weights.families.layout import Layout, lead, same, transposed
+from vitrail.weights.families.key_rows import Layout, Row, layer, lead, row, same, transposed
 from vitrail.weights.families.match import FamilyMatch
 
 OURS = "blocks.{i}."

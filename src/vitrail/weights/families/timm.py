@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.key_rows import layer, lead, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 
 if TYPE_CHECKING:
@@ -229,7 +227,7 @@ DINOV2 = Family(
         ),
         extras=("{w}{p}mask_token", "{w}*dino_head*", "{w}*ibot_head*", "{w}{p}pos_embed_*"),
         # Files from training have their blocks in chunks.
-        respell=partial(re.sub, r"\bblocks\.\d+\.(\d+)\.", r"blocks.\1."),
+        respell=((r"\bblocks\.\d+\.(\d+)\.", r"blocks.\1."),),
     ),
     profile=replace(
         TIMM.profile,

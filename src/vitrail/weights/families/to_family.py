@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vitrail.images.published_preprocess import from_hf
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Bundle, Source, cast_exactly, in_source_dtype
 from vitrail.weights.families.family import Family
-from vitrail.weights.families.key_tables import plan_rows, restack, sizes_of, write_state
+from vitrail.weights.families.key_rows import Sizes
 from vitrail.weights.families.keys import read_table, with_rows
 from vitrail.weights.families.match import FamilyMatch, RowMatch, join_names, match_family
 from vitrail.weights.readers.files import Entry, write_npz, write_safetensors
@@ -49,7 +49,7 @@ def unsupported(family: Family, config: ViTConfig) -> list[str]:
         if one.name not in _ALWAYS_SUPPORTED and allowed is not ... and value not in allowed:
             only = " or ".join(short_repr(choice) for choice in allowed)
             reasons.append(f"{one.name} is {only} there, and {short_repr(value)} here")
-    return reasons + family.writer.unsupported(config)
+    return reasons + (family.writer.unsupported(config) if family.writer.unsupported else [])
 
 
 def _has_no_remainder(config: ViTConfig) -> bool:
@@ -84,7 +84,8 @@ def _original_tensors(
     """The tensors for the file that the model came from, with its names, shapes and dtypes."""
     config = bundle.model.config
     match = _match_source(family, source, config)
-    done = {row.ours for row in match.rows} | _unchanged(state, family.profile.computed(config, "cpu"))
+    computed = family.profile.computed(config) if family.profile.computed else {}
+    done = {row.ours for row in match.rows} | _unchanged(state, computed)
     fresh, _ = plan_rows(family, [name for name in state if name not in done], config, match.placeholders)
     rows = [row for row in (*match.rows, *fresh) if row.ours in state]
     theirs = restack(write_state(rows, state, config), match)
@@ -106,7 +107,7 @@ def _match_source(family: Family, source: Source, config: ViTConfig) -> FamilyMa
     entries = {name: Entry(dtype, shape) for name, (dtype, shape) in source.tensors.items()}
     table = read_table(source.keys)
     extended = with_rows(family, table.rows) if table.rows else family
-    match = match_family(extended, table.without_ignored(entries), sizes_of(config), family.detect.wrapper)
+    match = match_family(extended, table.without_ignored(entries), Sizes.of(config), family.detect.wrapper)
     if match is None:
         raise FileError(
             f"The model claims to come from a file of the family {family.name}, but the tensor names it "
@@ -125,6 +126,71 @@ def _as_stored(tensor: Tensor, before: tuple[str, tuple[int, ...]] | None) -> Te
     if math.prod(shape) == tensor.numel():
         tensor = tensor.reshape(shape)
     return cast_exactly(tensor, getattr(torch, dtype))
+
+
+def write_state(
+    rows: Iterable[RowMatch], state: Mapping[str, Tensor], config: ViTConfig
+) -> dict[str, Tensor]:
+    """Their tensors by the names of their table; the blocks of a stack are still separate."""
+    sizes = Sizes.of(config)
+    theirs = {}
+    for row in rows:
+        tensor = state[row.ours]
+        if row.row.parts == "prefix":
+            lengths = [number for number in _prefix_counts(config) if number]
+        else:
+            proportions = row.row.parts or (1,) * len(row.row.theirs)
+            lengths = [len(tensor) * part // sum(proportions) for part in proportions]
+        pieces = tensor.split(lengths) if len(lengths) > 1 else (tensor,)
+        if row.row.has_gaps:
+            pieces = tuple(piece for piece, name in zip(pieces, row.row.theirs, strict=True) if name)
+        for name, piece in zip(row.theirs, pieces, strict=True):
+            theirs[name] = row.row.layout.write(piece, sizes).contiguous()
+    return theirs
+
+
+def restack(theirs: Mapping[str, Tensor], match: FamilyMatch) -> dict[str, Tensor]:
+    """Tensors under the names of the file they came from; the blocks of a stack together again."""
+    import torch
+
+    out: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in theirs.items():
+        location = match.locations.get(name)
+        if location is None or location.index is None:
+            out[name if location is None else location.original] = tensor
+        else:
+            stacks.setdefault(location.original, []).append(tensor)  # rows go by block, from 0
+    return out | {name: torch.stack(blocks) for name, blocks in stacks.items()}
+
+
+def plan_rows(
+    family: Family, names: Iterable[str], config: ViTConfig, placeholders: Mapping[str, str]
+) -> tuple[list[RowMatch], list[str]]:
+    """The rows that write a model with these tensors; and the tensors without a row."""
+    rows, done, left = [], set(), []
+    for ours in names:
+        parts = ours.split(".")
+        block = parts[1] if parts[0] == "blocks" else None
+        template = ".".join(["blocks", "{i}", *parts[2:]]) if block is not None else ours
+        spellings = [row for row in family.keys.rows if row.ours == template]
+        row = next((r for r in spellings if not r.when or getattr(config, r.when[0]) == r.when[1]), None)
+        if row is None:
+            left.append(ours)
+            continue
+        theirs = tuple(name.format(**placeholders, i=block) for name in row.theirs)
+        if row.parts == "prefix":
+            counts = _prefix_counts(config)
+            theirs = tuple(name for name, number in zip(theirs, counts, strict=False) if number)
+        theirs = tuple(name for name in theirs if name)
+        if ours not in done:
+            rows.append(RowMatch(row, theirs, ours))
+            done.add(ours)
+    return rows, left
+
+
+def _prefix_counts(config: ViTConfig) -> list[int]:
+    return [int(config.class_token), int(config.distillation_token), config.registers]
 
 
 # ---- files ----------------------------------------------------------------------------------

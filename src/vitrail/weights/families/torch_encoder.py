@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family, KeyMap, Profile
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import Layout, patch_planes, patch_rows, tokens
+from vitrail.weights.families.key_rows import Layout, layer, patch_planes, patch_rows, row, tokens
 from vitrail.weights.families.match import FamilyMatch
 
 # A convolution kernel, or the equivalent matrix on flat patches; it is written back in the shape it had.

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig, format_sides
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
-from vitrail.weights.families.key_rows import layer, row
-from vitrail.weights.families.layout import lead, tokens
+from vitrail.weights.families.key_rows import layer, lead, row, tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,14 +17,16 @@ import numpy as np
 
 from vitrail.base.errors import FileError, VitrailError, printable
 from vitrail.base.safe_files import atomic_file, folder_beside, open_regular
-from vitrail.weights.readers.npz import kind_of_zip, open_zip, read_npz
 from vitrail.weights.readers.pickles import read_pickle
 from vitrail.weights.readers.tensor_entries import (
     Entry,
     MalformedFile,
     Span,
     as_array,
+    kind_of_zip,
+    open_zip,
     read_chunks,
+    read_npz,
     read_safetensors,
 )
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 from vitrail.base.errors import printable
 from vitrail.weights.readers.tensor_entries import (
     MAX_HEADER,
+    SAVE_AGAIN,
     SIZES,
     Entry,
     MalformedFile,
@@ -140,7 +141,6 @@ _TENSOR, _PARAMETER = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_
 _ORDERED, _SIZE = "collections.OrderedDict", "torch.Size"
 _ALLOWED = {*_STORAGES, _TENSOR, _PARAMETER, _ORDERED, _SIZE}
 
-SAVE_AGAIN = "Save the state dict again: torch.save(model.state_dict(), path)."
 _DISTRUST = "Do not load it another way unless you trust whoever made it; ask them for safetensors."
 
 

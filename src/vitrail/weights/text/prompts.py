@@ -1,7 +1,13 @@
-"""Prompts for zero-shot classification: the classes, and the texts that describe each of them.
+"""Zero-shot classification: classes, the texts that describe them, and a head made of their vectors.
 
 A class is described by templates that its name is put into ("a photo of a {}"), or by texts of its own. The
-vectors of all its texts are averaged, which is better than a single one (Radford et al. 2021, Section 3.1.4).
+vectors of all its texts are averaged, which is better than a single one (Radford et al. 2021, Section 3.1.4),
+and become a row of the head:
+
+    logit = scale cos(image, text) + bias
+
+CLIP's scores are a softmax over the classes, SigLIP's a sigmoid of each class by itself. The result is an
+ordinary bundle without a text tower, for everything that takes a model.
 """
 
 from __future__ import annotations
@@ -10,13 +16,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import InputError, option, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json, read_limited
+from vitrail.weights.bundle.bundle import Bundle
+from vitrail.weights.bundle.scores import Scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TEMPLATES = (
     "a photo of a {}",
@@ -192,3 +203,77 @@ def _read(path: Path, name: str) -> bytes:
         raise InputError(
             f"{option(name)}: {printable(path)} cannot be read: {error.strerror or error}.{hint}"
         ) from error
+
+
+def bake_prompts(bundle: Bundle, prompts: Prompts) -> Bundle:
+    """The image tower with a head for these classes."""
+    import torch
+
+    from vitrail.model import ViT
+    from vitrail.model.init import EmptyParameters
+
+    text, old = bundle.text, bundle.model
+    projection = embedding_projection(bundle)
+    biased = bool(text.bias) or "bias" in projection
+    config = replace(
+        old.config,
+        head="cosine",
+        classes=len(prompts.labels),
+        head_bias=biased,
+        head_hidden=text.width if projection else None,
+    )
+    rows = text.scale * prompt_vectors(bundle, prompts)
+    state = {name: tensor for name, tensor in old.state_dict().items() if not name.startswith("head.")}
+    state |= {f"head.fc1.{name}": tensor for name, tensor in projection.items()}
+    state["head.fc2.weight"] = rows.to(next(old.parameters()))
+    if biased:
+        state["head.fc2.bias"] = torch.full_like(rows[:, 0], text.bias).to(next(old.parameters()))
+        if projection:
+            state.setdefault("head.fc1.bias", torch.zeros_like(projection["weight"][:, 0]))
+    with EmptyParameters():
+        model = ViT(config)
+    model.load_state_dict({name: tensor.detach().clone() for name, tensor in state.items()}, assign=True)
+    return Bundle(
+        model=model.to(next(old.parameters())).train(old.training),
+        preprocess=bundle.preprocess,
+        labels=prompts.labels,
+        scores=Scores(activation=text.activation),
+        card=bundle.card,
+        native=bundle.native,
+        notes=[*bundle.notes, describe_scores(bundle, prompts)],
+    )
+
+
+def prompt_vectors(bundle: Bundle, prompts: Prompts) -> Tensor:
+    """One unit vector per class: the mean of its texts' unit vectors, normalized again: (K, E)."""
+    import torch
+    from torch.nn import functional as F
+
+    vectors = bundle.text([text for texts in prompts.texts for text in texts])
+    parts = vectors.split([len(texts) for texts in prompts.texts])
+    return F.normalize(torch.stack([part.mean(dim=0) for part in parts]), dim=-1)
+
+
+def embedding_projection(bundle: Bundle) -> dict[str, Tensor]:
+    """The weight, and the bias if there is one, that project a pooled vector into the space of the texts.
+
+    CLIP's projection is the head of the image tower; SigLIP's pooled vector is in that space already.
+    """
+    config, text = bundle.model.config, bundle.text
+    if config.head == "linear" and config.classes == text.width and bundle.labels is None:
+        return {name: parameter.detach() for name, parameter in bundle.model.head.named_parameters()}
+    if config.classes == 0 and config.pooled_width == text.width:
+        return {}
+    raise InputError(
+        f"The texts of this model are vectors of {text.width}, but its image tower gives "
+        f"{config.classes or config.pooled_width}; load the file with both towers as it was published."
+    )
+
+
+def describe_scores(bundle: Bundle, prompts: Prompts) -> str:
+    """A sentence on what the scores are."""
+    count, classes = sum(map(len, prompts.texts)), len(prompts.labels)
+    what = f"Zero-shot: {classes:,} classes from {count:,} prompts"
+    if bundle.text.activation == "sigmoid":
+        return f"{what}; each score is a sigmoid (SigLIP), and scores do not add up to 1."
+    return f"{what}; scores are a softmax over these classes (CLIP)."

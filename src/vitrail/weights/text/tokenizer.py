@@ -1,22 +1,27 @@
 """A text tower's tokenizer, from the files that were published beside the weights.
 
-| files                                          | tokenizer                            |
-|------------------------------------------------|--------------------------------------|
-| vocab.json and merges.txt, or OpenAI's .txt.gz | CLIP's byte pairs, clip_tokenizer.py |
-| tokenizer.json whose pairs end in `</w>`       | the same                             |
-| any other tokenizer.json (SigLIP's, Gemma's)   | the package `tokenizers`             |
+| files                                          | tokenizer                                    |
+|------------------------------------------------|----------------------------------------------|
+| vocab.json and merges.txt, or OpenAI's .txt.gz | CLIP's byte pairs (Sennrich et al. 2016)     |
+| tokenizer.json whose pairs end in `</w>`       | the same                                     |
+| any other tokenizer.json (SigLIP's, Gemma's)   | as it is                                     |
 
-Without any, the vocabulary of CLIP is read from an installed open_clip. The files are kept with the model and
-written into a vitrail file, so that one file is complete.
+The package `tokenizers` runs all of them. For CLIP, OpenAI's code and OpenCLIP's repair broken encodings
+(ftfy) and HTML entities first; transformers' composes characters (NFC) instead, so that ids can differ for
+unusual text. Both are here; the vocabulary is the same. Without any file, the vocabulary of CLIP is read from
+an installed open_clip. The files are kept with the model and written into a vitrail file, so that one file is
+complete.
 """
 
 from __future__ import annotations
 
 import gzip
+import html
 import io
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -24,17 +29,120 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from vitrail.base.errors import FileError, require_extra
+from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
-from vitrail.weights.text.clip_tokenizer import (
-    END_OF_WORD,
-    ClipTokenizer,
-    Style,
-    published_vocabulary,
-    repair_text,
-)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+Style = Literal["openai", "transformers"]
+END_OF_WORD = "</w>"
+SPECIAL = (
+    ("<|startoftext|>", "<|endoftext|>"),
+    ("<start_of_text>", "<end_of_text>"),
+)  # OpenCLIP's are the second
+_MERGES = 49_152 - 256 - 2  # of the published vocabulary; its file holds more
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
+
+
+def byte_symbols() -> list[str]:
+    """A printable character for each byte: its own where it has one, else one above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+class ClipTokenizer:
+    """Texts to token ids: start, the text's own, end, then zeros.
+
+    Args:
+        vocabulary: the id of each symbol.
+        merges: pairs of symbols, the first to be merged first.
+        style: whose cleaning to follow.
+    """
+
+    def __init__(
+        self, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], style: Style = "openai"
+    ) -> None:
+        self.vocabulary, self.style = dict(vocabulary), style
+        self.merges = list(dict.fromkeys(merges))
+        needed = [symbol + end for symbol in byte_symbols() for end in ("", END_OF_WORD)]
+        needed += [symbol for a, b in self.merges for symbol in (a, b, a + b)]
+        if missing := [symbol for symbol in needed if symbol not in self.vocabulary]:
+            raise FileError(
+                "The vocabulary of a CLIP tokenizer must hold every byte and every merged pair, but has no "
+                f"{short_repr(missing[0])}; use the files that were published with the model."
+            )
+        special = next((pair for pair in SPECIAL if set(pair) <= set(self.vocabulary)), None)
+        if special is None:
+            raise FileError(
+                "The vocabulary of a CLIP tokenizer must hold <|startoftext|> and <|endoftext|>; use the "
+                "files that were published with the model."
+            )
+        self.special = special
+        self.start, self.end = (self.vocabulary[name] for name in special)
+
+    def __call__(self, texts: Sequence[str], length: int) -> NDArray[np.int64]:
+        """Token ids (B, length). A longer text is cut, and its last id is the end token."""
+        ids = np.zeros((len(texts), length), np.int64)
+        for row, text in enumerate(texts):
+            tokens = [self.start, *self.encode(text), self.end][:length]
+            tokens[-1] = self.end
+            ids[row, : len(tokens)] = tokens
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without start and end."""
+        if self.style == "transformers":
+            return self._backend.encode(text).ids
+        with require_extra("text"):
+            import regex
+        # Any case, as OpenAI has it, although the text is in lower case: "ſ" (long s) is an s.
+        pattern = rf"{'|'.join(map(regex.escape, self.special))}|{_WORDS}"
+        words = regex.findall(pattern, clean_openai(text), regex.IGNORECASE)
+        return self._backend.encode(words, is_pretokenized=True).ids
+
+    @cached_property
+    def _backend(self) -> Any:
+        """Byte pairs of words; for transformers' style, its normalizer and its words as well."""
+        with require_extra("text"):
+            from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+        backend = Tokenizer(models.BPE(self.vocabulary, self.merges, end_of_word_suffix=END_OF_WORD))
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.style == "transformers")
+        backend.pre_tokenizer = as_bytes
+        if self.style == "transformers":
+            single_spaces = normalizers.Replace(Regex(r"\s+"), " ")
+            backend.normalizer = normalizers.Sequence(
+                [normalizers.NFC(), single_spaces, normalizers.Lowercase()]
+            )
+            pattern = "|".join(name.replace("|", r"\|") for name in self.special) + "|" + _WORDS
+            words = pre_tokenizers.Split(Regex(pattern), "removed", invert=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+        backend.add_special_tokens([AddedToken(name, normalized=False) for name in self.special])
+        return backend
+
+
+def clean_openai(text: str) -> str:
+    """Text with repaired encoding and HTML entities, single spaces, in lower case."""
+    return " ".join(repair_text(text).split()).lower()
+
+
+def repair_text(text: str) -> str:
+    """Text with its encoding repaired and HTML entities replaced."""
+    with require_extra("text"):
+        import ftfy
+    return html.unescape(html.unescape(ftfy.fix_text(text)))
+
+
+def published_vocabulary(lines: Sequence[str]) -> tuple[dict[str, int], list[tuple[str, ...]]]:
+    """Vocabulary and merges from the lines of OpenAI's file, whose first is a comment."""
+    merges = [tuple(line.split()) for line in lines[1 : _MERGES + 1] if line]
+    symbols = sorted(byte_symbols(), key=lambda symbol: (ord(symbol) > 255, ord(symbol)))
+    symbols += [symbol + END_OF_WORD for symbol in symbols]
+    symbols += ["".join(pair) for pair in merges]
+    vocabulary = {name: number for number, name in enumerate([*symbols, *SPECIAL[1]])}
+    return vocabulary, merges
+
 
 CLIP_FILE = "bpe_simple_vocab_16e6.txt.gz"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", CLIP_FILE)

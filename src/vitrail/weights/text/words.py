@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
-from vitrail.model.config import ViTConfig, format_sides
-from vitrail.weights.families.key_tables import read_state
-from vitrail.weights.families.layout import Sizes
-from vitrail.weights.families.match import FamilyMatch, join_names, match_family
+from vitrail.model.config import ViTConfig
+from vitrail.weights.families.key_rows import Sizes
+from vitrail.weights.families.match import FamilyMatch, describe_mismatch, match_family, read_state
 from vitrail.weights.families.text_towers import TEXT_FAMILIES, TextFamily
 from vitrail.weights.readers.folder import open_model
 from vitrail.weights.readers.tensor_entries import Entry
@@ -161,7 +160,11 @@ def build_text(
     numbers = {name: state.pop(name) for name in ("logit_scale", "logit_bias") if name in state}
     with torch.device("meta"):
         tower = TextTower(config)
-    _check_tensors(tower, state)
+    if wrong := describe_mismatch(tower, {name: tuple(tensor.shape) for name, tensor in state.items()}):
+        raise FileError(
+            f"The text tower is not one that is known: it {wrong}. Download the file again, or use another "
+            "model."
+        )
     tower.load_state_dict({name: tensor.float() for name, tensor in state.items()}, assign=True)
     scale, bias = (
         float(numbers[n].float().mean()) if n in numbers else None for n in ("logit_scale", "logit_bias")
@@ -256,18 +259,3 @@ def _config(
             f"The text tower ({text.family.name}) is incomplete: {printable(error)} is missing or has an "
             "unexpected shape. Download the file again."
         ) from error
-
-
-def _check_tensors(tower: TextTower, state: Mapping[str, Tensor]) -> None:
-    needed = {name: tuple(tensor.shape) for name, tensor in tower.state_dict().items()}
-    wrong = [name for name in needed if name not in state] + [name for name in state if name not in needed]
-    wrong += [
-        f"{name} {format_sides(state[name].shape)} instead of {format_sides(shape)}"
-        for name, shape in needed.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
-    if wrong:
-        raise FileError(
-            f"The text tower is not one that is known: missing, unexpected or of the wrong shape are "
-            f"{join_names(wrong)}. Download the file again, or use another model."
-        )

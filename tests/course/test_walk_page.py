@@ -10,9 +10,9 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.models import add_noise
 from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
+from vitrail.views.sample import SAMPLE_FILE
 from vitrail.views.walk import token_name, walk
 from vitrail.views.walk import walk_page as page
-from vitrail.views.sample import SAMPLE_FILE
 from vitrail.views.walk.encoder_stages import Recording
 from vitrail.views.walk.mathml import as_mathml, text_with_mathml
 from vitrail.views.walk.overview import paper_equations, top_classes

@@ -46,12 +46,11 @@ def test_small_run_leaves_no_files(small):
 def test_feature_changes_of_shifted_images(small):
     """A CNN is equivariant to pixels, with pooling to strides; a ViT without positions to patches."""
     changes = small[1].numbers["change when shifted"]
-    for word in ("random", "trained"):
-        assert max(changes[f"CNN without pooling, {word}"].values()) < 1e-4
-        assert changes[f"CNN, {word}"]["1 patch"] < 1e-4 < 0.05 < changes[f"CNN, {word}"]["1 pixel"]
-        without = changes[f"ViT without positions, {word}"]
-        assert without["1 patch"] < 1e-4 < 0.05 < without["1 pixel"]
-        assert min(changes[f"ViT, {word}"].values()) > 0.05
+    assert max(changes["CNN without pooling"].values()) < 1e-4
+    assert changes["CNN"]["1 patch"] < 1e-4 < 0.05 < changes["CNN"]["1 pixel"]
+    without = changes["ViT without positions"]
+    assert without["1 patch"] < 1e-4 < 0.05 < without["1 pixel"]
+    assert min(changes["ViT"].values()) > 0.05
 
 
 def test_one_pixel_influences_a_neighborhood_in_a_cnn_and_all_of_a_vit(small, digits):

@@ -141,7 +141,7 @@ def test_saved_headlines_do_not_count_it(name):
     found = compare_arms(arms[first]["scores"], arms[second]["scores"], numbers["held out"])
     assert result["n"] == found.n == len(arms[first]["scores"]) - 1
     assert result["number"] == pytest.approx(100 * found.mean)
-    assert result["interval"] == pytest.approx([100 * bound for bound in found.interval])
+    assert result["interval"] == pytest.approx([100 * bound for bound in found.interval], rel=1e-4)
 
 
 def test_small_runs_give_no_verdict(tmp_path):

@@ -78,13 +78,12 @@ class EncoderWalk(BlockWalk):
             count = f"{c.prefix} learned token{'s are' if c.prefix > 1 else ' is'}"
             names, shape = "; ".join(prefix), _join_sides(model.prefix.shape)
             alone = names if len(prefix) == 1 else f"[{names}]"
-            self.add(
-                "x_class", f"{alone} in R^({shape})", "Learned, and the same for every image.", model.prefix
-            )
+            meaning = "Learned, and the same for every image."
+            self.add("x_class", f"{alone} in R^({shape})", meaning, model.prefix.clone())
             z = torch.cat([model.prefix, z])  # (T, D)
             e = self.add("prefix", f"u = [{names}; {e}]", f"{count} prepended to the patches.", z)
         if isinstance(model.position, AddedPosition):
-            position, rows = model.position, model.position.all_rows(c.grid)
+            position, rows = model.position, model.position.all_rows(c.grid).clone()
             meaning = "A row for each token, the same for every image."
             self.add("E_pos", f"E_pos in R^({_join_sides(rows.shape)})", meaning, rows)
             e = self.add("position", position.equation.format(e=e), position.meaning)

@@ -54,7 +54,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "neither": {"block": "no-residual", "norm": "none"},
 }
 _NO_WARMUP = ("pre-norm", "post-norm")  # also trained without warmup, which post-norm is said to need
-_NORM_POSITIONS = ("post-norm", "res-post-norm")
 _VANISHED = 0.01  # gradient norm of the first block over that of the last
 _TOLERANCE = 0.01  # for mean 0 and variance 1; eps reduces small variances a little
 

@@ -70,6 +70,12 @@ def test_logits_are_those_of_evaluate(bundle, photos, batch, workers):
         assert np.array_equal(ours, theirs.numpy())  # the same batches are bit-equal
 
 
+def test_int8_of_an_open_model_with_the_path_of_a_folder_as_text(bundle, photos):
+    fast = Predictor(bundle, precision="int8", calibration=str(photos), min_agreement=0)
+    assert fast.acceleration.precision == "int8"
+    assert [one.error for one in fast(photos)] == [None] * 7
+
+
 def test_one_image_as_path_image_or_array(bundle, photos, tmp_path):
     path = photos / "0.png"
     image = Image.open(path)

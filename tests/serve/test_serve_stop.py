@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.support.serving import Gated, child, make_image, read_all, request, serving, statuses, toy, until
 from vitrail.base.errors import ConfigError, VitrailError
+from vitrail.cli.option_groups import flatten
 from vitrail.cli.serve import model_name, serve
 from vitrail.serve.server_settings import ServeConfig
 
@@ -306,7 +307,7 @@ def refused(monkeypatch, *words, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     app = typer.Typer()
-    app.command()(serve)
+    app.command()(flatten(serve))
     found = CliRunner().invoke(app, [str(word) for word in words])
     assert isinstance(found.exception, VitrailError), found.output
     assert found.output == ""
@@ -341,7 +342,7 @@ def test_invalid_settings(model, tmp_path, monkeypatch):
             ],
             "none cannot be read": [model, "--token-file", tmp_path / "none"],
             "zero cannot be read": [model, "--token-file", "/dev/zero"],
-            "long has more": [model, "--token-file", tmp_path / "long"],
+            "long is larger than 4,096 bytes": [model, "--token-file", tmp_path / "long"],
             "empty is empty": [model, "--token-file", tmp_path / "empty"],
             "--examples needs a folder": [model, "--port", 0, "--examples", tmp_path / "none"],
             "none.safetensors": [tmp_path / "none.safetensors", "--port", 0],

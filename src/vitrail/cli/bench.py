@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
-from vitrail.cli.models import load_model, print_device
+from vitrail.base.safe_files import write_text
 from vitrail.cli.options import GateOptions, ModelOptions, split_names
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.streams import print_error
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vitrail.evaluation.speed import SpeedTable
     from vitrail.weights.bundle.bundle import Bundle
 
+_PRECISIONS = ("fp32", "bf16", "fp8", "int8")
 _BATCHES = {"cpu": "1,8", "cuda": "1,8,256"}
 
 
@@ -59,7 +60,10 @@ def bench(
     check_new_files({"--json": json_file})
     if data is not None and not data.is_dir():
         raise InputError(f"DATA must be a folder of images, and {printable(data)} is none.")
-    chosen = _parse_precisions(precision or "")
+    chosen = list(split_names(precision))
+    for name in chosen:
+        if name not in _PRECISIONS:
+            raise InputError(f"Unknown precision {printable(repr(name))}. {suggest(name, _PRECISIONS)}")
     batches = _parse_batches(batch or _BATCHES["cpu"])
 
     from vitrail.evaluation.speed import measure_speeds
@@ -69,7 +73,7 @@ def bench(
     on = next(bundle.model.parameters()).device
     chosen = chosen or _usual_precisions(on, calibrated=data is not None)
     batches = batches if batch else _parse_batches(_BATCHES.get(on.type, _BATCHES["cpu"]))
-    print_device(bundle.model, opening.device, ", ".join(chosen), quiet=opening.quiet)
+    opening.print_device(bundle.model, ", ".join(chosen))
     table = measure_speeds(
         bundle,
         data,
@@ -77,14 +81,10 @@ def bench(
         batches=batches,
         min_agreement=gate.min_agreement,
         keep=gate.layers,
-        progress=(lambda what: None)
-        if opening.quiet
-        else (lambda what: print_error(f"measuring {what} ...")),
+        progress=lambda what: None if opening.quiet else print_error(f"measuring {what} ..."),
     )
     _show(table, opening.quiet)
     if json_file is not None:
-        from vitrail.base.safe_files import write_text
-
         write_text(json_file, json.dumps({"model": model, **table.as_dict()}, indent=1) + "\n")
         print(f"Saved {printable(json_file)}")
     if any(row.error for row in table.rows if not row.name.startswith("timm")):
@@ -111,24 +111,15 @@ def _open(model: str, opening: ModelOptions) -> Bundle:
     from vitrail.model.presets import create, preset
     from vitrail.weights.bundle.bundle import Bundle
 
-    if not Path(model).exists() and not model.startswith("hf:"):
-        try:
-            preset(model)
-        except ValueError:
-            return load_model(model, opening, precision=None)  # which explains what is wrong
-        built = create(model).eval()
-        place(built, opening.device)
-        return Bundle(model=built)
-    return load_model(model, opening, precision=None)
-
-
-def _parse_precisions(text: str) -> list[str]:
-    known = ("fp32", "bf16", "fp8", "int8")
-    names = list(split_names(text))
-    for name in names:
-        if name not in known:
-            raise InputError(f"Unknown precision {printable(repr(name))}. {suggest(name, known)}")
-    return names
+    try:
+        if Path(model).exists() or model.startswith("hf:"):
+            raise ValueError
+        preset(model)
+    except ValueError:
+        return opening.load(model, precision=None)  # which explains what is wrong
+    built = create(model, **opening.overrides()).eval()
+    place(built, opening.device)
+    return Bundle(model=built)
 
 
 def _parse_batches(text: str) -> list[int]:
@@ -147,18 +138,13 @@ def _show(table: SpeedTable, quiet: bool) -> None:
         if row.error:
             print(f"{row.name:26} {row.error}")
             continue
-        agrees, top1 = (_percent(value) for value in (row.agreement, row.top1))
-        rate, size = (
-            f"{row.images_per_second:,.1f}",
-            "" if row.weights_mb is None else f"{row.weights_mb:,.0f}",
+        size = "" if row.weights_mb is None else f"{row.weights_mb:,.0f}"
+        agrees, top1 = ("" if one is None else f"{one:.1%}" for one in (row.agreement, row.top1))
+        numbers = (
+            f"{row.batch:5} {row.images_per_second:9,.1f} {row.p50_ms:8.2f} {size:>6} {agrees:>7} {top1:>6}"
         )
-        numbers = f"{row.batch:5} {rate:>9} {row.p50_ms:8.2f} {size:>6} {agrees:>7} {top1:>6}"
         print(f"{row.name[:26]:26} {row.precision:5} {numbers}")
     if table.images:
         print(f"agrees: with the class of fp32, on {table.images:,} images that did not calibrate")
     for note in [] if quiet else table.notes:
         print(f"note: {note}")
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}%"

@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
-from vitrail.cli.models import load_model, print_device, usual_precision
-from vitrail.cli.options import ModelOptions, WordOptions
+from vitrail.cli.option_values import refuse_given
+from vitrail.cli.options import ModelOptions, WordOptions, usual_precision
 
 
 def convert(
@@ -53,22 +53,26 @@ def convert(
     A model with NaN or infinity in its weights is refused. The exit code is 1 if the other library's logits
     are NaN or infinity.
     """
-    from vitrail.base.errors import InputError, printable
+    from vitrail.base.errors import printable
 
     if toward is not None:
-        changes: dict[str, object] = {"--to": to, "--classes": classes, "--channels": channels}
-        changes |= {"--labels": words.labels, "--prompts": words.prompts, "--templates": words.templates}
-        for option in (*(name for name, value in changes.items() if value is not None), *opening.named()):
-            raise InputError(
-                f"{option} is not for --toward, which takes both models as they are and writes a vitrail "
-                f"file; leave it out, and convert IN, MODEL or OUT by itself with {option}."
-            )
+        changes: dict[str, object] = {
+            "--to": to,
+            "--classes": classes,
+            "--channels": channels,
+            "--labels": words.labels,
+        }
+        changes |= {"--prompts": words.prompts or None, "--templates": words.templates, **opening.named()}
+        refuse_given(
+            changes,
+            "OPTION is not for --toward, which takes both models as they are and writes a vitrail file; "
+            "leave it out, and convert IN, MODEL or OUT by itself with OPTION.",
+        )
         at = 0.5 if at is None else at
         _interpolate(source, toward, out, at, data, opening)
         return
-    for option, value in (("--data", data), ("--interpolate", at)):
-        if value is not None:
-            raise InputError(f"{option} is for the way between two models; add --toward, or leave it out.")
+    of_two = "OPTION is for the way between two models; add --toward, or leave it out."
+    refuse_given({"--data": data, "--interpolate": at}, of_two)
     from vitrail.weights.conversion import convert as convert_file
 
     arguments = {"classes": classes, "channels": channels, "prompts": words.read(), **opening.overrides()}
@@ -109,7 +113,7 @@ def _interpolate(
     check_suffix(out)
     check_new_files({"OUT": out})
     on_cpu = replace(opening, device="cpu")
-    first, second = (load_model(one, on_cpu) for one in (source, toward))
+    first, second = (on_cpu.load(one) for one in (source, toward))
     mixed = interpolate(first, second, at)
     if data is not None:
         from vitrail.evaluation.evaluate_model import evaluate
@@ -121,7 +125,7 @@ def _interpolate(
             place(between.model, opening.device)
             if t == 0:
                 precision = usual_precision(between)
-                print_device(between.model, opening.device, precision, quiet=opening.quiet)
+                opening.print_device(between.model, precision)
             metrics = evaluate(between, data).metrics
             accuracy = None if metrics is None else metrics.top1
             mark = "  written" if t == at else ""

@@ -12,7 +12,6 @@ import typer
 from typer import Option
 
 from vitrail.cli.outputs import check_empty_folder, is_empty
-from vitrail.training.console_lines import ConsoleCallback, print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +35,7 @@ def demo(
 
     from vitrail.experiment import digits_demo as steps
     from vitrail.images.formats.sources import open_dataset
+    from vitrail.training.console_lines import ConsoleCallback, print_rows
     from vitrail.training.signals import Interrupted
     from vitrail.training.start import train
 

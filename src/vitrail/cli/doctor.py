@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from vitrail.base.errors import InputError, printable
+from vitrail.base.errors import printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import load_model
-from vitrail.cli.option_values import parse_workers
+from vitrail.cli.option_values import parse_workers, refuse_given
 from vitrail.cli.options import DATA, WORKERS, ModelOptions
 from vitrail.cli.outputs import check_new_files, this_command
 
@@ -68,10 +67,10 @@ def doctor(
     """
     if model is None or not features:
         how = "give --model as well" if model is None else "leave out --no-features"
-        if html_file is not None:
-            raise InputError(f"--html shows what a model's features tell about the data; {how}.")
-        for name in opening.named():
-            raise InputError(f"{name} says how the model is loaded that computes features; {how}.")
+        refuse_given(
+            {"--html": html_file}, f"OPTION shows what a model's features tell about the data; {how}."
+        )
+        refuse_given(opening.named(), f"OPTION says how the model is loaded that computes features; {how}.")
     check_new_files({"--html": html_file})
 
     from vitrail.images.formats.sources import open_labeled
@@ -95,7 +94,7 @@ def doctor(
         if fingerprint is not None:
             report.trained_on = count_trained(dataset, fingerprint, bars)
         if features and model is not None:
-            bundle = load_model(model, opening, channels=dataset.channels)
+            bundle = opening.load(model, channels=dataset.channels)
             _compare(html_file, bundle, dataset, report, count, batch, bars)
     report.problems = problems
     if as_json:

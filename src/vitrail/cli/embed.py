@@ -9,10 +9,18 @@ from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import open_predictor
-from vitrail.cli.options import MODEL_OR_ONNX, NATIVE, WORKERS, Batch, ModelOptions, start_workers
+from vitrail.cli.option_values import refuse_given
+from vitrail.cli.options import (
+    MODEL_OR_ONNX,
+    NATIVE,
+    WORKERS,
+    Batch,
+    ModelOptions,
+    SpeedOptions,
+    start_workers,
+)
 from vitrail.cli.outputs import check_new_files
-from vitrail.cli.part_jobs import JobOptions, check_not_given, run_parts
+from vitrail.cli.part_jobs import NOT_FOR_PARTS, JobOptions, run_parts
 from vitrail.cli.streams import print_error
 
 _SHOWN = 5  # images that could not be read
@@ -50,7 +58,7 @@ def embed(
     if folder is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
-        check_not_given(native=native)
+        refuse_given({"--native": native}, NOT_FOR_PARTS)
         written = PartOptions("embed", form or "npy", 1, jobs.part_size or PART_SIZE)
         run_parts(folder, jobs, model, images, written, opening, batch=batch, workers=workers)
         return
@@ -68,7 +76,7 @@ def embed(
     from vitrail.weights.bundle.own_shape import check_native
 
     start_workers(images, workers)
-    predictor = open_predictor(model, opening, batch=batch, workers=workers, native=native)
+    predictor = opening.predictor(model, SpeedOptions(), batch=batch, workers=workers, native=native)
     if native:
         check_native(predictor.bundle)
     with ProgressBars(enabled=not opening.quiet) as bars:

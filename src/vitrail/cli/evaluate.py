@@ -17,7 +17,6 @@ from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
 from vitrail.base.safe_files import write_text
 from vitrail.cli.evaluation_tables import show_evaluation
-from vitrail.cli.models import check_classes, load_model, open_zero_shot, print_device, usual_precision
 from vitrail.cli.option_values import parse_workers
 from vitrail.cli.options import (
     DATA,
@@ -27,7 +26,9 @@ from vitrail.cli.options import (
     ModelOptions,
     SpeedOptions,
     WordOptions,
+    check_classes,
     split_names,
+    usual_precision,
 )
 from vitrail.cli.outputs import check_new_files, saving_gate_report, this_command
 
@@ -103,9 +104,9 @@ def evaluate(
     from vitrail.evaluation.evaluate_model import evaluate as evaluate_model
 
     opening = opening.for_precision(speed.precision)
-    bundle = open_zero_shot(model, words, opening) or load_model(model, opening, precision=None)
+    bundle = words.open(model, opening) or opening.load(model, precision=None)
     precision = usual_precision(bundle, speed.precision, own_code=bool(probes))
-    print_device(bundle.model, opening.device, precision, quiet=opening.quiet)
+    opening.print_device(bundle.model, precision)
     if bundle.model.config.classes or not probes:
         check_classes(bundle)
     with ProgressBars(enabled=not opening.quiet) as bars, saving_gate_report(json_file):

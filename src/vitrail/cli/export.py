@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 from typer import Option
 
 from vitrail.base.errors import printable
-from vitrail.cli.models import print_guess
 from vitrail.cli.options import MODEL, ModelOptions, SpeedOptions, split_names
 from vitrail.cli.outputs import saving_gate_report
 
@@ -72,7 +71,7 @@ def export(
             keep=speed.layers,
             **opening.arguments(),
         )
-    print_guess(result.guess, opening.quiet)
+    opening.print_guess(result.guess)
     for note in [] if opening.quiet else result.notes:
         print(f"note: {note}")
     if result.proof is not None:

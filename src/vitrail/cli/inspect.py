@@ -10,7 +10,6 @@ from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import load_model
 from vitrail.cli.options import MODEL, ModelOptions
 from vitrail.cli.outputs import check_empty_folder, this_command
 
@@ -64,7 +63,7 @@ def inspect(
 
     check_empty_folder("--out", out)
     paths = expand_folders(images or [])
-    bundle = load_model(model, opening)
+    bundle = opening.load(model)
     figures = [name.strip() for name in only.split(",")] if only else []
     class_index = None if target is None else _find_class(target, bundle)
     with ProgressBars(enabled=not opening.quiet) as bars:

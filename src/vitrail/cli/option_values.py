@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from vitrail.base.errors import ConfigError, InputError, printable, suggest
@@ -61,11 +61,13 @@ def parse_field(text: str, hint: Any) -> Any:
     return parts if numbers else parse_value(text)
 
 
-def parse_settings(given: Iterable[str]) -> dict[str, Any]:
+def parse_settings(given: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments of `vitrail.load`, from FIELD=VALUE options.
 
     A field is a field of ViTConfig, "preprocess" or "preprocess." with a field of it, or checkpoint_key.
     """
+    if not given:
+        return {}
     from vitrail.base.fields import type_hints
     from vitrail.images.preprocess import Preprocess
     from vitrail.model.config import ViTConfig
@@ -92,6 +94,13 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
         else:
             settings[name] = parse_field(value, model[name])
     return settings
+
+
+def refuse_given(options: Mapping[str, object], reason: str) -> None:
+    """Refuse the first option that is given; OPTION in the reason stands for its name."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise InputError(reason.replace("OPTION", name))
 
 
 # ---- training --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.option_values import parse_workers
+from vitrail.cli.option_values import parse_workers, refuse_given
 from vitrail.cli.options import QUIET, WORKERS
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def pack(
         raise InputError("vitrail pack takes DATA and OUT, such as vitrail pack pets/ pets.pack.")
     if to not in _FORMATS:
         raise InputError(f"unknown format {to!r} for --to. {suggest(to, _FORMATS)}")
-    if to == "file" and shard_size is not None:
-        raise InputError("--shard-size is for --to shards; add that, or remove it.")
-    of_file = {"--size": size is not None, "--jpeg": jpeg, "--check": check}
-    for option in (name for name, is_given in of_file.items() if is_given and to == "shards"):
-        raise InputError(f"{option} is not for shards, which hold the image files as they are; remove it.")
+    if to == "shards":
+        of_file = {"--size": size, "--jpeg": jpeg, "--check": check}
+        refuse_given(of_file, "OPTION is not for shards, which hold the image files as they are; remove it.")
+    else:
+        refuse_given({"--shard-size": shard_size}, "OPTION is for --to shards; add that, or remove it.")
     if check:
         _check(data, out, quiet)
         return

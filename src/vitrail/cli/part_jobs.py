@@ -14,15 +14,15 @@ from typer import Option
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import check_classes, print_notes
 from vitrail.cli.option_groups import options
 from vitrail.cli.option_values import parse_workers
-from vitrail.cli.options import ModelOptions
+from vitrail.cli.options import ModelOptions, check_classes
 from vitrail.cli.streams import print_error
 
 if TYPE_CHECKING:
     from vitrail.predict.parts import PartOptions, PartResult
 
+NOT_FOR_PARTS = "OPTION is not for a folder of parts; use vitrail embed, or a file for --out."
 _ENGINES = ("local", "ray")
 _MAX_JOBS = 1_000_000
 _FILE_SUFFIXES = (".csv", ".jsonl", ".json", ".txt", ".parquet", ".npy", ".safetensors")
@@ -76,15 +76,6 @@ class JobOptions:
         return number, of
 
 
-def check_not_given(**options: object) -> None:
-    """Refuse options that a folder of parts does not have."""
-    for name, value in options.items():
-        if value is not None:
-            raise InputError(
-                f"--{name} is not for a folder of parts; use vitrail embed, or a file for --out."
-            )
-
-
 def run_parts(
     folder: Path,
     jobs: JobOptions,
@@ -115,7 +106,7 @@ def run_parts(
     with ProgressBars(enabled=not opening.quiet) as bars:
         images = ImageList(inputs, lambda done, total: bars("reading shards", done, total))
         predictor = open_model()
-        print_notes(predictor, opening)
+        opening.print_notes(predictor)
         if written.content == "predict":
             check_classes(predictor.bundle)
             if not predictor.config.classes:

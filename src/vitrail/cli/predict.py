@@ -16,7 +16,7 @@ from typer import Argument, Option
 from vitrail.base.errors import InputError, printable, require_extra
 from vitrail.base.progress import ProgressBars
 from vitrail.base.safe_files import naming_file
-from vitrail.cli.models import check_classes, open_predictor, open_zero_shot
+from vitrail.cli.option_values import refuse_given
 from vitrail.cli.options import (
     MODEL_OR_ONNX,
     NATIVE,
@@ -25,10 +25,11 @@ from vitrail.cli.options import (
     ModelOptions,
     SpeedOptions,
     WordOptions,
+    check_classes,
     start_workers,
 )
 from vitrail.cli.outputs import check_distinct, check_empty_folder, check_new_files, saving_gate_report
-from vitrail.cli.part_jobs import JobOptions, check_not_given, run_parts
+from vitrail.cli.part_jobs import NOT_FOR_PARTS, JobOptions, run_parts
 from vitrail.cli.streams import print_error, stdin_bytes
 
 if TYPE_CHECKING:
@@ -100,24 +101,23 @@ def predict(
     if folder is None:
         format_rows(form, 1, 1)  # fails before the model is loaded if the format is unknown
     opening = opening.for_precision(speed.precision)
-    with_words = open_zero_shot(model, words, opening)
+    with_words = words.open(model, opening)
     if folder is not None:
         from vitrail.predict.parts import PART_SIZE, PartOptions
 
-        check_not_given(embeddings=embeddings, explain=explain, native=native)
-        if speed.precision is not None:
-            raise InputError(
-                "--precision is not for a folder of parts; export the model with vitrail export --precision, "
-                "and use the .onnx file."
-            )
+        of_rows = {"--embeddings": embeddings, "--explain": explain, "--native": native}
+        refuse_given(of_rows, NOT_FOR_PARTS)
+        refuse_given(
+            {"--precision": speed.precision},
+            "OPTION is not for a folder of parts; export the model with vitrail export --precision, and use "
+            "the .onnx file.",
+        )
         written = PartOptions("predict", form, top or 1, jobs.part_size or PART_SIZE)
         run_parts(folder, jobs, with_words or model, inputs, written, opening, batch=batch, workers=workers)
         return
     start_workers(inputs, workers)
     with saving_gate_report(Path(out) if out else None):
-        predictor = open_predictor(
-            with_words or model, opening, speed, batch=batch, workers=workers, native=native
-        )
+        predictor = opening.predictor(with_words or model, speed, batch=batch, workers=workers, native=native)
     config = predictor.config
     if embeddings is None or top is not None:
         check_classes(predictor.bundle)

@@ -9,7 +9,6 @@ from typer import Option
 
 from vitrail.base.errors import InputError, printable
 from vitrail.base.progress import ProgressBars
-from vitrail.cli.models import load_model
 from vitrail.cli.option_values import parse_workers
 from vitrail.cli.options import DATA, MODEL, WORKERS, Batch, ModelOptions
 from vitrail.cli.outputs import check_new_files
@@ -42,7 +41,7 @@ def probe(
     with ProgressBars(enabled=not opening.quiet) as bars:
         rows, files = partial(bars, "reading rows", total=None), partial(bars, "reading files")
         dataset = open_dataset(data, progress=files, on_rows=rows)
-        bundle = load_model(model, opening, channels=dataset.channels)
+        bundle = opening.load(model, channels=dataset.channels)
         result = probe_head(bundle, dataset, batch=batch, workers=parse_workers(workers), progress=bars)
     lines = {
         "training images": f"{result.images:,}, {len(dataset.classes):,} classes",

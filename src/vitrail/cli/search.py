@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
-from vitrail.cli.models import print_notes
 from vitrail.cli.options import ModelOptions
 from vitrail.cli.outputs import check_new_files, this_command
 
@@ -61,7 +60,7 @@ def search(
     predictor = Predictor(
         name, workers=0, native=opened.native, **{**opened.arguments, **opening.arguments()}
     )
-    print_notes(predictor, opening)
+    opening.print_notes(predictor)
     opened.check_model(predictor)
     hits = opened.search(_embed_query(predictor, query, is_image), top)
     if as_json:

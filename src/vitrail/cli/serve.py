@@ -13,7 +13,6 @@ from typer import Argument, Option
 
 from vitrail.base.errors import FileError, InputError, printable, require_extra
 from vitrail.base.safe_files import read_limited
-from vitrail.cli.models import open_predictor
 from vitrail.cli.options import NATIVE, ModelOptions, SpeedOptions
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def serve(
         chosen = None if examples is None else from_folder(examples)
         predictors: dict[str, Predictor] = {}
         for name, path in files.items():
-            predictor = open_predictor(path, opening, speed, native=native)
+            predictor = opening.predictor(path, speed, native=native)
             if native:
                 check_native(predictor.bundle)
             predictors[name or model_name(predictor, path)] = predictor

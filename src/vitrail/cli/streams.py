@@ -6,7 +6,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
@@ -89,11 +89,10 @@ class _Outlasting:
     def flush(self) -> None:
         self._attempt(self.stream.flush)
 
-    def _attempt(self, action: Any) -> None:
-        if self.closed_early:
-            return
+    def _attempt(self, action: Callable[[], object]) -> None:
         try:
-            action()
+            if not self.closed_early:
+                action()
         except OSError as error:
             self.closed_early = True
             discard_output()  # the buffer of the wrapped stream still has what could not be written

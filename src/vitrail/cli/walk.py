@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
-from vitrail.cli.models import load_model, print_device
 from vitrail.cli.options import ModelOptions
 from vitrail.cli.outputs import check_new_files
 from vitrail.cli.walk_table import show_walk
@@ -66,7 +65,7 @@ def walk(
     from vitrail.views.walk.overview import top_classes
 
     bundle, weights = _load_model(model, seed, opening, labels)
-    print_device(bundle.model, opening.device, "fp32", quiet=opening.quiet)
+    opening.print_device(bundle.model, "fp32")
     vit, activation = bundle.model, bundle.scores.activation
     pixels = read_image(image, bundle.preprocess)
     stages = steps.walk(vit, pixels, block=block, head=head, token=token, activation=activation)
@@ -107,7 +106,7 @@ def _load_model(name: str, seed: int | None, opening: ModelOptions, labels: str 
             raise InputError(
                 f"--seed is for random weights, and {printable(name)} has its own; remove --seed."
             )
-        bundle = load_model(name, opening, precision=None)
+        bundle = opening.load(name, precision=None)
         if labels is not None:
             from vitrail.views.walk.label_file import name_classes
 

@@ -24,6 +24,7 @@ import numpy as np
 from vitrail.base.errors import FileError, InputError, option, printable
 from vitrail.base.fields import as_tuples, short_repr
 from vitrail.base.safe_files import parse_json, write_array, write_text
+from vitrail.predict.prediction import Prediction
 from vitrail.predict.predictor import Predictor
 from vitrail.weights.bundle.bundle import golden_inputs
 from vitrail.weights.readers.files import open_weights, write_safetensors
@@ -206,6 +207,12 @@ class Embedder:
         with torch.no_grad():
             return self.head.embed(torch.from_numpy(pooled).to(self.head.fc2.weight)).float().cpu().numpy()
 
+    def of(self, prediction: Prediction) -> NDArray[np.float32]:
+        """The vector of one image, (E,)."""
+        pooled = prediction.embedding
+        logits = pooled if prediction.logits is None else prediction.logits
+        return self(pooled[None], logits[None])[0]  # type: ignore[index]
+
     def golden(self) -> NDArray[np.float32]:
         """The vectors of inputs that are the same everywhere."""
         pixels = golden_inputs(self.predictor.config).permute(0, 2, 3, 1).numpy()
@@ -231,8 +238,7 @@ def build_index(
         if prediction.embedding is None:
             errors[prediction.name] = prediction.error or "it has no embedding"
         else:
-            logits = prediction.embedding if prediction.logits is None else prediction.logits
-            rows.append(embed(prediction.embedding[None], logits[None])[0])
+            rows.append(embed.of(prediction))
             names.append(prediction.name)
         progress(done)
     embeddings = np.stack(rows) if rows else golden[:0]

@@ -118,11 +118,9 @@ def as_json(prediction: Prediction, top: int) -> str:
     """A JSON object; everything but ASCII is escaped, also bytes that are not UTF-8."""
     row: dict[str, Any] = {"file": prediction.name}
     if top:
-        labels, guesses = (
-            [{"label": label, "score": score} for label, score in pairs]
-            for pairs in (prediction.labels, prediction.top(top))
-        )
-        row |= {"label": prediction.label, "score": prediction.score, "labels": labels, "top": guesses}
+        row |= {"label": prediction.label, "score": prediction.score}
+        for name, pairs in (("labels", prediction.labels), ("top", prediction.top(top))):
+            row[name] = [{"label": label, "score": score} for label, score in pairs]
         row |= {"ood": prediction.ood, "ood_score": prediction.ood_score}
     return json.dumps({**row, "error": prediction.error}) + "\n"
 

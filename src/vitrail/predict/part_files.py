@@ -93,8 +93,7 @@ def _vectors(predictions: Sequence[Prediction], predictor: Predictor) -> NDArray
     vectors = np.full((len(predictions), embed.golden().shape[1]), np.nan, np.float32)
     for row, one in zip(vectors, predictions, strict=True):
         if one.embedding is not None:
-            logits = one.embedding if one.logits is None else one.logits
-            row[:] = embed(one.embedding[None], logits[None])[0]
+            row[:] = embed.of(one)
     return vectors
 
 

@@ -88,6 +88,7 @@ class Predictor:
         if not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
             raise InputError(f"batch must be an integer from 1 to {MAX_BATCH:,}, not {short_repr(batch)}.")
         speedup = None
+        calibration = Path(calibration) if isinstance(calibration, str) else calibration
         if precision is not None:
             speedup = Speedup(
                 precision=precision, calibration=calibration, min_agreement=min_agreement, keep=keep

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from vitrail.base.errors import InputError
-from vitrail.cli.models import print_device
-from vitrail.cli.options import DEVICE
+from vitrail.cli.options import DEVICE, ModelOptions
 
 _MAX_LENGTH = 100_000
 
@@ -44,5 +43,5 @@ def generate(
     from vitrail.model.device import place
 
     place(opened.model, device)
-    print_device(opened.model, device, "fp32", quiet=False)
+    ModelOptions(device=device).print_device(opened.model, "fp32")
     print(opened.continue_text(prompt, length, temperature, seed).lstrip("\n"))

@@ -191,7 +191,7 @@ def test_folders_that_could_be_two_things(folder):
         open_dataset(folder)
     (folder / "valid").rename(folder / "test")
     (folder / "train").rename(folder.parent / "train")
-    with pytest.raises(InputError, match=r"has images of val and test but none of train"):
+    with pytest.raises(InputError, match=r"has images of val but none of train"):
         open_dataset(folder)
 
 

@@ -68,6 +68,7 @@ class WorkerProcess:
         self.lanes = [(own, memory) for (own, _), memory in zip(pipes, blocks, strict=True)]
         self.process = context.Process(target=_run_tasks, args=(theirs, blocks), name=_NAME, daemon=True)
         self.process.start()
+        self._ending = threading.Lock()  # the exit code can be read once: by one thread
         for other in theirs:
             other.close()
 
@@ -78,7 +79,8 @@ class WorkerProcess:
             connection.send(task)
             pickled, ends = connection.recv()
         except (EOFError, OSError) as error:
-            self.process.join()
+            with self._ending:
+                self.process.join()
             raise _failure(self.process.exitcode) from error
         # By NumPy, which lets other threads run while it copies.
         copy = np.frombuffer(memory, np.uint8, ends[-1]).copy() if ends[-1] else bytearray()
@@ -92,7 +94,8 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the process; what it is doing is lost."""
         self.process.kill()
-        self.process.join()
+        with self._ending:
+            self.process.join()
 
 
 def _failure(code: int) -> WorkerError:

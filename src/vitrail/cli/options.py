@@ -280,7 +280,7 @@ class WordOptions:
         prompts = self.read()
         if prompts is None:
             return None
-        from vitrail.weights.text.zero_shot import bake_prompts
+        from vitrail.weights.text.prompts import bake_prompts
 
         bundle = bake_prompts(opening.load(model, precision=None), prompts)
         if not opening.quiet:

@@ -7,9 +7,8 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from vitrail.views.figure import InspectionRequest
 from vitrail.views.figures import FIGURES, make_figure
-from vitrail.views.sample import sample_images, sample_model
+from vitrail.views.sample import sample_request
 
 PAGE = Path(__file__).parent / "inspect.md"
 IMAGES = Path(__file__).parent / "images" / "inspect"
@@ -29,13 +28,11 @@ def written(captions: dict[str, str]) -> str:
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    digits, captions = sample_images(10), {}
+    captions = {}
     with TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "digits").mkdir()
-        for name, pixels in zip(digits.names, digits.pixels, strict=True):
-            Image.fromarray(pixels[..., 0]).save(folder / "digits" / f"{name}.png")
-        request = InspectionRequest(sample_model(), sorted((folder / "digits").iterdir()), max_images=6)
+        request = sample_request(folder / "digits")
         for name in FIGURES:
             captions[name] = make_figure(FIGURES[name], request, folder).caption
             image = Image.open(folder / f"{name}.png")

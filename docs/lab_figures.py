@@ -1,7 +1,6 @@
 """Draw figures of docs/notes.md again from the saved results of the labs, without training:
 
-    python -m docs.lab_figures                         # those that need no data
-    python -m docs.lab_figures speech --data fsdd.zip
+    python -m docs.lab_figures [NAME ...]
 
 For use when a label or the style has changed. The other labs either run in seconds, or their figures show a
 trained model (positions, characters): run those again (`vitrail_course.labs.collect`).
@@ -15,27 +14,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from docs.notes import IMAGES
 from vitrail.experiment.study import Arm, Difference, Study
 from vitrail.experiment.trial import Trial, one_thread
 from vitrail.views.canvas import save_figure
 from vitrail_course.labs import (
-    attention_distance,
+    activation,
     blocks,
-    gelu_relu,
     norms,
     pool,
     practice,
     recurrent,
     resolution,
-    speech,
+    subwords,
     translation,
 )
 from vitrail_course.labs.datasets import load_dataset, plain_settings
 from vitrail_course.labs.lab import load_results
 from vitrail_course.labs.lr_sweep import SweepResult
-from vitrail_course.labs.spoken_digits import build_dataset, read_recordings, split_by_index
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,17 +61,9 @@ def _study(arms: Mapping[str, Numbers], images: int) -> Study:
     return Study(Path(), "", "", {}, list(range(first.n)), lrs, made)
 
 
-def _attention_distance(numbers: Numbers) -> Figure:
-    by_seed = numbers["fraction of the uniform distance, by seed, layer and head"]
-    return attention_distance.draw(
-        [np.array(heads) for heads in by_seed], [np.array(heads) for heads in numbers["before training"]]
-    )
-
-
 def _blocks(numbers: Numbers) -> Figure:
-    depths = [int(name.split()[0]) for name in numbers["accuracy"] if name.endswith(f"x {blocks.WIDTH}")]
     result = _study(numbers["accuracy"], numbers["held out"])
-    return blocks.draw(depths, blocks.WIDER_SHAPES, result, numbers["seconds per step"])
+    return blocks.draw(numbers["depths"], result, numbers["seconds per step"])
 
 
 def _norms(numbers: Numbers) -> Figure:
@@ -107,17 +97,6 @@ def _resolution(numbers: Numbers) -> Figure:
     return resolution.draw(low, before, after, numbers["epochs"][1], numbers["held out"])
 
 
-def _speech(numbers: Numbers, data: str) -> Figure:
-    arms = _study(numbers["tokens"], numbers["held out"]).arms
-    best = max(speech.SPECTROGRAM_TOKENS, key=lambda name: arms[name].mean)
-    recordings = build_dataset("spoken digits", *split_by_index(read_recordings(data)))
-    return speech.draw(
-        speech.SpeechResults(
-            arms, recordings, numbers["nearest neighbor"], 0, numbers["unseen speakers"], best
-        )
-    )
-
-
 def _translation(numbers: Numbers) -> Figure:
     def results(saved: Mapping[str, Mapping[str, Numbers]]) -> dict[float, dict[str, SweepResult]]:
         return {
@@ -135,35 +114,33 @@ def _translation(numbers: Numbers) -> Figure:
 
 
 FIGURES: dict[str, Callable[[Numbers], Figure]] = {
-    "attention-distance": _attention_distance,
-    "blocks": _blocks,
-    "gelu-relu": lambda numbers: gelu_relu.draw(
-        _study(numbers["accuracy"], numbers["held out"]), numbers["error of the fitted function"]
+    "activation": lambda numbers: activation.draw(
+        torch.linspace(-8, 8, 1_601, dtype=torch.float64), _study(numbers["accuracy"], numbers["held out"])
     ),
+    "blocks": _blocks,
     "norms": _norms,
     "pool": lambda numbers: pool.draw(_study(numbers["arms"], numbers["held out"])),
     "practice": _practice,
     "recurrent": recurrent.draw,
     "resolution": _resolution,
+    "subwords": subwords.draw,
     "translation": _translation,
 }
 
 
-def redraw(name: str, out: Path, data: str | None = None) -> None:
+def redraw(name: str, out: Path) -> None:
     """Draw the figure of a lab from its saved results; OUT/NAME.png is written."""
     [numbers] = [result["numbers"] for result in load_results() if result["name"] == name]
-    figure = FIGURES[name](numbers) if data is None else _speech(numbers, data)
-    _, svg = save_figure(figure, out / name)
+    _, svg = save_figure(FIGURES[name](numbers), out / name)
     svg.unlink()  # the docs show the PNG
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw figures of the labs from their saved results.")
-    parser.add_argument("names", nargs="*", choices=[*FIGURES, "speech"], default=list(FIGURES))
-    parser.add_argument("--data", help="the recordings of the lab speech")
+    parser.add_argument("names", nargs="*", choices=list(FIGURES), default=list(FIGURES))
     options = parser.parse_args()
     for name in options.names:
-        redraw(name, IMAGES, options.data)
+        redraw(name, IMAGES)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path, buffered):
     """Also if Python would notice only at exit."""
     environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "vitrail", "notes", "--markdown"]
+        command = [sys.executable, "-m", "vitrail", "notes", "--full"]
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60
         )

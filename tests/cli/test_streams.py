@@ -46,9 +46,7 @@ def test_closed_streams(tmp_path, script, code, stdout, stderr):
         assert "bug" not in output
 
 
-@pytest.mark.parametrize(
-    "command", [INFO, f"{PROGRAM} notes", f"{PROGRAM} notes --markdown", f"{PREDICT} x.png"]
-)
+@pytest.mark.parametrize("command", [INFO, f"{PROGRAM} notes", f"{PROGRAM} notes --full", f"{PREDICT} x.png"])
 def test_a_reader_that_is_gone_ends_a_command_silently(tmp_path, command):
     done = shell(f"{command} | true", tmp_path)
     assert (done.returncode, done.stderr) == (141, "")

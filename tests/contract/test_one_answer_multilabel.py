@@ -14,8 +14,8 @@ import vitrail as vt
 from tests.support.command import run_command
 from tests.support.serving import serve_command
 from vitrail.evaluation.forward import run_model
-from vitrail.exporters.graph import plan_for
-from vitrail.exporters.onnx import build_metadata, write_onnx
+from vitrail.exporters.graph import build_metadata, plan_for
+from vitrail.exporters.onnx import write_onnx
 from vitrail.images.formats.sources import open_dataset
 
 CLASSES = ["blue", "green", "red"]

@@ -10,6 +10,7 @@ import vitrail as vt
 from tests.support.browser import needs_chromium
 from tests.support.models import add_noise
 from tests.support.read_pages import HOSTILE_NAMES, ParsedPage, check_safe
+from vitrail.views.sample import SAMPLE_FILE
 from vitrail.views.walk import token_name, walk
 from vitrail.views.walk import walk_page as page
 from vitrail.views.walk.encoder_stages import Recording
@@ -60,6 +61,32 @@ def test_a_model_with_too_many_weights_shows_one_block(monkeypatch):
     assert {one.get("data-block") for one in read.all("article")} == {None, "1"}
     assert not read.all("script")
     assert "as chosen by --block, --head and --token" in read.text
+
+
+def test_pixels_look_as_before_mean_and_std():
+    """A black image stays black."""
+    shown = torch.tensor([0, 51, 255], dtype=torch.uint8).reshape(1, 1, 3)
+    preprocess = vt.load(SAMPLE_FILE).preprocess
+    normalized = (shown / 255 - preprocess.mean[0]) / preprocess.std[0]
+    assert list(page.pixels_image(normalized, preprocess).getdata()) == [0, 51, 255]
+    assert list(page.pixels_image(torch.tensor([[[-1.0, 0.0, 1.0]]]), None).getdata()) == [0, 128, 255]
+
+
+def test_maps_with_negative_values_are_white_at_zero():
+    image, ends = page._heat_map(torch.tensor([[-1.0, 0.0, 4.0]]), 8)
+    assert ends == (-4, 4)
+    red, green, blue = image.convert("RGB").getpixel((1, 0))
+    assert min(red, green, blue) > 240
+    assert page._heat_map(torch.tensor([[0.0, 2.0]]), 8)[1] == (0, 2)
+    assert build()[2].count('class="scale signed"') > 10
+
+
+def test_x_class_and_E_pos_are_shown_alone():
+    model, pixels, text = build()
+    stages = {stage.name: stage for stage in walk(model, pixels)}
+    assert torch.equal(stages["x_class"].tensor, model.prefix)
+    assert torch.equal(stages["prefix"].tensor + stages["E_pos"].tensor, stages["position"].tensor)
+    assert {"x_class", "E_pos"} <= set(ParsedPage(text).text.split())
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)

@@ -12,10 +12,13 @@ from sklearn.datasets import load_digits
 import vitrail as vt
 from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
+from vitrail.base.errors import DeviceWarning
+from vitrail.fast.accelerate import InferenceExecution
 from vitrail.fast.gate import GateError, compare
 from vitrail.fast.inference_routes import PLAIN, Accelerated, Acceleration, Builder, plain_forward
 from vitrail.fast.int8 import choose_scales
 from vitrail.fast.onnx_graph import OnnxForward
+from vitrail.fast.prepare import prepare
 from vitrail.fast.products import Product
 from vitrail.fast.quantize import Observed, block_layers, observe
 from vitrail.fast.smooth import Divide, smooth
@@ -246,8 +249,8 @@ def test_narrow_layers_have_tiles_for_many_rows(monkeypatch):
     for columns in (192, 384, 768):
         weight = torch.zeros(columns, 768).to(torch.float8_e4m3fn)
         for rows in (197, 50432):
-            assert Product(weight=weight, add=True).ways(rows, kernels=True), (columns, rows)
-            few = Product(weight=weight, add=True).ways(100, kernels=True)
+            assert Product(weight=weight, add=True).ways(rows), (columns, rows)
+            few = Product(weight=weight, add=True).ways(100)
             assert list(few) == ["Triton 64x32x128, 4 warps, 4 stages, 1 parts"], "nothing to measure"
 
 
@@ -262,6 +265,29 @@ def test_what_is_recorded_of_an_accelerated_model_is_the_models(trained):
     torch.testing.assert_close(logits, fast(images), rtol=0, atol=1e-4)
     (message,) = said
     assert "recorded or edited" in message
+
+
+def test_without_a_listener_the_line_is_a_warning(trained):
+    model, images, _ = trained
+    fast = Accelerated(
+        model, plain_forward(model, torch.float32), Acceleration(precision="fp32", route=PLAIN)
+    )
+    with vt.record(model, "encoded"), pytest.warns(DeviceWarning, match="the plain model computes meanwhile"):
+        fast(images[:2])
+    with vt.record(model, "encoded") as tape:  # said once
+        fast(images[:2])
+    assert len(tape["encoded"]) == 2
+
+
+def test_inference_is_prepared_as_training_is(trained, monkeypatch):
+    model, images, _ = trained
+    plain = {PLAIN: lambda: plain_forward(model, torch.float32)}
+    monkeypatch.setattr(Builder, "routes", lambda self, precision, kept: (plain, []))
+    fast = prepare(model, InferenceExecution("fp32", remember=False))
+    assert (fast.model, fast.report.route) == (model, PLAIN)
+    assert torch.equal(logits(fast, images[:2]), logits(model, images[:2]))
+    with pytest.raises(vt.InputError, match="a TrainingExecution or an InferenceExecution, not 'int8'"):
+        prepare(model, "int8")
 
 
 def test_what_another_thread_records_leaves_the_fast_way(trained):

@@ -1,4 +1,4 @@
-"""The Triton kernels compute what their twins in `vitrail.fast.plain` do, in Triton's interpreter.
+"""The Triton kernels compute what their twins in `tests.support.plain_kernels` do, in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, so the tests run in a process of their own. bf16 products
 are wrong in it; tests/gpu has them on a GPU.
@@ -44,7 +44,7 @@ def assert_fp8_close(found, expected):
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("shape", [(37, 100), (5, 1024)])
 def test_norm(shape, centered):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.blocks import Norm
     from vitrail.fast.kernels.norm_inference import norm
 
@@ -72,7 +72,7 @@ def test_gelu_is_exact_to_the_rounding_of_bf16():
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("what", ["plain", "gelu", "add", "fp8"])
 def test_product(kind, parts, what):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.kernels.product import Tiles, product
     from vitrail.fast.products import Product
 
@@ -112,7 +112,7 @@ def chain_inputs(M=150, D=96, hidden=256, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("gelu", [True, False])
 def test_products_of_a_chain(centered, gelu):
     """One leaves the statistics of the tokens, with which the next one normalizes."""
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import ChainTiles, FoldedNorm
     from vitrail.fast.kernels import chain_products as chain
@@ -135,7 +135,7 @@ def test_products_of_a_chain(centered, gelu):
 
 @inside
 def test_parts_are_added_up_in_the_norm():
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import ChainTiles
     from vitrail.fast.kernels import chain_products as chain
@@ -155,7 +155,7 @@ def test_parts_are_added_up_in_the_norm():
 @inside
 @pytest.mark.parametrize(("tokens", "queries"), [(37, 37), (37, 2), (150, 150)])
 def test_attention_of_the_first_tokens(tokens, queries):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.kernels import chain_products as chain
 
     torch.manual_seed(0)

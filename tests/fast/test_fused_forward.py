@@ -7,6 +7,7 @@ from torch import nn
 import vitrail as vt
 from tests.contract.test_options import CASES, config_of, difference
 from tests.support.models import add_noise
+from tests.support.plain_kernels import use_plain_kernels
 from vitrail.fast.choices import Choices
 from vitrail.fast.fused import FusedForward
 
@@ -34,9 +35,14 @@ def build(**fields):
     return model, torch.randn(3, *model.config.input_shape)
 
 
-def fuse(model, **how):
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+def fuse(model, chained=False, **how):
     choices = Choices(torch.device("cpu"), remember=False)
-    return FusedForward(model, choices, dtype=torch.float32, **how)
+    return FusedForward(model, choices, dtype=torch.float32, chained=chained, **how)
 
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=str)

@@ -14,6 +14,7 @@ from vitrail.images.loader import Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
+from vitrail.training import parallel
 from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import build_trial, step_peak
@@ -58,7 +59,7 @@ CASES = {
 def test_the_chosen_batch_trains_within_the_memory(name, data, teacher, tmp_path, monkeypatch):
     """The memory of a GPU is pretended to be small, so that it is the limit."""
     total = torch.cuda.get_device_properties(0).total_memory
-    monkeypatch.setattr(batch_size, "_GPU_MARGIN", 1.5e9 / total)
+    monkeypatch.setattr(parallel, "MARGIN", 1.5e9 / total)
     callback, settings = RecordingCallback(), {"epochs": 1, "compile": False, **CASES[name]}
     given = {"teacher": teacher} if name == "taught" else {}
     train(data, out=tmp_path / "run", batch="auto", callback=callback, **settings, **given)

@@ -25,7 +25,7 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(50, 768), (197, 1024), (3, 100)])
 def test_norm(rows, width, fp8):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.blocks import Norm
     from vitrail.fast.kernels.norm_inference import norm
 
@@ -49,7 +49,7 @@ def test_gelu_is_exact_to_the_rounding_of_bf16():
 @pytest.mark.parametrize("kind", [BF16, FP8])
 @pytest.mark.parametrize("what", ["bias", "gelu", "add", "fp8"])
 def test_product(kind, what):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.kernels.product import LARGE_TILES, SMALL_TILES, product
     from vitrail.fast.products import Product
 
@@ -74,7 +74,7 @@ def test_product(kind, what):
 @hopper
 @pytest.mark.parametrize("rows", [1, 197, 394])
 def test_kernels_of_a_chain(rows):
-    from vitrail.fast import plain
+    from tests.support import plain_kernels as plain
     from vitrail.fast.blocks import Norm
     from vitrail.fast.chain import FoldedNorm, choose_tiles
     from vitrail.fast.kernels import chain_products as chain

@@ -101,22 +101,6 @@ def test_gradients_of_the_resnet_stem_equal_timm(pair):
         assert close(gradient, expected, 1e-10), key
 
 
-def test_a_wider_resnet_stem_equals_timm():
-    from functools import partial
-
-    from timm.layers import StdConv2dSame
-    from timm.models.resnetv2 import ResNetV2
-
-    conv = partial(StdConv2dSame, eps=1e-8)
-    theirs = ResNetV2(
-        [1], num_classes=0, global_pool="", width_factor=2, stem_type="same", preact=False, conv_layer=conv
-    )
-    ours = copied(add_noise(theirs), ResNetStem(layers=(1,), width_factor=2))
-    images = torch.randn(1, 3, 16, 24)
-    assert ours.out_channels == 512
-    assert close(ours(images), theirs(images))
-
-
 def test_the_root_equals_timm():
     theirs = add_noise(timm_backbone((), in_chans=3))
     ours = ResNetStem(layers=()).eval()

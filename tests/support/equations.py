@@ -349,15 +349,17 @@ def other_heads(model, stage, shown, at):
 
 
 def is_input(stage, inputs, shown):
-    """Whether the stage shows an input of the model; if so, it is compared with it."""
+    """Whether the stage shows an input of the model, or x_class or E_pos; if so, it is compared with it."""
     letter, separator, _ = stage.equation.partition(" in ")
     if not separator:
         return False
-    assert torch.equal(stage.tensor, inputs[letter])
+    parameter = stage.name in ("x_class", "E_pos")
+    assert torch.equal(stage.tensor, inputs[stage.name if parameter else letter])
     integers = r"x in \{0, \.\.\., 10\}\^" + str(len(stage.tensor))
     reals = re.escape(f"{letter} in R^({' x '.join(map(str, stage.shape))})")
     assert re.fullmatch(reals if stage.tensor.is_floating_point() else integers, stage.equation)
-    shown[letter] = stage.tensor
+    if not parameter:  # those are known from the start
+        shown[letter] = stage.tensor
     return True
 
 
@@ -387,7 +389,13 @@ def check(model, x, stages, context=None, last=lambda logits: logits.softmax(-1)
     with torch.no_grad():
         for stage in stages:
             assert not stage.tensor.requires_grad
-            if is_input(stage, {"x": x, "c": context}, shown):
+            inputs = {
+                "x": x,
+                "c": context,
+                "x_class": getattr(model, "prefix", None),
+                "E_pos": shown.get("E_pos"),
+            }
+            if is_input(stage, inputs, shown):
                 continue
             assert stage.tensor.dtype == torch.float64
             values = evaluate(model, stage, shown, at)

@@ -17,6 +17,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.device import choose_device
 from vitrail.model.model_memory import step_bytes
 from vitrail.model.presets import preset
+from vitrail.training import parallel
 from vitrail.training.objective import Teacher
 from vitrail.training.plan import batch_size
 from vitrail.training.plan.batch_size import (
@@ -58,7 +59,7 @@ def test_memory_limits_the_batch_on_a_cpu(data, monkeypatch):
     recipe, _ = resolve_recipe("small", open_dataset(data), None, {})
     half = 2 * step_bytes(recipe.model, 16)  # of the memory may be used
     for limit, want in ((half, 16), (half - 1, 8), (10**15, 32), (None, 32)):
-        monkeypatch.setattr(batch_size, "memory_limit", lambda limit=limit: limit)
+        monkeypatch.setattr(parallel, "memory_limit", lambda limit=limit: limit)
         batch, note = choose_batch(plan_of(recipe, open_dataset(data)))
         assert batch == want
         assert ("fits in memory" in note) == (want < 32)  # 400 images: ten steps of 32 at least
@@ -130,7 +131,7 @@ def test_the_measured_memory_limits_the_batch(settings, data, monkeypatch):
     needed = {n: step_peak(build_trial(plan_of(recipe, data)), n, saved_bytes) for n in (8, 16)}
     assert 1.5 * needed[8] < needed[16]
     for limit, want in ((needed[8], 8), (needed[16] - 1, 8), (needed[16], 16)):
-        monkeypatch.setattr(batch_size, "_usable_memory", lambda _, m=limit: m + data.train.images.nbytes)
+        monkeypatch.setattr(batch_size, "usable_memory", lambda *_, m=limit: m + data.train.images.nbytes)
         batch, note = choose_batch(plan_of(recipe, data), saved_bytes)
         assert batch == want
         assert "the largest that fits in memory" in note
@@ -176,7 +177,7 @@ def test_the_chosen_batch_is_recorded_and_resumed(data, tmp_path, monkeypatch):
     assert config["request"]["changes"]["batch"] == "auto"
     assert any(note.startswith("Batch 32: an epoch then has 12 steps") for note in callback.notes)
     before = fingerprints(tmp_path / "run")
-    monkeypatch.setattr(batch_size, "memory_limit", lambda: 1)  # another machine: the run keeps its batch
+    monkeypatch.setattr(parallel, "memory_limit", lambda: 1)  # another machine: the run keeps its batch
     train(data, out=tmp_path / "run", resume=True, **{**settings, "epochs": 2})
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["train"]["batch"], config["train"]["epochs"]) == (32, 2)
@@ -195,7 +196,7 @@ def test_the_learning_rate_follows_the_batch_where_the_recipe_has_a_rule(data):
 
 def test_out_of_memory_names_a_batch_that_should_fit(data, tmp_path, monkeypatch):
     config = ViTConfig(**TINY, channels=1, classes=3)
-    monkeypatch.setattr(batch_size, "memory_limit", lambda: 2 * step_bytes(config, 5))
+    monkeypatch.setattr(parallel, "memory_limit", lambda: 2 * step_bytes(config, 5))
     assert fitting_batch(config, CPU, 16) == 4
     assert fitting_batch(config, CPU, 4) == 2  # what has failed cannot fit, whatever the estimate says
 

@@ -1,5 +1,6 @@
 """Which way of sharing a model among processes is chosen, without starting any."""
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -32,7 +33,7 @@ def choose(monkeypatch):
     model, compute = vt.create("S/16@32", classes=3), choose_device("fp32", device="cpu")
 
     def choose(memory, ranks, **settings):
-        monkeypatch.setattr(parallel, "_device_memory", lambda compute, ranks: memory)
+        monkeypatch.setattr(parallel, "usable_memory", lambda compute, ranks: memory)
         return parallel._choose_mode(model, TrainConfig(batch=64, **settings), compute, ranks, 64)
 
     block = sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)
@@ -48,7 +49,7 @@ def test_auto_is_ddp_while_everything_fits(choose):
     assert mode == "ddp"
     assert "weights, gradients and optimizer take" in reason
     assert choose(fits - 1, Ranks(0, 16, 0, 8))[0] != "ddp"
-    assert choose(None, Ranks(0, 16, 0, 8))[0] == "ddp"  # on a system that does not say what it has
+    assert choose(math.inf, Ranks(0, 16, 0, 8))[0] == "ddp"  # on a system that does not say what it has
 
 
 def test_auto_shards_within_a_machine_if_that_suffices(choose):
@@ -87,7 +88,7 @@ def test_auto_chooses_what_plan_advises(monkeypatch, size):
             accumulate=extra["accumulate"],
             ema="ema" in extra,
         )
-        monkeypatch.setattr(parallel, "_device_memory", lambda compute, ranks, all=memory: MARGIN * all)
+        monkeypatch.setattr(parallel, "usable_memory", lambda compute, ranks, all=memory: MARGIN * all)
         ranks, settings = Ranks(0, gpus, 0, gpus // nodes), TrainConfig(batch=batch, residual="bf16", **extra)
         mode, _ = parallel._choose_mode(model, settings, compute, ranks, batch)
         assert mode == cost.mode, (gib, gpus, images, extra)

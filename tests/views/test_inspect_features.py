@@ -61,6 +61,18 @@ def test_every_layout_equals_a_plain_computation(layout):
     assert {len(row) for row in rows} == {len(header)}
 
 
+def test_the_reference_patch_can_be_chosen():
+    model = build(depth=3)
+    images = random_images(model)
+    found = features.compute(model, images.images, patch=(0, -1))
+    with torch.no_grad():
+        tokens = model.eval().encode(images.images).patches.double()
+    cosine = torch.cosine_similarity(tokens, tokens[:, 0, 2][:, None, None], dim=-1)
+    np.testing.assert_allclose(found.cosine, cosine, atol=1e-9)
+    ring = features.draw(found, images).axes[4 * 4].lines[0]  # fifth row of three images and a bar
+    assert (list(ring.get_xdata()), list(ring.get_ydata())) == ([2], [0])
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_otsu_equals_trying_every_threshold(seed):
     rng = np.random.default_rng(seed)
@@ -134,6 +146,10 @@ def test_unusual_sizes_are_drawn(fields, count):
 def test_invalid_inputs_are_rejected():
     model = build()
     images = random_images(model).images
+    with pytest.raises(vt.InputError, match=r"patch column must be an integer from 0 to 2.*not 3"):
+        features.compute(model, images, patch=(0, 3))
+    with pytest.raises(vt.InputError, match="3 x 3 patch grid, not 4"):
+        features.compute(model, images, patch=4)
     with pytest.raises(vt.InputError, match="batch"):
         features.compute(model, images[0])
     with torch.no_grad():

@@ -57,6 +57,20 @@ def test_all_figures_of_a_model_and_images(tmp_path, photos):
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]
 
 
+def test_figures_that_take_long_are_named_with_their_time(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr(figures, "_QUICK", 0.0)
+    missing = write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "quick")
+    assert set(missing) == {"attribution", "scoring", "ablation"}
+    assert (
+        "It would take about 0 s; draw it with all=True, or alone with only='scoring'" in missing["scoring"]
+    )
+    page = ParsedPage((tmp_path / "quick" / "index.html").read_text()).text
+    assert f"ablation: {missing['ablation']}" in page
+    assert write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "all", every=True) == {}
+    only = ["ablation"]
+    assert write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "one", only=only) == {}
+
+
 def test_without_images_the_figures_of_the_weights(tmp_path):
     write_inspection(InspectionRequest(bundle_of()), tmp_path / "out")
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == OF_WEIGHTS
@@ -114,6 +128,8 @@ def test_a_broken_image_is_named_and_skipped(tmp_path, photos):
     with pytest.raises(InputError, match=r"None of the 3 images could be read"):
         write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "none", only=["rollout"])
     assert not (tmp_path / "none").exists()
+    missing = write_inspection(InspectionRequest(bundle_of(), photos), tmp_path / "weights")
+    assert set(missing) == set(FIGURES) - OF_WEIGHTS
 
 
 def test_a_folder_filled_in_the_meantime_is_not_replaced(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 done with failures that are listed, 2 wrong use or bad input, 130 interrupted, 141 if
 the reader of the output is gone (`vitrail predict ... | head`), as shells report it for any command. `train`
-and `notes --run` ignore a closed output and run to the end.
+ignores a closed output and run to the end.
 """
 
 from __future__ import annotations

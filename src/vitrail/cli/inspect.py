@@ -37,8 +37,11 @@ def inspect(
         None,
         help=f"Figures to draw, separated by commas: {', '.join(OF_WEIGHTS)}; with images also "
         f"{', '.join(OF_IMAGES)}.",
-        show_default="all possible",
+        show_default="all that are quick",
         autocompletion=complete_figure,
+    ),
+    every: bool = Option(
+        False, "--all", help="Draw figures that take long, too; others are named with their time."
     ),
     layer: int | None = Option(
         None, help="The block whose attention is drawn, from 0.", show_default="the last"
@@ -72,7 +75,7 @@ def inspect(
         )
         if trained := request.trained_on():
             print(trained)
-        missing = write_inspection(request, out, only=figures, command=this_command())
+        missing = write_inspection(request, out, only=figures, every=every, command=this_command())
     for name, reason in ({} if opening.quiet else missing).items():
         print(f"No figure {name}: {reason}")
     for file, reason in request.corrupt.reasons.items():

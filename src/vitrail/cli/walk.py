@@ -85,7 +85,8 @@ def walk(
 
         blocks = range(vit.config.depth) if fits_one_page(vit.config) else [block]
         titles["files"] = [printable(image), printable(model)]
-        write_text(html_file, walk_page(Recording(vit, pixels, blocks, activation), titles, answer))
+        recording = Recording(vit, pixels, blocks, activation, bundle.preprocess)
+        write_text(html_file, walk_page(recording, titles, answer))
         print(f"Saved {printable(html_file)}")
 
 

@@ -135,8 +135,8 @@ def evaluate(
         classes: names for numbered classes of the data, as `vitrail.train` takes them: a list, a mapping from
             class to name, or a file.
         map: names of the data's classes that the model has under other names: {"tabby": "cat"}.
-        batch: images per forward pass. The number of torch.distributed processes does not change the results,
-            the batch only by rounding: the loss in the eighth digit or so.
+        batch: images per forward pass; it changes results by rounding only, and the number of
+            torch.distributed processes not at all.
         workers: processes or threads that decode files; "auto" chooses by the cores and the images.
         real: ImageNet-ReaL labels, or a file with them.
         probe: any of knn, linear and fewshot; they are fitted on the training split.

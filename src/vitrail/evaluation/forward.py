@@ -22,7 +22,6 @@ from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.normalize import normalize_batch
 from vitrail.images.preprocess import Preprocess
 from vitrail.images.workers import Workers
-from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
 from vitrail.model.model_memory import check_fits, forward_bytes
 from vitrail.weights.bundle.bundle import Bundle
@@ -119,7 +118,7 @@ class SplitOutputs:
     logits: Tensor
     """(N, K)"""
     features: Tensor
-    """(N, layers, parts, D): the parts are those of `feature_parts`."""
+    """(N, layers, parts, D): the class token, if there is one, and the mean of the patches."""
     ood: NDArray[np.float32] | None
     """(N,): above 1 for images out of distribution; None if the file has no statistics of its features."""
     valid: NDArray[np.bool_]
@@ -128,11 +127,6 @@ class SplitOutputs:
     def labeled(self, labels: NDArray[np.int64]) -> LabeledFeatures:
         """The features of the images that could be read, with their labels."""
         return LabeledFeatures(self.features[self.valid], torch.from_numpy(labels)[self.valid])
-
-
-def feature_parts(config: ViTConfig) -> tuple[str, ...]:
-    """The features collected from each block."""
-    return ("class", "mean") if config.class_token else ("mean",)
 
 
 def run_split(
@@ -154,7 +148,8 @@ def run_split(
         name: of the split, for `progress`.
     """
     config, device = bundle.model.config, next(bundle.model.parameters()).device
-    sizes = [config.classes, len(layers) * len(feature_parts(config)) * config.width]
+    parts = 1 + config.class_token
+    sizes = [config.classes, len(layers) * parts * config.width]
     sizes.append(int(bundle.statistics is not None))
     if 4 * sum(sizes) * len(images) > MAX_BYTES:
         raise InputError(
@@ -183,7 +178,7 @@ def run_split(
     if ranks > 1:
         rows, valid = _all_reduce(rows, valid, sum(sizes), corrupt, device)
     logits, flat, scores = rows.split([*sizes[:2], rows.shape[1] - sum(sizes[:2])], dim=1)
-    features = flat.reshape(len(rows), len(layers), len(feature_parts(config)), config.width)
+    features = flat.reshape(len(rows), len(layers), parts, config.width)
     ood = scores[:, 0].numpy() if bundle.statistics is not None else None
     return SplitOutputs(logits, features, ood, valid.numpy() > 0)
 

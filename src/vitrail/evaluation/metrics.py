@@ -336,7 +336,8 @@ def predict_images(
         scores = scale.compute(logits[part])
         best = np.argsort(-scores, axis=1, kind="stable")[:, :_TOP]
         predicted = scores > thresholds if multilabel else np.zeros((len(part), 0), bool)
-        parts.append((best.astype(np.int32), np.take_along_axis(scores, best, axis=1), predicted))
+        parts.append((best, np.take_along_axis(scores, best, axis=1), predicted))
     best, top_scores, predicted = (np.concatenate(column) for column in zip(*parts, strict=True))
     names = [names[i] for i in rows.tolist()]
-    return ImagePredictions(names, labels[rows], classes, best, top_scores, predicted if multilabel else None)
+    found = predicted if multilabel else None
+    return ImagePredictions(names, labels[rows], classes, best.astype(np.int32), top_scores, found)

@@ -38,9 +38,7 @@ class Selection:
     """Images to evaluate a model on."""
 
     data: str
-    """The name of the data set."""
     split: str
-    """train, val, test or all."""
     images: Split
     train: Split
     """The training images, for probes."""
@@ -74,9 +72,17 @@ def select_images(
     """
     if split is not None and split not in SPLITS:
         raise InputError(f"Unknown split {split!r}. {suggest(split, SPLITS)}")
-    opened = data if isinstance(data, Dataset) else _open(data, split, probes, progress)
+    opened = data
+    if not isinstance(data, Dataset):
+        opened = open_labeled(data, lambda rows: progress("reading rows", rows, None))
+        if not (opened.val or opened.test) and (split in ("train", "val") or probes):  # as in training
+            opened = hold_out_validation(opened, progress=partial(progress, "reading files"))
     opened = opened if names is None else rename_classes(opened, names)
-    name, images = _choose_split(opened, split)
+    choices = [*opened.splits, "all"]
+    name = split or next(name for name in ("test", "val", "all") if name in choices)
+    if name not in choices:
+        raise InputError(f"{printable(opened.name)} has no split {name!r}. {suggest(name, choices)}")
+    images = concatenate(list(opened.splits.values())) if name == "all" else opened.splits[name]
     _check_model(bundle, opened, images, probes)
     notes, train = list(opened.notes), opened.train
     source = opened.source_of(name)
@@ -89,26 +95,6 @@ def select_images(
     images = relabel(images, numbers, len(classes))
     train = relabel(train, numbers, len(classes)) if probes else train
     return Selection(opened.name, name, images, train, classes, columns, notes, source)
-
-
-def _open(path: Any, split: str | None, probes: Sequence[str], progress: Progress) -> Dataset:
-    """Open a data set; a part is held out, as in training, if it is needed and there is no val or test."""
-    data = open_labeled(path, lambda rows: progress("reading rows", rows, None))
-    if not (data.val or data.test) and (split in ("train", "val") or probes):
-        return hold_out_validation(data, progress=partial(progress, "reading files"))
-    return data
-
-
-def _choose_split(data: Dataset, requested: str | None) -> tuple[str, Split]:
-    """The name and the images of a split; by default test, or val, or all images of data without these."""
-    splits = data.splits
-    name = requested or next((name for name in ("test", "val") if name in splits), "all")
-    if name == "all":
-        return name, concatenate(list(splits.values()))
-    if name not in splits:
-        choices = [*splits, "all"]
-        raise InputError(f"{printable(data.name)} has no split {name!r}. {suggest(name, choices)}")
-    return name, splits[name]
 
 
 def _match_classes(

@@ -100,12 +100,12 @@ def measure_speeds(
         if images is not None and exact is not None and model.config.classes:
             logits = run_batches(run, images, _CHECK_BATCH)
             gate = compare(logits, exact, precision=used, min_agreement=min_agreement, labels=labels)
-        measured = {"weights_mb": round(_weight_bytes(model, used) / 1e6, 1)}
-        if gate is not None:
-            measured |= {"agreement": gate.agreement, "kl": gate.kl, "top1": gate.top1}
+        size = round(_weight_bytes(model, used) / 1e6, 1)
         for batch in batches:
-            row = _measure(name, used, run, model.config.input_shape, batch, device)
-            rows.append(replace(row, **measured))
+            row = replace(_measure(name, used, run, model.config.input_shape, batch, device), weights_mb=size)
+            if gate is not None:
+                row = replace(row, agreement=gate.agreement, kl=gate.kl, top1=gate.top1)
+            rows.append(row)
     if peers:
         progress("timm")
         rows += _peer_rows(model, batches, device)

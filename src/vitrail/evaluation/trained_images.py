@@ -99,7 +99,7 @@ def count_flagged(scores: NDArray[Any]) -> OutOfDistribution:
 def fit_statistics(
     features: NDArray[Any], labels: NDArray[np.int64], validation: NDArray[Any], max_bytes: int
 ) -> FeatureStatistics | None:
-    """Fit class means and a covariance to training features (N, D), and a threshold to validation ones (M, D).
+    """Fit class means and a covariance to training features (N, D), a threshold to validation ones (M, D).
 
     For multi-label data, labels (N, K), the features have one mean. None if the statistics would take more
     than `max_bytes`, if there are too few images, or if their features hardly differ.
@@ -133,8 +133,8 @@ def fit_statistics(
     )
     if statistics.bytes > max_bytes:
         return None
-    # The smallest threshold that flags at most `FLAGGED` of the validation images, rounded up: the image at the
-    # threshold is not beyond it.
+    # The smallest threshold that flags at most `FLAGGED` of the validation images, rounded up: the image at
+    # the threshold is not beyond it.
     distances = np.sort(statistics.distances(validation))
     threshold = distances[len(distances) - 1 - int(FLAGGED * len(distances))]
     stored = np.nextafter(np.array([threshold], np.float32), np.float32(np.inf))

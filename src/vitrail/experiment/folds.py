@@ -24,7 +24,7 @@ from vitrail.experiment.interval import check_extra, fraction_interval
 from vitrail.images.classes import check_empty_classes
 from vitrail.images.content import content_keys
 from vitrail.images.formats.sources import Dataset, concatenate, open_dataset
-from vitrail.training.callbacks import Callback, NullCallback
+from vitrail.training.callbacks import Callback
 from vitrail.training.console_lines import show_run
 from vitrail.training.parallel import init_process_group
 from vitrail.training.run_directory import environment
@@ -161,7 +161,7 @@ def cross_validate(
         check_extras()
         write_page(folder / _REPORT, folds_page(result.as_json()), overwrite=True)
     except MissingExtra:
-        (callback or NullCallback()).on_message("No report: install vitrail[inspect].")
+        (callback or Callback()).on_message("No report: install vitrail[inspect].")
     return result
 
 

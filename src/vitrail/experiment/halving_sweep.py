@@ -24,12 +24,11 @@ from vitrail.images.augment.mixing import Mixing
 from vitrail.images.augment.pipeline import Augment
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.rng import random_uniform
-from vitrail.training.callbacks import NullCallback
+from vitrail.training.callbacks import Callback
 from vitrail.training.open_data import open_training_data
-from vitrail.training.recipes.settings import MAX_SEED, Recipe, TrainConfig
+from vitrail.training.recipes.settings import MAX_SEED, TrainConfig
 from vitrail.training.resolve import resolve_recipe
 from vitrail.training.run_directory import environment
-from vitrail.weights.bundle.bundle import Bundle
 
 _KEEP = 3  # one of so many candidates goes on to the next round, for as many times the epochs
 _LR_FACTOR, _DECAY_FACTOR = 4.0, 5.0  # candidates are drawn from 1/factor to factor of the recipe's value
@@ -108,18 +107,22 @@ def sweep(
         changes: changes to the recipe for all runs, such as epochs=27, as `vitrail.train` takes them.
     """
     count, seed = as_integer("trials", trials, 2, 1000), as_integer("seed", seed, 0, MAX_SEED)
-    folder, dataset = Path(out), open_training_data(data, None, changes, NullCallback())
+    folder, dataset = Path(out), open_training_data(data, None, changes, Callback())
     base, start = resolve_recipe(recipe, dataset, from_, {**changes, "seed": seed}, size)
     check_folder(folder, "sweep", (_RECORD,))
     candidates = draw_candidates(base.train, count, seed)
-    last = int(math.log(count, _KEEP) + 1e-9) or 1
-    numbers = [*(max(1, round(count / _KEEP**n)) for n in range(last)), 1]  # of candidates in each round
-    plan = [(some, math.ceil(base.train.epochs / _KEEP ** (last - n))) for n, some in enumerate(numbers)]
+    plan = _rounds(count, base.train.epochs)
+
+    def task(candidate: Candidate, epochs: int) -> TrialTask:
+        settings = replace(_changed(base.train, candidate), epochs=epochs)
+        path = folder / "runs" / f"{epochs} epochs" / candidate.name
+        return TrialTask(candidate.name, candidate.lr, seed, replace(base, train=settings), path, start)
+
     folder.mkdir(parents=True, exist_ok=True)
     left, rounds, done, total = candidates, [], 0, sum(number for number, _ in plan)
     with StudyPool(dataset, as_integer("processes", processes, 1)) as pool:
         for number, epochs in plan:
-            tasks = [_task(one, base, epochs, seed, folder, start) for one in left[:number]]
+            tasks = [task(one, epochs) for one in left[:number]]
             trials_of_round: list[Trial] = []
             for first in range(0, len(tasks), pool.processes):
                 trials_of_round += pool.run(tasks[first : first + pool.processes])
@@ -130,7 +133,7 @@ def sweep(
             left = sorted(left[:number], key=lambda one: (-scores[one.name], losses[one.name]))
             rounds.append(Round(epochs, {one.name: scores[one.name] for one in left}))
     best = left[0]
-    model = _task(best, base, plan[-1][1], seed, folder, start).out / "best.safetensors"
+    model = task(best, plan[-1][1]).out / "best.safetensors"
     command = _command(data, recipe, from_, size, base.train, best, {**changes, "seed": seed})
     score, file = rounds[-1].scores[best.name], str(model.relative_to(folder))
     result = Sweep(folder, dataset.name, candidates, rounds, best, score, command, file)
@@ -168,17 +171,16 @@ def scale_augmentation(augment: Augment, mixing: Mixing, strength: float) -> tup
 # ---- parts ----------------------------------------------------------------------------------
 
 
+def _rounds(count: int, epochs: int) -> list[tuple[int, int]]:
+    """The number of candidates and of epochs of each round."""
+    last = int(math.log(count, _KEEP) + 1e-9) or 1
+    numbers = [*(max(1, round(count / _KEEP**n)) for n in range(last)), 1]
+    return [(number, math.ceil(epochs / _KEEP ** (last - n))) for n, number in enumerate(numbers)]
+
+
 def _changed(base: TrainConfig, candidate: Candidate) -> TrainConfig:
     augment, mixing = scale_augmentation(base.augment, base.mixing, candidate.strength)
     return replace(base, lr=candidate.lr, weight_decay=candidate.weight_decay, augment=augment, mixing=mixing)
-
-
-def _task(
-    candidate: Candidate, base: Recipe, epochs: int, seed: int, folder: Path, start: Bundle | None
-) -> TrialTask:
-    settings = replace(_changed(base.train, candidate), epochs=epochs)
-    out = folder / "runs" / f"{epochs} epochs" / candidate.name
-    return TrialTask(candidate.name, candidate.lr, seed, replace(base, train=settings), out, start)
 
 
 def _command(

@@ -19,7 +19,7 @@ from vitrail.base.fields import as_integer, is_real, short_repr
 from vitrail.base.safe_files import write_text
 from vitrail.base.summary import Summary
 from vitrail.images.formats.sources import Dataset
-from vitrail.training.callbacks import NullCallback
+from vitrail.training.callbacks import Callback
 from vitrail.training.epoch import Diverged
 from vitrail.training.open_data import open_training_data
 from vitrail.training.resolve import resolve_recipe
@@ -100,7 +100,7 @@ def find_lr(
         there = [path for path in (folder / f"lr.{end}" for end in ("json", "png", "svg")) if path.exists()]
         if there or (folder.exists() and not folder.is_dir()):
             raise FileError(f"{printable((there or [folder])[0])} exists; choose another folder.")
-    dataset = open_training_data(data, None, changes, NullCallback())
+    dataset = open_training_data(data, None, changes, Callback())
     resolved, start = resolve_recipe(recipe, dataset, from_, changes, size)
     plan = plan_recipe(dataset, resolved, start).with_settings(
         schedule="constant",

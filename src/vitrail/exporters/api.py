@@ -101,8 +101,7 @@ def export(
                 f"{suggest(str(name), _DYNAMIC)}"
             )
 
-    from vitrail.exporters.onnx import write_onnx
-    from vitrail.exporters.onnx_int8 import write_int8
+    from vitrail.exporters.onnx import write_int8, write_onnx
     from vitrail.exporters.proof import check_output
     from vitrail.exporters.torch_export import write_torch
 

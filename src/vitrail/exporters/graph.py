@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.predict.engine import output_names
+from vitrail.predict.onnx_file import EXPORT_KEY, FEATURES_KEY, MODEL_KEY
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.families.recognize import position_resize_options
 
@@ -118,3 +120,13 @@ def _dynamic_sides(config: ViTConfig) -> dict[int, Any]:
     """Sides of at least two patches: torch would take an axis of one for a broadcast axis."""
     down, across = config.patch_pixels
     return {2: down * Dim("rows", min=2), 3: across * Dim("columns", min=2)}
+
+
+def build_metadata(bundle: Bundle, plan: Plan) -> dict[str, str]:
+    """The metadata: the description in a vitrail file, and what this graph takes."""
+    description = {**bundle.describe(), "source": None}  # the original tensors are not in this file
+    graph = {"takes": plan.input, "any_size": plan.any_size}
+    metadata = {MODEL_KEY: json.dumps(description), EXPORT_KEY: json.dumps(graph)}
+    if bundle.statistics is not None:
+        metadata[FEATURES_KEY] = json.dumps(bundle.statistics.describe())
+    return metadata

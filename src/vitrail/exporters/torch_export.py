@@ -9,8 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from vitrail.base.errors import InputError, option
-from vitrail.exporters.graph import Graph, plan_for, trace
-from vitrail.exporters.onnx import build_metadata
+from vitrail.exporters.graph import Graph, build_metadata, plan_for, trace
 from vitrail.exporters.proof import Proof, Run, prove, write_checked
 from vitrail.fast.onnx_graph import explain_errors, quiet
 from vitrail.weights.bundle.bundle import Bundle

@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError, option, printable, suggest
 from vitrail.base.fields import as_integer, short_repr
 from vitrail.fast.choices import Choices
+from vitrail.fast.cuda_graph import Forward
 from vitrail.fast.gate import (
     MIN_AGREEMENT,
     GateError,
@@ -38,7 +39,6 @@ from vitrail.fast.inference_routes import (
     Accelerated,
     Acceleration,
     Builder,
-    Forward,
     Goal,
     PaddedReplay,
     Precision,
@@ -53,8 +53,6 @@ from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.weights.bundle.bundle import Bundle
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp8", "int8")
-GOALS = ("throughput", "latency")
 _MAX_CALIBRATION = 512  # images of a folder, half of them for ranges: more change these little
 
 
@@ -166,7 +164,7 @@ def _merge_tokens(model: ViT, precision: str, how: InferenceExecution) -> Accele
 
 
 def accelerate_by_default(model: ViT) -> Accelerated | None:
-    """What commands use unless a precision is asked for: on a GPU, bf16 by fused kernels in CUDA graphs.
+    """Accelerate for a command without a precision: on a GPU, bf16 by fused kernels in CUDA graphs.
 
     Nothing is measured, so that a command with few images starts at once; what `accelerate` has measured
     before on this machine is used. On a CPU building takes longer than most commands save.
@@ -285,7 +283,10 @@ def _check(model: Any, how: InferenceExecution) -> torch.device:
     precision, calibrate, labels = how.precision, how.calibrate, how.labels
     if not isinstance(model, ViT):
         raise InputError(f"accelerate takes a ViT, not {short_repr(model)}; of a bundle, its .model.")
-    for name, value, allowed in (("precision", precision, PRECISIONS), ("goal", how.goal, GOALS)):
+    for name, value, allowed in (
+        ("precision", precision, get_args(Precision)),
+        ("goal", how.goal, get_args(Goal)),
+    ):
         if value not in allowed:
             raise InputError(f"Unknown {name} {short_repr(value)}. {suggest(str(value), allowed)}")
     if model.config.input != "image":

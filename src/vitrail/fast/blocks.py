@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitrail.fast import plain
 from vitrail.fast.products import Product
+from vitrail.fast.quantize import FP8_MAX, to_fp8
+from vitrail.fast.variants import has_exact_gelu
 from vitrail.model import ViT
 from vitrail.model.attention import Attention
-from vitrail.model.layers import MLP, LayerScale
+from vitrail.model.layers import LayerScale
 
 _HEADROOM = 2.0  # of a static scale: activations may be this much larger than in calibration
 
@@ -39,12 +40,8 @@ class Norm:
     factor: float | None = None
     """Quantizes the result to fp8."""
 
-    def __call__(
-        self, z: Tensor, parts: Tensor | None = None, *, kernels: bool, dependent: bool = False
-    ) -> Tensor:
-        """Of tokens (M, D), to which `parts` are added first; see `vitrail.fast.kernels.norm_inference`."""
-        if not kernels:
-            return plain.norm(self, z, parts)
+    def __call__(self, z: Tensor, parts: Tensor | None = None, *, dependent: bool = False) -> Tensor:
+        """Add `parts` to tokens (M, D) and normalize them; see `vitrail.fast.kernels.norm_inference`."""
         from vitrail.fast.kernels.norm_inference import norm
 
         return norm(self, z, parts, dependent=dependent)
@@ -105,7 +102,7 @@ class BlockBuilder:
     def _factor(self, layer: str) -> float | None:
         if self.ranges is None or layer in self.keep or layer not in self.ranges:
             return None
-        return plain.FP8_MAX / _HEADROOM / max(self.ranges[layer], 1e-6)
+        return FP8_MAX / _HEADROOM / max(self.ranges[layer], 1e-6)
 
     def _normed_product(
         self, norm: Any, weight: Tensor, bias: Tensor | None, factor: float | None
@@ -141,8 +138,8 @@ class BlockBuilder:
         bias = None if bias is None else bias.detach().float()
         if factor is None:
             return Product(weight=weight.to(self.dtype), bias=bias)
-        rows = plain.FP8_MAX / weight.abs().amax(1).clamp(min=1e-12)  # (N,): a scale for each channel
-        return Product(weight=plain.to_fp8(weight, rows[:, None]), bias=bias, scales=1 / (rows * factor))
+        rows = FP8_MAX / weight.abs().amax(1).clamp(min=1e-12)  # (N,): a scale for each channel
+        return Product(weight=to_fp8(weight, rows[:, None]), bias=bias, scales=1 / (rows * factor))
 
     def _branch_end(self, layer: nn.Linear, scale: nn.Module, factor: float | None) -> Product:
         """The second product of a branch, added to the tokens; its bias goes to the shift."""
@@ -156,6 +153,4 @@ class BlockBuilder:
 
 def _is_papers(mlp: Any) -> bool:
     """Whether an MLP is two products with an exact GELU between, and nothing else."""
-    if type(mlp) is not MLP or mlp.middle or not isinstance(mlp.norm, nn.Identity):
-        return False
-    return isinstance(mlp.activation, nn.GELU) and mlp.activation.approximate == "none"
+    return has_exact_gelu(mlp) and isinstance(mlp.norm, nn.Identity)

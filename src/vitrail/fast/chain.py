@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class ChainTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedNorm:
-    """What a product needs to normalize its input."""
+    """Statistics and sums with which a product normalizes its input."""
 
     statistics: Tensor
     """(2, M, chunks): the mean, and the sum of squared deviations from it, of each chunk of the input."""
@@ -77,6 +78,13 @@ def can_chain(model: ViT, blocks: Sequence[FusedBlock]) -> bool:
         if attention.bias is not None or not all(isinstance(norm, nn.Identity) for norm in norms):
             return False
     return c.d in _HEAD_WIDTHS and c.width % 32 == 0 and c.heads_width % 32 == 0
+
+
+def load_operations() -> Any:
+    """Import the kernels of a chain, which need Triton."""
+    from vitrail.fast.kernels import chain_products
+
+    return chain_products
 
 
 def choose_tiles(rows: int, weight: Tensor, *, parts: bool = False, add: bool = False) -> ChainTiles:
@@ -109,13 +117,10 @@ class Chain:
     Args:
         last_norm: the norm of the tokens after the last block, if there is one.
         read: how many tokens of the last block are needed; None for all.
-        kernels: whether to use those of Triton; otherwise their twins in `vitrail.fast.plain`.
     """
 
-    def __init__(
-        self, blocks: Sequence[FusedBlock], last_norm: Norm | None, read: int | None, *, kernels: bool
-    ) -> None:
-        self.blocks, self.last_norm, self.read, self.kernels = blocks, last_norm, read, kernels
+    def __init__(self, blocks: Sequence[FusedBlock], last_norm: Norm | None, read: int | None) -> None:
+        self.blocks, self.last_norm, self.read = blocks, last_norm, read
         self._constants = [
             (block.fc1.weight.float().sum(1), block.fc1.weight.float() @ block.norm2.shift)
             for block in blocks
@@ -124,13 +129,13 @@ class Chain:
 
     def __call__(self, z: Tensor, grid: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
         """Tokens after the last block, and after the last norm if there is one."""
-        width, kernels = z.shape[-1], self.kernels
-        parts, y = None, self.blocks[0].norm1(z.view(-1, width), kernels=kernels, dependent=True)
+        width = z.shape[-1]
+        parts, y = None, self.blocks[0].norm1(z.view(-1, width), dependent=True)
         for index, block in enumerate(self.blocks):
             z, parts = self._run_block(index, block, z, y)
             after = self.blocks[index + 1].norm1 if index + 1 < len(self.blocks) else self.last_norm
             if after is not None:
-                y = after(z.view(-1, width), parts, kernels=kernels, dependent=True)
+                y = after(z.view(-1, width), parts, dependent=True)
         if self.last_norm is None:
             assert parts is not None
             return (z.float() + parts.sum(0).view_as(z)).to(z.dtype), None
@@ -138,10 +143,7 @@ class Chain:
 
     def _run_block(self, index: int, block: FusedBlock, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Eq. 2 and 3, but for the sum of the parts that are returned."""
-        if self.kernels:
-            from vitrail.fast.kernels import chain_products as ops
-        else:
-            from vitrail.fast import plain as ops  # type: ignore[no-redef]
+        ops = load_operations()
         assert block.fc1 is not None
         assert block.fc2 is not None
         images, tokens, _ = z.shape

@@ -1,4 +1,4 @@
-"""What was the fastest on this machine, remembered in a file of the cache folder.
+"""Measure candidates once on this machine, and remember the fastest in a file of the cache folder.
 
 A choice is made by measuring all candidates once. `vitrail bench --forget` deletes the file; so may you. The
 key names the machine and the versions, so that a new driver or another torch is measured again.
@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Choices:
         self.on_cpu = device.type == "cpu"
         self.remember, self.measure = remember, measure
         self.seconds: dict[str, dict[str, float | None]] = {}
-        """What was measured or remembered, by question and candidate; None for one that failed."""
+        """Measured or remembered seconds, by question and candidate; None for one that failed."""
         self.failures: dict[str, str] = {}
         """Why candidates failed that were measured now."""
         if remember:
@@ -104,10 +105,10 @@ def describe_machine(device: torch.device) -> str:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{_processor()}, {torch.get_num_threads()} threads"
-    versions = [
-        f"torch {torch.__version__}",
-        *_versions("triton" if device.type == "cuda" else "onnxruntime"),
-    ]
+    versions = [f"torch {torch.__version__}"]
+    package = "triton" if device.type == "cuda" else "onnxruntime"
+    with suppress(PackageNotFoundError):
+        versions.append(f"{package} {version(package)}")
     return ", ".join([name, *versions])
 
 
@@ -119,17 +120,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _versions(package: str) -> list[str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return [f"{package} {version(package)}"]
-    except PackageNotFoundError:
-        return []
-
-
 def _read() -> dict[str, Any]:
-    """What the file remembers; nothing if it is missing or damaged."""
+    """Read the file; empty if it is missing or damaged."""
     with suppress(OSError, ValueError):
         path = choices_path()
         if path.stat().st_size <= _MAX_BYTES:

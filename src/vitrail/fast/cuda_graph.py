@@ -18,7 +18,7 @@ MAX_SHAPES = 8
 _WARM_UP = 2
 
 Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
-
+"""Pooled vectors and logits of images."""
 _launching = threading.Lock()
 """Held while the kernels of a forward pass are chosen, captured or launched one by one, in any `Replay`.
 

@@ -84,7 +84,7 @@ class FusedForward:
     ) -> None:
         self.device = next(model.parameters()).device
         self.model = copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
-        self.dtype, self.choices, self.kernels = dtype, choices, has_kernels(self.device)
+        self.dtype, self.choices = dtype, choices
         self.left = why_not_fused(model)
         """Why the blocks are computed by their own code; None if they are not."""
         tokens: Any = model.tokens
@@ -104,7 +104,7 @@ class FusedForward:
         self.chained = chained
         self.chain: Chain | None = None
         if can_chain(self.model, self.blocks) and chained is not False:
-            self.chain = Chain(self.blocks, self.last_norm, self.read, kernels=self.kernels)
+            self.chain = Chain(self.blocks, self.last_norm, self.read)
 
     # ---- the forward pass -------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class FusedForward:
         """Whether the kernels of `vitrail.fast.chain` are faster for so many tokens."""
         rows = len(z) * z.shape[1]
         assert self.chain is not None
-        if self.chained is not None or rows > MAX_ROWS or not self.kernels:
+        if self.chained is not None or rows > MAX_ROWS:
             return bool(self.chained)
         ways: dict[str, Run] = {"one by one": self._one_by_one, "chained": self.chain}
         default = "chained" if rows <= USUAL_ROWS else "one by one"
@@ -173,17 +173,17 @@ class FusedForward:
             z = self._run_block(block, z, rotate, last=index == len(self.blocks) - 1)
         if self.last_norm is None:
             return z, None
-        return z, self.last_norm(z.view(-1, z.shape[-1]), kernels=self.kernels).view_as(z)
+        return z, self.last_norm(z.view(-1, z.shape[-1])).view_as(z)
 
     def _run_block(self, block: FusedBlock, z: Tensor, rotate: Rotate, *, last: bool) -> Tensor:
         """Eq. 2 and 3, in place; the last block returns the tokens that the head reads."""
         read = self.read if last else None
-        y = block.norm1(z.view(-1, z.shape[-1]), kernels=self.kernels)  # (B T, D)
+        y = block.norm1(z.view(-1, z.shape[-1]))  # (B T, D)
         q, k, v = self._project(block, y, z.shape[:2], rotate, read)
         z = z[:, :read].contiguous()
         flat = z.view(-1, z.shape[-1])
         self._multiply(block.out, self._attend(block.attention, q, k, v), flat)
-        y = block.norm2(flat, kernels=self.kernels)
+        y = block.norm2(flat)
         if block.fc1 is None or block.fc2 is None:
             z += block.mlp(y.view_as(z))  # its bias is in it, and not in the shift
         else:
@@ -211,7 +211,7 @@ class FusedForward:
     def _multiply(self, product: Product, x: Tensor, out: Tensor | None = None) -> Tensor:
         key = id(product), len(x)
         if key not in self._ways:
-            self._ways[key] = choose(product, len(x), self.choices, kernels=self.kernels)
+            self._ways[key] = choose(product, len(x), self.choices)
         if out is None:
             out = x.new_empty(len(x), len(product.weight), dtype=product.output_dtype)
         return self._ways[key](x, out)

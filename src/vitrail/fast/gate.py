@@ -53,7 +53,7 @@ class Gate:
         return self.agreement >= self.min_agreement
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, ready for JSON."""
+        """Plain data, ready for JSON."""
         return {"passed": self.passed, **asdict(self), "keep": list(self.keep)}
 
     def table(self) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.base.errors import InputError
 from vitrail.base.summary import Summary
 from vitrail.fast.choices import Choices
-from vitrail.fast.cuda_graph import Replay
+from vitrail.fast.cuda_graph import Forward, Replay
 from vitrail.fast.executable import Executable
 from vitrail.fast.gate import Gate
 from vitrail.fast.quantize import Calibration, block_layers
@@ -30,8 +30,6 @@ Precision = Literal["auto", "fp32", "bf16", "fp8", "int8"]
 Goal = Literal["throughput", "latency"]
 LOSSY = ("fp8", "int8")
 
-Forward = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Pooled vectors and logits of images."""
 Routes = dict[str, Callable[[], Forward]]
 """Functions that build a forward pass, by the route's name."""
 
@@ -45,17 +43,17 @@ _MIN_DISTANCE = 1e-4  # which is allowed in any case
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Acceleration(Summary):
-    """What was done to a model, and why."""
+    """A report: how a model is computed, and why."""
 
     precision: str
     route: str
-    """What computes the forward pass."""
+    """The name of the way that computes the forward pass."""
     why: list[str] = field(default_factory=list)
     """The reasons, one sentence each."""
     kept: tuple[str, ...] = ()
     """Layers that stay in the higher precision."""
     images_per_second: dict[str, float] = field(default_factory=dict)
-    """Of each route that was measured, at `batch` images."""
+    """Images per second of each route that was measured, at `batch` images."""
     batch: int = 1
     gate: Gate | None = None
     """How near the answers are to fp32; only for fp8 and int8."""
@@ -72,7 +70,7 @@ class Acceleration(Summary):
         return rows
 
     def sentences(self) -> list[str]:
-        """What was done, why, and how near the answers are, for the notes of a command."""
+        """The report as sentences, for the notes of a command."""
         lines = [f"Computed in {self.precision} by {self.route}.", *self.why]
         if (gate := self.gate) is not None:
             top1 = "" if gate.top1 is None else f", top-1 {gate.top1:.2%} (fp32 {gate.top1_fp32:.2%})"
@@ -83,7 +81,7 @@ class Acceleration(Summary):
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, ready for JSON."""
+        """Plain data, ready for JSON."""
         gate = None if self.gate is None else self.gate.as_dict()
         return {**asdict(replace(self, gate=None)), "kept": list(self.kept), "gate": gate}
 
@@ -199,7 +197,7 @@ class Builder:
 
     @torch.inference_mode()
     def _find_error(self, run: Forward, plain: Forward) -> str | None:
-        """What is wrong with the answers for random images, if they are farther from fp32 than rounding is.
+        """Describe an error if the answers for random images are farther from fp32 than rounding is.
 
         A kernel that was tested elsewhere may be compiled wrongly for this GPU, or by this version.
         """
@@ -291,7 +289,7 @@ def _distance(some: Tensor, exact: Tensor) -> float:
 
 
 def resolve(precision: str, device: torch.device) -> str:
-    """What "auto" means on a device."""
+    """Resolve "auto" for a device: bf16 on a GPU that has it, else fp32."""
     if precision == "auto":
         return "bf16" if has_bf16(device) else "fp32"
     return precision

@@ -94,10 +94,13 @@ class Merged:
             return z
         if self.sizes is None:
             self.sizes = torch.ones(*patches.shape[:2], 1, device=z.device)
-        kept, moved, targets = match(keys[:, prefix:], r)
-        sums = _add(torch.cat([patches.float() * self.sizes, self.sizes], dim=-1), kept, moved, targets)
+        where = place_merged(patches.shape[1], *match(keys[:, prefix:], r))
+        sums = torch.cat([patches.float() * self.sizes, self.sizes], dim=-1)
+        sums = sums.new_zeros(len(z), patches.shape[1] - r, sums.shape[-1]).scatter_add(
+            1, where[..., None].expand_as(sums), sums
+        )
         means, self.sizes = sums[..., :-1] / sums[..., -1:], sums[..., -1:]
-        self.where = _moved_to(patches.shape[1], kept, moved, targets).gather(1, self.where)
+        self.where = where.gather(1, self.where)
         return torch.cat([first, means.to(z.dtype)], dim=1)
 
     def restore(self, z: Tensor) -> Tensor:
@@ -126,19 +129,8 @@ def match(keys: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     return kept, moved, target.gather(1, moved)
 
 
-def _add(x: Tensor, kept: Tensor, moved: Tensor, targets: Tensor) -> Tensor:
-    """The odd tokens that stay, then the even ones with those added that move to them."""
-
-    def rows(indices: Tensor) -> Tensor:
-        return indices[..., None].expand(-1, -1, x.shape[-1])
-
-    odd, even = x[:, 1::2], x[:, ::2]
-    even = even.scatter_add(1, rows(targets), odd.gather(1, rows(moved)))
-    return torch.cat([odd.gather(1, rows(kept)), even], dim=1)
-
-
-def _moved_to(count: int, kept: Tensor, moved: Tensor, targets: Tensor) -> Tensor:
-    """The new index of each of `count` tokens: (B, count)."""
+def place_merged(count: int, kept: Tensor, moved: Tensor, targets: Tensor) -> Tensor:
+    """The new index of each of `count` tokens, (B, count): first the odd ones that stay, then the even."""
     stay = kept.shape[1]
     odd = kept.new_zeros(len(kept), count // 2)
     odd = odd.scatter(1, kept, torch.arange(stay, device=kept.device).expand_as(kept))

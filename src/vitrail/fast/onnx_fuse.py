@@ -84,7 +84,7 @@ def _parts(name: str, weight: Tensor) -> list[tuple[slice, Tensor]]:
 
 
 def _bytes(weight: Tensor) -> bytes:
-    """What the graph stores of a weight."""
+    """The bytes that the graph stores for a weight."""
     return weight.detach().T.contiguous().numpy().tobytes()
 
 

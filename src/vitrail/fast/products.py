@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.fast import plain
 from vitrail.fast.choices import Choices
 
 _TRIALS, _REPEATS = 3, 10  # of a measurement: the fastest trial of so many runs each
@@ -29,7 +28,7 @@ class Product:
     """
 
     weight: Tensor
-    """(N, K), in bf16 or fp8 (in fp32 without kernels)."""
+    """(N, K), in bf16 or fp8; in fp32 only in tests."""
     bias: Tensor | None = None
     """(N,) in fp32."""
     scales: Tensor | None = None
@@ -55,15 +54,13 @@ class Product:
 
     @property
     def kind(self) -> str:
-        """What the choice of the fastest way depends on, but for the number of rows."""
+        """A key for the choice of the fastest way, without the number of rows."""
         flags = [name for name in ("gelu", "add") if getattr(self, name)]
         flags += ["bias"] * (self.bias is not None) + ["to fp8"] * (self.factor is not None)
         return f"{str(self.weight.dtype).removeprefix('torch.')} {tuple(self.weight.shape)} {' '.join(flags)}"
 
-    def ways(self, rows: int, *, kernels: bool) -> dict[str, Way]:
+    def ways(self, rows: int) -> dict[str, Way]:
         """All ways to compute it by name; the first is the plain one."""
-        if not kernels:
-            return {"plain": partial(plain.product, self)}
         found: dict[str, Way] = {}
         if self.weight.dtype == torch.bfloat16 and self.factor is None:
             found["cuBLAS"] = self._cublas
@@ -121,9 +118,9 @@ class Product:
         return None if self.bias is None else self.bias.to(self.output_dtype)
 
 
-def choose(product: Product, rows: int, choices: Choices, *, kernels: bool) -> Way:
+def choose(product: Product, rows: int, choices: Choices) -> Way:
     """The fastest way for so many rows, measured once and remembered."""
-    ways = product.ways(rows, kernels=kernels)
+    ways = product.ways(rows)
     if len(ways) == 1:
         return next(iter(ways.values()))
 

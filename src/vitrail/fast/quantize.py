@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.fast.plain import FP8_MAX, to_fp8
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 
-INT8_MAX = 127
+INT8_MAX, FP8_MAX = 127, 448.0
+"""The largest numbers of int8 and of fp8 e4m3."""
 _TINY = 1e-5
 
 
@@ -55,12 +55,12 @@ class Int8Scales:
     """(N,): added to the bias, for what rounding changes on average."""
 
     def round_input(self, x: Tensor) -> Tensor:
-        """What the integers of an input stand for, divided by the factors."""
+        """Round an input as its integers do; the result is divided by the factors."""
         values = (x / self.factors / self.step).round().add(self.zero)
         return values.clamp(0, 255).sub(self.zero) * self.step
 
     def rounded_weight(self) -> Tensor:
-        """What the integers of the weights stand for, multiplied by the factors."""
+        """The rounded weights, multiplied by the factors."""
         return self.integers.to(self.rows.dtype) * self.rows[:, None]
 
 
@@ -141,6 +141,11 @@ def see_inputs(
             stack.callback(layers[name].register_forward_pre_hook(partial(hook, name)).remove)
         for part in images.split(batch):
             model(part)
+
+
+def to_fp8(x: Tensor, factor: float | Tensor) -> Tensor:
+    """x factor in fp8 e4m3; what is too large becomes the largest number."""
+    return (x.float() * factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def row_scales(weight: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitrail.fast.variants import NORM_FIRST
 from vitrail.model import ViT
 from vitrail.model.layers import MLP, GatedMLP
-
-_NORM_FIRST = ("pre-norm", "parallel", "no-residual")  # a norm's output goes into one product only
 
 
 class Divide(nn.Module):
@@ -44,7 +43,7 @@ def can_smooth(model: ViT, name: str) -> bool:
     kind = ".".join(name.split(".")[2:])
     if kind in ("attention.qkv", "mlp.fc1"):
         norm = block.norm1 if kind == "attention.qkv" else block.norm2
-        return model.config.block in _NORM_FIRST and type(norm) in (nn.LayerNorm, nn.RMSNorm)
+        return model.config.block in NORM_FIRST and type(norm) in (nn.LayerNorm, nn.RMSNorm)
     if kind not in ("attention.out", "mlp.fc2"):
         return False
     between = block.attention.norm if kind == "attention.out" else block.mlp.norm

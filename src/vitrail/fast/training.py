@@ -42,7 +42,7 @@ class TrainingExecution:
     """Puts a module around the model, such as one that returns two logits."""
     parallel: Parallelism = field(default_factory=Parallelism)
     dtype: torch.dtype = torch.float32
-    """Of products; weights of shards are gathered in it."""
+    """The dtype of products; weights of shards are gathered in it."""
 
 
 class TrainingExecutable(Executable):

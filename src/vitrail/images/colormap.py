@@ -13,3 +13,10 @@ def heat(value: float) -> tuple[int, int, int]:
     pairs = zip(_STOPS[low], _STOPS[low + 1], strict=True)
     red, green, blue = (round(start + (end - start) * fraction) for start, end in pairs)
     return red, green, blue
+
+
+def around_zero(value: float) -> tuple[int, int, int]:
+    """Map a value from 0 to 1 to (red, green, blue): blue, white at 0.5, red."""
+    end, weight = ((33, 102, 172), 1 - 2 * value) if value < 0.5 else ((178, 24, 43), 2 * value - 1)
+    red, green, blue = (round(247 + (part - 247) * weight) for part in end)
+    return red, green, blue

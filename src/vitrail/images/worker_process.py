@@ -1,4 +1,4 @@
-"""One worker process, which runs the tasks that it is sent.
+"""One worker process, which runs the tasks that threads of this process send it.
 
 A task holds all that it needs: workers import `vitrail.images` and torch, and neither a model nor the user's
 script.
@@ -28,6 +28,7 @@ import torch
 from vitrail.base.errors import VitrailError
 from vitrail.images.decode import suppress_warnings
 
+LANES = 2  # tasks that a worker process is sent at once: it runs one, and the other waits for it
 _NAME = "vitrail-worker"
 _PRELOAD = "vitrail.images.preload"
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")  # sent to the whole group; the parent decides when to stop
@@ -51,7 +52,7 @@ class Task:
 
 
 class WorkerProcess:
-    """A process that runs one task at a time, for one thread of this process at a time.
+    """A process with `LANES` connections, each for the tasks of one thread at a time.
 
     Args:
         block: bytes of shared memory for the arrays of a task's results; larger ones are sent through a pipe.
@@ -60,24 +61,27 @@ class WorkerProcess:
     def __init__(self, block: int) -> None:
         context: Any = multiprocessing.get_context(start_method())
         _hide_main_module()
-        self.memory = (
-            context.RawArray("B", block) if block else bytearray()
-        )  # in a file, if /dev/shm is too small
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=_run_tasks, args=(other, self.memory), name=_NAME, daemon=True)
+        # In files, if /dev/shm is too small.
+        blocks = [context.RawArray("B", block) if block else bytearray() for _ in range(LANES)]
+        pipes = [context.Pipe() for _ in range(LANES)]
+        theirs = [other for _, other in pipes]
+        self.lanes = [(own, memory) for (own, _), memory in zip(pipes, blocks, strict=True)]
+        self.process = context.Process(target=_run_tasks, args=(theirs, blocks), name=_NAME, daemon=True)
         self.process.start()
-        other.close()
+        for other in theirs:
+            other.close()
 
-    def run(self, task: Task) -> list[Any]:
+    def run(self, lane: int, task: Task) -> list[Any]:
         """Send a task, and wait for its results."""
+        connection, memory = self.lanes[lane]
         try:
-            self.connection.send(task)
-            pickled, ends = self.connection.recv()
+            connection.send(task)
+            pickled, ends = connection.recv()
         except (EOFError, OSError) as error:
             self.process.join()
             raise _failure(self.process.exitcode) from error
         # By NumPy, which lets other threads run while it copies.
-        copy = np.frombuffer(self.memory, np.uint8, ends[-1]).copy() if ends[-1] else bytearray()
+        copy = np.frombuffer(memory, np.uint8, ends[-1]).copy() if ends[-1] else bytearray()
         results = pickle.loads(pickled, buffers=[copy[start:end] for start, end in pairwise(ends)])
         if isinstance(results, MemoryError):
             raise WorkerError(f"A worker process has no memory left to decode an image; {_ADVICE}.")
@@ -164,34 +168,39 @@ def shared_memory_free() -> int | None:
 # ---- in a worker ----------------------------------------------------------------------------
 
 
-def _run_tasks(connection: Connection, memory: Any) -> None:
+def _run_tasks(connections: list[Connection], blocks: list[Any]) -> None:
     """Run tasks, one after the other, until the parent ends or kills this process."""
     for name in _IGNORED:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     exit_with_parent()
     torch.set_num_threads(1)
-    with suppress(EOFError, OSError):  # the connection has ended
+    with suppress(EOFError, OSError):  # a connection has ended
         while True:
-            task = connection.recv()
-            try:
-                results: Any = task.run()
-            except Exception as error:
-                error.add_note(f"In a worker process:\n{traceback.format_exc()}")
-                results = error
-            connection.send(_pickle(results, memory))
+            ready = wait(connections)
+            for connection, block in zip(connections, blocks, strict=True):
+                if connection in ready:
+                    connection.send(_pickle(_run(connection.recv()), block))
 
 
-def _pickle(results: Any, memory: Any) -> tuple[bytes, list[int]]:
+def _run(task: Task) -> list[Any] | Exception:
+    try:
+        return task.run()
+    except Exception as error:
+        error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+        return error
+
+
+def _pickle(results: Any, block: Any) -> tuple[bytes, list[int]]:
     """The pickled results without their arrays, and where each of these ends in the shared memory."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(results, protocol=5, buffer_callback=buffers.append)
     arrays = [buffer.raw() for buffer in buffers]
     ends = [0, *accumulate(map(len, arrays))]
-    if ends[-1] > len(memory):
+    if ends[-1] > len(block):
         return pickle.dumps(results), [0]
     for array, (start, end) in zip(arrays, pairwise(ends), strict=True):
-        memoryview(memory).cast("B")[start:end] = array
+        memoryview(block).cast("B")[start:end] = array
     return pickled, ends
 
 

@@ -3,7 +3,7 @@
 Threads fight for Python's interpreter lock: on 16 cores four of them decode as much as sixteen. Processes do
 not, but take a second or two to start. `choose_workers` decides, and says why.
 
-Both are a `ThreadPoolExecutor`: where processes do the work, each of its threads waits for one of them.
+Both are a `ThreadPoolExecutor`: where processes do the work, its threads send it to them and wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from typing import Any, Literal, TypeVar
 from vitrail.base.errors import ConfigError
 from vitrail.base.fields import as_integer
 from vitrail.base.machine import usable_cores
-from vitrail.images.worker_process import Task, WorkerProcess, shared_memory_free, start_method, start_server
+from vitrail.images.worker_process import (
+    LANES,
+    Task,
+    WorkerProcess,
+    shared_memory_free,
+    start_method,
+    start_server,
+)
 
 __all__ = ["Task", "WorkerPlan", "Workers", "choose_workers"]
 
@@ -88,7 +95,7 @@ def choose_workers(
     if why := _cannot_start():
         return WorkerPlan("threads", threads, why)
     free = shared_memory_free()
-    needed = CHUNK * image_bytes  # for each worker
+    needed = LANES * CHUNK * image_bytes  # for each worker
     if free is not None and needed * count > free:
         count = free // needed
         if count < 2:
@@ -130,9 +137,10 @@ class Workers:
 
     def __init__(self, plan: WorkerPlan, *, image_bytes: int = 0) -> None:
         self.plan, self.image_bytes = plan, image_bytes
-        self._pool = ThreadPoolExecutor(plan.count) if plan.count else None
+        threads = plan.count * (LANES if plan.kind == "processes" else 1)
+        self._pool = ThreadPoolExecutor(threads) if threads else None
         self._processes: list[WorkerProcess] = []
-        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
+        self._idle: SimpleQueue[tuple[WorkerProcess, int]] = SimpleQueue()  # processes and their free lanes
         if plan.kind == "processes":
             start_server()
 
@@ -169,15 +177,16 @@ class Workers:
             # Before multiprocessing's own exit function, which would wait: workers ignore its SIGTERM.
             atexit.register(self.close)
             self._processes = [WorkerProcess(CHUNK * self.image_bytes) for _ in range(self.plan.count)]
-            for process in self._processes:
-                self._idle.put(process)
+            for lane in range(LANES):
+                for process in self._processes:
+                    self._idle.put((process, lane))
 
     def _run_in_process(self, task: Task) -> list[Any]:
-        process = self._idle.get()  # there are as many as threads
+        process, lane = self._idle.get()  # there are as many lanes as threads
         try:
-            return process.run(task)
+            return process.run(lane, task)
         finally:
-            self._idle.put(process)
+            self._idle.put((process, lane))
 
 
 def take_ahead(futures: Iterable[Future[T]], count: int) -> Generator[T]:

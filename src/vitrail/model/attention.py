@@ -57,7 +57,7 @@ def attend_explicitly(
     tap_scores: Callable[[Tensor], Tensor] = identity,
     tap_weights: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
-    """The same as `attend`, step by step, so that scores and weights can be recorded and edited."""
+    """Compute `attend` step by step, so that scores and weights can be recorded and edited."""
     scores = scale * q @ k.transpose(-2, -1)  # (B, k, T, S)
     if bias is not None:
         scores = scores + bias

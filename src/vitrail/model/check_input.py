@@ -21,16 +21,17 @@ def check_input(
     Args:
         any_size: whether images may have other sizes that are multiples of the patch size.
     """
-    if config.input == "text":
-        check_token_ids(images, config.vocabulary or 0)
     name = _INPUT_NAMES[config.input]
     if not isinstance(images, Tensor):
         raise InputError(
             f"{name} must be a torch tensor, not {type(images).__name__}; convert with torch.as_tensor."
         )
+    if config.input == "text":
+        check_token_ids(images, config.vocabulary or 0)
     shape = config.input_shape
     if any_size and images.ndim == 4 and images.shape[1] == config.channels:
-        shape = config.channels, *_round_to_patches(images, config)
+        sides = zip(images.shape[2:], config.patch_pixels, strict=True)
+        shape = config.channels, *(max(side // step, 1) * step for side, step in sides)  # rounded down
     if images.ndim != len(shape) + 1 or images.shape[1:] != shape:
         expected = ", ".join(map(str, shape))
         raise InputError(
@@ -43,12 +44,6 @@ def check_input(
         return config.grid
     down, across = config.patch_pixels
     return images.shape[2] // down, images.shape[3] // across
-
-
-def _round_to_patches(images: Tensor, config: ViTConfig) -> tuple[int, ...]:
-    """Height and width of a batch, rounded down to a multiple of the patch size."""
-    sides = zip(images.shape[2:], config.patch_pixels, strict=True)
-    return tuple(max(side // step, 1) * step for side, step in sides)
 
 
 def check_dtype(x: Tensor, dtype: torch.dtype, name: str) -> None:
@@ -113,7 +108,7 @@ def check_mask(mask: Tensor | None, z: Tensor) -> Tensor | None:
 
 
 def _shape_advice(shape: tuple[int, ...], config: ViTConfig) -> str:
-    """What to do about a wrong shape."""
+    """Advice for a wrong shape."""
     match config.input:
         case "image":
             return _image_advice(shape, config)

@@ -46,7 +46,7 @@ class ComputeDevice:
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def residual_bytes(self, residual: str) -> int:
-        """Of a number in the residual stream; it is in bf16 only if products are, too."""
+        """Bytes of a number in the residual stream, which is in bf16 only if products are."""
         return 2 if residual == "bf16" and self.dtype == torch.bfloat16 else 4
 
     def current(self) -> torch.cuda.device:
@@ -65,7 +65,7 @@ class ComputeDevice:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """The same kernels, for a backward pass, too: a checkpointed block is computed again in it.
+        """SDPA backends allowed in training, also in the backward pass, which runs checkpointed blocks again.
 
         cuDNN's attention, which torch prefers on an H100 or H200, is disabled: its backward gave NaN for
         valid bf16 inputs, at the same step every time, where torch's own kernels gave finite values
@@ -81,7 +81,7 @@ class ComputeDevice:
 def choose_device(
     precision: str = "auto", local_rank: int | None = None, device: str = "auto"
 ) -> ComputeDevice:
-    """Where a run trains, and its dtype: bf16 on a GPU, fp16 with loss scaling on older ones, fp32 on a CPU.
+    """Choose where a run trains, and its dtype: bf16 on a GPU, fp16 on older ones, fp32 on a CPU.
 
     bf16 and fp16 on a CPU are refused: where the processor only claims to support them, the process would be
     killed without an error.

@@ -35,15 +35,18 @@ class MeanPool(nn.Module):
         return tokens[:, self.first :].mean(dim=1)  # (B, D)
 
 
-class ClassMeanPool(nn.Module):
+class ClassMeanPool(MeanPool):
     """Class token and mean of the patches, concatenated (DINOv2's linear classifiers)."""
 
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.first = config.prefix
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens[:, 0], super().forward(tokens)], dim=1)  # (B, 2 D)
+
+
+class FlattenPool(MeanPool):
+    """All patch tokens concatenated into one vector."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return torch.cat([tokens[:, 0], tokens[:, self.first :].mean(dim=1)], dim=1)  # (B, 2 D)
+        return tokens[:, self.first :].flatten(1)  # (B, N D)
 
 
 class AttentionPool(nn.Module):
@@ -80,17 +83,6 @@ def _pool_config(config: ViTConfig) -> ViTConfig:
         attention_norm=False,
         mlp_norm=False,
     )
-
-
-class FlattenPool(nn.Module):
-    """All patch tokens concatenated into one vector."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.first = config.prefix
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return tokens[:, self.first :].flatten(1)  # (B, N D)
 
 
 def build_pool(config: ViTConfig) -> nn.Module:

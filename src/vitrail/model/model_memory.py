@@ -78,7 +78,7 @@ def activation_bytes(
 
 
 def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = False) -> int:
-    """What a model takes between two steps: weights, gradients, two moments of AdamW, and the EMA.
+    """Memory of a model between two steps: weights, gradients, two moments of AdamW, and the EMA.
 
     Args:
         copies: whether every process has a copy, whose gradients are averaged in a buffer of their size.
@@ -88,16 +88,15 @@ def state_bytes(parameters: int, trained: int, *, ema: bool, copies: bool = Fals
 
 def step_bytes(config: ViTConfig, images: int, itemsize: int = _FLOAT_BYTES) -> int:
     """About what a training step takes: weights, gradients, two moments, EMA and activations."""
-    parameters = 5 * _FLOAT_BYTES * sum(config.parameter_counts.values())
-    return parameters + activation_bytes(config, images, itemsize)
+    parameters = sum(config.parameter_counts.values())
+    return state_bytes(parameters, parameters, ema=True) + activation_bytes(config, images, itemsize)
 
 
 def check_fits(needed: int, config: ViTConfig, images: int, what: str, advice: str) -> None:
     """Refuse an operation on a batch of images that needs more than the available memory.
 
     Args:
-        what: the operation, for the message: "A training step".
-        do: how to need less, for the message: "use a smaller batch".
+        what, advice: for the message: "A training step", "use a smaller batch".
     """
     limit = memory_limit()
     if limit is not None and needed > limit:

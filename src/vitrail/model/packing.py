@@ -103,7 +103,7 @@ class Segments:
         return values.repeat_interleave(lengths, output_size=sum(self.lengths)).view(1, -1, 1)
 
     def dense(self, device: torch.device) -> Tensor:
-        """The same as a boolean mask (T, T), for attention computed step by step."""
+        """The boolean mask (T, T) of the segments, for attention computed step by step."""
         lengths = torch.tensor(self.lengths, device=device)
         owner = torch.arange(len(self.lengths), device=device).repeat_interleave(lengths)
         return owner[:, None] == owner

@@ -1,7 +1,7 @@
 """Position schemes: E_pos of Eq. 1, and what other models use instead.
 
 A scheme is one class. It adds a row to each token (`rows`), rotates q and k (`rotation`), or adds a bias to
-the attention scores of each block (`build_bias`). The same class resamples its parameters to another patch
+the attention scores of each block (`bias`). The same class resamples its parameters to another patch
 grid (`resize`) and compares positions (`similarity`), so that no code outside this file depends on which
 scheme a model has.
 
@@ -40,11 +40,13 @@ class Position(nn.Module):
     equation: ClassVar[str] = ""
     """How the position is used, in the paper's notation."""
     meaning: ClassVar[str] = ""
-    """The same in words."""
+    """How the position is used, in words."""
     measure: ClassVar[str] = ""
     """The name of what `similarity` returns; empty if there is nothing to compare."""
     fixed_grid: ClassVar[str] = ""
     """Why the scheme supports one image size only; empty if it supports others."""
+    bias: ClassVar[type[PairwiseBias | RelativeBias] | None] = None
+    """The module that returns one block's attention bias, (k, T, T)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -65,13 +67,8 @@ class Position(nn.Module):
         return identity
 
     def packed_rotation(self, grids: Iterable[Grid]) -> Rotate:
-        """The same for the tokens of several images in one sequence, each on its own grid."""
+        """The rotation for the tokens of several images in one sequence, each on its own grid."""
         return identity
-
-    @classmethod
-    def build_bias(cls, config: ViTConfig) -> nn.Module | None:
-        """The module that returns one block's attention bias, (k, T, T)."""
-        return None
 
     @classmethod
     def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
@@ -318,11 +315,8 @@ class PairwisePosition(BiasPosition):
     """One learned bias p_ij for each head and each pair of tokens."""
 
     meaning = "A learned bias for each pair of tokens."
+    bias = PairwiseBias
     fixed_grid = "Pairwise positions have a bias for each pair of patches"
-
-    @classmethod
-    def build_bias(cls, config: ViTConfig) -> nn.Module:
-        return PairwiseBias(config)
 
     @classmethod
     def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
@@ -336,11 +330,8 @@ class RelativePosition(BiasPosition):
     """One learned bias for each head and each offset (rows down, columns across) between two patches."""
 
     meaning = "A learned bias for each offset between tokens."
+    bias = RelativeBias
     fixed_grid = "Relative positions have a table for one patch grid"
-
-    @classmethod
-    def build_bias(cls, config: ViTConfig) -> nn.Module:
-        return RelativeBias(config)
 
     @classmethod
     def resize(cls, state: State, old: ViTConfig, new: ViTConfig, **options: Any) -> None:
@@ -374,4 +365,5 @@ def build_position(config: ViTConfig) -> Position:
 
 def build_bias(config: ViTConfig) -> nn.Module | None:
     """The position bias of one block's attention."""
-    return POSITIONS[config.position].build_bias(config)
+    bias = POSITIONS[config.position].bias
+    return None if bias is None else bias(config)

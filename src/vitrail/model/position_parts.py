@@ -1,4 +1,4 @@
-"""What the position schemes are made of: sines and cosines, rotation of q and k, tables of biases."""
+"""Parts of the position schemes: sines and cosines, rotation of q and k, tables of biases."""
 
 from __future__ import annotations
 

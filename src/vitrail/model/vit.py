@@ -52,7 +52,7 @@ class Encoded:
     grid: tuple[int, ...]
     """(h, w), the patch grid; of other inputs, the grid along their own axes."""
     layers: Mapping[int, Encoded] = field(default_factory=dict)
-    """The same after each of the requested blocks."""
+    """The output as if each requested block were the last."""
 
     @property
     def prefix(self) -> Tensor:

@@ -7,21 +7,19 @@ lengths, so the package `onnx` is not needed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vitrail.base.errors import ConfigError, FileError, printable
-from vitrail.base.safe_files import read_limited
+from vitrail.base.safe_files import parse_json, read_limited
 from vitrail.images.preprocess import Preprocess
 from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import Card
 from vitrail.weights.bundle.bundle_header import parse_header, read_header
 from vitrail.weights.bundle.feature_statistics import FeatureStatistics, parse_statistics
 from vitrail.weights.bundle.scores import Scores
-from vitrail.weights.readers.folder import unique_keys
 
 if TYPE_CHECKING:
     from vitrail.weights.readers.folder import ModelFiles
@@ -66,7 +64,7 @@ def read_onnx(path: Path) -> OnnxDescription:
     try:
         data = read_limited(path, MAX_BYTES, "an ONNX file")
         metadata = _check_model(memoryview(data))
-        export = json.loads(metadata.get(EXPORT_KEY, "null"), object_pairs_hook=unique_keys)
+        export = parse_json(metadata.get(EXPORT_KEY, "null"), "its export", allow_nan=True)
         if MODEL_KEY not in metadata or not isinstance(export, dict):
             raise ValueError("its metadata does not describe a vitrail model")
     except FileNotFoundError as error:
@@ -91,7 +89,7 @@ def _read_statistics(path: Path, text: str | None, config: ViTConfig) -> Feature
     if text is None:
         return None
     try:
-        statistics = parse_statistics(json.loads(text, object_pairs_hook=unique_keys))
+        statistics = parse_statistics(parse_json(text, "its statistics", allow_nan=True))
         statistics.check_width(config.pooled_width)
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise bad_onnx(path, f"its feature statistics are damaged ({error})") from error

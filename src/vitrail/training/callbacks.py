@@ -50,9 +50,14 @@ NullCallback = Callback  # its name in 0.2
 class Callbacks(Callback):
     """Passes events on to several callbacks, in their order: a later one may end the run."""
 
-    def __init__(self, *callbacks: Callback) -> None:
-        self.callbacks = callbacks
-        self.shows_bars = any(getattr(callback, "shows_bars", False) for callback in callbacks)
+    def __init__(self, *callbacks: Callback | None) -> None:
+        self.callbacks: list[Callback] = []
+        for callback in callbacks:
+            if isinstance(callback, Callbacks):
+                self.callbacks += callback.callbacks
+            elif callback is not None:
+                self.callbacks.append(callback)
+        self.shows_bars = any(getattr(one, "shows_bars", False) for one in self.callbacks)
 
     def on_message(self, text: str) -> None:
         for callback in self.callbacks:

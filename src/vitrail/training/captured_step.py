@@ -64,7 +64,13 @@ class CapturedStep:
             self.numbers.copy_(numbers, non_blocking=True)
             if self.graph is None and self.taken < WARM_UP:
                 self.taken += 1
-                return self._warm_up(parts)
+                # On the stream of the capture, so that what the step allocates belongs to that stream.
+                self.stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(self.stream):
+                    self._bind()
+                    result = self.compute(parts)
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
+                return result
             if self.graph is None:
                 self.parts = [part.to(self.device).clone() for part in parts]
                 self.graph = self._capture()
@@ -73,15 +79,6 @@ class CapturedStep:
                     static.copy_(part)
             self.graph.replay()
             return self.result.clone()
-
-    def _warm_up(self, parts: Sequence[Batch]) -> Tensor:
-        """A plain step on the stream of the capture, so that what it allocates belongs to that stream."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            self._bind()
-            result = self.compute(parts)
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        return result
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record the kernels of a step; none of them runs yet."""

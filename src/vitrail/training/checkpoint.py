@@ -182,17 +182,13 @@ def load_newest(folder: Path, ranks: ProcessGroup | None = None) -> tuple[Checkp
         reason = _find_damage(path, ranks)
         reasons = ranks.union({} if reason is None else {reason: ""})
         if not reasons:
-            return _read_checkpoint(path), warnings
+            state = json.loads((path / "state.json").read_text())
+            shards = set(path.glob(SHARDS))
+            files = sorted(set(path.glob("*.safetensors")) - shards)
+            tensors = {file.stem: load_file(file) for file in files}
+            return Checkpoint(state.pop("step"), tensors, state, path if shards else None), warnings
         warnings[path] = f"{path.name} is damaged ({next(iter(reasons))}); the checkpoint before it is used."
     return None, warnings
-
-
-def _read_checkpoint(path: Path) -> Checkpoint:
-    state = json.loads((path / "state.json").read_text())
-    shards = set(path.glob(SHARDS))
-    files = sorted(set(path.glob("*.safetensors")) - shards)
-    tensors = {file.stem: load_file(file) for file in files}
-    return Checkpoint(state.pop("step"), tensors, state, path if shards else None)
 
 
 def _find_damage(path: Path, ranks: ProcessGroup) -> str | None:

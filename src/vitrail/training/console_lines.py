@@ -26,7 +26,6 @@ from vitrail.training.callbacks import (
 )
 from vitrail.training.clock import Interval, format_seconds
 from vitrail.training.notebook import NotebookCallback, in_notebook
-from vitrail.training.parallel import init_process_group
 
 _LINE_SECONDS = 30  # between lines of progress
 _BRIEF_PLAN = ("data", "images", "parameters")
@@ -123,14 +122,18 @@ def show_run(callback: Callback | None, verbose: bool) -> Iterator[Callback]:
     Args:
         verbose: whether anything is shown; of several processes, the main one shows it.
     """
-    own = callback or Callback()
-    if missing := [name for name in vars(Callback) if name.startswith("on_") and not hasattr(own, name)]:
+    from vitrail.training.parallel import (
+        init_process_group,  # it imports torch, which `vitrail plan` does not
+    )
+
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    if callback is not None and (missing := [name for name in events if not hasattr(callback, name)]):
         raise InputError(
             f"callback must have the methods of vitrail.training.callbacks.Callback, and "
             f"{short_repr(callback)} lacks {', '.join(missing)}; derive a class from it and pass an object."
         )
     if not verbose or not init_process_group().is_main:
-        yield own
+        yield Callbacks(callback)
         return
     with NotebookCallback() if in_notebook() else ConsoleCallback() as display:
-        yield display if callback is None else Callbacks(display, own)
+        yield Callbacks(display, callback)

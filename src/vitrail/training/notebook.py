@@ -101,14 +101,11 @@ class NotebookCallback(Callback):
             "".join(f"<div>{escape(text)}</div>" for text in some)
             for some in (self._decisions, self._messages)
         )
-        return f"<div>{before}{details}{self._progress_html()}{self._table()}{self._curves}{after}</div>"
-
-    def _progress_html(self) -> str:
-        if self._progress is None:
-            return ""
-        p = self._progress
-        bar = f'<progress value="{p.step}" max="{p.steps}" style="width:16em"></progress>'
-        return f"<div>{bar} {escape(progress_line(p))}</div>"
+        bar = ""
+        if p := self._progress:
+            bar = f'<progress value="{p.step}" max="{p.steps}" style="width:16em"></progress>'
+            bar = f"<div>{bar} {escape(progress_line(p))}</div>"
+        return f"<div>{before}{details}{bar}{self._table()}{self._curves}{after}</div>"
 
     def _table(self) -> str:
         rows = [_cells(row) for row in self._epochs[-_MAX_ROWS:]]

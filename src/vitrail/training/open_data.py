@@ -43,13 +43,13 @@ def open_training_data(
         callback: receives a message now and then while many rows or files are read.
     """
     split = {name: settings.get(name, default) for name, default in SPLIT_FIELDS.items()}
+    given = isinstance(data, Dataset)
     with ReadingReporter(callback, "to choose the validation set") as report:
-        given = isinstance(data, Dataset)
         dataset = data if given else open_dataset(data, **split, progress=report, on_rows=report.on_rows)
     dataset = dataset if classes is None else rename_classes(dataset, classes)
     check_empty_classes(dataset)
     unused = [name for name, default in SPLIT_FIELDS.items() if split[name] != default]
-    if unused and (isinstance(data, Dataset) or not dataset.held_out):
+    if unused and (given or not dataset.held_out):
         note = f"Not used, since the data has its own validation or test set: {', '.join(unused)}."
         dataset = replace(dataset, notes=[*dataset.notes, note])
     return dataset
@@ -110,7 +110,8 @@ def run_fingerprint(out: Path, data: Dataset, start: Bundle | None, callback: Ca
     with ReadingReporter(callback, "for the fingerprint") as report:
         keys = content_keys(data.train, data.source_of("train"), report)
     fingerprint = fingerprint_of(keys) | (start.fingerprint if start else None)
-    more = {"images": np.array(fingerprint.describe()), "contents": _digest(keys)}
+    digest = np.frombuffer(hashlib.sha256(keys.tobytes()).digest(), dtype=np.uint8)  # also of their order
+    more = {"images": np.array(fingerprint.describe()), "contents": digest}
     write_npz(out / FILE_NAME, {**fingerprint.arrays(), **more})
     return fingerprint
 
@@ -139,14 +140,9 @@ def _changed_contents(out: Path, data: Dataset, callback: Callback) -> str | Non
         name = printable(data.train.names[int(new[0])])
         others = f" and {len(new) - 1:,} more" if len(new) > 1 else ""
         return f"since then, the contents of {name}{others} have changed under the same name"
-    if contents is not None and not np.array_equal(contents, _digest(keys)):
+    if contents is not None and contents.tobytes() != hashlib.sha256(keys.tobytes()).digest():
         return "since then, some of its training images have exchanged their names or were copied over others"
     return None
-
-
-def _digest(keys: NDArray[np.uint64]) -> NDArray[np.uint8]:
-    """A digest of all images in their order."""
-    return np.frombuffer(hashlib.sha256(keys.tobytes()).digest(), dtype=np.uint8)
 
 
 def _read(path: Path) -> tuple[Fingerprint | None, NDArray[Any] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -231,17 +232,15 @@ def shards_of_replica(ranks: ProcessGroup) -> int:
 def _choose_mode(
     model: ViT, settings: TrainConfig, compute: ComputeDevice, ranks: ProcessGroup, batch: int
 ) -> tuple[Literal["ddp", "fsdp", "hsdp"], str]:
-    needed, available = step_memory(model, settings, compute, ranks, batch), _device_memory(compute, ranks)
-
-    def fits(size: float) -> bool:  # all processes must choose alike: the smallest device decides
-        return available is None or not ranks.any(size > available)
-
-    mode = fitting_mode(needed.total, ranks.count, ranks.local_count, fits)
+    needed, available = step_memory(model, settings, compute, ranks, batch), usable_memory(compute, ranks)
+    # All processes must choose alike: the smallest device decides.
+    mode = fitting_mode(
+        needed.total, ranks.count, ranks.local_count, lambda size: not ranks.any(size > available)
+    )
     assert mode != "one"
     reason = f"{mode}: weights, gradients and optimizer take {format_bytes(needed.states(1))}"
     if mode == "ddp":
-        return mode, reason + ("" if available is None else f" of {format_bytes(available)}")
-    assert available is not None
+        return mode, reason + (f" of {format_bytes(available)}" if math.isfinite(available) else "")
     working, within = needed.activations(1), "; sharded within a machine they fit" if mode == "hsdp" else ""
     return mode, f"{reason}, activations {format_bytes(working)}, more than {format_bytes(available)}{within}"
 
@@ -263,9 +262,9 @@ def step_memory(
     )
 
 
-def _device_memory(compute: ComputeDevice, ranks: ProcessGroup) -> float | None:
-    """The bytes that a process may plan with; None if unknown."""
+def usable_memory(compute: ComputeDevice, ranks: ProcessGroup) -> float:
+    """The bytes that a step may take; infinite if the memory of the machine is unknown."""
     if compute.device.type == "cuda":
         return MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
     limit = memory_limit()
-    return None if limit is None else _CPU_MARGIN * limit / ranks.local_count
+    return math.inf if limit is None else _CPU_MARGIN * limit / ranks.local_count

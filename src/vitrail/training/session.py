@@ -26,7 +26,7 @@ from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
 from vitrail.training.plan.rehearsal import training_plan
-from vitrail.training.plan.threads import CpuWait, Threads, describe_busy
+from vitrail.training.plan.threads import CpuWait, Threads
 from vitrail.training.run_directory import call_to_resume, explain_errors, read_config, record_resolved
 from vitrail.training.signals import Interrupted, StopSignal
 from vitrail.training.trainer import Trainer
@@ -34,9 +34,7 @@ from vitrail.views.run_page import best_row
 from vitrail.weights.bundle.bundle import Bundle, Card
 from vitrail.weights.load import load
 
-_BUSY = 0.25  # the fraction of time that a run waits for a core, from which on it is said
-_BUSY_SECONDS = 60.0  # that is measured over
-_PLAN_SECONDS = 1.0  # before the first step, at least
+_BUSY_SECONDS, _PLAN_SECONDS = 60.0, 1.0  # in which waiting for a core is measured, and before the first step
 _REQUEST = 64  # images that are read at once where no step uses them
 
 
@@ -127,9 +125,8 @@ class TrainingSession:
     def report_busy(self, least: float) -> None:
         """Say once that the machine is busy, by what at least so many seconds show."""
         on_cpu = self.trainer.compute.device.type == "cpu"
-        fraction = self.busy.fraction(least) if self.busy and on_cpu else None
-        if fraction is not None and fraction > _BUSY:
-            self.log.on_message(describe_busy(fraction))
+        if self.busy and on_cpu and (text := self.busy.warning(least)):
+            self.log.on_message(text)
             self.busy = None
 
     # ---- epochs -----------------------------------------------------------------------------

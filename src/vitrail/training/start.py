@@ -167,20 +167,14 @@ def dry_run(data: str | None, *, out: Path, callback: Callback, **options: Any) 
     session = open_session(plan, out, callback)
     with use_threads(session.threads.count), session.closing():
         session.show_plan()
-    recipe = plan.recipe
-    parts = {"model": asdict(recipe.model), "preprocess": asdict(recipe.preprocess)}
-    return _flatten(asdict(recipe.train) | parts)
-
-
-def _flatten(settings: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings by names with a dot: augment.flip."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{field}": inner for field, inner in _flatten(value).items()}
-        else:
-            flat[name] = value
-    return flat
+    settings: dict[str, Any] = {}
+    parts = {"model": asdict(plan.recipe.model), "preprocess": asdict(plan.recipe.preprocess)}
+    for name, value in (asdict(plan.recipe.train) | parts).items():
+        nested = (
+            {f"{name}.{field}": inner for field, inner in value.items()} if isinstance(value, dict) else None
+        )
+        settings |= {name: value} if nested is None else nested
+    return settings
 
 
 def _how_to_go_on(out: Path) -> str:
@@ -226,7 +220,7 @@ class Run(Summary):
 def execute(plan: RunPlan, out: Path, *, resume: bool = False, callback: Callback | None = None) -> Run:
     """Train by a plan, from the first step or from the newest checkpoint in `out`."""
     file = LogFile(out / "log.txt", enabled=plan.ranks.is_main)
-    log = Callbacks(callback or Callback(), file)
+    log = Callbacks(callback, file)
     plan.check()  # before there is a folder
     if not (out / "config.json").exists():
         plan = fit_minutes(plan, log)

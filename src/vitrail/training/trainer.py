@@ -216,18 +216,13 @@ class Trainer:
             bf16_residual=self.compute.residual_bytes(self.settings.residual) == 2,
             recomputed=self.settings.checkpoint_blocks,
         )
-        if mode.compile:
-            self._compile_inputs()
+        if mode.compile:  # augmentation and mixing, after a call that makes their tables
+            arrays, device = self.data.train.images, self.compute.device
+            size = self.preprocess.target if arrays is None else arrays.shape[1:3]
+            images = torch.zeros(2, self.preprocess.channels, *size, dtype=torch.uint8, device=device)
+            self.inputs(images, torch.arange(2, device=device), 0, mixes=True)
+            self.inputs = torch.compile(self.inputs)
         return mode
-
-    def _compile_inputs(self) -> None:
-        """Compile augmentation and mixing, after a call that makes their tables."""
-        size = self.preprocess.target if self.data.train.images is None else self.data.train.images.shape[1:3]
-        images = torch.zeros(
-            2, self.preprocess.channels, *size, dtype=torch.uint8, device=self.compute.device
-        )
-        self.inputs(images, torch.arange(2, device=self.compute.device), 0, mixes=True)
-        self.inputs = torch.compile(self.inputs)
 
     def take_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step over its micro-batches; skipped on the device if the gradient is not finite."""

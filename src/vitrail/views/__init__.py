@@ -2,5 +2,5 @@
 
 In each file, `compute` returns plain arrays, `draw` plots them, `table` returns them as rows of a CSV file,
 and `caption` explains in a few sentences how to read the figure and what it shows for this model. `python -m
-vitrail.views.filters` and so on draw the figure for the small model that comes with the package.
+vitrail.views filters` draws one for the small model that comes with the package.
 """

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, edit
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import DIVERGING, ON_DATA, add_colorbar, new_figure, styled
+from vitrail.views.canvas import DIVERGING, ON_DATA, Figure, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     BATCH,
@@ -24,10 +24,6 @@ from vitrail.views.figure_images import (
     log_probabilities,
 )
 from vitrail.weights.bundle.scores import Activation
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 _MAX_LABELED = 12  # with more rows or columns the numbers in the cells would be too small to read
 _NEGLIGIBLE = 0.001  # a head that changes less than 0.1 % counts as having no effect

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
 from vitrail.model import ViT, record
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
+from vitrail.views.canvas import Figure, add_colorbar, new_figure, overlay_map, show_image, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     check_finite,
@@ -26,10 +26,6 @@ from vitrail.views.figure_images import (
     device_of,
     tell_apart,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 _HEADS_PER_ROW = 8  # further heads go to the next row; on a page they would be too small to read
 POOL_WEIGHTS = "pool.attention.weights"
@@ -227,7 +223,7 @@ def list_tokens(
     prefix: NDArray[np.float32],
     maps: NDArray[np.float32],
 ) -> list[list[object]]:
-    """List the values of prefix tokens (outer, inner, n) and of patches (outer, inner, h, w), token by token."""
+    """List the values of prefix tokens (outer, inner, n) and patches (outer, inner, h, w), token by token."""
     tokens = [*names, *(f"patch {row},{column}" for row, column in np.ndindex(maps.shape[2:]))]
     flat = np.concatenate([prefix, maps.reshape(*maps.shape[:2], -1)], axis=-1)
     return [

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
@@ -25,7 +26,16 @@ from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.model.tokens import patchify
 from vitrail.views import rollout
-from vitrail.views.canvas import DIVERGING, add_colorbar, new_figure, overlay_map, show_image, styled
+from vitrail.views.canvas import (
+    DIVERGING,
+    Axes,
+    Figure,
+    add_colorbar,
+    new_figure,
+    overlay_map,
+    show_image,
+    styled,
+)
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     BATCH,
@@ -39,11 +49,6 @@ from vitrail.views.figure_images import (
     tell_apart,
 )
 from vitrail.weights.bundle.scores import Activation
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 METHODS = ("occlusion", "gradient-attention", "integrated", "random")
 _SIGNED = ("occlusion", "integrated")
@@ -85,7 +90,6 @@ def compute(
     """Compute the maps of each method for each image.
 
     Args:
-        target: the class to explain, one for all images or one each; by default the predicted class.
         steps: number of points on the path of integrated gradients.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
@@ -194,13 +198,7 @@ def draw(
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw each image and its maps. Every map is scaled by its own largest value, which is printed below it.
-
-    Args:
-        pixels: the images to draw, (B, H, W, C).
-        classes: class names.
-        names: image names.
-    """
+    """Draw each image and its maps, each scaled by its own largest value, which is printed below it."""
     B, rows = len(attribution.target), min(len(attribution.target), _MAX_ROWS)
     check_pixels(pixels, B)
     tall = min(2.0, max(0.5, pixels.shape[1] / pixels.shape[2]))

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitrail.base.errors import require_extra
 from vitrail.images.decode import suppress_warnings
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
+if TYPE_CHECKING:  # matplotlib is loaded by the first figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:
+    Axes = Figure = Any
 
 _drawing = threading.RLock()
 """Held while this module's style is set: matplotlib has one style for all threads."""
@@ -88,7 +90,7 @@ def new_figure(width: float, height: float, title: str = "") -> Figure:
 @cache
 def _figure_class() -> Any:
     """A figure of matplotlib that is displayed when it is the value of a notebook cell."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
 
     return type("NotebookFigure", (Figure,), {"_repr_png_": png_bytes})
 

@@ -14,6 +14,7 @@ from vitrail.views.canvas import (
     INK,
     LINES,
     ON_DATA,
+    Figure,
     add_colorbar,
     new_figure,
     styled,
@@ -21,10 +22,7 @@ from vitrail.views.canvas import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from vitrail.evaluation.calibration import Calibration, ReliabilityBin
+    from vitrail.evaluation.calibration import Calibration
     from vitrail.evaluation.metrics import ClassMetrics
 
 MAX_CLASSES = 30  # more classes are not drawn; tables then show a selection
@@ -32,10 +30,6 @@ _MAX_LETTERS = 20  # of a class name beside an axis
 _LETTER = 0.08  # approximate width of a letter in inches
 _MAX_LABELED = 16  # with more classes the counts are not printed in the cells
 _CURVE_SIZE = (4.6, 3.0)  # inches; two charts fit side by side on a page, one on a phone
-
-
-def _short(name: str) -> str:
-    return printable(name, _MAX_LETTERS)
 
 
 # ---- training -------------------------------------------------------------------------------
@@ -71,11 +65,9 @@ def curve_figure(
         axis.plot(x, 100 * y if percent else y, color=color, label=name, linewidth=1.6, **style)
     axis.set_ylim(0, 100 if percent else (1.05 * highest or None))
     last = max(row["epoch"] for row in rows)
-    axis.set_xlim(*(1, last) if last > 1 else (0, 2))
+    axis.set(xlabel="epoch", ylabel=label, xlim=(1, last) if last > 1 else (0, 2))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.yaxis.set_major_formatter("{x:g}")  # 8e-05, not 8 with 1e-5 above the axis
-    axis.set_xlabel("epoch")
-    axis.set_ylabel(label)
     axis.grid(axis="y", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     if len(lines) > 1:
@@ -92,10 +84,7 @@ def scores(values: Sequence[float]) -> str:
     rows = range(1, len(values) + 1)
     axis.axvline(float(np.mean(percents)), color=FAINT, linewidth=1, linestyle="--")
     axis.plot(percents, rows, "o", color=LINES[0], markersize=6)
-    axis.set_yticks(rows)
-    axis.set_ylim(len(values) + 0.6, 0.4)
-    axis.set_xlabel("accuracy, %")
-    axis.set_ylabel("fold")
+    axis.set(xlabel="accuracy, %", ylabel="fold", yticks=rows, ylim=(len(values) + 0.6, 0.4))
     axis.grid(axis="x", color=GRID, linewidth=0.6)
     return svg_text(figure)
 
@@ -106,19 +95,26 @@ def scores(values: Sequence[float]) -> str:
 @styled
 def confusion_matrix(counts: Sequence[Sequence[int]], names: Sequence[str]) -> str:
     """Confusion matrix with counts as numbers and fractions of the row as colors."""
-    table = np.array(counts)
+    from matplotlib.colors import LinearSegmentedColormap
+
+    table, labels = np.array(counts), [printable(name, _MAX_LETTERS) for name in names]
     K, totals = len(names), table.sum(axis=1, keepdims=True)
     fractions = table / np.maximum(totals, 1)
-    letters = max(len(_short(name)) for name in names)
+    letters = max(map(len, labels))
     cell = 0.6 if K <= 6 else 0.46 if K <= _MAX_LABELED else 0.25
     rotated = letters * _LETTER > cell
     names_below = 0.75 * _LETTER * letters if rotated else 0.1
     figure = new_figure(1.6 + _LETTER * letters + cell * K, 0.65 + names_below + cell * K)
     axis = figure.subplots()
-    image = axis.imshow(100 * fractions, cmap=_from_clear(LINES[0]), vmin=0, vmax=100)
-    _name_ticks(axis, names, rotated)
-    axis.set_xlabel("predicted class")
-    axis.set_ylabel("true class")
+    # From transparent, which is the color of the page.
+    colors = LinearSegmentedColormap.from_list("from clear", [(LINES[0], 0.0), (LINES[0], 1.0)])
+    image = axis.imshow(100 * fractions, cmap=colors, vmin=0, vmax=100)
+    # Class names are literal text: a dollar sign does not start a formula.
+    style: dict[str, Any] = {"fontsize": 8 if K <= _MAX_LABELED else 7, "parse_math": False}
+    rotation: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if rotated else {}
+    axis.set_yticks(range(K), labels, **style)
+    axis.set_xticks(range(K), labels, **style, **rotation)
+    axis.set(xlabel="predicted class", ylabel="true class")
     axis.set_xticks(np.arange(1, K) - 0.5, minor=True)
     axis.set_yticks(np.arange(1, K) - 0.5, minor=True)
     axis.grid(which="minor", color=GRID, linewidth=0.6)
@@ -134,22 +130,6 @@ def confusion_matrix(counts: Sequence[Sequence[int]], names: Sequence[str]) -> s
     return svg_text(figure)
 
 
-def _from_clear(color: str) -> Any:
-    """A color map from transparent, which is the color of the page, to a color."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("from clear", [(color, 0.0), (color, 1.0)])
-
-
-def _name_ticks(axis: Axes, names: Sequence[str], rotated: bool) -> None:
-    """Class names on both axes, as literal text: a dollar sign does not start a formula."""
-    ticks, labels = range(len(names)), [_short(name) for name in names]
-    style: dict[str, Any] = {"fontsize": 8 if len(names) <= _MAX_LABELED else 7, "parse_math": False}
-    axis.set_yticks(ticks, labels, **style)
-    rotation: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if rotated else {}
-    axis.set_xticks(ticks, labels, **style, **rotation)
-
-
 @styled
 def class_bars(per_class: Sequence[ClassMetrics]) -> str:
     """Precision and recall of each class as bars."""
@@ -159,10 +139,9 @@ def class_bars(per_class: Sequence[ClassMetrics]) -> str:
     for index, (metric, color) in enumerate(zip(("recall", "precision"), LINES, strict=False)):
         values = [100 * (getattr(one, metric) or 0.0) for one in per_class]
         axis.barh(np.arange(K) + 0.36 * (index - 0.5), values, height=0.34, color=color, label=metric)
-    axis.set_yticks(range(K), [_short(one.name) for one in per_class], fontsize=8, parse_math=False)
-    axis.set_ylim(K - 0.4, -0.6)  # the first class on top
-    axis.set_xlim(0, 100)
-    axis.set_xlabel("%")
+    labels = [printable(one.name, _MAX_LETTERS) for one in per_class]
+    axis.set_yticks(range(K), labels, fontsize=8, parse_math=False)
+    axis.set(xlabel="%", xlim=(0, 100), ylim=(K - 0.4, -0.6))  # the first class on top
     axis.grid(axis="x", color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     figure.legend(loc="outside upper center", ncols=2)
@@ -178,27 +157,18 @@ def reliability_diagram(calibration: Calibration) -> str:
     figure = new_figure(5.6, 4.6)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot([0, 100], [0, 100], color=FAINT, linestyle="--", linewidth=1, label="perfect calibration")
-    kinds = [
-        ("model", calibration.bins, LINES[0], "o"),
-        ("with temperature scaling", calibration.scaled_bins if calibration.fitted else (), LINES[1], "s"),
-    ]
-    for number, (label, bins, color, marker) in enumerate(kind for kind in kinds if kind[1]):
+    kinds = [("model", calibration.bins, LINES[0], "o")]
+    if calibration.fitted and calibration.scaled_bins:
+        kinds.append(("with temperature scaling", calibration.scaled_bins, LINES[1], "s"))
+    for number, (label, bins, color, marker) in enumerate(kinds):
         filled = [one for one in bins if one.count]
         x, y = [100 * one.confidence for one in filled], [100 * one.accuracy for one in filled]
         top.plot(x, y, color=color, marker=marker, markersize=5, linewidth=1.4, label=label)
-        _histogram(below, bins, number, color)
-    top.set_ylabel("accuracy, %")
-    top.set_ylim(0, 102)
+        width = 42 * (bins[0].high - bins[0].low)  # the bars of the two series are side by side
+        left = [100 * one.low + number * width + 0.08 * width for one in bins]
+        below.bar(left, [one.count for one in bins], width=width, align="edge", color=color)
+    top.set(ylabel="accuracy, %", ylim=(0, 102))
     top.legend(loc="upper left")
     top.grid(color=GRID, linewidth=0.6)
-    below.set_ylabel("images")
-    below.set_xlabel("confidence, %")
-    below.set_xlim(0, 100.5)
+    below.set(xlabel="confidence, %", ylabel="images", xlim=(0, 100.5))
     return svg_text(figure)
-
-
-def _histogram(axis: Axes, bins: Sequence[ReliabilityBin], index: int, color: str) -> None:
-    """Number of images by confidence; the bars of the two series are side by side."""
-    width = 100 * (bins[0].high - bins[0].low) * 0.42
-    left = [100 * one.low + index * width + 0.08 * width for one in bins]
-    axis.bar(left, [one.count for one in bins], width=width, align="edge", color=color)

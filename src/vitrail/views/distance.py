@@ -11,24 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, edit
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import FAINT, LINES, new_figure, styled
+from vitrail.views.canvas import FAINT, LINES, Axes, Figure, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images, check_weights_fit, device_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 _BATCH = 32  # images per forward pass if they are passed as one tensor
 _LEAST_GROWTH = 0.1  # of the uniform distance; less is what random heads differ by
@@ -168,7 +164,7 @@ def _draw_heads(axis: Axes, measure: Measure) -> None:
     from matplotlib.ticker import MaxNLocator
 
     layers = np.arange(len(measure.mean))
-    dots = {"fmt": "o", "markersize": 4, "markeredgewidth": 0, "elinewidth": 0.6, "alpha": 0.6}
+    dots: Any = {"fmt": "o", "markersize": 4, "markeredgewidth": 0, "elinewidth": 0.6, "alpha": 0.6}
     for head, (values, errors) in enumerate(zip(measure.mean.T, measure.error.T, strict=True)):
         label = "" if head else "one head"
         axis.errorbar(layers, values, np.nan_to_num(errors), color=LINES[0], label=label, **dots)

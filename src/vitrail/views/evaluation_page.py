@@ -39,8 +39,8 @@ _RELIABILITY = (
     "plot) are noisy. A temperature divides the logits; it changes the confidence but no prediction."
 )
 _REAL = (
-    "ImageNet-ReaL lists all classes that annotators saw in an image; a prediction is correct if it is one of "
-    "them. Images without any label are skipped."
+    "ImageNet-ReaL lists all classes that annotators saw in an image; a prediction is correct if it is one "
+    "of them. Images without any label are skipped."
 )
 _PROBES = (
     "A probe is a simple classifier trained on the features of the frozen model, on the training images. "
@@ -57,13 +57,7 @@ _SETUP = (
 def evaluation_page(
     evaluation: Evaluation, bundle: Bundle, split: Split, *, model: str = "", command: str = ""
 ) -> Page:
-    """Build the report on an evaluation.
-
-    Args:
-        split: the evaluated images.
-        model: the name of the model.
-        command: the command that wrote the page.
-    """
+    """Build the report on an evaluation of the images of a split."""
     name = model or bundle.card.name or "A model"
     return Page(
         title=f"{printable(name)} on {printable(evaluation.data)}",
@@ -130,12 +124,13 @@ def headline(evaluation: Evaluation) -> Iterator[tuple[str, str]]:
         interval = f"95 % confidence interval {100 * low:.1f} to {100 * high:.1f} %"
         yield percent(scores.top1), f"top-1 accuracy on {scores.count:,} images; {interval}"
     exact = f"of {scores.count:,} images with all labels correct (exact match)"
+    error = None if evaluation.calibration is None else evaluation.calibration.ece
     for fraction, meaning in (
         (scores.top5, "top-5 accuracy"),
         (scores.mean_ap, "mean average precision over the classes"),
         (scores.exact, exact),
         (scores.macro_f1, "macro-F1: the mean F1 of the classes"),
-        (evaluation.calibration and evaluation.calibration.ece, "expected calibration error (ECE)"),
+        (error, "expected calibration error (ECE)"),
     ):
         if fraction is not None:
             yield percent(fraction), meaning

@@ -6,24 +6,29 @@ The components are computed over all patches of all images together, so a color 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT, record
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import DIVERGING, LINES, new_figure, show_image, show_map, styled
+from vitrail.views.canvas import DIVERGING, LINES, Figure, new_figure, show_image, show_map, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
-from vitrail.views.figure_images import ImageBatch, check_finite, check_images, device_of, tell_apart
+from vitrail.views.figure_images import (
+    ImageBatch,
+    check_finite,
+    check_images,
+    check_index,
+    device_of,
+    tell_apart,
+)
 from vitrail.views.filters import principal
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Mask = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 _MAX_IMAGES = 8
 _MAD_TO_STD = 1.4826  # from median absolute deviation to standard deviation, for a normal distribution
@@ -47,8 +52,10 @@ class Features:
     """(up to 3,): fraction of the variance that each component explains."""
     foreground: Mask
     """(B, h, w): the side of the first component with fewer patches on the image border."""
+    patch: tuple[int, int]
+    """Row and column of the reference patch."""
     cosine: Floats
-    """(B, h, w): cosine similarity of each patch with the central patch of the same image."""
+    """(B, h, w): cosine similarity of each patch with the reference patch of the same image."""
     norms: Floats
     """(L, B, h, w): L2 norm of each token after each block, before the final norm."""
     limits: Floats
@@ -60,10 +67,22 @@ class Features:
         return self.norms > self.limits[:, None, None, None]
 
 
-def compute(model: ViT, images: Tensor) -> Features:
-    """Analyze the patch tokens that `model.encode` returns."""
+def compute(model: ViT, images: Tensor, patch: tuple[int, int] | None = None) -> Features:
+    """Analyze the patch tokens that `model.encode` returns.
+
+    Args:
+        patch: row and column of the reference patch; by default the central one.
+    """
     check_images(model, images)
     config = model.config
+    h, w = config.grid
+    if patch is None:
+        patch = h // 2, w // 2
+    elif not isinstance(patch, tuple | list) or len(patch) != 2:
+        raise InputError(
+            f"patch must be a row and a column of the {h} x {w} patch grid, not {printable(patch)}."
+        )
+    row, column = check_index("patch row", patch[0], h), check_index("patch column", patch[1], w)
     with eval_mode(model), record(model, "blocks.*.out") as tape:
         last = model.encode(images.to(device_of(model)))
         block_norms = [z[:, config.prefix :].double().norm(dim=2).cpu().numpy() for z in tape.values()]
@@ -72,12 +91,14 @@ def compute(model: ViT, images: Tensor) -> Features:
     norms = np.stack(block_norms).reshape(config.depth, *tokens.shape[:3])
     components, explained = principal(tokens.reshape(-1, tokens.shape[3]))
     values = (tokens - tokens.mean(axis=(0, 1, 2))) @ components[:3].T  # (B, h, w, up to 3)
+    unit = tokens / np.linalg.norm(tokens, axis=3, keepdims=True).clip(min=1e-300)
     first = values[..., 0] if len(explained) else np.zeros(tokens.shape[:3])
     return Features(
         colors=_as_colors(values),
         explained_variance=explained[:3],
         foreground=_find_foreground(first),
-        cosine=_cosines(tokens),
+        patch=(row, column),
+        cosine=np.einsum("bhwd,bd->bhw", unit, unit[:, row, column]),
         norms=norms,
         limits=np.array([_artifact_limit(values) for values in norms]),
     )
@@ -120,13 +141,6 @@ def _otsu_threshold(values: Floats) -> float:
     return float(ordered[index] + ordered[index + 1]) / 2
 
 
-def _cosines(tokens: Floats) -> Floats:
-    """Cosine similarity of every patch with the central patch of the same image: (B, h, w)."""
-    unit = tokens / np.linalg.norm(tokens, axis=3, keepdims=True).clip(min=1e-300)
-    center = unit[:, tokens.shape[1] // 2, tokens.shape[2] // 2]
-    return np.einsum("bhwd,bd->bhw", unit, center)
-
-
 def _artifact_limit(norms: Floats) -> float:
     """The norm above which a token is an artifact.
 
@@ -165,7 +179,6 @@ def draw(features: Features, images: ImageBatch) -> Figure:
 
 def _draw_column(axes: Any, features: Features, pixels: NDArray[np.uint8], n: int) -> None:
     """Draw the rows of one image, from top to bottom."""
-    h, w = features.foreground.shape[1:]
     show_image(axes[0], pixels)
     axes[1].imshow(features.colors[n])
     axes[2].imshow(np.where(features.foreground[n], 0.85, 0.15), cmap="gray", vmin=0, vmax=1)
@@ -173,7 +186,7 @@ def _draw_column(axes: Any, features: Features, pixels: NDArray[np.uint8], n: in
     for row, column in np.argwhere(features.artifacts[-1, n]):
         axes[3].plot(column, row, marker="x", color=LINES[1], markersize=5)
     axes[4].imshow(features.cosine[n], cmap=DIVERGING, vmin=-1, vmax=1)
-    axes[4].plot(w // 2, h // 2, marker="o", markersize=5, color="white", fillstyle="none")
+    axes[4].plot(*features.patch[::-1], marker="o", markersize=5, color="white", fillstyle="none")
     for axis in axes:
         axis.axis("on")
         axis.set(xticks=[], yticks=[])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from vitrail.images.loader import CorruptFiles, Reader
 from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
+from vitrail.views.canvas import Figure
 from vitrail.views.figure_images import ImageBatch, from_pixels
 from vitrail.weights.bundle.bundle import Bundle
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _BATCH = 32  # images per batch, for statistics over all images
 Progress = Callable[[str, int, int], None]
@@ -47,8 +45,8 @@ class FigureSpec:
     caption: Callable[[Any], str]
     table: Callable[[Any], Rows]
     needs_images: bool = True
-    passes: Callable[[ViTConfig], int] = lambda config: 1
-    """About how many forward passes it takes for each image; a backward pass counts as two."""
+    passes: Callable[[ViTConfig], int] | None = None
+    """About how many forward passes it takes for each image, if many; a backward pass counts as two."""
 
 
 @dataclass(eq=False)

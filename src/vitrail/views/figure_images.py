@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BATCH = 64  # images in one forward pass
-Target = int | Sequence[int] | Tensor | None  # a class for all images, one each, or the predicted one
+Target = int | Sequence[int] | Tensor | None  # a class for all images, or one each; None: the predicted one
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.model.stem import standardize
-from vitrail.views.canvas import DIVERGING, LINES, add_colorbar, new_figure, styled
+from vitrail.views.canvas import DIVERGING, LINES, Figure, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
     from torch import Tensor
 
 _MAX_COMPONENTS = 28  # as in the ViT paper

@@ -184,11 +184,7 @@ def _breakable(text: str) -> Any:
 
 
 def write_page(path: str | Path, page: Page, *, overwrite: bool = False) -> Path:
-    """Write a page to a file, complete or not at all.
-
-    Args:
-        overwrite: whether an existing file may be overwritten.
-    """
+    """Write a page to a file, complete or not at all."""
     return write_text(path, render(page), overwrite=overwrite)
 
 

@@ -9,16 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import INK, LINES, ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.views.canvas import (
+    INK,
+    LINES,
+    ON_DATA,
+    SEQUENTIAL,
+    Axes,
+    Figure,
+    add_colorbar,
+    new_figure,
+    styled,
+)
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     BATCH,
@@ -30,11 +41,6 @@ from vitrail.views.figure_images import (
     tell_apart,
 )
 from vitrail.weights.bundle.scores import Activation
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 _MAX_IMAGES = 8
 
@@ -69,7 +75,7 @@ def compute(model: ViT, images: Tensor, *, target: Target = None, activation: Ac
     """Apply the head after every block.
 
     Args:
-        target: the class to track, one for all images or one each; by default the predicted class.
+        target: the class to track.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
@@ -96,12 +102,7 @@ def compute(model: ViT, images: Tensor, *, target: Target = None, activation: Ac
 
 @styled
 def draw(lens: Lens, classes: Sequence[str] | None = None, names: Sequence[str] | None = None) -> Figure:
-    """Draw the probability by depth, agreement with the last block, and the predictions for up to 8 images.
-
-    Args:
-        classes: class names.
-        names: image names.
-    """
+    """Draw the probability by depth, agreement with the last block, and predictions for up to 8 images."""
     L, B = lens.top.shape
     if names is not None and len(names) != B:
         raise InputError(f"{len(names)} names do not match {B} images; pass one name per image.")

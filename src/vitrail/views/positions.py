@@ -9,23 +9,19 @@ attention score.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import DIVERGING, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.views.canvas import DIVERGING, SEQUENTIAL, Axes, Figure, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images, check_index
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 _MAX_TILES = 14  # tiles along a side; of a larger grid only _FEW_TILES are drawn
 _FEW_TILES = 7

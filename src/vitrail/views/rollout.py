@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable, suggest
@@ -41,7 +42,7 @@ from vitrail.views.attention_maps import (
     over_all_tokens,
     query_row,
 )
-from vitrail.views.canvas import add_colorbar, new_figure, overlay_map, show_image, styled
+from vitrail.views.canvas import Figure, add_colorbar, new_figure, overlay_map, show_image, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     Target,
@@ -53,10 +54,6 @@ from vitrail.views.figure_images import (
     device_of,
     tell_apart,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 Method = Literal["rollout", "gradient", "both"]
 BLOCK_WEIGHTS = "blocks.*.attention.weights"
@@ -84,8 +81,7 @@ def compute(model: ViT, images: Tensor, *, method: Method = "rollout", target: T
 
     Args:
         images: (B, C, H, W), normalized.
-        method: "rollout", "gradient" or "both".
-        target: the class for the gradients, one for all images or one each; by default the predicted class.
+        target: the class for the gradients.
     """
     check_images(model, images)
     if method not in get_args(Method):
@@ -219,13 +215,7 @@ def draw(
     classes: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:
-    """Draw one column per image: the image, and below it one map per method.
-
-    Args:
-        pixels: the images to draw, (B, H, W, C).
-        classes: class names.
-        names: image names.
-    """
+    """Draw one column per image: the image, and below it one map per method."""
     check_pixels(pixels, rollout.maps.shape[1])
     count, rows = len(pixels), 1 + len(rollout.methods)
     tall = 1.3 * pixels.shape[1] / pixels.shape[2] + 0.36
@@ -269,18 +259,15 @@ def caption(rollout: Rollout) -> str:
         if empty := int((maps.sum(axis=(-1, -2)) == 0).sum()):
             sentences.append(f"For {empty} of {len(top)} images all patches have zero relevance.")
     if len(rollout.methods) == 2:
-        sentences.append(_describe_agreement(rollout))
+        pairs = rollout.maps.reshape(2, -1, patches).transpose(1, 0, 2)
+        values = [np.corrcoef(*pair)[0, 1] for pair in pairs if (pair.std(axis=-1) > 0).all()]
+        images = f"{len(values)} image{'s' * (len(values) > 1)}"
+        sentences.append(
+            f"The correlation of the two maps over patches is {np.mean(values):.2f} (mean of {images})."
+            if values
+            else "The two maps cannot be compared, because one of them is constant."
+        )
     return " ".join(sentences)
-
-
-def _describe_agreement(rollout: Rollout) -> str:
-    """The correlation of the two maps over patches, for images where neither map is constant."""
-    pairs = rollout.maps.reshape(2, rollout.maps.shape[1], -1).transpose(1, 0, 2)
-    values = [np.corrcoef(*pair)[0, 1] for pair in pairs if (pair.std(axis=-1) > 0).all()]
-    if not values:
-        return "The two maps cannot be compared, because one of them is constant."
-    images = f"{len(values)} image{'s' * (len(values) > 1)}"
-    return f"The correlation of the two maps over patches is {np.mean(values):.2f} (mean of {images})."
 
 
 def table(rollout: Rollout) -> Rows:

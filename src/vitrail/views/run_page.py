@@ -37,12 +37,7 @@ _FILES = {
 
 
 def run_page(out: Path, bundle: Bundle, dataset: Dataset, evaluation: Evaluation) -> Page:
-    """Build the report on the run in `out`.
-
-    Args:
-        bundle: the model with the best weights.
-        evaluation: the evaluation of this model on the validation set.
-    """
+    """Build the report on the run in `out`, with the evaluation of its best weights."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     config, environment = (
         json.loads((out / name).read_text()) for name in ("config.json", "environment.json")

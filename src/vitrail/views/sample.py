@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.base.errors import require_extra
+from vitrail.views.figure import InspectionRequest
 from vitrail.views.figure_images import ImageBatch, from_pixels
 from vitrail.weights.bundle.bundle import Bundle
 from vitrail.weights.load import load
@@ -42,3 +43,12 @@ def sample_images(count: int = 8) -> ImageBatch:
     spec = sample_model().preprocess
     assert spec is not None
     return from_pixels(pixels, spec, [f"digit {digit}" for digit in digits.target[:count]])
+
+
+def sample_request(folder: Path) -> InspectionRequest:
+    """Request figures of the sample model and of ten digits, whose files are written to the folder."""
+    digits = sample_images(10)
+    paths = [folder / f"{name}.png" for name in digits.names]
+    for path, pixels in zip(paths, digits.pixels, strict=True):
+        Image.fromarray(pixels[..., 0]).save(path)
+    return InspectionRequest(sample_model(), paths, max_images=6)

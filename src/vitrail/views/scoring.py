@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError, printable
 from vitrail.model import ViT
 from vitrail.model.device import eval_mode
 from vitrail.views import attribution
-from vitrail.views.canvas import FAINT, LINES, new_figure, styled
+from vitrail.views.canvas import FAINT, LINES, Axes, Figure, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import (
     BATCH,
@@ -33,12 +33,7 @@ from vitrail.views.figure_images import (
 )
 from vitrail.weights.bundle.scores import Activation
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    Areas = dict[str, NDArray[np.float64]]
+Areas = dict[str, NDArray[np.float64]]
 
 _MAX_POINTS = 28  # steps until all patches are covered
 _DASHES = ("-", "--", ":")
@@ -78,7 +73,7 @@ def compute(
 
     Args:
         maps: (B, h, w) by method, as returned by `attribution.compute`.
-        target: the class whose probability is measured; by default the predicted class.
+        target: the class whose probability is measured.
         activation: how logits become probabilities (`bundle.scores.activation`).
     """
     check_classifier(model, images)
@@ -143,23 +138,17 @@ def _check_maps(model: ViT, images: Tensor, maps: Mapping[str, NDArray[np.floati
 @styled
 def draw(scores: Scoring) -> Figure:
     """Draw two panels with one line per method: the mean over images, with its standard error as a band."""
-    title = f"Covering and restoring patches in the order of each map ({_count_images(scores.images)})"
-    figure = new_figure(9.0, 4.2, title)
+    images = f"{scores.images} image{'s' * (scores.images > 1)}"
+    figure = new_figure(9.0, 4.2, f"Covering and restoring patches in the order of each map ({images})")
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_panel(left, scores, scores.deletion, "Deletion: lower is better", "fraction of patches covered")
-    _draw_panel(
-        right, scores, scores.insertion, "Insertion: higher is better", "fraction of patches restored"
-    )
+    _draw_panel(left, scores, scores.deletion, "Deletion: lower is better", "covered")
+    _draw_panel(right, scores, scores.insertion, "Insertion: higher is better", "restored")
     left.set(ylabel="probability of the class", ylim=(-0.02, 1.02))
     return figure
 
 
-def _count_images(count: int) -> str:
-    return f"{count} image{'s' * (count > 1)}"
-
-
 def _draw_panel(
-    axis: Axes, scores: Scoring, curves: Mapping[str, NDArray[np.float32]], title: str, label: str
+    axis: Axes, scores: Scoring, curves: Mapping[str, NDArray[np.float32]], title: str, done: str
 ) -> None:
     named = [name for name in curves if name != "random"]
     for name, area in scores.areas(curves).items():
@@ -168,13 +157,13 @@ def _draw_panel(
             again, index = divmod(named.index(name), len(LINES))
             color, dash = LINES[index], _DASHES[again % len(_DASHES)]
         x, mean, error = scores.fraction, curves[name].mean(axis=0), _standard_error(curves[name])
-        label_of_line = f"{printable(name, 30)}: {_with_error(area)}"
-        axis.plot(x, mean, color=color, linestyle=dash, label=label_of_line)
+        label = f"{printable(name, 30)}: {_with_error(area)}"
+        axis.plot(x, mean, color=color, linestyle=dash, label=label)
         if len(area) > 1:
             axis.fill_between(x, mean - error, mean + error, color=color, alpha=0.15, linewidth=0)
-    axis.set(title=title, xlabel=label, xlim=(0, 1))
-    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-    axis.legend(title="area under the curve", fontsize=8, title_fontsize=8, **place)
+    axis.set(title=title, xlabel=f"fraction of patches {done}", xlim=(0, 1))
+    legend = axis.legend(title="area under the curve", fontsize=8, title_fontsize=8, loc="upper center")
+    legend.set_bbox_to_anchor((0.5, -0.16))
 
 
 def _standard_error(values: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -196,41 +185,34 @@ def caption(scores: Scoring) -> str:
         return f"{reading} Only random maps were scored (n = {scores.images})."
     lowest = min(named, key=lambda name: float(deletion[name].mean()))
     highest = max(named, key=lambda name: float(insertion[name].mean()))
-    areas = f"{deletion[lowest].mean():.3f}", f"{insertion[highest].mean():.3f}"
+    least, most = f"{deletion[lowest].mean():.3f}", f"{insertion[highest].mean():.3f}"
     result = (
         f"The two scores disagree on these images (n = {scores.images}): {printable(lowest)} is best in "
-        f"deletion ({areas[0]}), {printable(highest)} in insertion ({areas[1]})."
+        f"deletion ({least}), {printable(highest)} in insertion ({most})."
     )
     if lowest == highest:
         result = (
             f"On these images (n = {scores.images}), {printable(lowest)} is best in both: it has the lowest "
-            f"area under the deletion curve ({areas[0]}) and the highest under the insertion curve "
-            f"({areas[1]})."
+            f"area under the deletion curve ({least}) and the highest under the insertion curve ({most})."
         )
-    return f"{reading} {result} {_compare_with_random(deletion, insertion, lowest, highest)}"
-
-
-def _compare_with_random(deletion: Areas, insertion: Areas, lowest: str, highest: str) -> str:
-    """The margin of the best methods over random maps, image by image, and the methods without one."""
     if "random" not in deletion:
-        return "Without random maps there is no control to compare with."
-    gains = {("deletion", name): deletion["random"] - area for name, area in deletion.items()}
-    gains |= {("insertion", name): area - insertion["random"] for name, area in insertion.items()}
+        return f"{reading} {result} Without random maps there is no control to compare with."
+    gains = {(name, "deletion"): deletion["random"] - deletion[name] for name in named}
+    gains |= {(name, "insertion"): insertion[name] - insertion["random"] for name in named}
     text = (
-        f"Compared with random maps, {printable(lowest)} is better by "
-        f"{_with_error(gains['deletion', lowest])} in deletion and {printable(highest)} by "
-        f"{_with_error(gains['insertion', highest])} in insertion."
+        f"{reading} {result} Compared with random maps, {printable(lowest)} is better by "
+        f"{_with_error(gains[lowest, 'deletion'])} in deletion and {printable(highest)} by "
+        f"{_with_error(gains[highest, 'insertion'])} in insertion."
     )
-    if len(deletion[lowest]) < 2:
+    if scores.images < 2:
         return f"{text} With a single image there is no standard error, so this may be due to chance."
     weak = [
         f"{printable(name)} in {score}"
-        for (score, name), gain in gains.items()
-        if name != "random" and gain.mean() <= _standard_error(gain)
+        for (name, score), gain in gains.items()
+        if gain.mean() <= _standard_error(gain)
     ]
-    return text + (
-        f" Not better than random by more than one standard error: {', '.join(weak)}." if weak else ""
-    )
+    end = f" Not better than random by more than one standard error: {', '.join(weak)}." if weak else ""
+    return text + end
 
 
 def _with_error(values: NDArray[np.float64]) -> str:

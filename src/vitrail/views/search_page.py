@@ -22,12 +22,7 @@ _BY_WORDS = (
 def search_page(
     hits: Sequence[tuple[Path, float]], total: int, query: str, *, is_image: bool, command: str = ""
 ) -> Page:
-    """Show the images that were found for an image or for words.
-
-    Args:
-        hits: files with their scores, best first.
-        total: the number of images that were compared.
-    """
+    """Show the files that were found among `total` for an image or for words, with scores, best first."""
     shown = hits[:MAX_TILES]
     tiles = [
         _tile(path, f"{place}. cosine {score:.3f}", [f"{path.parent.name}/{path.name}"])

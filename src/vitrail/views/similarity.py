@@ -9,23 +9,19 @@ if Y is a rotated and isotropically scaled X. Nothing is trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.base.errors import InputError
 from vitrail.model import ViT, record
 from vitrail.model.device import eval_mode
-from vitrail.views.canvas import ON_DATA, SEQUENTIAL, add_colorbar, new_figure, styled
+from vitrail.views.canvas import ON_DATA, SEQUENTIAL, Figure, add_colorbar, new_figure, styled
 from vitrail.views.figure import FigureSpec, InspectionRequest, Rows
 from vitrail.views.figure_images import check_finite, check_images, device_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,31 +94,24 @@ def draw(similarity: Similarity) -> Figure:
 
 def caption(similarity: Similarity) -> str:
     """Explain the matrix, and where representations change most."""
-    noise = similarity.width / (similarity.width + similarity.rows)
+    cka, noise = similarity.cka, similarity.width / (similarity.width + similarity.rows)
+    names = [f"block {name}" if name.isdigit() else name for name in similarity.names]
     text = (
         f"Linear CKA between every two layers, over {similarity.rows} patch tokens of dimension "
         f"{similarity.width}: 1 means equal up to rotation and scaling; independent noise of this size would "
         f"have {noise:.2f}."
     )
-    diagonal = zip(similarity.names, np.diagonal(similarity.cka), strict=True)
-    constant = [name for name, value in diagonal if np.isnan(value)]
-    if constant:
+    if constant := [name for name, value in zip(names, np.diagonal(cka), strict=True) if np.isnan(value)]:
         text += f" In {', '.join(constant)} all vectors are equal, so CKA is undefined."
-    return f"{text} {_describe_changes(similarity)}".rstrip()
-
-
-def _describe_changes(similarity: Similarity) -> str:
-    """The mean CKA of consecutive layers, the largest change, and the least similar pair."""
-    steps = np.diagonal(similarity.cka, offset=1)
+    steps = np.diagonal(cka, offset=1)
     if np.isnan(steps).all():
-        return ""
-    names = [f"block {name}" if name.isdigit() else name for name in similarity.names]
+        return text
     largest = int(np.nanargmin(steps))
-    i, j = np.unravel_index(np.nanargmin(similarity.cka), similarity.cka.shape)
+    i, j = sorted(np.unravel_index(np.nanargmin(cka), cka.shape))
     return (
-        f"Consecutive layers have a CKA of {np.nanmean(steps):.2f} on average; the largest change is from "
-        f"{names[largest]} to {names[largest + 1]} ({steps[largest]:.2f}), and the least similar layers are "
-        f"{names[min(i, j)]} and {names[max(i, j)]} ({similarity.cka[i, j]:.2f})."
+        f"{text} Consecutive layers have a CKA of {np.nanmean(steps):.2f} on average; the largest change is "
+        f"from {names[largest]} to {names[largest + 1]} ({steps[largest]:.2f}), and the least similar layers "
+        f"are {names[i]} and {names[j]} ({cka[i, j]:.2f})."
     )
 
 

@@ -17,7 +17,13 @@ from vitrail.weights.families import FAMILIES, LIBRARIES
 from vitrail.weights.families.family import Family
 from vitrail.weights.families.keys import CUSTOM
 from vitrail.weights.families.match import join_names
-from vitrail.weights.families.to_family import ConversionError, family_tensors, unsupported, write_family
+from vitrail.weights.families.to_family import (
+    TRAINING_ONLY,
+    ConversionError,
+    family_tensors,
+    unsupported,
+    write_family,
+)
 from vitrail.weights.load import load
 from vitrail.weights.text.prompts import Prompts, bake_prompts
 
@@ -171,17 +177,6 @@ def _compare(
     return (theirs - ours).abs().max().item(), f"{family.group} itself, on the golden inputs"
 
 
-_TRAINING_ONLY = (
-    "dropout",
-    "attention_dropout",
-    "patch_dropout",
-    "drop_path",
-    "init",
-    "position_sigma",
-    "layer_scale",
-)
-
-
 def interpolate(first: Bundle, second: Bundle, t: float) -> Bundle:
     """A bundle of the second's kind whose weights are t of the way from the first to the second."""
     if not is_real(t) or not 0 <= t <= 1:
@@ -205,7 +200,7 @@ def check_compatible(first: Bundle, second: Bundle) -> None:
     """Refuse models between which there is nothing: of another shape, or for other classes."""
     for one in fields(ViTConfig):
         values = [getattr(bundle.model.config, one.name) for bundle in (first, second)]
-        if one.name not in _TRAINING_ONLY and values[0] != values[1]:
+        if one.name not in TRAINING_ONLY and values[0] != values[1]:
             raise InputError(
                 f"Weights are interpolated between models of the same shape, but {one.name} is "
                 f"{short_repr(values[0])} in one and {short_repr(values[1])} in the other; use a model and "

@@ -16,7 +16,6 @@ from vitrail.weights.bundle.bundle_header import (
     OWN_NAMES,
     FileDescription,
     describe_own,
-    is_own,
     stored_fingerprint,
     stored_statistics,
 )
@@ -25,6 +24,7 @@ from vitrail.weights.readers.folder import ModelFiles, open_model
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from vitrail.model import ViT
     from vitrail.weights.families.keys import Keys
@@ -82,7 +82,7 @@ def load(
     with open_model(path, checkpoint_key, offline=offline) as files:
         description = describe(files, family=family, keys=keys, **requested, **overrides)
         bundle = build_bundle(files, description, dtype)
-    _adapt(bundle, {"classes": classes, **requested})
+    _adapt(bundle, classes, size, channels, patch)
     if preprocess is not None:  # only now: a given resize_to is for the size that the model has in the end
         bundle.preprocess = override_preprocess(
             bundle.preprocess, preprocess, bundle.model.config, bundle.notes
@@ -129,7 +129,7 @@ def describe(
     The arguments are those of `load`; `overrides` are config fields.
     """
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    if is_own(files) and family in (None, "vitrail"):
+    if files.own and family in (None, "vitrail"):
         if keys:
             raise ConfigError(OWN_NAMES)
         description = describe_own(files, overrides)
@@ -157,7 +157,6 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     from vitrail.model import ViT
     from vitrail.model.init import EmptyParameters
     from vitrail.weights.families.family import Profile
-    from vitrail.weights.families.match import describe_mismatch, read_state
 
     config, match, notes = description.config, description.match, list(description.notes)
     profile = match.family.profile if match else Profile()
@@ -173,6 +172,8 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     if match is None:
         state = {name: files.tensor(name) for name in description.shapes}
     else:
+        from vitrail.weights.families.match import read_state
+
         state = computed | read_state(match, files.tensor, config)
     extras = {name: files.tensor(original) for name, original in description.extras.items()}
     if profile.check_extras:
@@ -202,12 +203,34 @@ def build_bundle(files: ModelFiles, description: FileDescription, dtype: torch.d
     )
 
 
-def _adapt(bundle: Bundle, requested: Mapping[str, Any]) -> None:
+def describe_mismatch(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Which tensors a model has and a file has not, or the other way round, as a phrase; "" if none."""
+    missing, unexpected, misshapen = list[str](), list[str](), list[str]()
+    from vitrail.weights.families.match import join_names
+
+    needed = model.state_dict()
+    for name in {**needed, **shapes}:
+        if name not in shapes:
+            missing.append(name)
+        elif name not in needed:
+            unexpected.append(name)
+        elif (shape := needed[name].shape) != shapes[name]:
+            misshapen.append(f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}")
+    wrong = {"is missing": missing, "has unexpected": unexpected, "has wrong shapes:": misshapen}
+    return " and ".join(f"{what} {join_names(names)}" for what, names in wrong.items() if names)
+
+
+def _adapt(
+    bundle: Bundle,
+    classes: int | Sequence[str] | None,
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    patch: int | tuple[int, int] | None,
+) -> None:
     """Change the model as requested; each change is a sentence in the notes."""
     from vitrail.model import surgery
 
     model, notes = bundle.model, bundle.notes
-    classes, size, channels, patch = (requested[name] for name in ("classes", "size", "channels", "patch"))
     config = model.config
     if channels is not None and channels != config.channels:
         model = surgery.rechannel(model, channels)

@@ -124,11 +124,12 @@ def model_names(path: Path, settings: Mapping[str, Any]) -> Iterator[tuple[set[s
     "deit_tiny_patch16_224" are deit, tiny and patch.
     """
     named: list[tuple[str, Any]] = []
-    for part in (settings, settings.get("pretrained_cfg")):
-        for key in _NAMES if isinstance(part, Mapping) else ():
+    timm = settings.get("pretrained_cfg")
+    for part in (settings, timm if isinstance(timm, Mapping) else {}):
+        for key in _NAMES:
             value = part.get(key)
-            names = value if isinstance(value, list) else [value]
-            named += [(f"config.json, {key}", name) for name in names]
+            for name in value if isinstance(value, list) else [value]:
+                named.append((f"config.json, {key}", name))
     if not path.is_dir():
         named.append(("the name of the file", path.name))
     if path.is_dir() or path.stem in ("model", "pytorch_model"):  # a usual name: the folder's tells more
@@ -170,7 +171,7 @@ def find_preprocess(files: ModelFiles, family: str, config: ViTConfig, notes: li
                 family, said_by = family if family in words else other, where
     published = _published(family, config)
     try:
-        preprocess, origin = _from_settings(settings, published, notes)
+        preprocess, origin = _from_settings(settings, published, notes) if settings else (None, "")
         if preprocess is not None:
             if not files.settings:
                 origin += " beside the file"

@@ -16,6 +16,7 @@ from tests.support.mistakes import (
     NORM_IN_LOOP,
     SECOND,
     TURNED,
+    VAR,
 )
 from tests.support.students import EXERCISE, OTHER_SOLUTION, SOLUTION, run_student
 from vitrail_course.exercises.exercise import EXERCISES
@@ -120,7 +121,28 @@ TWO_MISTAKES = [
     (
         "vit",
         [(LOGITS, f"F.log_softmax({LOGITS}, dim=-1)"), (" + E_pos", "")],
-        ["The position embeddings are missing.", "A log-softmax is applied to the logits."],
+        ["The position embeddings are missing.", "A softmax, log-softmax or sigmoid"],
+    ),
+    (
+        "patches",
+        [(GRID, TURNED), (FLAT, "patch.mT.reshape(B, -1)")],
+        ["The grid is read column by column", "Each patch is transposed"],
+    ),
+    (
+        "layer_norm",
+        [(VAR, "x.std(dim=-1, keepdim=True)"), ("torch.sqrt(variance + eps)", "(variance + eps)")],
+        ["The variance is the unbiased one", "eps is added outside"],
+    ),
+    ("layer_norm", [(" * weight + bias", "")], ["The weight is missing.", "The bias is missing."]),
+    (
+        "block",
+        [(FIRST, FIRST.replace(" + z\n", "\n")), (SECOND, SECOND.removesuffix(" + z1"))],
+        ["The first residual is missing", "The second residual is missing"],
+    ),
+    (
+        "block",
+        [(FIRST, FIRST.replace(" + z\n", " + normed\n")), (SECOND, SECOND.replace("+ z1", "+ normed"))],
+        ["The first residual adds the normalized", "The second residual adds the normalized"],
     ),
 ]
 

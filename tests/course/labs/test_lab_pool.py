@@ -29,26 +29,8 @@ def test_small_run_gives_number_figure_and_verdict(small_run):
     assert len(at_class_lr) == 2
     assert (at_class_lr == arms["mean pooling"]["scores"]) == same
     assert len(result.warnings) == 2, "of two learning rates, each is at an edge"
-    assert "300 training images" in result.sentence
+    assert "300 training images" in result.setting
     assert len(result.figure.axes) == 2
-
-
-def test_verdict_for_every_outcome():
-    def verdict(mean, at_class_lr, tokens=(0.9, 0.91, 0.92)):
-        arms = {lab.MEAN: {"scores": mean}, lab.CLASS: {"scores": tokens}}
-        numbers = {"arms": arms, "held out": 10_000, "mean pooling at the class token's lr": at_class_lr}
-        return lab.decide_verdict(numbers)
-
-    same, worse, noisy = [0.901, 0.911, 0.921], [0.8, 0.811, 0.82], [0.8, 0.99, 0.9]
-    lucky = [0.5, 0.911, 0.921]
-    assert verdict(same, lucky).condition == verdict(same, same).condition, "the first seed chose the rate"
-    assert verdict(same, worse).word == "holds"
-    assert verdict(same, same).word == "partly"
-    assert "Not clear: mean pooling gains from a learning rate of its own" in verdict(same, same).condition
-    assert verdict(noisy, noisy).word == "not clear here", "an interval that contains equality"
-    lower = verdict(worse, [0.82, 0.831, 0.84])
-    assert lower.word == "does not hold"
-    assert "equal from -1 to 1" in lower.condition
 
 
 def test_one_arm_has_no_class_token():

@@ -24,18 +24,8 @@ def test_small_run_gives_number_figure_and_verdict(result):
     assert result.number == pytest.approx(
         100 * np.mean(np.subtract(scores["more training"], scores["start"]))
     )
-    variant_gain = 100 * np.mean(np.subtract(scores["no class token"], scores["weight decay"]))
-    assert f"no class token {variant_gain:+.1f} [" in result.sentence
-    assert "48 training images" in result.sentence
+    assert "48 training images" in result.setting
     assert len(result.figure.axes) == 2
-
-
-def test_E_is_the_projection_weight(result):
-    E = result.numbers["E"]
-    assert E["name"] == "tokens.proj.weight"
-    assert E["stored"] == (64, 1, 4, 4)
-    assert E["as a matrix"] == (16, 64)
-    assert E["difference"] < 1e-5
 
 
 def test_steps_are_those_of_the_lecture_notes():
@@ -74,38 +64,6 @@ def test_start_model():
         "constant",
         1e-3,
     )
-
-
-def test_verdict_for_every_outcome():
-    def verdict(start, listed, solution, images=60_000):
-        scores = {"start": start, "weight decay": listed, "more training": solution}
-        return lab.decide_verdict({"scores": scores, "images": images, "held out": 10_000})
-
-    weak, near, good = [0.93, 0.931, 0.932], [0.979, 0.98, 0.9794], [0.985, 0.9855, 0.986]
-    assert verdict(weak, good, good).word == "holds"
-    partly = verdict(weak, near, good)
-    assert partly.word == "partly"
-    listed = "with the listed settings, 10 epochs and our initialization it reaches 98 % (97.9 ["
-    assert f"Not clear: {listed}" in partly.condition
-    assert "n = 3, threshold 98 %; one plain loop with PyTorch's default initialization reached 97.94 %" in (
-        partly.condition
-    )
-    assert "10 epochs make the weak ViT better (+4.8 [" in partly.condition
-    assert "30 epochs make it better (+5.4" in partly.condition
-    assert lab.format_difference(0.0) == "are exactly equal"
-    assert lab.format_difference(1e-7) == "differ by at most 1e-07"
-    assert "Not true: with the listed" in verdict(weak, [0.96, 0.961, 0.962], good).condition
-    fewer = verdict(weak, good, good, images=1_437)
-    assert "Not clear: with the listed" in fewer.condition
-    assert "1,437 images instead of 60,000" in fewer.condition
-    assert verdict(good, weak, weak).word == "does not hold"
-
-
-def test_the_accuracy_of_the_recipe_is_that_of_its_docstring(result):
-    from vitrail_course.labs.published_results import recipe_docstring
-
-    assert "mean 98.62" in recipe_docstring("mnist-notes")
-    assert "98.6 %" in result.sentence
 
 
 def test_weak_model_is_a_recipe():

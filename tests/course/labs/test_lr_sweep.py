@@ -13,10 +13,11 @@ from vitrail_course.labs.lr_sweep import (
     BATCH,
     ClassifierRun,
     iterate_batches,
+    lr_factor,
     sweep_learning_rates,
     train_classifier,
+    train_model,
 )
-from vitrail_course.labs.training_loop import lr_factor, train_model
 
 
 @pytest.fixture(autouse=True)

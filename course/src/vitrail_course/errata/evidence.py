@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
-from vitrail.model.presets import create, preset
-from vitrail_course.decoder import Decoder, DecoderConfig
+from vitrail.model.presets import create
 
 Evidence = dict[str, Any]
-_PUBLISHED = Path(__file__).parents[1] / "labs" / "published.json"
 _BASE: dict[str, Any] = {"width": 12, "depth": 1, "heads": 3, "patch": 4, "size": 8}
 
 
@@ -75,35 +70,6 @@ def what_fine_tuning_keeps() -> Evidence:
     }
 
 
-def rows_above_bit() -> Evidence:
-    """In the published results of the lecture notes."""
-
-    def accuracy(row: dict[str, Any], model: str) -> float:
-        return float(row["published"][model].split()[0])
-
-    rows = json.loads(_PUBLISHED.read_text(encoding="utf-8"))["results"]
-    rows = [row for row in rows if row["name"] != "TPUv3-core-days"]
-    models = ("H/14, JFT", "L/16, JFT", "L/16, ImageNet-21k")
-    return {
-        f"rows of {len(rows)} above BiT-L, {model}": sum(
-            accuracy(row, model) > accuracy(row, "BiT-L, ResNet152x4") for row in rows
-        )
-        for model in models
-    }
-
-
-def not_only_blocks() -> Evidence:
-    names = {"B/16": {}, "B/16 with 24 blocks": {"depth": 24}, "L/16": {}}
-    return {
-        f"millions in {name}": count_parameters(name[:4], **fields) / 1e6 for name, fields in names.items()
-    }
-
-
-def large_with_256_patches() -> Evidence:
-    patches = {f"patches of {name}": preset(name).patches for name in ("L/16", "L/16@256")}
-    return {**patches, "parameters of L/16@256": count_parameters("L/16@256")}
-
-
 # ---- attention ------------------------------------------------------------------------------
 
 
@@ -118,22 +84,6 @@ def scale_is_the_width_of_a_head() -> Evidence:
         "largest weight of a query with sqrt(D)": _largest_weight(queries, keys, math.sqrt(D)),
         "with sqrt(d)": _largest_weight(queries, keys, math.sqrt(D // k)),
         "uniform weight": 1 / T,
-    }
-
-
-def without_a_scale() -> Evidence:
-    q, k = normal(197, 64), normal(197, 64)
-    return {
-        "largest weight without scale": _largest_weight(q, k, 1),
-        "with": _largest_weight(q, k, math.sqrt(64)),
-    }
-
-
-def dropout_of_pairs() -> Evidence:
-    dropped = F.dropout(torch.full((1, 12, 64, 64), 1 / 64), 0.5, training=True) == 0
-    return {
-        "fraction of pairs dropped with p = 0.5": round(dropped.double().mean().item(), 1),
-        "tokens dropped for every query of a head": int(dropped.all(dim=-2).sum()),
     }
 
 
@@ -153,16 +103,6 @@ def biases_of_q_k_v() -> Evidence:
         "change of the output without the query's": without(0),
         "the key's": without(1),
         "the value's": without(2),
-    }
-
-
-def one_matrix_for_each_offset() -> Evidence:
-    D, offsets = 8, 9
-    convolution = normal(offsets, D, D)
-    of_the_note = torch.einsum("p,ab->pab", normal(offsets), normal(D, D))
-    return {
-        "rank over offsets of a 3 x 3 convolution": int(torch.linalg.matrix_rank(convolution.flatten(1))),
-        "with one V": int(torch.linalg.matrix_rank(of_the_note.flatten(1))),
     }
 
 
@@ -188,20 +128,6 @@ def residual_and_gradient() -> Evidence:
     }
 
 
-def no_guarantee_of_variance_one() -> Evidence:
-    token, weight, bias = normal(64), torch.full((64,), 2.0).double(), torch.full((64,), 3.0).double()
-
-    def moments(x: Tensor) -> tuple[float, float]:
-        return round(x.mean().item(), 3), round(x.var(unbiased=False).item(), 3)
-
-    return {
-        "mean and variance after a scale of 2 and a shift of 3": moments(
-            F.layer_norm(token, (64,), weight, bias)
-        ),
-        "of a constant token": moments(F.layer_norm(torch.ones(64).double(), (64,))),
-    }
-
-
 def not_the_post_norm_of_vaswani() -> Evidence:
     z = normal(1, 5, 12)
 
@@ -217,34 +143,7 @@ def not_the_post_norm_of_vaswani() -> Evidence:
     }
 
 
-def shape_is_not_power() -> Evidence:
-    x = torch.linspace(-1, 1, 400, dtype=torch.float64)[:, None]
-    target = torch.sin(8 * x)
-    slope, shift = 4 * normal(1, 200), 3 * normal(200)
-
-    def error(activation: Any) -> float:
-        hidden = activation(x @ slope + shift)
-        features = torch.cat([hidden / hidden.std(), torch.ones_like(x)], dim=1)
-        best = features @ torch.linalg.lstsq(features, target, driver="gelsd").solution
-        return (best - target).pow(2).mean().sqrt().item()
-
-    named = {"ReLU": F.relu, "GELU": F.gelu, "x^3 - x": lambda t: t**3 - t}
-    return {f"error of 200 units for sin(8x), {name}": error(f) for name, f in named.items()}
-
-
 # ---- text -----------------------------------------------------------------------------------
-
-
-def not_a_bigram_model() -> Evidence:
-    one = torch.tensor([[24, 43, 58, 5, 57, 1, 46, 43]])
-    other = one.clone()
-    other[0, 0] = 44
-    config = DecoderConfig(vocabulary=65, width=16, depth=1, heads=2, length=8)
-    bigram, model = with_noise(nn.Embedding(65, 65)), with_noise(Decoder(config))
-    return {
-        "change of the last logits, the note's model": max_difference(model(one)[0, -1], model(other)[0, -1]),
-        "a bigram model": max_difference(bigram(one)[0, -1], bigram(other)[0, -1]),
-    }
 
 
 def bytes_of_the_token_ids() -> Evidence:

@@ -60,9 +60,6 @@ PATCHES: Mistakes = {
     "Each patch is transposed: its pixels are read column by column. Read them row by row.": partial(
         patches, transposed=True
     ),
-    "Rows and columns are swapped, in the grid and in each patch. H comes before W.": partial(
-        patches, by_columns=True, transposed=True
-    ),
     "A single reshape takes pixels in memory order, not patch by patch. Split H and W, permute, then "
     "reshape.": reshape_only,
     "The last two dimensions are swapped. Patches come first, then their values.": partial(
@@ -159,10 +156,6 @@ LAYER_NORM: Mistakes = {
     "eps is added outside the square root. It belongs inside: sqrt(variance + eps).": partial(
         layer_norm, eps_outside=True
     ),
-    "The variance is the unbiased one (D - 1), and eps is added outside the square root. Use "
-    "sqrt(variance + eps), with the variance divided by D.": partial(
-        layer_norm, correction=1, eps_outside=True
-    ),
     "eps is missing.": lambda x, weight, bias, eps: layer_norm(x, weight, bias, 0.0),
     "eps is always 1e-6. Use the argument eps.": lambda x, weight, bias, eps: layer_norm(
         x, weight, bias, 1e-6
@@ -178,7 +171,6 @@ LAYER_NORM: Mistakes = {
     ),
     "The weight is missing.": partial(layer_norm, scale=False),
     "The bias is missing.": partial(layer_norm, shift=False),
-    "Weight and bias are missing.": partial(layer_norm, scale=False, shift=False),
 }
 
 

@@ -160,14 +160,10 @@ def block(
 BLOCK: Mistakes = {
     "The first residual is missing: z' = MSA(LN(z)) + z.": partial(block, residual1="none"),
     "The second residual is missing: out = MLP(LN(z')) + z'.": partial(block, residual2="none"),
-    "Both residuals are missing.": partial(block, residual1="none", residual2="none"),
     "The first residual adds the normalized tokens, LN(z). Add z from before the norm. (Article 001 of "
     "the lecture notes has this mistake.)": partial(block, residual1="normed"),
     "The second residual adds the normalized tokens, LN(z'). Add z' from before the norm.": partial(
         block, residual2="normed"
-    ),
-    "Both residuals add the normalized tokens. Add the tokens from before each norm.": partial(
-        block, residual1="normed", residual2="normed"
     ),
     "The second residual adds z. Add z', the first sum.": partial(block, residual2="z"),
     "This is post-norm, LN(MSA(z) + z), as in Vaswani et al. ViT is pre-norm: the norm comes before "
@@ -256,17 +252,12 @@ VIT: Mistakes = {
     "The position embeddings are missing.": partial(vit, tokens=without_positions),
     "E is tokens.proj.weight reshaped to (C P P, D), which mixes its rows. Flatten it to (D, C P P), "
     "then transpose.": partial(vit, matrix=lambda kernel: kernel.reshape(-1, len(kernel))),
-    "A softmax is applied to the logits. Return them as they are; the loss applies it.": partial(
-        vit, output=lambda logits: logits.softmax(dim=-1)
-    ),
-    "A log-softmax is applied to the logits. Return them as they are; the loss applies it.": partial(
-        vit, output=lambda logits: logits.log_softmax(dim=-1)
-    ),
-    "A sigmoid is applied to the logits. Return them as they are; it would be for multi-label "
-    "data, and the loss applies it.": partial(vit, output=lambda logits: logits.sigmoid()),
-    "A softmax over dimension 0, the images of the batch, is applied to the logits. Return them as they "
-    "are; the loss applies a softmax, over the classes.": partial(
-        vit, output=lambda logits: logits.softmax(dim=0)
+    "A softmax, log-softmax or sigmoid is applied to the logits. Return them as they are; the loss "
+    "applies it.": (
+        partial(vit, output=lambda logits: logits.softmax(dim=-1)),
+        partial(vit, output=lambda logits: logits.log_softmax(dim=-1)),
+        partial(vit, output=lambda logits: logits.sigmoid()),
+        partial(vit, output=lambda logits: logits.softmax(dim=0)),
     ),
     "The bias of the patch projection is missing.": partial(vit, biased=False),
     "The last norm is missing.": partial(vit, norm=no_norm),

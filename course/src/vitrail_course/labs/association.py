@@ -1,7 +1,9 @@
-"""Lab `association`: the first function of note 004 that attention can represent and a convolution cannot.
+"""Lab `association`: the two functions of note 004 that attention can represent and a convolution cannot.
 
-f(v_1, ..., v_n) = sum of the v_j that equal U v_1, by softmax(alpha v_1^T U^-1 v_j). Each condition that the
-slide does not state is tested separately.
+    association   f(v_1, ..., v_n) = sum of the v_j that equal U v_1, by softmax(alpha v_1^T U^-1 v_j)
+    double if     f(v_1, ..., v_n) = sum of 1[v_1 = a and v_j = b], by softmax(alpha (v_1^T a)(b^T v_j))
+
+Each condition that the slides do not state is tested separately.
 """
 
 from __future__ import annotations
@@ -16,27 +18,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.model import attend_explicitly
-from vitrail.views.canvas import LINES, new_figure, styled
+from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize
-from vitrail_course.labs.verdict import Verdict, decide, fact
+from vitrail_course.labs.verdict import OURS, Verdict, identity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "association"
 TITLE = "attention associates patches"
-NOTE = '004 "Self-Attention can associate patches", the first'
+NOTE = '004 "Self-Attention can associate patches"'
 CLAIM = (
-    "With Q K^T = alpha U^-1 and a large alpha, self-attention sums the patches that equal U v_1; a "
-    "convolution cannot."
+    'A function that can be easily represented by self-attention, but not convolution is the "association" '
+    'function [and] the "double if" function.'
 )
 ACCEPTS = ""
 
 _WIDTH, _PATCHES = 16, 16
-_ALPHA = 100.0
+_ALPHA, _ALPHAS = 100.0, [1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
 _SINK_COSINE = 0.95  # the score of the sink: below a match, above random patches
-_MAX_CORRECT, _MIN_WRONG = 0.01, 0.3
-_ROUNDING = 1e-12
+_MAX_CORRECT, _MIN_WRONG = (
+    0.01,
+    0.3,
+)  # relative errors of a function that is represented, and of one that is not
+_A, _B = 0, 1  # indices of a and b in the dictionary
+_CORRECT = 0.99
 
 
 @dataclass(frozen=True)
@@ -51,84 +57,102 @@ class _AssociationSample:
 
 
 def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
-    count = 20_000 if size == "full" else 1_500
-    alphas = [1.0, 3.0, 10.0, 30.0, 100.0, 300.0]
+    count = 20_000 if size == "full" else 2_000
     one_match = draw_sample(count, 1)
+    stretched = draw_sample(count, 1, orthogonal=False)
+    three = draw_sample(count, 3)
     zero_or_one = draw_sample(count, "none or one")
-    by_alpha = [
-        _relative_error(_attend(one_match, one_match.U.inverse(), alpha), one_match.target)
-        for alpha in alphas
-    ]
-    non_orthogonal = draw_sample(count, 1, orthogonal=False)
+    inverse = zero_or_one.U.inverse()
     errors = {
-        "one match": _relative_error(_attend(one_match, one_match.U.inverse()), one_match.target),
+        "one match": _relative_error(_attend(one_match, inverse), one_match.target),
         "one match, U not orthogonal": _relative_error(
-            _attend(non_orthogonal, non_orthogonal.U.inverse()), non_orthogonal.target
+            _attend(stretched, stretched.U.inverse()), stretched.target
         ),
-        "the same with U^T": _relative_error(
-            _attend(non_orthogonal, non_orthogonal.U.T), non_orthogonal.target
-        ),
-        "three matches": _relative_error(_attend(s := draw_sample(count, 3), s.U.inverse()), s.target),
-        "none or one match": _relative_error(
-            _attend(zero_or_one, zero_or_one.U.inverse()), zero_or_one.target
-        ),
-        "the same with a sink": _relative_error(
-            _attend(zero_or_one, zero_or_one.U.inverse(), sink=True), zero_or_one.target
-        ),
+        "the same with U^T": _relative_error(_attend(stretched, stretched.U.T), stretched.target),
+        "three matches": _relative_error(_attend(three, inverse), three.target),
+        "none or one match": _relative_error(_attend(zero_or_one, inverse), zero_or_one.target),
+        "the same with a sink": _relative_error(_attend(zero_or_one, inverse, sink=True), zero_or_one.target),
         "convolution, one match": _best_linear_error(one_match),
         "convolution, none or one": _best_linear_error(zero_or_one),
     }
-    sentence = (
-        f"With exactly one match and an orthogonal U, the relative error is {errors['one match']:.1e} at "
-        f"alpha = {_ALPHA:g} and {by_alpha[0]:.2f} at alpha = 1; but then f is U v_1, and a convolution has "
-        f"no error either. If U is not orthogonal, the error is {errors['one match, U not orthogonal']:.2f}, "
-        f"and {errors['the same with U^T']:.1e} with U^T instead of U^-1. Three matches give their mean, not "
-        f"their sum: error {errors['three matches']:.2f}. If there may be no match, the error is "
-        f"{errors['none or one match']:.2f} for attention alone, {errors['the same with a sink']:.1e} with a "
-        f"sink token, and {errors['convolution, none or one']:.2f} for the best linear map of all patches, "
-        "which includes every convolution."
-    )
+    by_alpha = [_relative_error(_attend(one_match, inverse, alpha), one_match.target) for alpha in _ALPHAS]
+    double_if = _measure_double_if(count)
     return LabResult(
         number=errors["the same with a sink"],
         unit="relative error of attention with a sink token, with no match or one (convolution: "
         f"{errors['convolution, none or one']:.2f})",
         n=count,
-        sentence=sentence,
-        figure=draw(alphas, by_alpha, errors),
-        numbers={**errors, "alpha": dict(zip(map(str, alphas), by_alpha, strict=True))},
+        setting=f"{_PATCHES} random patches of norm one and width {_WIDTH}, alpha = {_ALPHA:g}; a "
+        "convolution "
+        "is the best linear map of all patches, fitted on half of the samples.",
+        figure=draw(by_alpha, errors, double_if),
+        numbers={
+            "error": errors,
+            "error by alpha": dict(zip(map(str, _ALPHAS), by_alpha, strict=True)),
+            "double if": double_if,
+        },
     )
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """A condition is needed if the error is large without it and small with it."""
+    error, double = numbers["error"], numbers["double if"]
     conditions = []
-    if numbers["one match, U not orthogonal"] > _MIN_WRONG and numbers["the same with U^T"] < _MAX_CORRECT:
+    if error["one match, U not orthogonal"] > _MIN_WRONG and error["the same with U^T"] < _MAX_CORRECT:
         conditions.append("U is orthogonal (or U^T replaces U^-1)")
-    if numbers["three matches"] > _MIN_WRONG:
+    if error["three matches"] > _MIN_WRONG:
         conditions.append("at most one patch matches")
-    if numbers["none or one match"] > _MIN_WRONG and numbers["the same with a sink"] < _MAX_CORRECT:
+    if error["none or one match"] > _MIN_WRONG and error["the same with a sink"] < _MAX_CORRECT:
         conditions.append("a sink token takes the attention where none matches")
-    convolution, sink = numbers["convolution, none or one"], numbers["the same with a sink"]
-    return decide(
+    convolution, sink = error["convolution, none or one"], error["the same with a sink"]
+    accuracy = double["accuracy"]
+    return Verdict(
         [
-            fact(
-                "self-attention represents f",
-                max(numbers["one match"], sink) <= _MAX_CORRECT,
-                f"relative error {sink:.1e} with no match or one, {numbers['one match']:.1e} with one, "
-                f"threshold {_MAX_CORRECT:g}; {numbers['three matches']:.2f} with three",
+            identity(
+                "attention represents the association",
+                max(error["one match"], sink) <= _MAX_CORRECT,
+                f"relative error {sink:.1e} with no match or one, {error['three matches']:.2f} with three",
+                f"{_MAX_CORRECT:g}",
+                OURS,
                 ", ".join(conditions),
             ),
-            fact(
+            identity(
                 "a convolution does not",
                 convolution >= _MIN_WRONG,
-                f"relative error {convolution:.2f} with no match or one, threshold {_MIN_WRONG:g}; none with "
-                "exactly one",
+                f"relative error {convolution:.2f}; {error['convolution, one match']:g} with exactly one "
+                "match",
+                f"{_MIN_WRONG:g}",
+                OURS,
+            ),
+            identity(
+                "attention counts the patches equal to b",
+                double["error as a count"] <= _MAX_CORRECT,
+                f"relative error {double['error as a count']:.2f}: it shows whether b occurs, not how often",
+                f"{_MAX_CORRECT:g}",
+                OURS,
+            ),
+            identity(
+                "with a threshold at 0.5 attention decides the double if",
+                accuracy["attention"] >= _CORRECT,
+                f"{accuracy['attention']:.1%} correct, {accuracy['random directions']:.1%} if different "
+                "patches "
+                "are not orthogonal",
+                f"{_CORRECT:.0%}",
+                OURS,
+                "different patches are orthogonal" if accuracy["random directions"] < _CORRECT else "",
+            ),
+            identity(
+                "a convolution with a threshold does not",
+                accuracy["convolution"] < _CORRECT,
+                f"{accuracy['convolution']:.1%} correct if it reaches all patches",
+                f"{_CORRECT:.0%}",
+                OURS,
             ),
         ]
     )
 
 
-# ---- patches --------------------------------------------------------------------------------
+# ---- association ----------------------------------------------------------------------------
 
 
 def draw_sample(count: int, matches: int | str, *, orthogonal: bool = True) -> _AssociationSample:
@@ -162,9 +186,6 @@ def _with_unit_image(v: Tensor, stretch: Tensor) -> Tensor:
     return (1 - fraction).sqrt() * a + fraction.sqrt() * b
 
 
-# ---- attention and convolution --------------------------------------------------------------
-
-
 def _attend(
     sample: _AssociationSample, matrix: Tensor, alpha: float = _ALPHA, *, sink: bool = False
 ) -> Tensor:
@@ -195,17 +216,73 @@ def _best_linear_error(sample: _AssociationSample) -> float:
 def _relative_error(output: Tensor, target: Tensor) -> float:
     """Root mean square error over that of the target; rounding errors count as 0."""
     fraction = ((output - target).square().sum() / target.square().sum()).sqrt().item()
-    return fraction if fraction > _ROUNDING else 0.0
+    return fraction if fraction > 1e-12 else 0.0
+
+
+# ---- double if ------------------------------------------------------------------------------
+
+
+def _measure_double_if(count: int) -> dict[str, Any]:
+    """Accuracy and error of attention and of convolutions; patches are directions of a dictionary."""
+    rng = torch.Generator().manual_seed(0)
+    directions = torch.randn(_WIDTH, _WIDTH, dtype=torch.float64, generator=rng)
+    orthogonal, oblique = torch.linalg.qr(directions)[0].T, F.normalize(directions, dim=1)
+    indices = torch.randint(2, _WIDTH, (count, _PATCHES), generator=rng)
+    b_count = torch.randint(4, (count,), generator=rng)
+    order = torch.rand(count, _PATCHES - 1, generator=rng).argsort(dim=1).argsort(dim=1)
+    indices[:, 1:][order < b_count[:, None]] = _B
+    first_is_a = torch.rand(count, generator=rng) < 0.5
+    indices[first_is_a, 0] = _A
+    expected = first_is_a & (b_count > 0)
+    output = _attend_along_b(orthogonal, indices)
+    target = (first_is_a * b_count).double()
+    v, a, b = orthogonal[indices], orthogonal[_A], orthogonal[_B]
+    # n v_1^T a + sum of b^T v_j - n: above 0 if both a and b occur.
+    by_convolution = _PATCHES * v[:, 0] @ a + (v[:, 1:] @ b).sum(dim=1) - _PATCHES > 0.5
+    return {
+        "accuracy": {
+            "attention": _accuracy_of(output > 0.5, expected),
+            "random directions": _accuracy_of(_attend_along_b(oblique, indices) > 0.5, expected),
+            "convolution": _accuracy_of(by_convolution, expected),
+            "always no": _accuracy_of(torch.zeros_like(expected), expected),
+        },
+        "error as a count": _relative_error(output, target),
+        "output": {
+            name: [output[(first_is_a == is_a) & (b_count == n)].mean().item() for n in range(4)]
+            for name, is_a in (("v_1 is a", True), ("v_1 is not a", False))
+        },
+    }
+
+
+def _attend_along_b(dictionary: Tensor, indices: Tensor) -> Tensor:
+    """The attention output of v_1 with Q K^T = alpha a b^T, projected on b: (B,)."""
+    v, a, b = dictionary[indices], dictionary[_A], dictionary[_B]
+    q = ((v[:, :1] @ a)[..., None] * b)[:, None]  # (B, 1, 1, d)
+    return attend_explicitly(q, v[:, None], v[:, None], scale=_ALPHA)[:, 0, 0] @ b
+
+
+def _accuracy_of(predicted: Tensor, expected: Tensor) -> float:
+    return (predicted == expected).double().mean().item()
+
+
+# ---- figure ---------------------------------------------------------------------------------
 
 
 @styled
-def draw(alphas: list[float], by_alpha: list[float], errors: dict[str, float]) -> Figure:
-    figure = new_figure(7.6, 3.0)
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.3])
-    left.plot(alphas, by_alpha, "o-", color=LINES[0], markersize=4)
-    left.set(xscale="log", yscale="log", xlabel="alpha", ylabel="error", title="one match, U orthogonal")
+def draw(by_alpha: list[float], errors: dict[str, float], double_if: Mapping[str, Any]) -> Figure:
+    figure = new_figure(8.6, 2.9)
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1.2, 1.2])
+    left.plot(_ALPHAS, by_alpha, "o-", color=LINES[0], markersize=4)
+    left.set(xscale="log", yscale="log", xlabel="alpha", ylabel="relative error")
+    left.set_title("association, one match")
     colors = [LINES[1] if name.startswith("conv") else LINES[0] for name in errors]
-    right.barh(list(errors), [max(value, 1e-16) for value in errors.values()], color=colors)
-    right.set(xscale="log", xlim=(1e-16, 10), xlabel=f"error, alpha = {_ALPHA:g}")
-    right.invert_yaxis()
+    middle.barh(list(errors), [max(value, 1e-16) for value in errors.values()], color=colors)
+    middle.set(xscale="log", xlim=(1e-16, 10), xlabel=f"relative error, alpha = {_ALPHA:g}")
+    middle.invert_yaxis()
+    for (name, means), color in zip(double_if["output"].items(), LINES, strict=False):
+        right.plot(range(4), means, "o-", color=color, label=name)
+    right.plot(range(4), range(4), ":", color=FAINT, label="the count, as claimed")
+    right.set(xticks=range(4), xlabel="patches equal to b", ylim=(-0.1, 3.1))
+    right.set_title("double if, projected on b")
+    right.legend(loc="upper left")
     return figure

@@ -81,13 +81,11 @@ def feature_changes(
     result = {}
     for name in SHIFTED_ARMS:
         model = build_random(builders[name])
-        for state in ("random", "trained"):
-            if state == "trained":
-                model.load_state_dict(states[name])
-            result[f"{name}, {state}"] = {
-                label: feature_change(model, images, pixels)
-                for label, pixels in (("1 pixel", 1), ("1 patch", STRIDE))
-            }
+        model.load_state_dict(states[name])
+        result[name] = {
+            label: feature_change(model, images, pixels)
+            for label, pixels in (("1 pixel", 1), ("1 patch", STRIDE))
+        }
     return result
 
 

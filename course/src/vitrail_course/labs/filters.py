@@ -17,7 +17,7 @@ from vitrail.views.canvas import DIVERGING, FAINT, LINES, new_figure, styled
 from vitrail.views.sample import sample_model
 from vitrail.weights.load import load
 from vitrail_course.labs.lab import LabResult, LabSize
-from vitrail_course.labs.verdict import Statement, Verdict, decide
+from vitrail_course.labs.verdict import TOY, Statement, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +26,11 @@ NAME = "filters"
 TITLE = "E holds a basis of patches"
 NOTE = '002 "What does the E matrix do?"'
 CLAIM = (
-    "Each column of E is a filter. The principal components of the columns resemble plausible basis "
-    "functions for a low-dimensional representation of the fine structure within each patch."
+    "The components resemble plausible basis functions for a low-dimensional representation of the fine "
+    "structure within each patch."
 )
 ACCEPTS = "a trained model, as every command takes it"
 
-_FRACTION, _MOST = 0.25, 28  # of the components that are shown and measured; the paper shows 28
 _RANDOM = {"full": 200, "small": 20}  # sets of random filters
 
 
@@ -40,25 +39,23 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     model = (sample_model() if data is None else load(data)).model
     name = "the sample model" if data is None else printable(Path(data).name)
     weight = model.get_parameter("tokens.proj.weight")
-    count = component_count(weight[0].numel())
     trained = filters.compute(model)
     random = [_random_filters(model, seed) for seed in range(_RANDOM[size])]
     numbers: dict[str, Any] = {
         "model": name,
         "filters": len(weight),
         "pixels": weight[0].numel(),
-        "components": count,
-        "smoothness": smoothness(trained, count),
-        "random smoothness": [smoothness(one, count) for one in random],
+        "smoothness": smoothness(trained),
+        "random smoothness": [smoothness(one) for one in random],
         "needed": trained.needed,
         "random needed": [one.needed for one in random],
     }
     return LabResult(
         number=numbers["smoothness"],
-        unit=f"correlation of neighboring pixels in the first {count} principal components of E "
+        unit=f"correlation of neighboring pixels in the principal components of E "
         f"(random filters {fmean(numbers['random smoothness']):.2f})",
         n=numbers["filters"],
-        sentence=summarize(numbers, model),
+        setting=f"{name}: {len(weight)} filters of {weight[0].numel()} values. This is one model.",
         figure=draw([random[0], trained], numbers),
         numbers=numbers,
     )
@@ -66,32 +63,31 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """The components must be smooth and few, compared with those of random filters."""
-    count = numbers["components"]
-    smooth, random = numbers["smoothness"], numbers["random smoothness"]
-    needed, random_needed = numbers["needed"], numbers["random needed"]
-    few = is_outside(needed, random_needed)
-    return decide(
+    few = is_outside(numbers["needed"], numbers["random needed"])
+    # After centering, there is one component fewer than filters.
+    total = min(numbers["pixels"], numbers["filters"] - 1)
+    return Verdict(
         [
-            Statement(
-                f"in this model, the first {count} components resemble basis functions: neighboring pixels "
-                "correlate",
-                is_outside(smooth, random),
-                f"{smooth:.2f}, random filters {_format_range(random, '.2f')}",
+            _beside_random(
+                "the components are smooth: neighboring pixels correlate, weighted by variance",
+                is_outside(numbers["smoothness"], numbers["random smoothness"]),
+                f"{numbers['smoothness']:.2f}",
+                numbers["random smoothness"],
             ),
-            Statement(
-                "their representation has fewer dimensions than that of random filters: so many components "
-                "explain 90 % of the variance",
+            _beside_random(
+                "few components explain 90 % of the variance",
                 None if few is None else not few,
-                f"{needed} of {_all_components(numbers)}, random filters "
-                f"{_format_range(random_needed, '.0f')}",
+                f"{numbers['needed']} of {total}",
+                numbers["random needed"],
             ),
         ]
     )
 
 
-def _all_components(numbers: Mapping[str, Any]) -> int:
-    """How many principal components the filters have: after centering, one fewer than filters."""
-    return min(numbers["pixels"], numbers["filters"] - 1)
+def _beside_random(text: str, true: bool | None, evidence: str, random: Sequence[float]) -> Statement:
+    low, high = np.quantile(random, [0.025, 0.975])
+    source = f"central 95 % of {len(random)} sets of random filters"
+    return Statement(f"in this model, {text}", TOY, true, evidence, f"{low:.3g} to {high:.3g}", source)
 
 
 def is_outside(value: float, random: Sequence[float]) -> bool | None:
@@ -100,18 +96,11 @@ def is_outside(value: float, random: Sequence[float]) -> bool | None:
     return None if low <= value <= high else bool(value > high)
 
 
-def _format_range(random: Sequence[float], form: str) -> str:
-    low, high = np.quantile(random, [0.025, 0.975])
-    return f"{low:{form}} to {high:{form}}"
-
-
-def component_count(pixels: int) -> int:
-    """How many components are measured: a quarter of them, and at most the paper's 28."""
-    return max(1, min(_MOST, round(_FRACTION * pixels)))
-
-
-def smoothness(components: filters.Filters, count: int) -> float:
-    return float(np.mean(components.smoothness[:count]))
+def smoothness(components: filters.Filters) -> float:
+    """The correlation of neighboring pixels in all components, weighted by variance as `vitrail inspect` "
+    "does."""
+    weights = components.explained_variance
+    return float((components.smoothness * weights).sum() / weights.sum())
 
 
 def _random_filters(model: ViT, seed: int) -> filters.Filters:
@@ -129,19 +118,6 @@ def _random_filters(model: ViT, seed: int) -> filters.Filters:
 
 
 # ---- summary and figure ---------------------------------------------------------------------
-
-
-def summarize(numbers: Mapping[str, Any], model: ViT) -> str:
-    height, width = model.config.patch_pixels
-    random_smooth, random_needed = numbers["random smoothness"], numbers["random needed"]
-    return (
-        f"{numbers['model']}: {numbers['filters']} filters of {height} x {width} pixels and "
-        f"{model.config.channels} channel{'s' * (model.config.channels > 1)}. In the first "
-        f"{numbers['components']} of their {_all_components(numbers)} principal components, neighboring "
-        f"pixels correlate by {numbers['smoothness']:.2f}, in those of {len(random_smooth)} sets of random "
-        f"filters by {fmean(random_smooth):.2f}. To explain 90 % of the variance takes {numbers['needed']} "
-        f"components, for random filters {fmean(random_needed):.0f}. This is one model."
-    )
 
 
 @styled

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vitrail.base.errors import InputError
-from vitrail.experiment.interval import confidence_interval, share_interval
+from vitrail.experiment.interval import share_interval
 from vitrail.experiment.study import resolve_arm
 from vitrail.experiment.trial import map_in_processes
 from vitrail.images.formats.sources import Dataset
@@ -25,7 +25,7 @@ from vitrail.views.figure_images import from_pixels
 from vitrail_course.labs.custom_run import CustomRun, set_weights, train_run
 from vitrail_course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.verdict import Statement, Verdict, decide, format_interval, is_above
+from vitrail_course.labs.verdict import NO_DIFFERENCE, Verdict, exceeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 NAME = "heads"
 TITLE = "heads attend differently"
-NOTE = '001 "Self-Attention", the third head; 002 "Recap: Transformer basics", "Bark"'
+NOTE = '001 "Self-Attention"'
 CLAIM = (
-    "Different attention heads capture different relations: a patch that attends most to itself in one head "
-    "attends most to another patch in another."
+    "Thus, different attention heads will capture different types of relations among patches helping the "
+    "model to see things from different prospective."
 )
 ACCEPTS = "MNIST as IDX files, or a .npz"
 
@@ -67,14 +67,13 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     snapshots = [result.snapshots[epochs] for result in results]
     trained = [measure_heads(*pair, images) for pair in zip(recipes, snapshots, strict=True)]
     untrained = [measure_heads(recipe, None, images) for recipe in recipes]
+    changed = [measure_changed_heads(*pair, images) for pair in zip(recipes, snapshots, strict=True)]
     accuracy = [result.score for result in results]
     numbers = {
         "trained": trained,
         "untrained": untrained,
-        "accuracy without a head": [
-            _mean_accuracy_without_a_head(*pair, images) for pair in zip(recipes, snapshots, strict=True)
-        ],
-        SWAPPED: [_mean_accuracy_with_swaps(*pair, images) for pair in zip(recipes, snapshots, strict=True)],
+        "accuracy without a head": [without for without, _ in changed],
+        SWAPPED: [swapped for _, swapped in changed],
         "accuracy": accuracy,
         "held out": len(images.eval_split),
         "heads": shape["heads"],
@@ -85,7 +84,9 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=fmean(disagree),
         unit="of the tokens attend most to different tokens in two heads of a layer",
         n=len(disagree),
-        sentence=summarize(numbers, describe_dataset(images), epochs),
+        setting=f"ViTs with {shape['heads']} heads per layer on {describe_dataset(images)}, {epochs} "
+        "epochs; which "
+        "relations they capture is not tested.",
         figure=draw(recipes[0], snapshots[0], images, numbers),
         interval=share_interval(disagree),
         numbers=numbers,
@@ -95,54 +96,26 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Training must set two heads apart, in their strongest token and in all weights; that must matter."""
 
-    def values(kind: str, name: str) -> list[float]:
-        return [one[name] for one in numbers[kind]]
-
     def changes(name: str) -> list[float]:
-        return [a - b for a, b in zip(values("trained", name), values("untrained", name), strict=True)]
+        pairs = zip(numbers["trained"], numbers["untrained"], strict=True)
+        return [after[name] - before[name] for after, before in pairs]
 
-    disagree, change = changes("disagree"), changes("distance")
-    bounds = [confidence_interval(disagree), confidence_interval(change)]
-    return decide(
+    def lost(name: str) -> list[float]:
+        return [100 * (a - b) for a, b in zip(numbers["accuracy"], numbers[name], strict=True)]
+
+    compared = (
+        ("tokens attend most to different tokens in two heads, more often than before training", "disagree"),
+        ("heads differ more than before training, by total variation", "distance"),
+    )
+    without = "heads contribute: accuracy lost without one"
+    swapped = "a head cannot be replaced by another of its layer: accuracy lost with its attention weights"
+    return Verdict(
         [
-            Statement(
-                "a token attends most to different tokens in two heads of a layer, more often than before "
-                "training",
-                is_above(bounds[0], 0),
-                f"for {fmean(values('trained', 'disagree')):.3f} of them, "
-                f"{fmean(values('untrained', 'disagree')):.3f} before training: "
-                f"{format_interval(fmean(disagree), bounds[0], '+.3f')}",
-            ),
-            Statement(
-                "heads differ more after training than before",
-                is_above(bounds[1], 0),
-                "total variation distance of their attention, trained minus untrained: "
-                f"{format_interval(fmean(change), bounds[1], '+.2f')}",
-            ),
-            _matters(
-                numbers,
-                "accuracy without a head",
-                "heads contribute to accuracy",
-                "without one head it falls",
-            ),
-            _matters(
-                numbers,
-                SWAPPED,
-                "the attention of a head cannot be replaced by that of another head of its layer",
-                "with the attention weights of another head of the layer instead of its own, accuracy falls",
-            ),
-            Statement("they capture relations such as who is meant by `he`", None, "not tested"),
+            *(exceeds(text, changes(name), 0, NO_DIFFERENCE, form="+.3f") for text, name in compared),
+            exceeds(without, lost("accuracy without a head"), 0, NO_DIFFERENCE, form=".1f", unit=" points"),
+            exceeds(swapped, lost(SWAPPED), 0, NO_DIFFERENCE, form=".1f", unit=" points"),
         ]
     )
-
-
-def _matters(numbers: Mapping[str, Any], name: str, text: str, change: str) -> Statement:
-    """The statement that accuracy falls if a head is changed, in the mean over the heads."""
-    lost = [a - b for a, b in zip(numbers["accuracy"], numbers[name], strict=True)]
-    bounds = confidence_interval(lost)
-    percent = bounds and (100 * bounds[0], 100 * bounds[1])
-    evidence = f"{change} by {format_interval(100 * fmean(lost), percent, '.1f')} points"
-    return Statement(text, is_above(bounds, 0), f"{evidence}, in the mean over the heads")
 
 
 # ---- measurements ---------------------------------------------------------------------------
@@ -169,7 +142,7 @@ def attention_weights(model: ViT, images: torch.Tensor) -> torch.Tensor:
 
 
 def measure_heads(recipe: Recipe, weights: Weights | None, data: Dataset) -> dict[str, float]:
-    """How much two heads of a layer differ, in the mean over pairs of heads, layers, images and tokens."""
+    """`compare_heads` for a recipe's model on held-out images, in the mean over layers, images and tokens."""
     return compare_heads(attention_weights(_build_model(recipe, weights), _load_batch(recipe, data)))
 
 
@@ -185,22 +158,15 @@ def compare_heads(attention: torch.Tensor) -> dict[str, float]:
     return {"disagree": fmean(disagree), "distance": fmean(distance)}
 
 
-def _mean_accuracy_without_a_head(recipe: Recipe, weights: Weights | None, data: Dataset) -> float:
-    """Held-out accuracy with the output of one head set to zero, the mean over all heads."""
-    split = data.eval_split
+def measure_changed_heads(recipe: Recipe, weights: Weights, data: Dataset) -> tuple[float, float]:
+    """Held-out accuracy in the mean over the heads, without one and with the attention of another one."""
+    split, model = data.eval_split, _build_model(recipe, weights)
     assert split.images is not None
     images = from_pixels(split.images, recipe.preprocess, split.names).images
-    found = ablation.compute(_build_model(recipe, weights), images, split.labels.tolist())
+    found = ablation.compute(model, images, split.labels.tolist())
     assert found.accuracy is not None
-    return float(found.accuracy.mean())
-
-
-def _mean_accuracy_with_swaps(recipe: Recipe, weights: Weights | None, data: Dataset) -> float:
-    """Held-out accuracy if one head has the attention weights of another, the mean over all pairs."""
-    split = data.eval_split
-    assert split.images is not None
-    images = from_pixels(split.images, recipe.preprocess, split.names).images
-    return accuracy_with_swaps(_build_model(recipe, weights), images, torch.from_numpy(split.labels))
+    swapped = accuracy_with_swaps(model, images, torch.from_numpy(split.labels))
+    return float(found.accuracy.mean()), swapped
 
 
 @torch.no_grad()
@@ -225,23 +191,6 @@ def accuracy_with_swaps(model: ViT, images: torch.Tensor, labels: torch.Tensor) 
 
 
 # ---- summary and figure ---------------------------------------------------------------------
-
-
-def summarize(numbers: Mapping[str, Any], data: str, epochs: int) -> str:
-    def mean(kind: str, name: str) -> float:
-        return fmean(one[name] for one in numbers[kind])
-
-    return (
-        f"In ViTs with {numbers['heads']} heads per layer, trained on {data} ({epochs} epochs, "
-        f"{len(numbers['trained'])} seeds, accuracy {fmean(numbers['accuracy']):.1%}), two heads of a layer "
-        f"attend most to different tokens for {mean('trained', 'disagree'):.1%} of the tokens, and for "
-        f"{mean('untrained', 'disagree'):.1%} before training: random heads differ, too. The total "
-        f"variation distance of their attention is {mean('trained', 'distance'):.2f}, before training "
-        f"{mean('untrained', 'distance'):.2f} (0: equal, 1: no token in common). Without one of its heads a "
-        f"model has {fmean(numbers['accuracy without a head']):.1%}, and with the attention weights of "
-        f"another head of the layer instead of its own {fmean(numbers[SWAPPED]):.1%}, in the mean over the "
-        "heads."
-    )
 
 
 @styled

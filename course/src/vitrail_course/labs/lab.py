@@ -5,18 +5,14 @@ A lab is a module of this package with
     NAME        its name on the command line
     TITLE       what it is about, in a few words
     NOTE        the lecture note and the slide that make the claim
-    CLAIM       the claim, in our words
+    CLAIM       the sentence of the note; [in brackets], what we add to it
     ACCEPTS     what --data may be; empty if the lab needs no data
     run(out, size, data) -> LabResult
     decide_verdict(numbers) -> Verdict    the verdict, from the numbers of the result alone (verdict.py)
+    draw(...) -> Figure                   the figure, called by `run`
 
-and, called by `run`,
-
-    summarize(...) -> str                 the sentences that report them; short ones are written in `run`
-    draw(...) -> Figure                   the figure
-
-`run_lab` runs a lab and writes its results. As verdicts depend on saved numbers only, `collect --verdicts`
-decides them again without running anything, and a test checks that each saved one is what its numbers give.
+`run_lab` runs a lab and writes its results. Only measurements are saved in results.json; the verdicts on them
+are decided when they are shown.
 """
 
 from __future__ import annotations
@@ -37,47 +33,39 @@ from vitrail.base.errors import InputError, printable, require_extra, suggest
 from vitrail.base.machine import usable_cores
 from vitrail.base.safe_files import write_text
 from vitrail.experiment.trial import one_thread
-from vitrail_course.labs.verdict import TOO_SMALL, Verdict, distinct_form, format_interval, format_verdict
+from vitrail_course.labs.verdict import TOO_SMALL, Verdict, distinct_form, format_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LabSize = Literal["full", "small"]
 
-# Every lab and its module, in the order of the table that `vitrail notes` prints.
-LABS = {
-    "patching": "patching",
-    "walk": "walk",
-    "scale": "scale",
-    "permutation": "permutation",
-    "positions": "positions",
-    "practice": "practice",
-    "pool": "pool",
-    "norms": "norms",
-    "activation": "activation",
-    "gelu-relu": "gelu_relu",
-    "blocks": "blocks",
-    "translation": "translation",
-    "convolution": "convolution",
-    "association": "association",
-    "double-if": "double_if",
-    "resolution": "resolution",
-    "attention-distance": "attention_distance",
-    "heads": "heads",
-    "filters": "filters",
-    "characters": "characters",
-    "subwords": "subwords",
-    "recurrent": "recurrent",
-    "speech": "speech",
-}
-KEEPS_MODEL = ("characters",)  # labs whose result has a model to save
+# In the order of the table that `vitrail notes` prints. A lab's module has its name, with underscores.
+LABS = (
+    "patching",
+    "walk",
+    "scale",
+    "permutation",
+    "positions",
+    "practice",
+    "pool",
+    "norms",
+    "activation",
+    "blocks",
+    "translation",
+    "convolution",
+    "association",
+    "resolution",
+    "attention-distance",
+    "heads",
+    "filters",
+    "characters",
+    "subwords",
+    "recurrent",
+    "tokens",
+)
+KEEPS_MODEL = "characters"  # the lab whose result has a model to save
 RESULTS = Path(__file__).with_name("results.json")
-
-
-class Saveable(Protocol):
-    """A model that writes itself into a file."""
-
-    def save(self, path: Path) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +78,8 @@ class LabResult:
     """What the number measures, as text."""
     n: int
     """The number of trials that the number is a mean or a maximum of."""
-    sentence: str
-    """A summary of all measurements."""
+    setting: str
+    """What was trained or computed, on which data, in one sentence."""
     figure: Figure
     interval: tuple[float, float] | None = None
     """95 % confidence interval of the number; None if it is not random."""
@@ -99,8 +87,8 @@ class LabResult:
     """The measurements that the verdict depends on, as JSON can hold them."""
     warnings: Sequence[str] = ()
     """Reservations, such as a learning rate at the edge of its sweep, one sentence each."""
-    model: Saveable | None = None
-    """The trained model, if the lab keeps it."""
+    model: Any = None
+    """The trained model with a `save`, if the lab keeps it."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -108,7 +96,7 @@ class LabResult:
             "unit": self.unit,
             "interval": self.interval,
             "n": self.n,
-            "sentence": self.sentence,
+            "setting": self.setting,
             "warnings": list(self.warnings),
             "numbers": dict(self.numbers),
         }
@@ -132,7 +120,7 @@ def find_lab(name: str) -> LabModule:
     """The module of a lab."""
     if name not in LABS:
         raise InputError(f"Unknown lab {name!r}. {suggest(name, LABS)}")
-    return cast(LabModule, import_module(f"vitrail_course.labs.{LABS[name]}"))
+    return cast(LabModule, import_module(f"vitrail_course.labs.{name.replace('-', '_')}"))
 
 
 def run_lab(
@@ -173,9 +161,9 @@ def run_lab(
         "claim": lab.CLAIM,
         "command": f"vitrail lab {name}" + ("" if data is None else f" --data {Path(data).name}"),
     }
-    record |= result.as_json() | verdict_fields(name, result.numbers, size)
-    record |= {"size": size, "seconds": seconds, "environment": versions | {"threads": 1}}
+    record |= result.as_json() | {"size": size, "seconds": seconds, "environment": versions | {"threads": 1}}
     record["data"] = None if data is None else Path(data).name
+    record |= verdict_fields(record)
     write_text(out / f"{name}.json", json.dumps(record, indent=2) + "\n", overwrite=True)
     save_figure(result.figure, out / name)
     if save is not None and result.model is not None:
@@ -188,19 +176,26 @@ def _check_save(name: str, file: Path) -> None:
     from vitrail.base.safe_files import check_new
     from vitrail.weights.bundle.bundle import check_suffix
 
-    if name not in KEEPS_MODEL:
-        raise InputError(
-            f"The lab {name} keeps no model; --save is an option for {' and '.join(KEEPS_MODEL)}."
-        )
+    if name != KEEPS_MODEL:
+        raise InputError(f"The lab {name} keeps no model; --save is an option for {KEEPS_MODEL}.")
     check_suffix(file)
     check_new(file, "--save")
 
 
-def verdict_fields(name: str, numbers: Mapping[str, Any], size: LabSize) -> dict[str, str]:
-    """The verdict on a lab's numbers, as saved in its result."""
-    plain = json.loads(json.dumps(numbers))  # as they are read back: lists, and keys that are texts
-    verdict = find_lab(name).decide_verdict(plain) if size == "full" else TOO_SMALL
-    return {"verdict": verdict.word, "condition": verdict.condition}
+def verdict_fields(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict on a result, with its statements, as JSON has them."""
+    if result["size"] == "small":
+        return {"verdict": TOO_SMALL, "statements": []}
+    verdict = result_verdict(result)
+    return {"verdict": str(verdict), "statements": [vars(statement) for statement in verdict.statements]}
+
+
+def result_verdict(result: Mapping[str, Any]) -> Verdict:
+    """The verdict on the numbers of a full run."""
+    numbers = json.loads(
+        json.dumps(result["numbers"])
+    )  # as they are read back: lists, and keys that are texts
+    return find_lab(result["name"]).decide_verdict(numbers)
 
 
 def _set_device(device: str) -> None:
@@ -233,20 +228,17 @@ def load_images(data: str | Path | None, count: int) -> Tensor:
     return images.permute(0, 3, 1, 2).double() / 255
 
 
-# ---- table of all results -------------------------------------------------------------------
-
-TABLE_COLUMNS = ("note", "claim", "command", "number", "verdict")
+# ---- saved results --------------------------------------------------------------------------
 
 
 def load_results(file: Path = RESULTS) -> list[dict[str, Any]]:
-    """The saved results of all labs."""
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def table_row(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row of the table."""
-    verdict = format_verdict(result["verdict"], result["condition"])
-    return result["note"], result["claim"], result["command"], format_number(result), verdict
+    """The saved results of all labs, with notes and claims as the labs have them now."""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    labs = {result["name"]: find_lab(result["name"]) for result in results}
+    return [
+        result | {"note": labs[result["name"]].NOTE, "claim": labs[result["name"]].CLAIM}
+        for result in results
+    ]
 
 
 def format_number(result: Mapping[str, Any]) -> str:
@@ -254,9 +246,3 @@ def format_number(result: Mapping[str, Any]) -> str:
     form = distinct_form(result["number"], result["interval"], (".3g", ".4g", ".5g"))
     number = format_interval(result["number"], result["interval"], form)
     return f"{number} {result['unit']} (n = {result['n']:,})"
-
-
-def markdown_table(results: list[dict[str, Any]]) -> str:
-    """The table in Markdown."""
-    lines = [TABLE_COLUMNS, ("---",) * len(TABLE_COLUMNS), *map(table_row, results)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from vitrail.experiment.trial import ProcessPool
 from vitrail.images.loader import batch_indices, steps_in_epoch
 from vitrail.images.rng import random_permutation
-from vitrail_course.labs.training_loop import train_model
 
 BATCH = 64
+_WARMUP = 0.05  # fraction of the steps
+_WEIGHT_DECAY, _CLIP_NORM = 0.01, 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,3 +103,36 @@ def sweep_learning_rates(
         scores = [score, *(other_scores[name, seed] for seed in range(1, seeds))]
         results[name] = SweepResult(best[name], scores, state, {lr: first[name, lr][0] for lr in sorted(lrs)})
     return results
+
+
+# ---- the training loop ----------------------------------------------------------------------
+
+
+def train_model(model: nn.Module, batch_loss: Callable[[], Tensor], steps: int, lr: float) -> list[float]:
+    """Train a model and return the loss of every step.
+
+    Args:
+        batch_loss: draws a batch and returns the model's loss on it.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=_WEIGHT_DECAY)
+    model.train()
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * lr_factor(step, steps)
+        optimizer.zero_grad()
+        loss = batch_loss()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def lr_factor(step: int, steps: int) -> float:
+    """The factor on the learning rate at a step: linear warmup, then a half cosine down to 0."""
+    warmup = max(1, round(_WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2

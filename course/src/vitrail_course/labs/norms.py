@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.evaluation.forward import resize_split
-from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import Difference, Study, draw_arm, study
+from vitrail.experiment.study import Study, draw_arm, study
 from vitrail.images.formats.sources import Dataset
 from vitrail.images.loader import Reader
 from vitrail.images.normalize import normalize_batch
@@ -29,16 +28,7 @@ from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail.weights.load import load
 from vitrail_course.labs.datasets import arm_recipe, describe_dataset, load_dataset, plain_settings
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.verdict import (
-    Statement,
-    Verdict,
-    compare_arms,
-    decide,
-    fact,
-    format_interval,
-    gain,
-    is_above,
-)
+from vitrail_course.labs.verdict import OURS, Verdict, compare_arms, exceeds, gain, identity, percent_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,13 +36,12 @@ if TYPE_CHECKING:
 NAME = "norms"
 TITLE = "residuals and norms help"
 NOTE = (
-    '000 "Breaking the equations down - 2", 001 "Residual Connection", '
-    '003 "Residual pathways and layer normalization", 004 "Transformer Architecture"'
+    '000 "Breaking the equations down - 2", 003 "Residual pathways and layer normalization", 001 '
+    '"Residual Connection"'
 )
 CLAIM = (
-    "Residuals stabilize gradient descent (003): without them gradients vanish (000, 001). LayerNorm "
-    "guarantees mean 0 and variance 1 (003) and gives better accuracy (000). It is placed before each "
-    "branch (000, 001, 004) or after it (004)."
+    "Skip connection solves the problem of vanishing gradient effect. [...] Standardization allows "
+    "smoother gradient and better accuracy (000). Guarantees mean = 0 and variance = 1 (003)."
 )
 ACCEPTS = "labeled images"
 
@@ -65,7 +54,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "neither": {"block": "no-residual", "norm": "none"},
 }
 _NO_WARMUP = ("pre-norm", "post-norm")  # also trained without warmup, which post-norm is said to need
-_NORM_POSITIONS = ("post-norm", "res-post-norm")
 _VANISHED = 0.01  # gradient norm of the first block over that of the last
 _TOLERANCE = 0.01  # for mean 0 and variance 1; eps reduces small variances a little
 
@@ -115,11 +103,11 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=100 * residual_gain.mean,
         unit="percentage points of accuracy, pre-norm minus no residual",
         n=residual_gain.n,
-        sentence=summarize(images, shared, gradient_depth, result, gradients, before, after),
+        setting=f"Gradients of models with {gradient_depth} blocks before the first step; accuracy of "
+        "models with "
+        f"{depth} blocks on {describe_dataset(images)}, {epochs} epochs.",
         figure=draw(gradients, result),
-        interval=None
-        if residual_gain.interval is None
-        else (100 * residual_gain.interval[0], 100 * residual_gain.interval[1]),
+        interval=percent_interval(residual_gain),
         numbers={
             "gradient by seed, first and last block": {
                 name: [(run[0], run[-1]) for run in runs] for name, runs in gradients.items()
@@ -138,42 +126,45 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     Which position of the norm is better is no part of the claim.
     """
     accuracy, images = numbers["accuracy"], numbers["held out"]
-
-    def gained_over(arm: str) -> Difference:
-        return compare_arms(accuracy["pre-norm"]["scores"], accuracy[arm]["scores"], images)
-
     before, after = (
         NormStatistics(**numbers["mean and variance"][when]) for when in ("before gain and bias", "after")
     )
-    learned = "before the learned gain and bias, not after"
-    return decide(
+    better = {
+        arm: compare_arms(accuracy["pre-norm"]["scores"], accuracy[arm]["scores"], images)
+        for arm in ("no residual", "no norm")
+    }
+    logs = {
+        arm: [math.log10(first / last) for first, last in runs]
+        for arm, runs in numbers["gradient by seed, first and last block"].items()
+    }
+    vanish = [
+        exceeds(
+            f"gradients vanish without {what}: log10 of the first block's over the last's",
+            logs[arm],
+            math.log10(_VANISHED),
+            OURS,
+            form=".1f",
+            below=True,
+        )
+        for arm, what in (("no residual", "residuals"), ("neither", "residuals and norms"))
+    ]
+    return Verdict(
         [
-            gain("training is better with residuals than without", gained_over("no residual")),
-            _vanishing(numbers, "no residual", "gradients vanish without residuals"),
-            _vanishing(numbers, "neither", "gradients vanish without residuals and norms"),
-            fact(
+            gain("training is better with residuals than without", better["no residual"]),
+            *vanish,
+            identity(
                 "LayerNorm gives mean 0 and variance 1",
                 before.is_standard,
-                f"means up to {abs(before.mean):.0e} and variances to {before.variance:.6f}; after gain and "
-                f"bias {abs(after.mean):.2f} and {after.variance:.2f}, tolerance {_TOLERANCE:g}",
-                "" if after.is_standard else f"meant {learned}",
+                f"means up to {abs(before.mean):.0e}, variances to {before.variance:.6f}; after gain and "
+                "bias "
+                f"{abs(after.mean):.2f} and {after.variance:.2f}",
+                f"{_TOLERANCE:g}",
+                "eps = 1e-6 reduces small variances",
+                "" if after.is_standard else "meant before the learned gain and bias",
             ),
-            gain("accuracy is better with norms than without", gained_over("no norm")),
+            gain("accuracy is better with norms than without", better["no norm"]),
         ]
     )
-
-
-def _vanishing(numbers: Mapping[str, Any], arm: str, text: str) -> Statement:
-    """The statement that gradients of the parameters shrink from the last block to the first."""
-    runs = numbers["gradient by seed, first and last block"][arm]
-    logs = [math.log10(first / last) for first, last in runs]
-    interval, threshold = confidence_interval(logs), math.log10(_VANISHED)
-    above = is_above(interval, threshold)
-    evidence = (
-        "log10 of the gradient of the first block's parameters over that of the last: "
-        f"{format_interval(fmean(logs), interval, '.1f')}, threshold {threshold:g}"
-    )
-    return Statement(text, None if above is None else not above, evidence)
 
 
 # ---- gradients before the first step --------------------------------------------------------
@@ -219,12 +210,6 @@ def _geometric_mean_by_block(runs: Sequence[Sequence[float]]) -> list[float]:
     ]
 
 
-def gradient_ratio(runs: Sequence[Sequence[float]]) -> float:
-    """Gradient norm of the first block over that of the last."""
-    result = _geometric_mean_by_block(runs)
-    return result[0] / result[-1]
-
-
 # ---- statistics of LayerNorm ----------------------------------------------------------------
 
 
@@ -256,32 +241,6 @@ def _worst_statistics(outputs: Sequence[Tensor]) -> NormStatistics:
 
 
 # ---- summary and figure ---------------------------------------------------------------------
-
-
-def summarize(
-    data: Dataset,
-    shared: Mapping[str, Any],
-    gradient_depth: int,
-    result: Study,
-    gradients: Mapping[str, Sequence[Sequence[float]]],
-    before: NormStatistics,
-    after: NormStatistics,
-) -> str:
-    model, epochs = shared["model"], shared["epochs"]
-    ratios = ", ".join(
-        f"{name} {gradient_ratio(runs):.2g} (first {_geometric_mean_by_block(runs)[0]:.1g})"
-        for name, runs in gradients.items()
-    )
-    scores = ", ".join(f"{name} {arm.mean:.1%}" for name, arm in result.arms.items())
-    return (
-        f"Before the first step of a model with {gradient_depth} blocks, the gradient norm of the first "
-        f"block over that of the last is: {ratios}. After {epochs} epoch{'s' * (epochs > 1)} with "
-        f"{model['depth']} blocks of width {model['width']} ({describe_dataset(data)}), each arm at its own "
-        f"best learning rate, {result.arms['pre-norm'].n} seeds, accuracy is: {scores}. In the trained "
-        f"pre-norm model, LayerNorm's outputs have mean 0 to {abs(before.mean):.0e} and variance 1 to "
-        f"{abs(before.variance - 1):.0e} before its gain and bias; after them, means reach {after.mean:.2f} "
-        f"and variances {after.variance:.2f}."
-    )
 
 
 @styled

@@ -14,18 +14,15 @@ from vitrail.model.config import ViTConfig
 from vitrail.model.tokens import patchify
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize, load_images
-from vitrail_course.labs.verdict import Verdict, decide, fact
+from vitrail_course.labs.verdict import OURS, Verdict, identity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "permutation"
 TITLE = "without positions, no order"
-NOTE = '000 "Breaking the equations down - 1" and 001 "Positional Embedding"'
-CLAIM = (
-    "Position embeddings tell the model where each patch was. Without them, shuffling the patches only "
-    "shuffles the patch tokens, and the prediction is unchanged."
-)
+NOTE = '000 "Breaking the equations down - 1", 001 "Positional Embedding"'
+CLAIM = "Position embedding preserve the position information."
 ACCEPTS = "images"
 
 _POSITIONS = ("none", "learned", "sincos1d", "sincos2d", "rotary", "pairwise", "relative")
@@ -36,19 +33,11 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     count, shuffles, depth = (32, 20, 4) if size == "full" else (4, 2, 2)
     images = load_images(data, count)
     changes = {position: shuffle_changes(images, position, depth, shuffles) for position in _POSITIONS}
-    zero_bias = shuffle_changes(images, "pairwise", depth, shuffles, add_noise=False)
-    least = min(value for position, (_, value) in changes.items() if position != "none")
-    sentence = (
-        f"Without positions, the class token's output changes by {changes['none'][1]:.1e} of its size, and "
-        f"the patch outputs are shuffled with their patches to within {changes['none'][0]:.1e}. With any of "
-        f"six kinds of positions, the class token changes by {least:.2f} or more. A pairwise bias "
-        f"initialized to zero changes nothing ({zero_bias[1]:.1e})."
-    )
     return LabResult(
         number=changes["none"][1],
         unit="maximum relative change of the class token when patches are shuffled, without positions",
         n=count * shuffles,
-        sentence=sentence,
+        setting=f"{count} images, {shuffles} shuffles each, random models of {depth} blocks in float64.",
         figure=draw({position: value for position, (_, value) in changes.items()}),
         numbers={
             position: {"tokens": tokens, "class token": class_token}
@@ -59,37 +48,32 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Nothing may change without positions, and the class token must with each kind of positions."""
-    without, least = (
-        max(numbers["none"].values()),
-        min(values["class token"] for position, values in numbers.items() if position != "none"),
-    )
-    unaffected = [
-        position
-        for position, values in numbers.items()
-        if position != "none" and values["class token"] < _CHANGED
-    ]
-    return decide(
+    without = max(numbers["none"].values())
+    changes = {name: values["class token"] for name, values in numbers.items() if name != "none"}
+    unaffected = [name for name, change in changes.items() if change < _CHANGED]
+    return Verdict(
         [
-            fact(
+            identity(
                 "without positions the prediction is unchanged and the patch tokens are shuffled",
                 without <= _UNCHANGED,
-                f"relative change {without:.1e}, threshold {_UNCHANGED:g}",
+                f"relative change {without:.1e}",
+                f"{_UNCHANGED:g}",
             ),
-            fact(
+            identity(
                 "with positions the prediction changes",
                 not unaffected,
-                f"by {least:.2g} or more, threshold {_CHANGED:g}"
+                f"by {min(changes.values()):.2g} or more"
                 + (f"; not with {', '.join(unaffected)}" if unaffected else ""),
+                f"{_CHANGED:g}",
+                OURS,
             ),
         ]
     )
 
 
-def shuffle_changes(
-    images: Tensor, position: str, depth: int, shuffles: int, *, add_noise: bool = True
-) -> tuple[float, float]:
+def shuffle_changes(images: Tensor, position: str, depth: int, shuffles: int) -> tuple[float, float]:
     """The largest relative change of the patch tokens, after undoing the shuffle, and of the class token."""
-    model = build_model(images, position, depth, add_noise)
+    model = build_model(images, position, depth)
     rng = torch.Generator().manual_seed(1)
     tokens, class_token = 0.0, 0.0
     with torch.no_grad():
@@ -105,7 +89,7 @@ def shuffle_changes(
     return tokens, class_token
 
 
-def build_model(images: Tensor, position: str, depth: int, add_noise: bool) -> ViT:
+def build_model(images: Tensor, position: str, depth: int) -> ViT:
     """A small random model in which positions have an effect without training."""
     fields: dict[str, Any] = {"position": position}
     if position == "learned":
@@ -125,10 +109,9 @@ def build_model(images: Tensor, position: str, depth: int, add_noise: bool) -> V
     )
     torch.manual_seed(0)
     model = ViT(config).double().eval()
-    if add_noise:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
     return model
 
 

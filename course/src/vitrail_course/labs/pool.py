@@ -9,31 +9,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from vitrail.experiment.study import (
-    Difference,
-    Study,
-    draw_arm,
-    resolve_arm,
-    scores_by_lr,
-    study,
-)
+from vitrail.experiment.study import Study, draw_arm, resolve_arm, scores_by_lr, study
 from vitrail.experiment.trial import map_in_processes
 from vitrail.images.formats.sources import Dataset
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.custom_run import CustomRun, train_run
 from vitrail_course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.verdict import Verdict, compare_arms, decide, equal_within, format_points, gain
+from vitrail_course.labs.verdict import Verdict, compare_arms, equal_within, gain, percent_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "pool"
 TITLE = "class token or mean pooling"
-NOTE = '001 "Pooler", 002 "What happens when removing the cls token"'
+NOTE = '002 "Practice": exploratory tasks; 001 "Pooler"'
 CLAIM = (
-    "001 classifies by the class token; 002 asks what happens without it. The paper (D.3, Fig. 9): mean "
-    "pooling works as well, but needs a different learning rate."
+    "What happens when removing the cls token. [The paper, D.3 and Fig. 9: mean pooling works as well, "
+    "but needs another learning rate.]"
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
@@ -66,14 +59,15 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     held_out = len(images.eval_split)
     difference = compare_arms(result.arms[MEAN].scores, result.arms[CLASS].scores, held_out)
     at_class_lr = _scores_at_class_lr(result, images, changes, processes)
-    gained = compare_arms(result.arms[MEAN].scores, at_class_lr, held_out)
     return LabResult(
         number=100 * difference.mean,
         unit="percentage points of accuracy, mean pooling minus class token",
         n=difference.n,
-        sentence=summarize(result, difference, gained, images, epochs),
+        setting=f"The model of note 002 on {describe_dataset(images)}, {epochs} epochs, each arm at its "
+        "own best "
+        "learning rate.",
         figure=draw(result),
-        interval=difference.interval and (100 * difference.interval[0], 100 * difference.interval[1]),
+        interval=percent_interval(difference),
         numbers={
             "arms": {arm.name: arm.numbers() for arm in result.arms.values()},
             "mean pooling at the class token's lr": at_class_lr,
@@ -91,13 +85,17 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     at_class_lr = numbers["mean pooling at the class token's lr"]
     own = compare_arms(arms[MEAN]["scores"], arms[CLASS]["scores"], images)
     gained = compare_arms(arms[MEAN]["scores"], at_class_lr, images)
-    at_same_lr = compare_arms(at_class_lr, arms[CLASS]["scores"], images)
     gains = gain("mean pooling gains from a learning rate of its own", gained)
-    evidence = f"{gains.evidence}; at the class token's, mean pooling minus class token: "
-    return decide(
+    evidence = f"{gains.evidence}: {gained.mean * images:.0f} of {images:,} images"
+    return Verdict(
         [
-            equal_within("mean pooling is as accurate as the class token", own, _MARGIN),
-            replace(gains, evidence=evidence + format_points(at_same_lr)),
+            equal_within(
+                "mean pooling is as accurate as the class token",
+                own,
+                _MARGIN,
+                "our choice; the paper gives none",
+            ),
+            replace(gains, evidence=evidence),
         ]
     )
 
@@ -111,21 +109,6 @@ def _scores_at_class_lr(result: Study, data: Dataset, changes: dict[str, Any], p
         CustomRun(resolve_arm(RECIPE, data, ARMS[MEAN], changes, class_arm.lr, seed)) for seed in result.seeds
     ]
     return [run.score for run in map_in_processes(partial(train_run, data=data), custom_runs, processes)]
-
-
-def summarize(result: Study, difference: Difference, gained: Difference, data: Dataset, epochs: int) -> str:
-    mean_arm, class_arm = result.arms[MEAN], result.arms[CLASS]
-    text = (
-        f"On {describe_dataset(data)} ({epochs} epochs, {mean_arm.n} seeds, the model of the lecture "
-        f"notes), accuracy is {class_arm.mean:.1%} with the class token at its best learning rate, "
-        f"{class_arm.lr:g}, and {mean_arm.mean:.1%} with mean pooling at {mean_arm.lr:g}: "
-        f"{format_points(difference)}, without the seed that chose the rates. "
-    )
-    if mean_arm.lr == class_arm.lr:
-        return text + "The best learning rate is the same for both; in the paper it is not."
-    return text + (
-        f"At its own learning rate instead of the class token's, mean pooling gains {format_points(gained)}."
-    )
 
 
 @styled

@@ -6,22 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import (
-    Arm,
-    Difference,
-    Study,
-    best_lr,
-    draw_arm,
-    resolve_arm,
-    study,
-)
+from vitrail.experiment.study import Arm, Study, best_lr, draw_arm, resolve_arm, study
 from vitrail.experiment.trial import Trial, map_in_processes
 from vitrail.images.formats.sources import Dataset
 from vitrail.model import ViT
@@ -31,30 +21,30 @@ from vitrail.views.positions import Positions
 from vitrail_course.labs.custom_run import CustomRun, set_weights, train_run
 from vitrail_course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.neighbors import NOT_BLANK, USED, Neighbors, compare_neighbors
 from vitrail_course.labs.verdict import (
-    Statement,
+    NO_DIFFERENCE,
+    REPLICATION,
+    TOY,
+    Kind,
     Verdict,
     compare_arms,
-    decide,
-    equal_within,
-    format_interval,
-    format_points,
+    exceeds,
     gain,
-    is_above,
+    percent_interval,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
+    Mask = NDArray[np.bool_]
+
 NAME = "positions"
 TITLE = "position embeddings matter"
-NOTE = '002 "Positional Encodings do Matter", "Learning positional encodings"'
+NOTE = '002 "Positional Encodings do Matter", "How does positional encoding turn out?"'
 CLAIM = (
-    "Positional encodings matter: after 10 epochs accuracy is 68 % with the worse ones and 95 % with the "
-    "better ones, a gain of 27 points. Learned ones come to reflect the positions of the patches: after 50 "
-    "epochs, those of close patches are similar, and more so than after one."
+    "Positional Encodings do Matter: [...] 68% after 10 epochs [...] 95% after 10 epochs. Closer patches "
+    "tend to have more similar position embeddings."
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
@@ -66,9 +56,8 @@ _ARMS: dict[str, dict[str, Any]] = {
     LEARNED: {},
 }
 _SIGMA = 0.5**0.5  # of random position embeddings; gives them the norm of sinusoidal ones
-_CLAIMED_GAIN = 0.27  # of accuracy, on the slide
 _CLAIMED_IMAGES, _CLAIMED_EPOCHS = 60_000, 50  # on the slides
-_MARGIN = 0.02  # of the gain, within which it counts as that of the slide
+_USED = 0.1  # fraction of the training images in which a patch must have more than one pixel value
 _CORRELATION, _NEIGHBORS = "correlation of similarity and distance", "adjacent minus other pairs"
 
 _SimilarityMaps = dict[int, list[Positions]]
@@ -100,7 +89,7 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     result = _add_frozen_arm(result, images, {**shared, **length}, processes)
     lr, changes = result.arms[LEARNED].lr, {**shared, "epochs": long_epochs}
     similarity_maps = _train_learned_positions(images, changes, lr, min(seeds, 3), processes)
-    learned_gain = _compare(result, LEARNED, NONE)
+    learned_gain = compare_arms(result.arms[LEARNED].scores, result.arms[NONE].scores, len(images.eval_split))
     correlations = {
         epoch: [one_map.correlation for one_map in maps] for epoch, maps in similarity_maps.items()
     }
@@ -109,14 +98,15 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=100 * learned_gain.mean,
         unit="percentage points of accuracy, learned positions minus none",
         n=learned_gain.n,
-        sentence=summarize(result, correlations, neighbors, images, epochs),
+        setting=f"The model of note 002 on {describe_dataset(images)}: {epochs} epochs with each kind of "
+        "positions, "
+        f"{long_epochs} for the similarities, without patches that are blank in 90 % of the images.",
         figure=draw(result, similarity_maps, neighbors),
-        interval=learned_gain.interval and (100 * learned_gain.interval[0], 100 * learned_gain.interval[1]),
+        interval=percent_interval(learned_gain),
         numbers={
             "arms": {arm.name: arm.numbers() for arm in result.arms.values()},
             _CORRELATION: correlations,
-            _NEIGHBORS: neighbors.excess,
-            "patches": neighbors.patches,
+            _NEIGHBORS: neighbors,
             "images": len(images.train),
             "held out": len(images.eval_split),
             "epochs": epochs,
@@ -126,133 +116,26 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Positions must help, by what the slide says, and learned ones must show where the patches are."""
-    arms, images = numbers["arms"], numbers["held out"]
-    (first, _), *_, (last, r) = numbers[_CORRELATION].items()
-    by_epoch = numbers.get(_NEIGHBORS, {}).get(NOT_BLANK, {})
-    early, late = by_epoch.get(first, []), by_epoch.get(last, [])
+    """Positions must help, and learned ones must show where the patches are; in the setting of the slides?"""
+    arms, correlations = numbers["arms"], numbers[_CORRELATION]
+    (first, _), *_, (last, r) = correlations.items()
+    by_epoch = numbers[_NEIGHBORS]
+    early, late = by_epoch[first], by_epoch[last]
     change = [b - a for a, b in zip(early, late, strict=True)]
-
-    def compare(first: str, second: str) -> Difference:
-        return compare_arms(arms[first]["scores"], arms[second]["scores"], images)
-
-    after = f"after {_CLAIMED_EPOCHS} epochs, embeddings of adjacent patches are more similar than others"
-    matter = gain("accuracy is higher with learned positions than without", compare(LEARNED, NONE))
-    others = ", ".join(
-        f"{name} ones minus learned ones {format_points(compare(name, LEARNED))}"
-        for name in (RANDOM, SINUSOIDAL)
-    )
-    return decide(
-        [
-            replace(matter, evidence=f"{matter.evidence}; {others}"),
-            _in_the_setting(
-                _gain_of_the_slide({name: compare(name, NONE) for name in (RANDOM, SINUSOIDAL, LEARNED)}),
-                numbers["images"],
-                _CLAIMED_IMAGES,
-                "images",
-            ),
-            *(
-                _in_the_setting(statement, int(last), _CLAIMED_EPOCHS, "epochs")
-                for statement in (
-                    _above_0(after, late),
-                    _above_0(
-                        f"adjacent patches are more similar, compared with others, than after {first} epoch",
-                        change,
-                    ),
-                    _falls_with_distance(r),
-                )
-            ),
-        ]
-    )
-
-
-def _above_0(text: str, values: Sequence[float]) -> Statement:
-    """The statement that adjacent patches are more alike than others, among those that are not blank."""
-    measured = f"{_format_mean(values)}, n = {len(values)}" if values else "not measured in this result"
-    evidence = f"similarity of adjacent minus other pairs, without blank patches: {measured}"
-    return Statement(text, is_above(confidence_interval(values), 0), evidence)
-
-
-def _falls_with_distance(r: Sequence[float]) -> Statement:
-    """The statement that embeddings are less similar the farther apart their patches are: r < 0."""
-    above = is_above(confidence_interval(r), 0)
-    evidence = (
-        "r of similarity and distance over all pairs of patches, blank ones too: "
-        f"{_format_mean(r)}, n = {len(r)}, below 0 if it falls"
-    )
-    return Statement("similarity falls with distance", None if above is None else not above, evidence)
-
-
-def _gain_of_the_slide(gains: Mapping[str, Difference]) -> Statement:
-    """The statement that the gain is that of the slide, which does not say which encodings it compares.
-
-    Judged by learned ones; the evidence names the largest gain over none.
-    """
-    text = "the gain from none to learned ones is 27 points"
-    found = equal_within(text, gains[LEARNED], _MARGIN, _CLAIMED_GAIN)
-    best = max(gains, key=lambda name: gains[name].mean)
-    largest = f"the largest gain over none, of {best} ones, is {format_points(gains[best])}"
-    return replace(
-        found, evidence=f"{found.evidence}; the slide does not say which it compares: here {largest}"
-    )
-
-
-def _in_the_setting(statement: Statement, actual: int, claimed: int, unit: str) -> Statement:
-    """The statement; not clear if it was measured with fewer images or epochs than the slide has."""
-    if actual >= claimed:
-        return statement
-    evidence = f"{statement.evidence}, but with {actual:,} {unit} instead of {claimed:,}"
-    return replace(statement, true=None, evidence=evidence)
-
-
-def _compare(result: Study, first: str, second: str) -> Difference:
-    """First minus second, without the seed that chose the learning rates."""
-    arms = result.arms
-    return compare_arms(arms[first].scores, arms[second].scores, arms[first].images)
-
-
-def _format_mean(values: Sequence[float]) -> str:
-    return format_interval(fmean(values), confidence_interval(values), "+.2f")
-
-
-def summarize(
-    result: Study,
-    correlations: Mapping[int, list[float]],
-    neighbors: Neighbors,
-    data: Dataset,
-    epochs: int,
-) -> str:
-    arms = ", ".join(f"{arm.mean:.1%} {name}" for name, arm in result.arms.items())
-    first, last = min(correlations), max(correlations)
-    gains = "; ".join(
-        f"{name} {format_points(_compare(result, name, NONE))}" for name in (RANDOM, SINUSOIDAL, LEARNED)
-    )
-    others = " and ".join(
-        f"{format_points(_compare(result, name, LEARNED))} for {name} ones" for name in (RANDOM, SINUSOIDAL)
-    )
-    return (
-        f"On {describe_dataset(data)} ({epochs} epochs, the model of the lecture notes, "
-        f"{len(result.seeds)} seeds), accuracy by kind of positions is {arms}; the lecture notes report 68 "
-        "and 95 % on MNIST. Each arm has its own best learning rate. Without the seed that chose it, minus "
-        f"none: {gains}; minus learned positions: {others}. The cosine similarity of learned embeddings "
-        f"correlates with the distance of their patches by r = {_format_mean(correlations[first])} after "
-        f"{first} epoch and {_format_mean(correlations[last])} after {last}, over all pairs. "
-        f"{_describe_neighbors(neighbors)}"
-    )
-
-
-def _describe_neighbors(neighbors: Neighbors) -> str:
-    found = {
-        kind: " and ".join(f"{_format_mean(values)} after {epoch}" for epoch, values in by_epoch.items())
-        for kind, by_epoch in neighbors.excess.items()
-        if all(by_epoch.values())
+    is_of_slides = numbers["images"] >= _CLAIMED_IMAGES and int(last) >= _CLAIMED_EPOCHS
+    kind: Kind = REPLICATION if is_of_slides else TOY
+    better = compare_arms(arms[LEARNED]["scores"], arms[NONE]["scores"], numbers["held out"])
+    statements = [gain("accuracy is higher with learned positions than without", better, kind=kind)]
+    similar = {
+        f"after {last} epochs, adjacent patches are more similar than other pairs": late,
+        f"more so than after {first} epoch": change,
     }
-    texts = "; ".join(f"{text} among {kind} ({neighbors.patches[kind]})" for kind, text in found.items())
-    return (
-        "The mean similarity of adjacent patches, side by side or one above the other, minus that of other "
-        f"pairs: {texts or 'too few patches'}. Blank patches have a single pixel value in more than "
-        f"{1 - USED:.0%} of the training images."
-    )
+    for text, values in similar.items():
+        if values:
+            statements.append(exceeds(text, values, 0, NO_DIFFERENCE, form="+.2f", kind=kind))
+    falls = "similarity falls with distance over all pairs: r below 0"
+    statements.append(exceeds(falls, r, 0, NO_DIFFERENCE, form="+.2f", below=True, kind=kind))
+    return Verdict(statements)
 
 
 # ---- runs -----------------------------------------------------------------------------------
@@ -313,11 +196,51 @@ def _train_learned_positions(
     }
 
 
+# ---- neighbors ------------------------------------------------------------------------------
+
+
+def compare_neighbors(maps: Mapping[int, Sequence[Positions]], data: Dataset) -> dict[int, list[float]]:
+    """Compare adjacent patches with other pairs, by epoch and seed; empty where the patches are too few."""
+    mask = used_patches(data, next(iter(maps.values()))[0].grid)
+    found = {epoch: [neighbor_excess(one.similarity, mask) for one in some] for epoch, some in maps.items()}
+    return {epoch: [value for value in values if value is not None] for epoch, values in found.items()}
+
+
+def used_patches(data: Dataset, grid: tuple[int, int]) -> Mask:
+    """(h, w): the patches with more than one pixel value in at least `_USED` of the training images.
+
+    Image files are not read for it: all of their patches count as used.
+    """
+    images, (h, w) = data.train.images, grid
+    if images is None:
+        return np.ones(grid, dtype=bool)
+    n, height, width, channels = images.shape
+    patches = images.reshape(n, h, height // h, w, width // w, channels)
+    varies = (patches != patches[:, :, :1, :, :1]).any(axis=(2, 4, 5))  # (n, h, w)
+    return varies.mean(axis=0) >= _USED
+
+
+def neighbor_excess(similarity: NDArray[np.float64], mask: Mask) -> float | None:
+    """Mean similarity of pairs side by side or one above the other minus that of all other pairs.
+
+    None if one of the two kinds has no pair.
+
+    Args:
+        similarity: (N, N), patches in row-major order.
+        mask: (h, w), the patches to compare; pairs with another patch are left out.
+    """
+    row, column = np.nonzero(mask)
+    steps = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
+    values = similarity[np.ix_(mask.ravel(), mask.ravel())]
+    adjacent, others = values[steps == 1], values[steps > 1]
+    return float(adjacent.mean() - others.mean()) if adjacent.size and others.size else None
+
+
 # ---- figure ---------------------------------------------------------------------------------
 
 
 @styled
-def draw(result: Study, similarity_maps: _SimilarityMaps, neighbors: Neighbors) -> Figure:
+def draw(result: Study, similarity_maps: _SimilarityMaps, neighbors: Mapping[int, Sequence[float]]) -> Figure:
     """Accuracy of every seed; and the similarities of learned embeddings, a tile for each patch."""
     figure = new_figure(8.4, 5.2)
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
@@ -340,9 +263,7 @@ def draw(result: Study, similarity_maps: _SimilarityMaps, neighbors: Neighbors) 
         image = positions.draw_tiles(axis, similarity, rows, columns, colors)
         axis.set(xlabel="", ylabel="")
         unit = "epoch" if epoch == 1 else "epochs"
-        excess = "".join(
-            f", adjacent minus others {one:+.2f}" for one in neighbors.excess[NOT_BLANK][epoch][:1]
-        )
+        excess = "".join(f", adjacent minus others {one:+.2f}" for one in neighbors[epoch][:1])
         axis.set_title(f"learned, {epoch} {unit}: r {similarity.correlation:+.2f}{excess}")
     add_colorbar(figure=lower, image=image, axes=axes, label="cosine similarity")
     return figure

@@ -12,36 +12,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vitrail.experiment.interval import fraction_interval
 from vitrail.experiment.study import Difference, resolve_arm
 from vitrail.experiment.trial import map_in_processes
 from vitrail.images.formats.sources import Dataset
-from vitrail.model import ViT
-from vitrail.model.config import format_sides
 from vitrail.training.recipes.settings import Recipe
 from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.custom_run import CustomRun, train_run
 from vitrail_course.labs.datasets import describe_dataset, input_fields, load_dataset, resize_dataset
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.verdict import Statement, Verdict, decide, format_points, gain, reaches
+from vitrail_course.labs.verdict import REPLICATION, TOY, Kind, Verdict, gain, percent_interval, reaches
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "practice"
 TITLE = "a weak ViT can reach 98 %"
-NOTE = '002 "Practice: Inspect a Basic ViT model"'
+NOTE = '002 "Practice: Inspect a Basic ViT model", "Solution"'
 CLAIM = (
-    "A weak ViT (width 9, patch size 16) reaches 98 % accuracy on MNIST with smaller patches, more width, "
-    "fewer layers, a lower learning rate, larger batches, more epochs, attention dropout and weight decay."
+    "Goal: bring its accuracy up. [...] Model Accuracy: 98 %. [Solution: width 64, patch 4, 28 pixels, 4 "
+    "heads, 2 layers, batches of 256, 10 epochs, learning rate 0.001, dropout in the self-attention, "
+    "weight decay, more training.]"
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
 _ATTENTION_DROPOUT, _WEIGHT_DECAY = 0.1, 0.05  # the lecture notes give no numbers
 _CLAIMED_ACCURACY, _CLAIMED_IMAGES = 0.98, 60_000  # on MNIST, in the lecture notes
-_PLAIN_LOOP = 0.9794  # one run of a plain PyTorch loop with PyTorch's initialization, at the listed settings
 _LONGER = 3  # factor on the epochs for "more training", also without a number
 
 
@@ -94,17 +89,17 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
     held_out = len(images.eval_split)
     gains = {step.name: Difference.of(scores[step.name], scores[step.base], held_out) for step in steps[1:]}
     total = Difference.of(scores[_SOLUTION], scores[START.name], held_out)
-    E = _check_E(recipe_for(steps[-2], images, 0))
     return LabResult(
         number=100 * total.mean,
         unit="percentage points of accuracy, all changes and more training minus start",
         n=seeds,
-        sentence=summarize(scores, gains, images, E),
+        setting=f"{describe_dataset(images)}, a plain start as in the recipe {_WEAK}, one change after "
+        "the other; "
+        "the initialization is ours.",
         figure=draw(scores, gains),
-        interval=total.interval and (100 * total.interval[0], 100 * total.interval[1]),
+        interval=percent_interval(total),
         numbers={
             "scores": scores,
-            "E": E,
             "images": len(images.train),
             "held out": len(images.eval_split),
             "batch size and epochs divided by": (batch_divisor, 5 if small else 1),
@@ -115,46 +110,20 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """The solution must be better than the start and reach 98 %, which the notes report on all of MNIST."""
     scores, images, held_out = (numbers[key] for key in ("scores", "images", "held out"))
-    listed, longer = (
-        Difference.of(scores[name], scores[START.name], held_out) for name in (_LISTED, _SOLUTION)
-    )
-    statements = [
-        gain("the listed settings with 10 epochs make the weak ViT better", listed),
-        gain(f"the listed settings with {10 * _LONGER} epochs make it better", longer),
-    ]
-    plain = f"; one plain loop with PyTorch's default initialization reached {100 * _PLAIN_LOOP:.2f} %"
-    for name, text, more in (
-        (_LISTED, "with the listed settings, 10 epochs and our initialization it reaches 98 %", plain),
-        (_SOLUTION, f"with more training, {10 * _LONGER} epochs, it reaches 98 %", ""),
+    kind: Kind = REPLICATION if images >= _CLAIMED_IMAGES else TOY
+    statements = []
+    for name, settings in (
+        (_LISTED, "the listed settings, 10 epochs"),
+        (_SOLUTION, f"more training, {10 * _LONGER} epochs"),
     ):
-        interval = fraction_interval(scores[name], held_out)
-        found = reaches(text, fmean(scores[name]), interval, _CLAIMED_ACCURACY, n=len(scores[name]))
-        statement = Statement(text, found.true, found.evidence + more)
-        if images < _CLAIMED_IMAGES:
-            evidence = f"{statement.evidence}, but with {images:,} images instead of {_CLAIMED_IMAGES:,}"
-            statement = Statement(text, None, evidence)
-        statements.append(statement)
-    return decide(statements)
-
-
-def summarize(scores: _Scores, gains: Mapping[str, Difference], images: Dataset, E: Mapping[str, Any]) -> str:
-    steps = "; ".join(f"{step.name} {format_points(gains[step.name])}" for step in STEPS)
-    variants = "; ".join(f"{step.name} {format_points(gains[step.name])}" for step in VARIANTS)
-    return (
-        f"On {describe_dataset(images)} ({len(scores[_SOLUTION])} seeds), accuracy is "
-        f"{fmean(scores[START.name]):.1%} at the start, {fmean(scores[_LISTED]):.2%} with the listed "
-        f"settings and {fmean(scores[_SOLUTION]):.2%} with more training; the notes report 98 % on MNIST; "
-        "the recipe mnist-notes, with learned positions and a higher learning rate that decays, has 98.6 % "
-        f"after 10 epochs. Gains of the steps, each compared with all before it: {steps}. Other variants, "
-        f"compared with the listed settings: {variants}. E is {E['name']}, stored as "
-        f"{format_sides(E['stored'])}; as a matrix it is {format_sides(E['as a matrix'])}, and x_p E + b "
-        f"and the model's tokens {format_difference(E['difference'])}."
-    )
-
-
-def format_difference(largest: float) -> str:
-    """ "differ by at most 1e-07", or "are exactly equal"."""
-    return f"differ by at most {largest:.0e}" if largest else "are exactly equal"
+        better = Difference.of(scores[name], scores[START.name], held_out)
+        statements += [
+            gain(f"{settings}, make the weak ViT better", better, kind=kind),
+            reaches(
+                f"{settings}, reach 98 %", scores[name], held_out, _CLAIMED_ACCURACY, "note 002", kind=kind
+            ),
+        ]
+    return Verdict(statements)
 
 
 # ---- runs -----------------------------------------------------------------------------------
@@ -190,26 +159,6 @@ def _train_step(key: tuple[str, int], images: Dataset, steps: Mapping[str, _Exer
     step, seed = steps[key[0]], key[1]
     resized = resize_dataset(images, step.model["size"])
     return train_run(CustomRun(recipe_for(step, images, seed)), resized).score
-
-
-def _check_E(recipe: Recipe) -> dict[str, Any]:
-    """The name and the shape of E, and how far x_p E + b is from the model's patch tokens."""
-    torch.manual_seed(0)
-    model, config = ViT(recipe.model), recipe.model
-    kernel, bias = model.get_parameter("tokens.proj.weight"), model.get_parameter("tokens.proj.bias")
-    E = kernel.flatten(1).T  # (C P P, D)
-    image = torch.rand(1, *config.input_shape)
-    (height, width), (h, w) = config.patch_pixels, config.grid
-    pixels = image.unflatten(3, (w, width)).unflatten(2, (h, height))  # (1, C, h, P, w, P)
-    x_p = pixels.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # (1, N, C P P)
-    with torch.no_grad():
-        difference = (x_p @ E + bias - model.tokens(image)).abs().max().item()
-    return {
-        "name": "tokens.proj.weight",
-        "stored": tuple(kernel.shape),
-        "as a matrix": tuple(E.shape),
-        "difference": difference,
-    }
 
 
 # ---- figure ---------------------------------------------------------------------------------

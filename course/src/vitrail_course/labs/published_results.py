@@ -10,55 +10,32 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vitrail.training.recipes import recipes
 from vitrail_course.errata.evidence import count_parameters
 
 PUBLISHED = Path(__file__).with_name("published.json")
-_DASH = "-"
+NOT_RUN = "not run by us: it needs pre-training on millions of images, or data that we do not have."
+_REASONS = {
+    "Oxford Flowers-102": "not comparable: we have only center crops of 64 pixels, with another split.",
+    "TPUv3-core-days": "not comparable: our runs are not pre-training, and on other hardware.",
+}
+# As in a recipe's docstring: "95.05 and 95.04 % of the 10,000 test images (seeds 0 and 1, ...)".
+_ACCURACY_PATTERN = r"(\d[\d., and]*) % of the 10,000 test images \((.*?)\)"
 
 
-@dataclass(frozen=True)
-class PublishedRow:
-    """A row of published numbers, and our number."""
+def load_published_rows(table: str) -> list[dict[str, Any]]:
+    """The rows of "results" or "sizes", each with our number as "ours" and what that is as "reason".
 
-    table: Literal["results", "sizes"]
-    name: str
-    published: Mapping[str, str]
-    """By column, as printed in the lecture notes."""
-    source: str
-    printed: tuple[str, ...]
-    """The notes and slides that print it."""
-    note: str
-    """How the printed numbers differ from the source or are wrong."""
-    ours: str
-    """A dash if there is no comparable number."""
-    reason: str
-    """What our number is, or why there is none."""
-
-
-def load_published_rows(file: Path = PUBLISHED) -> list[PublishedRow]:
-    """All rows, results first."""
-    tables_json = json.loads(file.read_text(encoding="utf-8"))
-    our_columns: dict[Literal["results", "sizes"], Callable[[Mapping[str, Any]], tuple[str, str]]] = {
-        "results": find_our_accuracy,
-        "sizes": _count_parameters,
-    }
-    result = []
-    for table, compare in our_columns.items():
-        for entry in tables_json[table]:
-            fields = {name: entry[name] for name in ("name", "published", "source", "note")}
-            ours, reason = compare(entry)
-            printed = tuple(entry["printed"])
-            result.append(PublishedRow(table, **fields, printed=printed, ours=ours, reason=reason))
-    return result
-
-
-# ---- our numbers ----------------------------------------------------------------------------
+    The others are "name", "published" by column, "source", the slides that have it "printed", and a "note" on
+    how the printed numbers differ from the source.
+    """
+    compare = find_our_accuracy if table == "results" else _count_parameters
+    rows = json.loads(PUBLISHED.read_text(encoding="utf-8"))[table]
+    return [row | dict(zip(("ours", "reason"), compare(row), strict=True)) for row in rows]
 
 
 def _count_parameters(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -70,21 +47,12 @@ def _count_parameters(row: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-NOT_RUN = "not run by us: it needs pre-training on millions of images, or data that we do not have."
-_REASONS = {
-    "Oxford Flowers-102": "not comparable: we have only center crops of 64 pixels, with another split.",
-    "TPUv3-core-days": "not comparable: our runs are not pre-training, and on other hardware.",
-}
-# As in a recipe's docstring: "95.05 and 95.04 % of the 10,000 test images (seeds 0 and 1, ...)".
-_ACCURACY_PATTERN = r"(\d[\d., and]*) % of the 10,000 test images \((.*?)\)"
-
-
 def find_our_accuracy(row: Mapping[str, Any]) -> tuple[str, str]:
     """The accuracy of our recipe on the same test images, from its docstring."""
     name = row["name"]
     match = re.search(_ACCURACY_PATTERN, recipe_docstring("cifar10-small")) if name == "CIFAR-10" else None
     if match is None:
-        return _DASH, _REASONS.get(name, NOT_RUN)
+        return "-", _REASONS.get(name, NOT_RUN)
     return match[1], (
         f"the same test images with the recipe cifar10-small ({match[2]}): a smaller ViT trained from "
         "scratch on the 50,000 training images; the published models were pre-trained."
@@ -96,51 +64,18 @@ def recipe_docstring(recipe: str) -> str:
     return " ".join((inspect.getdoc(recipes()[recipe]) or "").split())
 
 
-# ---- as text --------------------------------------------------------------------------------
-
-
-def _table_cells(table_rows: list[PublishedRow]) -> list[list[str]]:
-    """The heading and the cells of each row."""
-    heading = "test accuracy, %" if table_rows[0].table == "results" else "model"
-    lines = [[heading, *table_rows[0].published, "ours"]]
-    return lines + [[row.name, *row.published.values(), row.ours] for row in table_rows]
-
-
-def _footnotes(table_rows: list[PublishedRow]) -> list[str]:
+def _footnotes(rows: list[dict[str, Any]]) -> list[str]:
     """The text below a table: sources, reasons with their rows, and notes."""
-    notes = [f"Source: {source}." for source in dict.fromkeys(row.source for row in table_rows)]
-    for reason in dict.fromkeys(row.reason for row in table_rows):
-        notes.append(f"Ours, {', '.join(row.name for row in table_rows if row.reason == reason)}: {reason}")
-    for row in table_rows:
-        if row.note:
-            notes.append(f"{row.name}, as printed in {', '.join(row.printed)}: {row.note}")
+    notes = [f"Source: {source}." for source in dict.fromkeys(row["source"] for row in rows)]
+    for reason in dict.fromkeys(row["reason"] for row in rows):
+        notes.append(f"Ours, {', '.join(row['name'] for row in rows if row['reason'] == reason)}: {reason}")
+    for row in rows:
+        if row["note"]:
+            notes.append(f"{row['name']}, as printed in {', '.join(row['printed'])}: {row['note']}")
     return notes
 
 
-def _rows_by_table(file: Path = PUBLISHED) -> list[list[PublishedRow]]:
-    all_rows = load_published_rows(file)
-    return [[row for row in all_rows if row.table == table] for table in ("results", "sizes")]
-
-
-def general_notes(file: Path = PUBLISHED) -> list[str]:
-    """Notes on all rows."""
-    return list(json.loads(file.read_text(encoding="utf-8"))["notes"])
-
-
-def published_markdown() -> str:
-    """Both tables in Markdown."""
-    parts = []
-    for table_rows in _rows_by_table():
-        heading, *lines = _table_cells(table_rows)
-        lines = [heading, ["---"] * len(heading), *lines]
-        parts.append("".join(f"| {' | '.join(line)} |\n" for line in lines))
-        parts.append("".join(f"- {remark}\n" for remark in _footnotes(table_rows)))
-    parts.append("".join(f"- {remark}\n" for remark in general_notes()))
-    return "\n".join(parts)
-
-
 _SHORT_NAMES = {  # so that a table of six columns fits a terminal of 80
-    "test accuracy, %": "test\naccuracy, %",
     "H/14, JFT": "H/14\nJFT",
     "L/16, JFT": "L/16\nJFT",
     "L/16, ImageNet-21k": "L/16\nIN-21k",
@@ -161,16 +96,16 @@ def print_published() -> None:
     from rich.table import Table
 
     console = Console(highlight=False, markup=False)
-    for table_rows in _rows_by_table():
-        heading, *lines = _table_cells(table_rows)
+    for name, heading in (("results", "test\naccuracy, %"), ("sizes", "model")):
+        rows = load_published_rows(name)
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for name in heading:
-            table.add_column(_SHORT_NAMES.get(name, name))
-        for line in lines:
-            table.add_row(*(_narrow(cell) for cell in line))
+        for column in (heading, *rows[0]["published"], "ours"):
+            table.add_column(_SHORT_NAMES.get(column, column))
+        for row in rows:
+            table.add_row(*map(_narrow, (row["name"], *row["published"].values(), row["ours"])))
         console.print(table)
-        for remark in _footnotes(table_rows):
+        for remark in _footnotes(rows):
             console.print(remark)
         console.print()
-    for remark in general_notes():
+    for remark in json.loads(PUBLISHED.read_text(encoding="utf-8"))["notes"]:
         console.print(remark)

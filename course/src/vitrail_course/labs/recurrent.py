@@ -1,4 +1,4 @@
-"""Lab `recurrent`: a Transformer and a recurrent network of the same size, by time and by loss.
+"""Lab `recurrent`: the time of a training step of a Transformer and of a recurrent network of the same size.
 
 Both are language models of characters: the causal decoder of note 003, and an LSTM with as many parameters.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import TYPE_CHECKING, Any
@@ -18,24 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.experiment.interval import confidence_interval
-from vitrail.experiment.study import edge_note
-from vitrail.experiment.trial import map_in_processes
 from vitrail.model.device import find_device
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.decoder import Decoder, DecoderConfig
-from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.text import next_character_batch, read_text
-from vitrail_course.labs.training_loop import train_model
-from vitrail_course.labs.verdict import Statement, Verdict, confirming, decide, format_interval, is_above
+from vitrail_course.labs.lab import LabResult, LabSize
+from vitrail_course.labs.verdict import NO_DIFFERENCE, OURS, Verdict, exceeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "recurrent"
 TITLE = "faster than a recurrent net"
-NOTE = '002 "Recap: Transformer"; 003 "But what even are transformers?"'
-CLAIM = "A Transformer trains faster than a recurrent network, because it computes all tokens in parallel."
-ACCEPTS = "a text file"
+NOTE = '002 "Recap: Transformer"'
+CLAIM = "The transformer trains faster (vs. recurrent network) and is parallelizable."
+ACCEPTS = ""
 
 TRANSFORMER, LSTM = "Transformer", "LSTM"
 _VOCABULARY = 128
@@ -92,83 +87,69 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         }
         for where, some in models.items()
     }
-    losses, lrs, sweep = _compare_losses(size, data)
     longest = lengths[device][-1]
     ratios = time_ratios(seconds[device], str(longest))
+    parameters = {
+        where: {name: count_parameters(build()) for name, build in some.items()}
+        for where, some in models.items()
+    }
     numbers = {
         "seconds per step": seconds,
         "device": device,
         "tokens per step": total,
-        "parameters": {
-            where: {name: count_parameters(build()) for name, build in some.items()}
-            for where, some in models.items()
-        },
-        "nats per character": losses,
-        "lrs": lrs,
-        "sweep": sweep,
+        "parameters": parameters,
     }
+    bounds = confidence_interval([math.log(ratio) for ratio in ratios])
     return LabResult(
         number=math.exp(fmean(map(math.log, ratios))),
         unit=f"times as long takes a training step of the LSTM with sequences of {longest} tokens ({device}, "
         "timings of one run)",
         n=repeats,
-        sentence=summarize(numbers),
+        setting=f"A forward and backward pass of {total[device]:,} tokens of characters, in sequences of "
+        "each length; "
+        f"{min(parameters[device].values()):,} parameters; {device}.",
         figure=draw(numbers),
-        interval=_exp(confidence_interval([math.log(ratio) for ratio in ratios])),
+        interval=bounds and (math.exp(bounds[0]), math.exp(bounds[1])),
         numbers=numbers,
-        warnings=[note for name, lr in lrs.items() if (note := edge_note(f"the {name}", lr, [*sweep[name]]))],
     )
 
 
-def _exp(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
-    return bounds and (math.exp(bounds[0]), math.exp(bounds[1]))
-
-
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Steps must be faster, and as many must teach as much.
+    """Steps must be faster, with short sequences and with long ones.
 
     The reason shows in how the time of a step grows with the length of its sequences, with as many tokens in
     all: it should not for the Transformer, but for what is computed one after the other.
     """
     device = numbers["device"]
     seconds = numbers["seconds per step"][device]
-    longest = list(seconds[TRANSFORMER])[-1]
-    logs = [math.log(ratio) for ratio in time_ratios(seconds, longest)]
-    slopes = {name: length_slopes(by_length) for name, by_length in seconds.items()}
-    where = f"on the {'GPU' if device == 'cuda' else 'CPU, one thread'}"
-    small = f"for models of {min(numbers['parameters'][device].values()):,} parameters"
-    transformer, lstm = (confirming(numbers["nats per character"][name]) for name in (TRANSFORMER, LSTM))
-    gained = [b - a for a, b in zip(transformer, lstm, strict=True)]
-    grows = {name: is_above(confidence_interval(some), _PARALLEL) for name, some in slopes.items()}
-    parallel = None
-    if None not in grows.values():
-        parallel = grows[LSTM] and not grows[TRANSFORMER]
-    return decide(
+    lengths = list(seconds[TRANSFORMER])
+    where = "on the GPU" if device == "cuda" else "on one thread of a CPU"
+    return Verdict(
         [
-            Statement(
-                f"a training step with sequences of {longest} tokens is faster {where}, {small}",
-                is_above(confidence_interval(logs), 0),
-                f"the LSTM takes {math.exp(fmean(logs)):.2f} times as long, log "
-                f"{format_interval(fmean(logs), confidence_interval(logs), '+.2f')}",
+            *(
+                exceeds(
+                    f"{where}, a step with sequences of {length} tokens is faster: log of the LSTM's time "
+                    "over it",
+                    [math.log(ratio) for ratio in time_ratios(seconds, length)],
+                    0,
+                    NO_DIFFERENCE,
+                    form="+.2f",
+                )
+                for length in (lengths[0], lengths[-1])
             ),
-            Statement(
-                "the loss of the Transformer is lower after as many steps",
-                is_above(confidence_interval(gained), 0),
-                f"{_format(gained)} nats per character",
-            ),
-            Statement(
-                "the reason is that all tokens are computed in parallel",
-                parallel,
-                "with as many tokens in all, the time grows as the length of a sequence to the power "
-                f"{_format(slopes[TRANSFORMER])}, that of the LSTM to the power {_format(slopes[LSTM])}, "
-                f"threshold {_PARALLEL:g}",
+            *(
+                exceeds(
+                    f"time grows with the length to a power {'below' if below else 'above'}, {name}",
+                    length_slopes(seconds[name]),
+                    _PARALLEL,
+                    OURS + ": 0 if parallel, 1 if one after the other",
+                    form="+.2f",
+                    below=below,
+                )
+                for name, below in ((TRANSFORMER, True), (LSTM, False))
             ),
         ]
     )
-
-
-def _format(values: Sequence[float]) -> str:
-    return format_interval(fmean(values), confidence_interval(values), "+.2f")
 
 
 # ---- time -----------------------------------------------------------------------------------
@@ -222,89 +203,7 @@ def length_slopes(by_length: Mapping[str, list[float]]) -> list[float]:
     ]
 
 
-# ---- loss -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _LossTask:
-    """A language model to train."""
-
-    model: str
-    lr: float
-    seed: int
-    train: Tensor
-    held_out: Tensor
-    vocabulary: int
-    size: LabSize
-
-
-def _compare_losses(
-    size: LabSize, data: str | Path | None
-) -> tuple[dict[str, list[float]], dict[str, float], dict[str, dict[float, float]]]:
-    """Nats per held-out character of both models at their best learning rates, these rates, and the sweep."""
-    text = read_text(data)
-    lrs, seeds = ([1e-3, 3e-3, 1e-2, 3e-2, 1e-1], 3) if size == "full" else ([3e-3], 2)
-
-    def losses(keys: Sequence[tuple[str, float, int]]) -> dict[tuple[str, float, int], float]:
-        tasks = [
-            _LossTask(*key, text.train, text.eval_split[:50_000], len(text.vocabulary), size) for key in keys
-        ]
-        return dict(zip(keys, map_in_processes(_train_model, tasks, process_count(size)), strict=True))
-
-    names = (TRANSFORMER, LSTM)
-    first = losses([(name, lr, 0) for name in names for lr in lrs])
-    sweep = {name: {lr: first[name, lr, 0] for lr in lrs} for name in names}
-    best = {name: min((sweep[name][lr], lr) for lr in lrs)[1] for name in names}
-    runs = first | losses([(name, best[name], seed) for name in names for seed in range(1, seeds)])
-    return {name: [runs[name, best[name], seed] for seed in range(seeds)] for name in names}, best, sweep
-
-
-def _train_model(task: _LossTask) -> float:
-    width, depth, length, steps = (16, 1, 8, 5) if task.size == "small" else (64, 2, 32, 400)
-    torch.manual_seed(task.seed)
-    model = build_models(width, depth, length, task.vocabulary)[task.model]()
-
-    def batch_loss() -> Tensor:
-        starts = torch.randint(len(task.train) - length, (32,))
-        x, y = next_character_batch(task.train, starts, length)
-        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-
-    train_model(model, batch_loss, steps, task.lr)
-    x, y = next_character_batch(task.held_out, torch.arange(0, len(task.held_out) - length, length), length)
-    with torch.no_grad():
-        parts = zip(x.split(128), y.split(128), strict=True)
-        sums = [
-            F.cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum").item() for a, b in parts
-        ]
-    return sum(sums) / y.numel()
-
-
 # ---- summary and figure ---------------------------------------------------------------------
-
-
-def summarize(numbers: Mapping[str, Any]) -> str:
-    texts = []
-    for device, seconds in numbers["seconds per step"].items():
-        shortest, *_, longest = seconds[TRANSFORMER]
-        times = "; ".join(
-            f"{name} {1000 * median(by_length[shortest]):.1f} ms with sequences of {shortest} and "
-            f"{1000 * median(by_length[longest]):.1f} with {longest}"
-            for name, by_length in seconds.items()
-        )
-        counts, tokens = numbers["parameters"][device], numbers["tokens per step"][device]
-        texts.append(
-            f"on {'a GPU in bf16' if device == 'cuda' else 'one thread of a CPU in fp32'}, with "
-            f"{counts[TRANSFORMER]:,} parameters besides position embeddings (LSTM {counts[LSTM]:,}) and "
-            f"{tokens:,} tokens, {times}"
-        )
-    losses = numbers["nats per character"]
-    return (
-        f"A forward and backward pass takes, for sequences of some length, {'; '.join(texts)} (medians). "
-        "Trained on characters on a CPU, models of width 64 of both kinds have after as many steps "
-        f"{fmean(losses[TRANSFORMER]):.2f} (Transformer) and {fmean(losses[LSTM]):.2f} nats per held-out "
-        "character (LSTM), each at its own best learning rate. To write text, both compute one token after "
-        "the other."
-    )
 
 
 @styled
@@ -312,9 +211,9 @@ def draw(numbers: Mapping[str, Any]) -> Figure:
     from matplotlib.ticker import LogLocator
 
     devices = numbers["seconds per step"]
-    figure = new_figure(3.6 * (1 + len(devices)), 2.8)
-    axes = figure.subplots(1, 1 + len(devices))
-    for axis, (device, seconds) in zip(axes, devices.items(), strict=False):
+    figure = new_figure(3.6 * len(devices), 2.8)
+    axes = figure.subplots(1, len(devices), squeeze=False)[0]
+    for axis, (device, seconds) in zip(axes, devices.items(), strict=True):
         for n, (name, by_length) in enumerate(seconds.items()):
             lengths = [int(length) for length in by_length]
             axis.plot(
@@ -332,10 +231,4 @@ def draw(numbers: Mapping[str, Any]) -> Figure:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_title("GPU" if device == "cuda" else "CPU, one thread", loc="left")
         axis.legend(fontsize=7.5)
-    for n, values in enumerate(numbers["nats per character"].values()):
-        axes[-1].plot(values, [n] * len(values), "o", color=LINES[n], alpha=0.4, markersize=5)
-        axes[-1].plot([fmean(values)], [n], "|", color=LINES[n], markersize=14, markeredgewidth=2)
-    axes[-1].set(yticks=[0, 1], yticklabels=list(numbers["nats per character"]), ylim=(1.5, -0.5))
-    axes[-1].set(xlabel="nats per held-out character")
-    axes[-1].set_title("after as many steps", loc="left")
     return figure

@@ -20,7 +20,7 @@ from vitrail.views.canvas import FAINT, LINES, new_figure, styled
 from vitrail_course.labs.custom_run import CustomRun, initial_accuracy, set_weights, train_run
 from vitrail_course.labs.datasets import describe_dataset, lecture_model_fields, load_dataset, resize_dataset
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
-from vitrail_course.labs.verdict import Verdict, compare_arms, decide, gain
+from vitrail_course.labs.verdict import Verdict, compare_arms, gain, percent_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,15 +32,15 @@ NAME = "resolution"
 TITLE = "fine-tune at higher resolution"
 NOTE = '002 "Finetuning"'
 CLAIM = (
-    "Fine-tuning is often done at a higher resolution: the patch size stays, the sequence gets longer, and "
-    "the position embeddings are interpolated to cover the larger image."
+    "Finetuning often at higher resolution: same patch size, longer sequence. Interpolate position "
+    "embeddings to span the larger area."
 )
 ACCEPTS = "MNIST as IDX files, a .npz, or a folder of images"
 
 RECIPE = "mnist-notes"
 _FIRST_LR = 3e-3  # of the training at low resolution, the same for all arms
-INTERPOLATED, RANDOM, PADDED = "interpolated", "new random", "zero-padded"
-ARMS = (INTERPOLATED, RANDOM, PADDED)  # zero-padded: the old embeddings for the first patches, then zeros
+INTERPOLATED, RANDOM = "interpolated", "new random"
+ARMS = (INTERPOLATED, RANDOM)
 SIGMA = 0.02  # of new position embeddings, as at initialization
 
 _Scores = Mapping[str, Sequence[float]]
@@ -76,9 +76,10 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=100 * gained.mean,
         unit="percentage points of accuracy before fine-tuning, interpolated minus new random positions",
         n=seeds,
-        sentence=summarize(images, fields["size"], base_scores, before, after, tuning_epochs),
+        setting=f"The model of note 002 on {describe_dataset(images)}: {epochs} epochs at "
+        f"{format_sides(fields['size'])} pixels, then {tuning_epochs} at twice the side, upsampled.",
         figure=draw(base_scores, before, after, tuning_epochs, len(images.eval_split)),
-        interval=gained.interval and (100 * gained.interval[0], 100 * gained.interval[1]),
+        interval=percent_interval(gained),
         numbers={
             "at the low resolution": base_scores,
             "before fine-tuning": before,
@@ -95,18 +96,15 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """Interpolated embeddings must be better than the others, before and after fine-tuning."""
-    compare = {
-        "before fine-tuning": Difference.of,
-        "after fine-tuning": compare_arms,
-    }  # only these were swept
-    return decide(
+    # Only the learning rates of fine-tuning were swept.
+    compare = {"before fine-tuning": Difference.of, "after fine-tuning": compare_arms}
+    return Verdict(
         [
             gain(
-                f"{when}, interpolated positions are better than {arm} ones",
-                function(numbers[when][INTERPOLATED], numbers[when][arm], numbers["held out"]),
+                f"{when}, interpolated positions are better than new random ones",
+                function(numbers[when][INTERPOLATED], numbers[when][RANDOM], numbers["held out"]),
             )
             for when, function in compare.items()
-            for arm in (RANDOM, PADDED)
         ]
     )
 
@@ -117,15 +115,11 @@ def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
 def resize_positions(arm: str, model: ViT, seed: int) -> Weights:
     """The weights at twice the resolution, with the position embeddings of the arm."""
     resized = surgery.resize(model, _double(model.config.size))
-    table, old = resized.get_parameter("position.table"), model.get_parameter("position.table")
-    prefix = model.config.prefix
-    with torch.no_grad():
-        if arm == RANDOM:
+    table, prefix = resized.get_parameter("position.table"), model.config.prefix
+    if arm == RANDOM:
+        with torch.no_grad():
             rng = torch.Generator().manual_seed(seed)
             table[prefix:] = SIGMA * torch.randn(len(table) - prefix, table.shape[1], generator=rng)
-        elif arm == PADDED:
-            table.zero_()
-            table[: len(old)] = old
     return {name: tensor.numpy().copy() for name, tensor in resized.state_dict().items()}
 
 
@@ -172,26 +166,6 @@ def _fine_tune(
     tuned.sort(key=lambda trial: trial.seed)
     after = {arm: [trial.score for trial in tuned if trial.arm == arm] for arm in ARMS}
     return before, after, best, {arm: scores_by_lr(own) for arm, own in by_arm.items()}
-
-
-def summarize(
-    data: Dataset,
-    size: tuple[int, int],
-    base_scores: Sequence[float],
-    before: _Scores,
-    after: _Scores,
-    tuning_epochs: int,
-) -> str:
-    def format_scores(scores: _Scores) -> str:
-        return ", ".join(f"{fmean(values):.1%} {arm}" for arm, values in scores.items())
-
-    return (
-        f"Trained on {describe_dataset(data)}, at {format_sides(size)} pixels ({len(base_scores)} seeds), "
-        f"the model has an accuracy of {fmean(base_scores):.1%}. At {format_sides(_double(size))} pixels "
-        f"with the same patch size, accuracy by positions is {format_scores(before)}. After {tuning_epochs} "
-        f"epoch{'s' * (tuning_epochs > 1)} of fine-tuning, each arm at its best learning rate: "
-        f"{format_scores(after)}. The larger images are upsampled: they contain no more detail."
-    )
 
 
 # ---- figure ---------------------------------------------------------------------------------

@@ -14,17 +14,10 @@ from vitrail.base.errors import FileError, InputError, printable
 
 _TRAIN_FRACTION = 0.9  # the first part of a text; the rest is held out
 _MIN_LENGTH, _MAX_LENGTH, _MAX_VOCABULARY = 1_000, 2_000_000, 5_000
-_MODULES = [
-    "argparse",
-    "difflib",
-    "doctest",
-    "inspect",
-    "optparse",
-    "statistics",
-    "tarfile",
-    "textwrap",
-    "typing",
-]
+_MODULES = (
+    *("argparse", "difflib", "doctest", "inspect", "optparse"),
+    *("statistics", "tarfile", "textwrap", "typing"),
+)
 _TINYSHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"  # sha256
 
 

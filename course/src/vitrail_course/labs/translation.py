@@ -7,11 +7,8 @@ and few steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.base.errors import InputError
-from vitrail.experiment.interval import confidence_interval
 from vitrail.experiment.study import Difference, edge_note
 from vitrail.experiment.trial import ProcessPool
-from vitrail.images.formats.sources import Dataset, Split
+from vitrail.images.formats.sources import Split
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.datasets import TINY_SIDE, describe_dataset, load_dataset, stratified_subset
 from vitrail_course.labs.equivariance import (
@@ -36,16 +32,13 @@ from vitrail_course.labs.equivariance import (
 from vitrail_course.labs.lab import LabResult, LabSize, process_count
 from vitrail_course.labs.lr_sweep import ClassifierRun, SweepResult, sweep_learning_rates
 from vitrail_course.labs.verdict import (
-    Statement,
+    OURS,
     Verdict,
     compare_arms,
-    confirming,
-    decide,
     equal_within,
-    fact,
-    format_interval,
     gain,
-    is_above,
+    identity,
+    percent_interval,
 )
 
 if TYPE_CHECKING:
@@ -55,18 +48,15 @@ NAME = "translation"
 TITLE = "few images: CNN, many: ViT"
 NOTE = '002 "Convolutional Neural Networks", "Notes", "Combining vision transformers and convolution?"'
 CLAIM = (
-    "CNNs are equivariant to translation and local. That helps with small data sets, but a transformer "
-    "learns the structure from enough data. Hybrids are better with less training; the advantage vanishes "
-    "with more."
+    "Translation equivariance [...] Locality [...] Inductive bias of CNN helps with small datasets, but "
+    "transformer learns the relevant structures with enough data. [...] Hybrid networks perform better "
+    "than ViT or BiT when trained less. The advantage vanishes as training goes on."
 )
 ACCEPTS = "labeled images in arrays"
-
-_Pair = tuple[list[float], list[float]]  # the scores of two arms, by seed
 
 ARMS = ("ViT", "CNN", "hybrid")
 _FRACTIONS = (0.01, 0.1, 1.0)  # of the training images
 _STEPS = {"few": 40, "more": 130, "many": 400, "most": 1_200}  # for up to a few thousand images
-EQUIVARIANCE_CONDITION = "the CNN has no pooling or the shift is a multiple of its stride"
 _MARGIN = 0.01  # of accuracy, within which two models count as equal
 _LEARNED = 0.5  # accuracy below which a model has not learned enough for a comparison
 _MAX_UNCHANGED, _MIN_CHANGED = 1e-3, 0.05  # feature changes, as a fraction of the distance between two images
@@ -114,11 +104,11 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         number=100 * cnn_gain.mean,
         unit=f"percentage points of accuracy, CNN minus ViT with {fractions[0]:.0%} of the images",
         n=cnn_gain.n,
-        sentence=summarize(
-            images, by_fraction, by_steps, feature_change, influenced, steps, held_out[0].shape[-1]
-        ),
+        setting=f"Models of about as many parameters on {describe_dataset(images)}; {steps['many']} steps "
+        "where "
+        "the number of images differs.",
         figure=draw(feature_change, by_fraction, by_steps, steps),
-        interval=cnn_gain.interval and (100 * cnn_gain.interval[0], 100 * cnn_gain.interval[1]),
+        interval=percent_interval(cnn_gain),
         numbers={
             "parameters": {name: _parameter_count(build) for name, build in builders.items()},
             "change when shifted": feature_change,
@@ -144,133 +134,60 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
-    """Every statement of the claim, each from all of its points."""
-    images, by_fraction, by_steps = (
-        numbers[key] for key in ("held out", "accuracy by fraction", "accuracy by steps")
-    )
-    few, *_, all_images = (_paired(arms, "CNN", "ViT") for arms in by_fraction.values())
+    """A gain must be there with few images, or after few steps, and have gone with all, or after the most."""
+    by_fraction, by_steps = numbers["accuracy by fraction"], numbers["accuracy by steps"]
+    shifted = {
+        name: numbers["change when shifted"][name]["1 pixel"]
+        for name in ("CNN without pooling", "CNN", "ViT")
+    }
+    influenced = numbers["pixels influenced by one pixel"]
+
+    def compare(arms: Mapping[str, Any], first: str) -> Difference:
+        return compare_arms(arms[first]["scores"], arms["ViT"]["scores"], numbers["held out"])
+
+    few, *_, everything = by_fraction
     learned = [
         steps
         for steps, arms in by_steps.items()
         if max(arms["hybrid"]["mean"], arms["ViT"]["mean"]) > _LEARNED
     ]
     statements = [
-        _equivariance(numbers["change when shifted"]),
-        _locality(numbers["pixels influenced by one pixel"]),
-        gain(
-            f"a CNN is better than a ViT with {min(map(float, by_fraction)):.0%} of the images",
-            compare_arms(*few, images),
+        identity(
+            "CNNs are equivariant to translation",
+            shifted["CNN without pooling"] < _MAX_UNCHANGED and shifted["ViT"] > _MIN_CHANGED,
+            f"features change by {shifted['CNN without pooling']:.1g} if the image moves by a pixel, by "
+            f"{shifted['CNN']:.2g} with pooling and {shifted['ViT']:.2g} in a ViT",
+            f"{_MAX_UNCHANGED:g}",
+            "rounding of float32",
+            "it has no pooling, or the shift is a multiple of its stride"
+            if shifted["CNN"] > _MAX_UNCHANGED
+            else "",
         ),
-        _shrinks_with_all(few, all_images, images),
-        _vanished(
-            "a ViT learns the structure: with all of these images it is as accurate as a CNN",
-            compare_arms(*all_images, images),
-            "more images were",
+        identity(
+            "CNNs are local",
+            influenced["CNN without pooling"] < influenced["ViT"],
+            f"one pixel influences {influenced['CNN without pooling']} in a row, {influenced['CNN']} with "
+            "pooling",
+            f"{influenced['ViT']}",
+            "the ViT",
+            "" if influenced["CNN"] < influenced["ViT"] else "it has no pooling",
+        ),
+        gain(f"a CNN beats a ViT with {float(few):.0%} of the images", compare(by_fraction[few], "CNN")),
+        equal_within(
+            "with all of these images a ViT is as accurate as a CNN",
+            compare(by_fraction[everything], "CNN"),
+            _MARGIN,
+            OURS,
         ),
     ]
-    if len(learned) < 2:
-        return decide([*statements, Statement("hybrids are better with less training", None, "not learned")])
-    least, most = learned[0], learned[-1]
-    hybrid = {steps: _paired(by_steps[steps], "hybrid", "ViT") for steps in learned}
-    by_length = f"after {least} steps, the fewest after which one of the two is above {_LEARNED:.0%}"
-    return decide(
-        [
-            *statements,
-            gain(f"a hybrid is better than a ViT {by_length}", compare_arms(*hybrid[least], images)),
-            gain(
-                f"a hybrid is better than a CNN after {least} steps",
-                compare_arms(*_paired(by_steps[least], "hybrid", "CNN"), images),
-            ),
-            _shrinks(
-                f"the hybrid's gain over the ViT shrinks from {least} to {most} steps",
-                hybrid[least],
-                hybrid[most],
-                images,
-            ),
-            _vanished(
-                f"the hybrid's gain over the ViT has vanished after {most} steps",
-                compare_arms(*hybrid[most], images),
-                "longer training was",
-            ),
+    if len(learned) > 1:
+        least, most = learned[0], learned[-1]
+        after_most = compare(by_steps[most], "hybrid")
+        statements += [
+            gain(f"a hybrid beats a ViT after {least} steps", compare(by_steps[least], "hybrid")),
+            equal_within(f"the hybrid's gain has vanished after {most} steps", after_most, _MARGIN, OURS),
         ]
-    )
-
-
-def _vanished(text: str, gained: Difference, untried: str) -> Statement:
-    """The statement that a gain has vanished with as much as was tried; with more it may."""
-    found = equal_within(text, gained, _MARGIN)
-    return found if found.true else replace(found, evidence=f"{found.evidence}; {untried} not tried")
-
-
-def _equivariance(feature_change: Mapping[str, Mapping[str, float]]) -> Statement:
-    """The statement that CNNs are equivariant to translation."""
-    without_pooling, with_pooling, vit = (
-        feature_change[f"{name}, trained"] for name in ("CNN without pooling", "CNN", "ViT")
-    )
-    equivariant = without_pooling["1 pixel"] < _MAX_UNCHANGED and vit["1 pixel"] > _MIN_CHANGED
-    condition = EQUIVARIANCE_CONDITION if with_pooling["1 pixel"] > _MAX_UNCHANGED else ""
-    evidence = (
-        f"features of images shifted by a pixel change by {without_pooling['1 pixel']:.1g}, threshold "
-        f"{_MAX_UNCHANGED:g}; {with_pooling['1 pixel']:.2g} with pooling, {vit['1 pixel']:.2g} in a ViT"
-    )
-    return fact("CNNs are equivariant to translation", equivariant, evidence, condition)
-
-
-def _locality(influenced: Mapping[str, int]) -> Statement:
-    """The statement that CNNs are local: one pixel influences fewer pixels of the features than in a ViT."""
-    cnn, vit = influenced["CNN without pooling"], influenced["ViT"]
-    pooled = influenced["CNN"]
-    evidence = (
-        f"one pixel influences {cnn} pixels in a row without pooling, threshold: the {vit} of a ViT; "
-        f"{pooled} with pooling"
-    )
-    return fact("CNNs are local", cnn < vit, evidence, "" if pooled < vit else "the CNN has no pooling")
-
-
-def _shrinks_with_all(few: _Pair, all_images: _Pair, images: int) -> Statement:
-    """The statement that the CNN's gain over the ViT shrinks with all images."""
-    found = _shrinks("the CNN's gain over the ViT shrinks with all images", few, all_images, images)
-    cnn, vit = (fmean(confirming(scores)) for scores in all_images)
-    ceiling = f"the CNN, at {cnn:.1%}, could not gain more than {1 - vit:.1%} over the ViT"
-    return replace(found, evidence=f"{found.evidence}; with all images {ceiling}")
-
-
-def _shrinks(text: str, early: _Pair, late: _Pair, images: int) -> Statement:
-    """The statement that the gain of an arm over another shrinks, in points and in log-odds.
-
-    Points alone shrink at the ceiling: of two arms above 99 % none can be a point better. So the statement is
-    clear only if both agree.
-    """
-    points = gain(text, _shrinkage(early, late, images))
-    gains = [
-        [log_odds(a, images) - log_odds(b, images) for a, b in zip(*map(confirming, pair), strict=True)]
-        for pair in (early, late)
-    ]
-    shrinkage = [a - b for a, b in zip(*gains, strict=True)]
-    bounds = confidence_interval(shrinkage)
-    agree = is_above(bounds, 0) == points.true
-    evidence = (
-        f"{points.evidence}; in log-odds from {fmean(gains[0]):+.2f} to {fmean(gains[1]):+.2f}, by "
-        f"{format_interval(fmean(shrinkage), bounds, '+.2f')}"
-    )
-    return Statement(text, points.true if agree else None, evidence)
-
-
-def log_odds(accuracy: float, images: int) -> float:
-    """The logarithm of correct over wrong images, with half an image added to both: finite at 0 and 100 %."""
-    correct = accuracy * images
-    return math.log((correct + 0.5) / (images - correct + 0.5))
-
-
-def _paired(arms: Mapping[str, Any], first: str, second: str) -> _Pair:
-    """The scores of two arms, by seed."""
-    return arms[first]["scores"], arms[second]["scores"]
-
-
-def _shrinkage(early: _Pair, late: _Pair, images: int) -> Difference:
-    """The early difference between two arms minus the late one, paired by seed."""
-    gains = [[a - b for a, b in zip(*scores, strict=True)] for scores in (early, late)]
-    return compare_arms(gains[0], gains[1], images)
+    return Verdict(statements)
 
 
 def _edge_notes(results: Mapping[str, Mapping[str, SweepResult]], lrs: Sequence[float]) -> list[str]:
@@ -317,42 +234,6 @@ def _parameter_count(build: Callable[[], nn.Module]) -> int:
 
 
 # ---- summary and figure ---------------------------------------------------------------------
-
-
-def summarize(
-    data: Dataset,
-    by_fraction: Mapping[float, Mapping[str, SweepResult]],
-    by_steps: Mapping[str, Mapping[str, SweepResult]],
-    feature_change: Mapping[str, Mapping[str, float]],
-    influenced: Mapping[str, int],
-    steps: Mapping[str, int],
-    side: int,
-) -> str:
-    def scores(arms: Mapping[str, SweepResult]) -> str:
-        return ", ".join(f"{name} {arms[name].mean:.1%}" for name in ARMS)
-
-    def format_change(name: str) -> str:
-        return f"{feature_change[name]['1 pixel']:.2g} and {feature_change[name]['1 patch']:.2g}"
-
-    fractions = "; ".join(
-        f"{fraction:.0%} of the images: {scores(arms)}" for fraction, arms in by_fraction.items()
-    )
-    lengths = "; ".join(
-        f"{steps[duration]} steps: {scores(arms)}"
-        for duration, arms in by_steps.items()
-        if duration != "many"
-    )
-    n = len(by_steps["many"]["ViT"].scores)
-    return (
-        "When the image is shifted by a pixel or a patch and the features are shifted back, they change by "
-        f"{format_change('CNN without pooling, trained')} of the distance between two images in a CNN "
-        f"without pooling, {format_change('CNN, trained')} in a CNN with pooling, "
-        f"{format_change('ViT, trained')} in a ViT and {format_change('ViT without positions, trained')} in "
-        f"a ViT without positions. One pixel influences {influenced['CNN without pooling']}, "
-        f"{influenced['CNN']} and {influenced['ViT']} of {side} pixels in CNNs without and with pooling and "
-        f"in a ViT. Accuracy on {describe_dataset(data)}, no augmentation, each arm at its own best learning "
-        f"rate, {n} seeds: {fractions} after {steps['many']} steps. With all images, after fewer: {lengths}."
-    )
 
 
 @styled

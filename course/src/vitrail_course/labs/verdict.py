@@ -1,9 +1,12 @@
-"""Verdicts on claims: one rule for all labs.
+"""Verdicts on claims: one rule for all labs, and three kinds of statements.
 
-A claim consists of statements. A measured statement is true, or not true, only if its whole 95 % confidence
-interval lies on one side of the threshold; if the interval contains the threshold, it is not clear here. Each
-verdict prints measurement, interval and threshold; without one, the threshold is 0. A small run, with
-`--small`, gives no verdict: nothing is learned in a few steps, and that says nothing about a claim.
+- identity: computed, and exact up to rounding
+- replication: the setting of the source, and the number that it states
+- toy experiment: a small setting of our own; its verdict is about that setting alone
+
+A claim consists of statements, each with a kind and a threshold whose source is named. A measured statement
+is true, or not true, only if its whole 95 % confidence interval lies on one side of the threshold; otherwise
+it is not clear. A small run, with `--small`, gives no verdict.
 
 Where a sweep on the held-out images chose the learning rates of the arms with the first seed, statements
 leave out that seed (`confirming`, `compare_arms`): its scores are the best of several, and so too high.
@@ -16,31 +19,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.experiment.interval import fraction_interval
+from vitrail.experiment.interval import confidence_interval, fraction_interval
 from vitrail.experiment.study import Difference
 
-VerdictWord = Literal["holds", "partly", "does not hold", "not clear here", "too small to judge"]
+Kind = Literal["identity", "replication", "toy experiment"]
 Interval = tuple[float, float]
 
+IDENTITY: Kind = "identity"
+REPLICATION: Kind = "replication"
+TOY: Kind = "toy experiment"
+# If all statements of a kind are true without a condition, if some are, and if none is and one is not true.
+WORDS: dict[Kind, tuple[str, str, str]] = {
+    "identity": ("holds", "partly holds", "does not hold"),
+    "replication": ("replicated", "partly", "not replicated"),
+    "toy experiment": ("seen", "partly seen", "not seen"),
+}
+NOT_CLEAR = "not clear"
+TOO_SMALL = "too small to judge: run the lab without --small"
 
-def format_verdict(word: str, condition: str) -> str:
-    """A verdict as text."""
-    return f"{word}: {condition}" if condition else word
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim holds, and why."""
-
-    word: VerdictWord
-    condition: str = ""
-    """The statements of the claim with their measurements, and the conditions under which they hold."""
-
-    def __str__(self) -> str:
-        return format_verdict(self.word, self.condition)
-
-
-TOO_SMALL = Verdict("too small to judge", "run the lab without --small")
+NO_DIFFERENCE = "no difference"
+ROUNDING = "rounding of float64"
+EXACT = "exact"
+OURS = "our choice"
 
 
 @dataclass(frozen=True)
@@ -48,39 +48,53 @@ class Statement:
     """A statement of a claim, and whether the measurements show it to be true."""
 
     text: str
+    kind: Kind
     true: bool | None
-    """None if it is not clear here."""
+    """None if it is not clear."""
     evidence: str
-    """The measurement, with its interval and threshold."""
+    """The measurement with its interval."""
+    threshold: str
+    source: str
+    """Where the threshold comes from."""
     condition: str = ""
     """What the claim does not say and must hold for the statement to be true."""
 
+    @property
+    def answer(self) -> str:
+        """The finding, in the words of its kind."""
+        if self.true is None:
+            return NOT_CLEAR
+        yes, _, no = WORDS[self.kind]
+        return (f"{yes}, if {self.condition}" if self.condition else yes) if self.true else no
+
     def __str__(self) -> str:
-        condition = f", if {self.condition}" if self.condition and self.true else ""
-        return f"{self.text}{condition} ({self.evidence})"
+        return f"{self.text}: {self.answer} ({self.evidence}; threshold {self.threshold}, {self.source})"
 
 
-def decide(statements: Sequence[Statement]) -> Verdict:
-    """The verdict on a claim that makes these statements.
+@dataclass(frozen=True)
+class Verdict:
+    """What a lab says about a claim."""
 
-    It holds if all are true without a condition, and partly if some are true, or only under a condition. If
-    none is true, one that is clearly not true refutes the claim as it is stated: it does not hold, and those
-    that are not clear are named after it. If all are not clear, neither is the claim.
-    """
-    groups = {
-        "true": [str(statement) for statement in statements if statement.true],
-        "not true": [str(statement) for statement in statements if statement.true is False],
-        "not clear": [str(statement) for statement in statements if statement.true is None],
-    }
-    word: VerdictWord = "partly"
-    if not groups["true"]:
-        word = "does not hold" if groups["not true"] else "not clear here"
-    elif len(groups["true"]) == len(statements) and not any(each.condition for each in statements):
-        word = "holds"
-    texts = [(name, "; ".join(group)) for name, group in groups.items() if group]
-    if len(texts) == 1:
-        return Verdict(word, texts[0][1])
-    return Verdict(word, ". ".join(f"{name.capitalize()}: {text}" for name, text in texts))
+    statements: Sequence[Statement]
+
+    @property
+    def words(self) -> dict[Kind, str]:
+        """The verdict of each kind of statement that there is."""
+        by_kind = {
+            kind: [statement for statement in self.statements if statement.kind == kind] for kind in WORDS
+        }
+        return {kind: _decide(kind, some) for kind, some in by_kind.items() if some}
+
+    def __str__(self) -> str:
+        return "; ".join(f"{kind}: {word}" for kind, word in self.words.items())
+
+
+def _decide(kind: Kind, statements: Sequence[Statement]) -> str:
+    """One clearly untrue statement refutes a claim of which none is true; an unclear one does not."""
+    yes, partly, no = WORDS[kind]
+    if not any(statement.true for statement in statements):
+        return no if any(statement.true is False for statement in statements) else NOT_CLEAR
+    return yes if all(statement.true and not statement.condition for statement in statements) else partly
 
 
 # ---- scores of arms -------------------------------------------------------------------------
@@ -96,29 +110,30 @@ def compare_arms(first: Sequence[float], second: Sequence[float], images: int) -
     return Difference.of(confirming(first), confirming(second), images)
 
 
-def arm_reaches(text: str, scores: Sequence[float], items: int, threshold: float) -> Statement:
-    """The statement that the mean of an arm's fractions is above a threshold, without that seed."""
-    own = confirming(scores)
-    return reaches(text, math.fsum(own) / len(own), fraction_interval(own, items), threshold, n=len(own))
+def percent_interval(difference: Difference) -> Interval | None:
+    """The interval of a difference of accuracies, in percentage points."""
+    return difference.interval and (100 * difference.interval[0], 100 * difference.interval[1])
 
 
 # ---- statements -----------------------------------------------------------------------------
 
 
-def fact(text: str, true: bool, evidence: str, condition: str = "") -> Statement:
+def identity(
+    text: str, true: bool, evidence: str, threshold: str, source: str = ROUNDING, condition: str = ""
+) -> Statement:
     """A statement that is computed and not estimated, so that it has no interval."""
-    return Statement(text, true, evidence, condition)
+    return Statement(text, IDENTITY, true, evidence, threshold, source, condition)
 
 
-def gain(text: str, difference: Difference, threshold: float = 0.0, condition: str = "") -> Statement:
-    """The statement that a difference of accuracies is above a threshold, given as a fraction."""
+def gain(text: str, difference: Difference, *, kind: Kind = TOY, condition: str = "") -> Statement:
+    """The statement that a difference of accuracies is above 0."""
     evidence = f"{format_points(difference)}, n = {difference.n}"
-    if threshold:
-        evidence += f", threshold {100 * threshold:g}"
-    return Statement(text, is_above(difference.interval, threshold), evidence, condition)
+    return Statement(text, kind, is_above(difference.interval, 0), evidence, "0", NO_DIFFERENCE, condition)
 
 
-def equal_within(text: str, difference: Difference, margin: float, expected: float = 0.0) -> Statement:
+def equal_within(
+    text: str, difference: Difference, margin: float, source: str, *, expected: float = 0, kind: Kind = TOY
+) -> Statement:
     """The statement that a difference of accuracies is as expected, to within a margin, as fractions.
 
     True if the whole interval is within the margin, and not true if it is outside.
@@ -128,17 +143,36 @@ def equal_within(text: str, difference: Difference, margin: float, expected: flo
         true = True
     elif difference.interval is not None and (difference.interval[0] > high or difference.interval[1] < low):
         true = False
-    evidence = f"{format_points(difference)}, n = {difference.n}, equal from {100 * low:g} to {100 * high:g}"
-    return Statement(text, true, evidence)
+    evidence = f"{format_points(difference)}, n = {difference.n}"
+    return Statement(text, kind, true, evidence, f"{100 * low:g} to {100 * high:g} points", source)
 
 
 def reaches(
-    text: str, mean: float, interval: Interval | None, threshold: float, condition: str = "", n: int = 0
+    text: str, scores: Sequence[float], items: int, threshold: float, source: str, *, kind: Kind = TOY
 ) -> Statement:
-    """The statement that a fraction is above a threshold; `n` seeds are printed if given."""
-    seeds = f", n = {n}" if n else ""
-    evidence = f"{format_fraction(mean, interval)}{seeds}, threshold {100 * threshold:g} %"
-    return Statement(text, is_above(interval, threshold), evidence, condition)
+    """The statement that the mean of fractions of so many items is above a threshold."""
+    interval, mean = fraction_interval(scores, items), math.fsum(scores) / len(scores)
+    evidence = f"{format_fraction(mean, interval)}, n = {len(scores)}"
+    return Statement(text, kind, is_above(interval, threshold), evidence, f"{100 * threshold:g} %", source)
+
+
+def exceeds(
+    text: str,
+    values: Sequence[float],
+    threshold: float,
+    source: str,
+    *,
+    form: str = ".2g",
+    unit: str = "",
+    below: bool = False,
+    kind: Kind = TOY,
+) -> Statement:
+    """The statement that the mean of values, one per seed, is above a threshold, or below it."""
+    interval = confidence_interval(values)
+    above = is_above(interval, threshold)
+    evidence = f"{format_interval(math.fsum(values) / len(values), interval, form)}{unit}, n = {len(values)}"
+    true = None if above is None else above != below
+    return Statement(text, kind, true, evidence, f"{threshold:g}", source)
 
 
 def is_above(interval: Interval | None, threshold: float) -> bool | None:
@@ -146,6 +180,9 @@ def is_above(interval: Interval | None, threshold: float) -> bool | None:
     if interval is None or interval[0] <= threshold <= interval[1]:
         return None
     return interval[0] > threshold
+
+
+# ---- as text ------------------------------------------------------------------------------------
 
 
 def format_points(difference: Difference) -> str:

@@ -15,7 +15,7 @@ from vitrail.model import ViT, record
 from vitrail.model.presets import create
 from vitrail.views.canvas import LINES, new_figure, styled
 from vitrail_course.labs.lab import LabResult, LabSize, load_images
-from vitrail_course.labs.verdict import Verdict, decide, fact
+from vitrail_course.labs.verdict import Verdict, identity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +24,8 @@ NAME = "walk"
 TITLE = "the article's code, checked"
 NOTE = '001, from "Patch Embedding" to the classifier'
 CLAIM = (
-    "The article's steps, computed with the model's weights, give the model's outputs: the embeddings "
-    "(197, 768), every layer and the logits."
+    "If we want to reproduce the layer entirely from scratch, this is the code [and so for every stage "
+    "up to the logits]"
 )
 ACCEPTS = "images"
 
@@ -49,14 +49,6 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         _relative_differences(corrected_stages, model_stages),
         _relative_differences(printed_stages, model_stages),
     )
-    sentence = (
-        f"With the first residual corrected, every stage agrees with the model to {max(corrected):.1e} "
-        "(random weights). As printed, the first residual adds the output of LayerNorm instead of its "
-        f"input: the first layer's output is off by {as_printed[1]:.0%}, and with the same error in every "
-        f"layer the logits are off by {as_printed[-1]:.0%}. Three more errors change no number: the position "
-        "table has no batch axis, embeddings[0][0] is the class token and not the first patch, and the "
-        "variable called std holds the variance."
-    )
     numbers = {
         "same shapes": same_shapes,
         "shapes": {"embedding": shapes[0], "layer": shapes[1], "logits": shapes[-1]},
@@ -64,19 +56,20 @@ def run(out: Path, size: LabSize, data: str | Path | None = None) -> LabResult:
         "as printed": as_printed,
     }
     unit = "relative error after the first layer, as printed"
-    return LabResult(as_printed[1], unit, 1, sentence, draw(corrected, as_printed), numbers=numbers)
+    setting = f"A model of {len(layers)} layers with random weights, in float64, beside the article's steps."
+    return LabResult(as_printed[1], unit, 1, setting, draw(corrected, as_printed), numbers=numbers)
 
 
 def decide_verdict(numbers: Mapping[str, Any]) -> Verdict:
     """With the correction every stage must equal the model's; as printed, it may not."""
     corrected, as_printed = max(numbers["corrected"]), numbers["as printed"][1]
-    same = numbers["same shapes"] and corrected <= _TOLERANCE
-    evidence = f"relative difference {corrected:.1e}, threshold {_TOLERANCE:g}"
-    condition = ""
+    condition, evidence = "", f"relative difference {corrected:.1e}"
     if as_printed > _TOLERANCE:
         condition = "the first residual adds the embeddings, not the normalized ones"
         evidence += f"; as printed, {as_printed:.2f} after the first layer"
-    return decide([fact("the steps give the model's outputs", same, evidence, condition)])
+    same = numbers["same shapes"] and corrected <= _TOLERANCE
+    text = "the article's steps give the model's outputs"
+    return Verdict([identity(text, same, evidence, f"{_TOLERANCE:g}", condition=condition)])
 
 
 def _randomized_model(name: str) -> ViT:

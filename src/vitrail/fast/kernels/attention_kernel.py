@@ -276,8 +276,7 @@ def short_attention_backward(
     """The gradients of qkv, of the bias for each image (B, 3 k d), and of the norms for each head."""
     qkv, dout = qkv.contiguous(), dout.contiguous()
     B, T, _, H, D = qkv.shape
-    dqkv, dbias = torch.empty_like(qkv), qkv.new_empty(B, 3 * H * D, dtype=torch.float32)
-    dnorms = norms.new_empty(B * H if norms.numel() else 0, 4, D)
+    dqkv, dbias, dnorms = _new_gradients(qkv, norms)
     with torch.cuda.device_of(qkv):
         if T <= MAX_FUSED:
             kinds = bool(norms.numel()), bool(cos.numel())
@@ -294,31 +293,23 @@ def short_attention_backward(
     return dqkv, dbias, dnorms
 
 
+def _new_gradients(qkv: Tensor, norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    B, _, _, H, D = qkv.shape
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    dbias = qkv.new_empty(B, 3 * H * D, dtype=torch.float32)
+    return dqkv, dbias, norms.new_empty(B * H if norms.numel() else 0, 4, D)
+
+
 @short_attention.register_fake
-def _(
-    qkv: Tensor, bias: Tensor, norms: Tensor, cos: Tensor, sin: Tensor, scale: float, eps: float
-) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, T, _, H, D = qkv.shape
     lse = (0,) if T <= MAX_FUSED else (B, H, T)
     return qkv.new_empty(B, T, H, D), qkv.new_empty(lse, dtype=torch.float32)
 
 
 @short_attention_backward.register_fake
-def _(
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    norms: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    B, _, _, H, D = qkv.shape
-    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    dbias = qkv.new_empty(B, 3 * H * D, dtype=torch.float32)
-    return dqkv, dbias, norms.new_empty(B * H if norms.numel() else 0, 4, D)
+def _(qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, norms: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _new_gradients(qkv, norms)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -330,12 +321,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _gradient(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     qkv, out, lse, *tables = ctx.saved_tensors
     dqkv, dbias, dnorms = short_attention_backward(qkv, out, lse, dout, *tables, ctx.scale, ctx.eps)
-    return (
-        dqkv,
-        dbias.sum(0) if ctx.has_bias else None,
-        dnorms.sum(0) if ctx.has_norms else None,
-        *[None] * 4,
-    )
+    sums = (one.sum(0) if used else None for one, used in ((dbias, ctx.has_bias), (dnorms, ctx.has_norms)))
+    return dqkv, *sums, *[None] * 4
 
 
 short_attention.register_autograd(_gradient, setup_context=_save)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitrail.base.machine import is_out_of_memory, memory_limit
+from vitrail.base.machine import is_out_of_memory
 from vitrail.images.loader import Batch
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import ComputeDevice
 from vitrail.model.model_memory import step_bytes
-from vitrail.training.parallel import ProcessGroup
+from vitrail.training.parallel import ProcessGroup, usable_memory
 from vitrail.training.plan.step_mode import StepMode
 from vitrail.training.trainer import Trainer
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 MIN_STEPS = 10
 """Steps that an epoch keeps, however large a batch could be."""
-_GPU_MARGIN, _CPU_MARGIN = 0.85, 0.5  # of the memory; on a CPU, the data and other programs need some too
 
 Measure = Callable[[Callable[[], None]], int]
 """Calls a function and returns the bytes that were in use at most."""
@@ -76,16 +74,8 @@ def fitting_batch(config: ViTConfig, compute: ComputeDevice, too_many: int) -> i
 
 
 def estimated_to_fit(config: ViTConfig, compute: ComputeDevice, images: int) -> bool:
-    """Whether a step of so many images should fit; True if the memory of the machine is unknown."""
-    return step_bytes(config, images, compute.dtype.itemsize) <= _usable_memory(compute)
-
-
-def _usable_memory(compute: ComputeDevice) -> float:
-    """The bytes that a step may take."""
-    if compute.device.type == "cuda":
-        return _GPU_MARGIN * torch.cuda.get_device_properties(compute.device).total_memory
-    installed = memory_limit()
-    return math.inf if installed is None else _CPU_MARGIN * installed
+    """Whether a step of so many images should fit."""
+    return step_bytes(config, images, compute.dtype.itemsize) <= usable_memory(compute, ProcessGroup())
 
 
 # ---- steps that are tried -------------------------------------------------------------------
@@ -126,7 +116,7 @@ def _step_fits(trial: Callable[[], Trainer], images: int, measure: Measure, *, s
         arrays = trainer.data.train.images
         stored = 0 if arrays is None else arrays.nbytes  # on the device, during a run
         trained = sum(p.nbytes for p in trainer.trained.parameters() if p.requires_grad)
-        return peak + stored + shared * trained <= _usable_memory(trainer.compute)
+        return peak + stored + shared * trained <= usable_memory(trainer.compute, trainer.ranks)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

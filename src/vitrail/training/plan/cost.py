@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from vitrail.base.errors import ConfigError
 from vitrail.base.machine import format_bytes
 from vitrail.model.config import ViTConfig
@@ -26,9 +28,9 @@ from vitrail.model.model_memory import activation_bytes, state_bytes
 
 Mode = Literal["one", "ddp", "fsdp", "hsdp"]
 
-# By width, of the matrix product: in bf16, with 256 images.
-_EFFICIENCY = ((768, 0.562), (1024, 0.611))
-_COMPILED_EFFICIENCY = ((768, 0.486), (1024, 0.565))
+# The fraction of a plain product that is reached, in bf16 with 256 images: linear between measured widths,
+# proportional to the width below them, and constant above.
+_WIDTHS, _EFFICIENCY, _COMPILED_EFFICIENCY = (0, 768, 1024), (0.0, 0.562, 0.611), (0.0, 0.486, 0.565)
 _DECODE_RATE = 490  # images/s of a core: 500 x 375 JPEG, training crop, bicubic (bench/results/decode.json)
 _FILE_BYTES = 110_000  # of an image file; assumed: about the mean of ImageNet's
 MARGIN = 0.85  # of a GPU's memory
@@ -148,8 +150,8 @@ def step_cost(
     seconds, all_gather, reduce_scatter, all_reduce = _traffic(config, cluster, mode, accumulate)
     shards = {"fsdp": cluster.gpus, "hsdp": cluster.per_node}.get(mode, 1)
     passes = 3 + min(checkpointed, config.depth) / config.depth  # a backward pass takes two forward passes
-    reached = _efficiency(config, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
-    compute = images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached)
+    reached = np.interp(config.width, _WIDTHS, _COMPILED_EFFICIENCY if shards > 1 else _EFFICIENCY)
+    compute = float(images * passes * forward_flops(config) / (cluster.tflops * 1e12 * reached))
     return StepCost(
         mode,
         compute,
@@ -241,14 +243,6 @@ def forward_flops(config: ViTConfig) -> float:
     return 2.0 * (blocks + embedding + config.pooled_width * config.classes)
 
 
-def _efficiency(config: ViTConfig, measured: tuple[tuple[int, float], tuple[int, float]]) -> float:
-    """The fraction of a plain product: linear between the measured widths, constant above, less below."""
-    (low, least), (high, most) = measured
-    if config.width < low:
-        return least * config.width / low
-    return least + (most - least) * min(1.0, (config.width - low) / (high - low))
-
-
 def _traffic(
     config: ViTConfig, cluster: Cluster, mode: Mode, accumulate: int
 ) -> tuple[float, float, float, float]:
@@ -297,6 +291,12 @@ def describe_cost(
     }
     advice = "" if cost.fits else "; it does not fit: checkpoint its blocks, accumulate, or use more GPUs"
     rate = batch / cost.seconds
+    kinds = {
+        "weights (all-gather)": cost.all_gather,
+        "gradients (reduce-scatter)": cost.reduce_scatter,
+        "gradients between copies (all-reduce)": cost.all_reduce,
+    }
+    sent = ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds.items() if size)
     plan = {
         "model": f"{name}: {millions:,.0f} million parameters, {config.tokens} tokens",
         "GPUs": f"{cluster.gpus:,} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}",
@@ -308,18 +308,9 @@ def describe_cost(
         f"time traffic {cost.traffic * 1000:,.0f} and loading {cost.loading * 1000:,.0f}",
         "bottleneck": cost.bottleneck,
         "speed": f"{rate:,.0f} images/s, {rate / cluster.gpus:,.0f} for each GPU",
-        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step: {_kinds_of_traffic(cost)}",
+        "traffic": f"{format_bytes(cost.sent)} sent by each GPU in a step: {sent}",
         "loading": f"{format_bytes(cost.read)} of image files for each GPU in a step, "
         f"{format_bytes(cost.read * cluster.gpus / cost.seconds)}/s for all",
         "checkpoint": format_bytes(cost.checkpoint),
     }
     return plan if cost.sent else {row: text for row, text in plan.items() if row != "traffic"}
-
-
-def _kinds_of_traffic(cost: StepCost) -> str:
-    kinds = {
-        "weights (all-gather)": cost.all_gather,
-        "gradients (reduce-scatter)": cost.reduce_scatter,
-        "gradients between copies (all-reduce)": cost.all_reduce,
-    }
-    return ", ".join(f"{format_bytes(size)} of {kind}" for kind, size in kinds.items() if size)

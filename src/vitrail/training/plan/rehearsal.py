@@ -70,7 +70,7 @@ def rehearse(trainer: Trainer, seconds: float, least: int = _TIMED_STEPS) -> Pac
     Args:
         least: the steps that are timed at least.
     """
-    marks, untimed = [time.perf_counter()], _untimed(trainer)
+    marks, untimed = [time.perf_counter()], untimed_steps(trainer)
 
     def stop() -> int | None:
         if trainer.compute.device.type == "cuda":
@@ -90,17 +90,16 @@ def rehearse(trainer: Trainer, seconds: float, least: int = _TIMED_STEPS) -> Pac
     return Pace(first, step, forward * len(trainer.data.eval_split), forward * closing_images(trainer))
 
 
+def untimed_steps(trainer: Trainer) -> int:
+    """The first steps, which compile, allocate memory, and are captured as a CUDA graph."""
+    return 1 + (WARM_UP if trainer.mode is not None and trainer.mode.cuda_graph else 0)
+
+
 def closing_images(trainer: Trainer) -> int:
     """The images of the forward passes after the last epoch: of the best and last weights, and the report."""
     data = trainer.data
     sampled = min(MAX_IMAGES, len(data.train)) + len(data.eval_split) if data.val else 0
     return 2 * sampled + len(data.eval_split)
-
-
-def _untimed(trainer: Trainer) -> int:
-    """The first steps, which compile, allocate memory, and are captured as a CUDA graph."""
-    captured = trainer.mode is not None and trainer.mode.cuda_graph
-    return 1 + (WARM_UP if captured else 0)
 
 
 def _time_forward(trainer: Trainer) -> float:
@@ -128,10 +127,14 @@ def rehearse_run(trainer: Trainer, estimate: float, loading: float) -> float | N
         loading: seconds in which the images of a step are read. The first steps find theirs already read.
     """
     t, left = trainer, trainer.steps - trainer.step
-    timed = min(_TIMED_STEPS, int(_MOST_STEPS * left) - _untimed(t))
-    if estimate < _SHORT_RUN or timed < 1 or t.ranks.count > 1 or not _has_room(t):
+    timed = min(_TIMED_STEPS, int(_MOST_STEPS * left) - untimed_steps(t))
+    if estimate < _SHORT_RUN or timed < 1 or t.ranks.count > 1:
         return None
     state = t.state()
+    if t.compute.device.type == "cuda":  # on a CPU, steps need more than a copy of the state
+        size = sum(tensor.nbytes for some in state.tensors.values() for tensor in some.values())
+        if size > _MEMORY * torch.cuda.mem_get_info(t.compute.device)[0]:
+            return None
     copies = {
         file: {name: tensor.detach().clone() for name, tensor in some.items()}
         for file, some in state.tensors.items()
@@ -144,15 +147,6 @@ def rehearse_run(trainer: Trainer, estimate: float, loading: float) -> float | N
         t.clock = Clock(t.batch, len(t.data.eval_split))
     step = pace.step if t.workers.plan.kind == "none" else max(pace.step, loading)
     return left * step + t.evaluations_left * pace.evaluation + pace.closing
-
-
-def _has_room(trainer: Trainer) -> bool:
-    """Whether a GPU has memory for a copy of what later steps depend on; on a CPU, steps need more."""
-    if trainer.compute.device.type != "cuda":
-        return True
-    tensors = [tensor for some in trainer.state().tensors.values() for tensor in some.values()]
-    free, _ = torch.cuda.mem_get_info(trainer.compute.device)
-    return sum(tensor.nbytes for tensor in tensors) < _MEMORY * free
 
 
 def measure_loading(trainer: Trainer) -> float | None:

@@ -31,6 +31,7 @@ _COST, _MOST_SECONDS, _ROUNDS = 0.02, 6.0, 3  # of the rehearsal: at most, as a 
 _CLEARLY_FASTER = 0.8  # of the time that torch's own number takes
 _HOPELESS, _HOPELESS_SECONDS = 3, 0.5  # a number this many times slower than the best is not timed again
 _IMAGES = 16  # in a rehearsed step, at most
+_BUSY = 0.25  # warn where a run waits for a core for more than this fraction of its time
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,19 @@ class CpuWait:
         ran, waited = now[0] - before[0], now[1] - before[1]
         return waited / max(1, ran + waited)
 
+    def warning(self, least: float) -> str | None:
+        """The message for a machine that other processes use as well, if it is one."""
+        fraction = self.fraction(least)
+        if fraction is None or fraction <= _BUSY:
+            return None
+        load = ""
+        with suppress(OSError, AttributeError):  # not on every system
+            load = f" (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
+        return (
+            f"The machine is busy{load}: training waits for a processor core {fraction:.0%} of the time, and "
+            "everything takes that much longer."
+        )
+
 
 def _schedule_times() -> tuple[int, int] | None:
     """Nanoseconds that this thread has run, and has waited for a core."""
@@ -132,14 +146,3 @@ def _schedule_times() -> tuple[int, int] | None:
         ran, waited, *_ = Path("/proc/thread-self/schedstat").read_text().split()
         return int(ran), int(waited)
     return None
-
-
-def describe_busy(fraction: float) -> str:
-    """The message for a machine that other processes use as well."""
-    load = ""
-    with suppress(OSError, AttributeError):  # not on every system
-        load = f" (load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores)"
-    return (
-        f"The machine is busy{load}: training waits for a processor core {fraction:.0%} of the time, and "
-        "everything takes that much longer."
-    )

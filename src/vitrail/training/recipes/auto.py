@@ -108,10 +108,8 @@ def auto(data: Dataset, context: RunContext | None = None) -> Recipe:
     context = context or RunContext()
     machine, images = _GPU if context.gpu else _CPU, len(data.train)
     if context.from_file:
-        why = (
-            "Recipe auto: the fine-tuning settings of the recipe small, because the run starts from weights."
-        )
-        return replace(small(data), notes=(why,))
+        why = "the fine-tuning settings of the recipe small, because the run starts from weights."
+        return replace(small(data), notes=(f"Recipe auto: {why}",))
     size = _image_size(data, context, machine)
     if context.gpu and images >= 20_000 and not data.multilabel:
         like_these = f"measured on images like these ({images:,} of"
@@ -134,9 +132,8 @@ def auto(data: Dataset, context: RunContext | None = None) -> Recipe:
     if cost > seconds and context.epochs is None:  # the smallest model: fewer epochs, but no less than three
         epochs = max(3, int(epochs * seconds / cost))
     train = _train_config(data, machine, epochs)
-    return Recipe(
-        model, preprocess_for(data, model), train, notes=(_reason(data, context, machine, model, epochs),)
-    )
+    notes = (_reason(data, context, machine, model, epochs),)
+    return Recipe(model, preprocess_for(data, model), train, notes=notes)
 
 
 # ---- the model ------------------------------------------------------------------------------
@@ -147,15 +144,11 @@ def _image_size(data: Dataset, context: RunContext, machine: _Machine) -> tuple[
     if context.size is not None:
         return (context.size,) * 2 if isinstance(context.size, int) else context.size
     if data.train.images is not None:
-        return tuple(_divisible(side) for side in data.train.images.shape[1:3])
+        sides = data.train.images.shape[1:3]  # where one only divides into very many patches: multiples of 8
+        return tuple(s if s // _patch(s) <= _MOST_PATCHES else -(-s // 8) * 8 for s in sides)
     most = _SIDE_OF_MANY if len(data.train) >= _MANY and not context.gpu else machine.sides[-1]
     side = max((s for s in machine.sides if s <= min(most, _typical_side(data))), default=machine.sides[0])
     return side, side
-
-
-def _divisible(side: int) -> int:
-    """The side, or where it only divides into very many patches, the next multiple of eight."""
-    return side if side // _patch(side) <= _MOST_PATCHES else -(-side // 8) * 8
 
 
 def _patch(side: int) -> int:

@@ -44,7 +44,8 @@ def paper_finetune(data: Dataset) -> Recipe:
     Differences: no averaging of the last weights, which the paper's best ImageNet results have.
     """
     images = len(data.train)
-    steps, warmup = _steps_for(images)
+    steps = 20_000 if images >= 1_000_000 else 10_000 if images >= 20_000 else 500
+    warmup = 500 if images >= 20_000 else 100
     epochs = math.ceil(steps / steps_in_epoch(images, 512))
     model = _model_for("B/16@384", data)
     train = TrainConfig(
@@ -216,10 +217,3 @@ def _short_side_256(model: ViTConfig) -> Preprocess:
     """As in big_vision: short side 256, center crop, pixel values from -1 to 1."""
     half = (0.5,) * model.channels
     return Preprocess(size=224, resize="shortest", resize_to=256, mean=half, std=half)
-
-
-def _steps_for(images: int) -> tuple[int, int]:
-    """Steps and warm-up steps of `paper_finetune` for this number of images."""
-    if images >= 1_000_000:
-        return 20_000, 500
-    return (10_000, 500) if images >= 20_000 else (500, 100)

@@ -78,13 +78,6 @@ def _auto_or_boolean(doc: str) -> Any:
     return declare(doc, check, "auto", "`true`, `false`")
 
 
-def _threads(doc: str) -> Any:
-    def check(name: str, value: Any, hint: Any) -> Any:
-        return value if value == "auto" else as_integer(name, value, 1, _MAX_THREADS)
-
-    return declare(doc, check, "auto", f"an integer from 1 to {_MAX_THREADS:,}")
-
-
 def _device(doc: str) -> Any:
     def check(name: str, value: Any, hint: Any) -> str:
         if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?|mps", value):
@@ -255,9 +248,12 @@ class TrainConfig(Config):
         "auto",
         must="an integer from 0 to 1,024",
     )
-    threads: int | Literal["auto"] = _threads(
+    threads: int | Literal["auto"] = declare(
         "CPU threads that compute; auto is torch's own number, or fewer where a short rehearsal finds that "
-        "clearly faster, and one beside a GPU. The number changes the last bits of a result"
+        "clearly faster, and one beside a GPU. The number changes the last bits of a result",
+        lambda name, value, hint: value if value == "auto" else as_integer(name, value, 1, _MAX_THREADS),
+        "auto",
+        must=f"an integer from 1 to {_MAX_THREADS:,}",
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = choice(
         "Floating-point format; auto is bf16 on a GPU that supports it, fp16 with loss scaling on older ones "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.base.errors import InputError
+from vitrail.images.preprocess import Preprocess
 from vitrail.model import ViT
 from vitrail.model.config import ViTConfig
 from vitrail.model.device import eval_mode
@@ -24,12 +25,18 @@ class Recording:
 
     Args:
         activation: how logits become probabilities.
+        preprocess: that of the input, to show its pixels; without it, they are taken to be from -1 to 1.
     """
 
     def __init__(
-        self, model: ViT, x: Tensor, blocks: Iterable[int], activation: Activation = "softmax"
+        self,
+        model: ViT,
+        x: Tensor,
+        blocks: Iterable[int],
+        activation: Activation = "softmax",
+        preprocess: Preprocess | None = None,
     ) -> None:
-        self.activation = activation
+        self.activation, self.preprocess = activation, preprocess
         batch, device = _as_batch(x, model.config), next(model.parameters()).device
         names = ["tokens.*", "position", "norm_pre", "embed", "blocks.*.out", "encoded", "pooled", "logits"]
         names += [f"blocks.{block}.{part}" for block in blocks for part in ("*", "attention.*", "mlp.*")]
@@ -69,10 +76,16 @@ class EncoderWalk(BlockWalk):
             prefix = ["x_class"] * c.class_token + ["x_dist"] * c.distillation_token
             prefix += [f"x_reg^{number}" for number in range(c.registers)]
             count = f"{c.prefix} learned token{'s are' if c.prefix > 1 else ' is'}"
+            names, shape = "; ".join(prefix), _join_sides(model.prefix.shape)
+            alone = names if len(prefix) == 1 else f"[{names}]"
+            meaning = "Learned, and the same for every image."
+            self.add("x_class", f"{alone} in R^({shape})", meaning, model.prefix.clone())
             z = torch.cat([model.prefix, z])  # (T, D)
-            e = self.add("prefix", f"u = [{'; '.join(prefix)}; {e}]", f"{count} prepended to the patches.", z)
+            e = self.add("prefix", f"u = [{names}; {e}]", f"{count} prepended to the patches.", z)
         if isinstance(model.position, AddedPosition):
-            position = model.position
+            position, rows = model.position, model.position.all_rows(c.grid).clone()
+            meaning = "A row for each token, the same for every image."
+            self.add("E_pos", f"E_pos in R^({_join_sides(rows.shape)})", meaning, rows)
             e = self.add("position", position.equation.format(e=e), position.meaning)
         if c.norm_pre:
             e = self.add_norm("norm_pre", e, "The tokens")

@@ -63,7 +63,7 @@ function showStages({ block, head, token }) {
     }[article.dataset.of];
     numbers.textContent = same ? numbers.dataset.first : data.is_plain || article.dataset.of === "attention.row" ? found
       : `choose ${named(data.token)}, or run the walk with --token ${token}`;
-    const image = article.querySelector("img");
+    const image = article.querySelector("figure");
     if (image) image.hidden = !same;
   }
   for (const part of document.querySelectorAll(".chosen-block")) part.textContent = block;

@@ -12,8 +12,10 @@ from vitrail.base.errors import InputError
 from vitrail.model import record
 from vitrail.model.config import ViTConfig
 
-_OF_ATTENTION = ("position", "norm1", "attention", "scale1", "residual1")
-_OF_ATTENTION += ("norm_cross", "cross", "residual_cross")
+_OF_ATTENTION = (
+    *("position", "norm1", "attention", "scale1", "residual1"),
+    *("norm_cross", "cross", "residual_cross"),
+)
 NORM_NAMES = {"layer": "LN", "rms": "RMS", "none": ""}
 
 

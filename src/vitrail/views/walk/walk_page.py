@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.images.colormap import heat
+from vitrail.images.colormap import around_zero, heat
 from vitrail.views.html_page import data_uri, markup, render_template
 from vitrail.views.walk.mathml import as_mathml, text_with_mathml
 from vitrail.views.walk.overview import NUMBERING, paper_equations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from vitrail.model.config import ViTConfig
+    from vitrail.images.preprocess import Preprocess
     from vitrail.views.walk.encoder_stages import Recording
     from vitrail.views.walk.stage import Stage
 
@@ -77,7 +77,7 @@ def walk_page(
         choices={"block": range(config.depth), "head": range(config.heads)},
         tokens=[token_name(config, index) for index in range(config.tokens)],
         data=markup(json.dumps(_data(recording, facts) if every else {}).replace("<", "\\u003c")),
-        image=data_uri(png(pixels_image(shown[0].tensor))),
+        image=data_uri(png(pixels_image(shown[0].tensor, recording.preprocess))),
         command=command,
     )
 
@@ -96,10 +96,10 @@ def _groups(
     groups: dict[int | None, list[dict[str, Any]]] = {number: [] for number in _TITLES}
     for stage in shown:
         if not stage.name.startswith("blocks."):
-            groups[stage.number].append(_entry(stage, config, 256))
+            groups[stage.number].append(_entry(stage, recording, 256))
     for index in blocks:
         for stage, of_head in _block_stages(recording, index, heads, token):
-            entry = _entry(stage, config, max_side)
+            entry = _entry(stage, recording, max_side)
             entry |= {
                 "block": index,
                 "head": of_head,
@@ -126,7 +126,7 @@ def _block_stages(
             yield stage, None
 
 
-def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
+def _entry(stage: Stage, recording: Recording, max_side: int) -> dict[str, Any]:
     """What the template shows of one stage."""
     entry: dict[str, Any] = {
         "name": stage.name,
@@ -146,8 +146,7 @@ def _entry(stage: Stage, config: Any, max_side: int) -> dict[str, Any]:
         f"{name} {format_number(value)}" for name, value in summarize(stage.tensor).items()
     )
     if entry["of_token"] in ("", "attention.row"):
-        image, width, height = stage_image(stage, config, max_side)
-        entry["image"] = {"uri": data_uri(image), "width": width, "height": height}
+        entry["image"] = stage_image(stage, recording, max_side)
     return entry
 
 
@@ -185,31 +184,36 @@ def _short(value: float) -> float:
 # ---- tensors as images ----------------------------------------------------------------------
 
 
-def stage_image(stage: Stage, config: ViTConfig, max_side: int) -> tuple[bytes, int, int]:
-    """The PNG file of a stage, and the width and height to show it at, in CSS pixels.
+def stage_image(stage: Stage, recording: Recording, max_side: int) -> dict[str, Any]:
+    """A stage as a data URI, its size in CSS pixels, and the values at the ends of the colors of a heat map.
 
     Args:
         max_side: larger tensors are averaged down to this many values along a side.
     """
-    image = _draw(stage, config, max_side)
+    image, ends = _draw(stage, recording, max_side)
     step = max(1, math.ceil(_SHOWN_SIDE / max(image.size)))
     width, height = (max(_SHOWN_STRIP, side * step) for side in image.size)
-    return png(image), width, height
+    scale = ends and [format_number(value) for value in ends]
+    kind = "signed" if ends and ends[0] < 0 else "positive"
+    return {"uri": data_uri(png(image)), "width": width, "height": height, "scale": scale, "kind": kind}
 
 
-def _draw(stage: Stage, config: ViTConfig, max_side: int) -> Image:
+def _draw(stage: Stage, recording: Recording, max_side: int) -> tuple[Image, tuple[float, float] | None]:
     """Pixels and patches as they look, attention weights of a token on the grid, the rest as a heat map."""
-    tensor, C = stage.tensor, config.channels
+    config, tensor = recording.model.config, stage.tensor
+    C = config.channels
     if stage.name == "pixels":
-        return pixels_image(tensor)
+        return pixels_image(tensor, recording.preprocess), None
     (h, w), (height, width) = config.grid, config.patch_pixels
     if stage.name == "tokens.cut" and tensor.shape[1] == C * height * width:
         gap = max(1, min(height, width) // 8)
-        sheet = tensor.new_ones(C, h * (height + gap) - gap, w * (width + gap) - gap)  # white gaps
+        sheet = tensor.new_full(
+            (C, h * (height + gap) - gap, w * (width + gap) - gap), math.inf
+        )  # white gaps
         for index, patch in enumerate(tensor):
             top, left = index // w * (height + gap), index % w * (width + gap)
             sheet[:, top : top + height, left : left + width] = patch.reshape(C, height, width)
-        return pixels_image(sheet)
+        return pixels_image(sheet, recording.preprocess), None
     if stage.name.endswith("attention.row"):
         return _heat_map(tensor[config.prefix :].reshape(h, w), max_side)
     if tensor.ndim == 3:  # feature maps of a stem: their mean over the channels
@@ -217,19 +221,20 @@ def _draw(stage: Stage, config: ViTConfig, max_side: int) -> Image:
     return _heat_map(tensor if tensor.ndim == 2 else tensor[None], max_side)
 
 
-def pixels_image(values: Tensor) -> Image:
-    """(C, H, W) as an RGB or grayscale image: from -1 to 1, or as far as the values go beyond that."""
+def pixels_image(values: Tensor, preprocess: Preprocess | None) -> Image:
+    """(C, H, W) as the RGB or grayscale image that it was before mean and std; infinity is white."""
     from PIL import Image
 
-    low, high = min(-1.0, float(values.min())), max(1.0, float(values.max()))
-    pixels = ((values.float() - low) / (high - low) * 255).round().byte()
+    mean, std = (0.5, 0.5) if preprocess is None else (preprocess.mean, preprocess.std)
+    shift, factor = (values.new_tensor(one).reshape(-1, 1, 1) for one in (mean, std))
+    pixels = ((values * factor + shift).clamp(0, 1) * 255).round().byte()
     if len(pixels) == 3:
         return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     return Image.fromarray(pixels[0].numpy())
 
 
-def _heat_map(matrix: Tensor, max_side: int) -> Image:
-    """A matrix in colors, from its minimum to its maximum."""
+def _heat_map(matrix: Tensor, max_side: int) -> tuple[Image, tuple[float, float]]:
+    """A matrix in colors, and the values at their ends: around 0 if it has negative values."""
     import torch
     from PIL import Image
     from torch.nn.functional import adaptive_avg_pool2d
@@ -237,11 +242,14 @@ def _heat_map(matrix: Tensor, max_side: int) -> Image:
     matrix = torch.nan_to_num(matrix.float())
     rows, columns = (min(side, max_side) for side in matrix.shape)
     matrix = adaptive_avg_pool2d(matrix[None, None], (rows, columns))[0, 0]
-    low, high = matrix.min(), matrix.max()
-    pixels = ((matrix - low) / (high - low).clamp_min(1e-12) * 255).round().byte()
+    low, high = float(matrix.min()), float(matrix.max())
+    if low < 0:
+        low, high = -max(-low, high), max(-low, high)
+    pixels = ((matrix - low) / max(high - low, 1e-12) * 255).round().byte()
     image = Image.fromarray(pixels.numpy())
-    image.putpalette([part for value in range(256) for part in heat(value / 255)])  # one byte per pixel
-    return image
+    colors = around_zero if low < 0 else heat
+    image.putpalette([part for value in range(256) for part in colors(value / 255)])  # one byte per pixel
+    return image, (low, high)
 
 
 def png(image: Image) -> bytes:

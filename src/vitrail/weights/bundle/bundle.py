@@ -31,7 +31,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.bundle.scores import Scores
 from vitrail.weights.readers.files import write_safetensors
-from vitrail.weights.readers.folder import TEXT_PREFIX
+from vitrail.weights.readers.folder import HEADER_KEY, TEXT_PREFIX
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ class Bundle(Summary):
             tensors[TEXT_PREFIX + name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         # Only one entry: safetensors writes several in varying order, and equal models would give different
         # files.
-        write_safetensors(path, tensors, {"vitrail": json.dumps(self.describe())})
+        write_safetensors(path, tensors, {HEADER_KEY: json.dumps(self.describe())})
 
     def describe(self) -> dict[str, Any]:
         """Everything but the tensors, for JSON."""

@@ -18,7 +18,7 @@ from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle import FORMAT, Card, Source, check_labels, check_preprocess
 from vitrail.weights.bundle.feature_statistics import PREFIX, FeatureStatistics
 from vitrail.weights.bundle.scores import Scores, parse_scores
-from vitrail.weights.readers.folder import TEXT_PREFIX, ModelFiles
+from vitrail.weights.readers.folder import HEADER_KEY, TEXT_PREFIX, ModelFiles
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,16 +69,15 @@ class FileDescription:
         return "a vitrail file" if self.match is None else self.match.family.title
 
 
-def is_own(file: ModelFiles) -> bool:
-    """Whether a file declares itself a vitrail file."""
-    return "vitrail" in file.metadata
-
-
 def split_own(names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
     """The names of the model's tensors, and of those kept beside it: in a bundle, and in the file."""
-    others = [name for name in names if not name.startswith(_OTHERS)]
-    extras = {name.removeprefix(_EXTRAS): name for name in others if name.startswith(_EXTRAS)}
-    return [name for name in others if not name.startswith(_EXTRAS)], extras
+    own, extras = list[str](), dict[str, str]()
+    for name in names:
+        if name.startswith(_EXTRAS):
+            extras[name.removeprefix(_EXTRAS)] = name
+        elif not name.startswith(_OTHERS):
+            own.append(name)
+    return own, extras
 
 
 def describe_own(file: ModelFiles, overrides: Mapping[str, Any]) -> FileDescription:
@@ -102,9 +101,9 @@ def describe_own(file: ModelFiles, overrides: Mapping[str, Any]) -> FileDescript
 
 def read_header(file: ModelFiles) -> dict[str, Any] | None:
     """The JSON object of a vitrail file, checked; None for other files."""
-    if not is_own(file):
+    if HEADER_KEY not in file.metadata:
         return None
-    header = parse_json(file.metadata["vitrail"], f"the description in {file.path}", allow_nan=True)
+    header = parse_json(file.metadata[HEADER_KEY], f"the description in {file.path}", allow_nan=True)
     if not isinstance(header, dict) or not isinstance(header.get("format"), int):
         raise _damaged(file, "it has no format version")
     if header["format"] > FORMAT:
@@ -165,13 +164,19 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
         preprocess = None if spec is None else Preprocess(**as_tuples(spec))
         labels = header.get("labels")
         source = header.get("source")
+        if source is not None:
+            tensors = source["tensors"].items()
+            source = {**source, "tensors": {str(n): (str(d), tuple(map(int, s))) for n, (d, s) in tensors}}
+        card = dict(header.get("card", {}))
+        if "licence" in card:  # as version 0.1 wrote it
+            card["license"] = card.pop("licence")
         parts = {
             "config": config,
             "preprocess": preprocess,
             "labels": None if labels is None else check_labels(labels, config.classes),
             "scores": parse_scores(header.get("scores"), config.classes),
-            "card": Card(**_current_names(header.get("card", {}))),
-            "source": None if source is None else Source(**{**source, "tensors": _read_tensors(source)}),
+            "card": Card(**card),
+            "source": None if source is None else Source(**source),
             "notes": [str(note) for note in header.get("notes", [])],
             "native": None if header.get("native") is None else dict(header["native"]),
         }
@@ -179,14 +184,3 @@ def parse_header(file: ModelFiles, header: Mapping[str, Any]) -> dict[str, Any]:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise _damaged(file, str(error).removesuffix(".")) from error
     return parts
-
-
-def _current_names(card: Mapping[str, Any]) -> dict[str, Any]:
-    """A card's fields as they are called now; version 0.1 wrote "licence"."""
-    return {{"licence": "license"}.get(name, name): value for name, value in card.items()}
-
-
-def _read_tensors(source: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {
-        str(n): (str(dtype), tuple(int(s) for s in shape)) for n, (dtype, shape) in source["tensors"].items()
-    }

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from vitrail.base.errors import FileError, printable
 from vitrail.weights.bundle.bundle import not_finite
-from vitrail.weights.bundle.bundle_header import is_own
 from vitrail.weights.families.key_rows import Shape
 from vitrail.weights.load import build_bundle, describe
 from vitrail.weights.readers.folder import open_model
@@ -45,7 +44,7 @@ def verify(path: str | Path, device: str = "cpu") -> Verification:
     """
     with open_model(path) as files:
         description = describe(files)
-        if not is_own(files) or not {"golden/inputs", "golden/logits"} <= set(files.entries):
+        if not files.own or not {"golden/inputs", "golden/logits"} <= set(files.entries):
             raise FileError(
                 f"{printable(path)} ({description.title}) has no golden inputs; only vitrail files "
                 "have them. Convert it first: vitrail convert IN OUT --to vitrail."

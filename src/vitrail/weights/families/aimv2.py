@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap, Profile, Writer
+from vitrail.weights.families.google import sincos_table
 from vitrail.weights.families.hf import (
     OURS,
     folder_settings,
@@ -47,12 +48,9 @@ def _sincos2d(config: ViTConfig) -> dict[str, Tensor]:
 
     if config.position != "learned" or config.width % 4:
         return {}
-    (h, w), count = config.grid, config.width // 4
+    count = config.width // 4
     frequencies = 10_000.0 ** (-torch.arange(count, dtype=torch.float64) / count)
-    y, x = torch.meshgrid(*(torch.arange(side) for side in (h, w)), indexing="ij")
-    angles = [at.flatten()[:, None] * frequencies for at in (x, y)]  # each (N, D/4)
-    table = torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1)
-    return {"position.table": table.float()}
+    return {"position.table": sincos_table(config.grid, frequencies)}
 
 
 PROFILE = Profile(

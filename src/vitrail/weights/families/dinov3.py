@@ -42,8 +42,7 @@ _EXPRESSES = {
 def _choose(match: FamilyMatch) -> Mapping[str, Any]:
     """The activation of a gated MLP; and keys without a bias, unless the file has one that is used."""
     shapes = match.shapes
-    gated = shapes["blocks.0.mlp.fc1.weight"][0] == 2 * shapes["blocks.0.mlp.fc2.weight"][1]
-    fields: dict[str, Any] = {"activation": "silu"} if gated else {}
+    fields: dict[str, Any] = {"activation": "silu"} if match.gated else {}
     if "blocks.0.attention.qkv.bias" in shapes and not match.has(L + "attention.k_proj.bias"):
         fields["qkv_bias"] = "no-k"
     return fields

@@ -54,7 +54,7 @@ ORIGINAL_ROWS = (
 def _choose(match: FamilyMatch) -> Mapping[str, Any]:
     """The last norm follows the mean of the patches, or precedes the class token."""
     shapes = match.shapes
-    if shapes["blocks.0.mlp.fc1.weight"][0] != 2 * shapes["blocks.0.mlp.fc2.weight"][1]:
+    if not match.gated:
         raise ConfigError(
             "The file looks like EVA or EVA-02-E, whose tensors have the same names although their blocks "
             "differ; only the EVA-02 models with SwiGLU are read."

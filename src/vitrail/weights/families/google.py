@@ -232,11 +232,17 @@ def _sincos2d(config: ViTConfig) -> dict[str, Tensor]:
 
     if config.position != "learned" or config.rows != "patches" or config.width % 4:
         return {}
-    (h, w), count = config.grid, config.width // 4
-    frequencies = 10_000.0 ** -torch.linspace(0, 1, count)
-    y, x = torch.meshgrid(*(torch.arange(side) for side in (h, w)), indexing="ij")
+    frequencies = 10_000.0 ** -torch.linspace(0, 1, config.width // 4)
+    return {"position.table": sincos_table(config.grid, frequencies)}
+
+
+def sincos_table(grid: tuple[int, ...], frequencies: Tensor) -> Tensor:
+    """[sin x, cos x, sin y, cos y] of column x and row y, at each frequency: (N, D)."""
+    import torch
+
+    y, x = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
     angles = [at.flatten()[:, None] * frequencies for at in (x, y)]  # each (N, D/4)
-    return {"position.table": torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1)}
+    return torch.cat([part for at in angles for part in (at.sin(), at.cos())], dim=1).float()
 
 
 BIG_VISION = Family(

@@ -97,8 +97,7 @@ def _unsupported(config: ViTConfig) -> list[str]:
 
 
 def _choose(match: FamilyMatch) -> Mapping[str, Any]:
-    gated = match.has(L + "mlp.weights_in.weight") or match.has(L + "mlp.gate_proj.weight")
-    return {"activation": "silu"} if gated else {}
+    return {"activation": "silu"} if match.gated else {}
 
 
 def _read_settings(settings: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -86,10 +86,10 @@ def shape_fields(match: FamilyMatch) -> dict[str, Any]:
     if "tokens.stem.norm1.running_mean" in shapes:
         channels = shapes["tokens.stem.conv1.weight"][1]
         fields |= {"embedding": "mobile", "patch": tuple(8 * side for side in patch), "channels": channels}
-    elif any(name.startswith("tokens.stem.") for name in shapes):
+    elif "tokens.stem.root.conv.weight" in shapes:
         fields |= {"embedding": "resnet", "patch": tuple(16 * side for side in patch), "channels": 3}
-    fc1, fc2 = (shapes.get(f"blocks.0.mlp.{name}.weight", (0, 0)) for name in ("fc1", "fc2"))
-    fields |= {"mlp_width": fc2[1] or None, "mlp": "gated" if fc1[0] == 2 * fc2[1] else "plain"}
+    hidden = shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[1]
+    fields |= {"mlp_width": hidden or None, "mlp": "gated" if match.gated else "plain"}
     return {**fields, **_head_fields(match, fields)}
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from vitrail.base.errors import printable
-from vitrail.model.config import ViTConfig, format_sides
+from vitrail.model.config import ViTConfig
 from vitrail.weights.bundle.bundle_header import split_own
 from vitrail.weights.families.family import ANY_PREFIX, Detection, Family
 from vitrail.weights.families.key_rows import Row, Shape, Sizes
@@ -19,7 +19,6 @@ from vitrail.weights.readers.tensor_entries import Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
 MAX_BLOCKS = 10_000
 _MAX_CANDIDATES, _MAX_NESTED = 100, 8  # far more than an honest file has: names must not cost us hours
@@ -80,10 +79,15 @@ class FamilyMatch:
         return template.format(**self.placeholders, i=0) in self.locations
 
     @property
+    def gated(self) -> bool:
+        """Whether the MLP is gated: its first layer is twice as wide as its second expects."""
+        first = self.shapes.get("blocks.0.mlp.fc1.weight", (0,))
+        return first[0] == 2 * self.shapes.get("blocks.0.mlp.fc2.weight", (0, 0))[1] > 0
+
+    @property
     def depth(self) -> int:
-        return 1 + max(
-            (int(name.split(".")[1]) for name in self.shapes if name.startswith("blocks.")), default=-1
-        )
+        blocks = {name.split(".")[1] for name in self.shapes if name.startswith("blocks.")}
+        return len(blocks)
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -91,21 +95,6 @@ def join_names(names: Iterable[str]) -> str:
     names = list(names)
     shown = ", ".join(printable(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def describe_mismatch(model: Module, shapes: Mapping[str, Shape]) -> str:
-    """Which tensors a model has and a file has not, or the other way round, as a phrase; "" if none."""
-    needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    wrong = {
-        "is missing": [name for name in needed if name not in shapes],
-        "has unexpected": [name for name in shapes if name not in needed],
-        "has wrong shapes:": [
-            f"{name} {format_sides(shapes[name])} instead of {format_sides(shape)}"
-            for name, shape in needed.items()
-            if shapes.get(name, shape) != shape
-        ],
-    }
-    return " and ".join(f"{what} {join_names(names)}" for what, names in wrong.items() if names)
 
 
 def match_family(
@@ -123,7 +112,7 @@ def match_family(
         return _match_own(family, entries)
     locations, shapes = _spread_stacks(family, entries)
     # A user's rows, and the anchors they rename, go by the names in the file.
-    custom = any(row.custom for row in family.keys.rows)
+    custom = bool(family.keys.rows) and family.keys.rows[0].custom
     placeholders = _find_placeholders(family, {*locations, *(entries if custom else ())}, shapes)
     if placeholders is None:
         return None
@@ -198,8 +187,9 @@ def _find_placeholders(family: Family, names: set[str], shapes: Mapping[str, Sha
         table = {name.format(**one, i=0) for row in family.keys.rows for name in row.theirs}
         if len(table & names) > most:
             found, most = one, len(table & names)
-    if found and any(len(shapes.get(n.format(**found, i=0), ())) != axes for n, axes in detect.axes.items()):
-        return None
+    for name, axes in detect.axes.items():
+        if found and len(shapes.get(name.format(**found, i=0), ())) != axes:
+            return None
     return found
 
 
@@ -274,7 +264,7 @@ def _match_row(
         names = [match.name_in_table(name, block) for name in names]
     present = [name for name in names if 0 not in shapes.get(name, (0,))]  # empty counts as missing
     ours, required = row.ours.format(i=block), row.requires.format(**match.placeholders, i=block)
-    complete = row.parts == "prefix" or present == [name for name in names if name]  # but for gaps
+    complete = row.parts == "prefix" or len(present) == len(names) - names.count("")  # but for gaps
     if ours in match.shapes or not present or not complete or not match.used.isdisjoint(present):
         return
     if required and required not in shapes:

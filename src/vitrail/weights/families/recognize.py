@@ -124,7 +124,8 @@ def describe_library(
         notes.append("It holds no preprocessing; pixels are mapped to -1 ... 1.")
         described["preprocess_from"] = "the default: the file has none"
         return FileDescription(preprocess=default_preprocess(config), **described)
-    check_sizes(printable(files.path), settings, config, overrides)
+    if settings:
+        check_sizes(printable(files.path), settings, config, overrides)
     profile = match.family.profile
     found = find_preprocess(files, profile.preprocess, config, notes)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in files.entries.items()}
@@ -132,7 +133,7 @@ def describe_library(
         preprocess=found.preprocess,
         preprocess_from=found.origin,
         guess=found.guess,
-        labels=read_labels(settings, config, notes),
+        labels=read_labels(settings, config, notes) if settings else None,
         source=Source(family=match.family.name, spelled=match.placeholders, tensors=tensors, keys=keys),
         native=profile.resize if profile.native else None,
         **described,
@@ -152,7 +153,8 @@ def _infer(
         if match.family is STATE_DICT:
             return infer_own_config(match, overrides, notes)
         both = {**files.settings.get("open_clip_config.json", {}), **settings}
-        return infer_config(match, read_settings(both) if read_settings else {}, overrides, notes)
+        given = read_settings(both) if read_settings and both else {}
+        return infer_config(match, given, overrides, notes)
     except VitrailError:
         if _stem_tensors(match):  # then the patches are not pixels, and no given size would fit
             raise _unknown_tensors(files, match) from None
@@ -174,9 +176,10 @@ def _recognize(
     files: ModelFiles, family: str | None, table: KeyTable | None, overrides: Mapping[str, Any]
 ) -> FamilyMatch:
     """The file, matched against the first family that fits."""
-    names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
-    if family is not None and family not in (*names, CUSTOM.name):
-        raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
+    if family is not None:
+        names = [one.name for one in FAMILIES] + [one.group for one in FAMILIES]
+        if family not in (*names, CUSTOM.name):
+            raise ConfigError(f"unknown family {short_repr(family)}. {suggest(family, dict.fromkeys(names))}")
     patch = per_axis("patch", overrides.get("patch", 1), ("height", "width"))
     sizes = Sizes(channels=overrides.get("channels", 3), patch=patch)
     entries = table.without_ignored(files.entries) if table else files.entries

@@ -12,6 +12,7 @@ from typing import Any
 
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.family import Detection, Family, KeyMap
+from vitrail.weights.families.hf import ACTIVATIONS
 from vitrail.weights.families.key_rows import Layout, Row, layer, lead, row, same, transposed
 from vitrail.weights.families.match import FamilyMatch
 
@@ -76,13 +77,9 @@ def _openai_fields(match: FamilyMatch, settings: Settings, image: ViTConfig | No
     if "quick_gelu" in given or text:
         fields["activation"] = "quick-gelu" if given.get("quick_gelu") else "gelu"
     if siglip:
-        tanh = match.shapes["tokens.weight"][0] > 200_000  # SigLIP 2
-        fields |= {
-            "activation": "gelu-tanh" if tanh else "gelu",
-            "eps": 1e-6,
-            "causal": False,
-            "pool": "last",
-        }
+        tanh = match.shapes["tokens.weight"][0] > _MULTILINGUAL  # SigLIP 2
+        fields |= {"activation": "gelu-tanh" if tanh else "gelu"}
+        fields |= {"eps": 1e-6, "causal": False, "pool": "last"}
     if "heads" in text:
         fields["heads"] = text["heads"]
     if "no_causal_mask" in text:
@@ -133,7 +130,6 @@ HF_TOWER = (
     (T + "embeddings.position_embedding.weight", same),
     T + "final_layer_norm",
 )
-ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick-gelu", "gelu_pytorch_tanh": "gelu-tanh", "relu": "relu"}
 _MULTILINGUAL = 200_000  # ids: Gemma's vocabulary, SigLIP 2
 
 
@@ -170,10 +166,6 @@ def _siglip_fields(match: FamilyMatch, settings: Settings, image: ViTConfig | No
     return {**fixed, **_hf_shared(_hf_settings(settings))}
 
 
-def _siglip_style(match: FamilyMatch) -> str:
-    return "lower" if match.shapes["tokens.weight"][0] > _MULTILINGUAL else "letters"
-
-
 HF_SIGLIP = TextFamily(
     Family(
         "hf-siglip-text",
@@ -186,7 +178,7 @@ HF_SIGLIP = TextFamily(
         ),
     ),
     _siglip_fields,
-    _siglip_style,
+    lambda match: "lower" if match.shapes["tokens.weight"][0] > _MULTILINGUAL else "letters",
 )
 HF_CLIP = TextFamily(
     Family(

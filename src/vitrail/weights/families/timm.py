@@ -60,7 +60,7 @@ def _choose(match: FamilyMatch) -> Mapping[str, Any]:
         fields |= {"pool_norm": "none"}
     if match.has("{w}{p}blocks.0.gamma_1"):
         fields |= {"rows": "patches"}
-    if match.shapes.get("blocks.0.mlp.fc1.weight", (0,))[0] == 2 * match.shapes["blocks.0.mlp.fc2.weight"][1]:
+    if match.gated:
         fields |= {"activation": "silu"}
     return fields
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Fields that the shapes show, or that matter only in training: every family supports them.
+TRAINING_ONLY = (
+    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "layer_scale"),
+)
 _ALWAYS_SUPPORTED = (
-    *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "layer_scale"),
-    *("dropout", "attention_dropout", "patch_dropout", "drop_path", "init", "position_sigma", "vocabulary"),
+    *("width", "depth", "heads", "mlp_width", "patch", "size", "channels", "classes", "vocabulary"),
+    *TRAINING_ONLY,
 )
 
 
@@ -40,21 +43,17 @@ class ConversionError(VitrailError, ValueError):
 def unsupported(family: Family, config: ViTConfig) -> list[str]:
     """Why the family's library cannot compute what this model computes, a reason each."""
     supported = family.writer.expresses or {}
+    cut = any(side % step for side, step in zip(config.pixels, config.patch_pixels, strict=True))
     reasons = []
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
         allowed = supported.get(one.name, (one.default,))
-        if one.name == "remainder" and _has_no_remainder(config):
-            continue
+        if one.name == "remainder" and not cut:
+            continue  # the patches cover the image
         if one.name not in _ALWAYS_SUPPORTED and allowed is not ... and value not in allowed:
             only = " or ".join(short_repr(choice) for choice in allowed)
             reasons.append(f"{one.name} is {only} there, and {short_repr(value)} here")
     return reasons + (family.writer.unsupported(config) if family.writer.unsupported else [])
-
-
-def _has_no_remainder(config: ViTConfig) -> bool:
-    """Whether the patches cover the image: then it does not matter how remaining pixels are treated."""
-    return all(side % step == 0 for side, step in zip(config.pixels, config.patch_pixels, strict=True))
 
 
 # ---- tensors --------------------------------------------------------------------------------
@@ -82,10 +81,14 @@ def _original_tensors(
     bundle: Bundle, family: Family, source: Source, state: Mapping[str, Tensor]
 ) -> tuple[list[RowMatch], dict[str, Tensor]]:
     """The tensors for the file that the model came from, with its names, shapes and dtypes."""
+    import torch
+
     config = bundle.model.config
     match = _match_source(family, source, config)
     computed = family.profile.computed(config) if family.profile.computed else {}
-    done = {row.ours for row in match.rows} | _unchanged(state, computed)
+    done = {row.ours for row in match.rows}
+    # Files omit what the library computes, if it is still that.
+    done |= {n for n, tensor in computed.items() if n in state and torch.equal(state[n].float(), tensor)}
     fresh, _ = plan_rows(family, [name for name in state if name not in done], config, match.placeholders)
     rows = [row for row in (*match.rows, *fresh) if row.ours in state]
     theirs = restack(write_state(rows, state, config), match)
@@ -93,13 +96,6 @@ def _original_tensors(
         name: _as_stored(tensor, source.tensors.get(name))
         for name, tensor in [*theirs.items(), *bundle.extras.items()]
     }
-
-
-def _unchanged(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> set[str]:
-    """Tensors that still equal those the library computes, so that its files omit them."""
-    import torch
-
-    return {name for name in computed if name in state and torch.equal(state[name].float(), computed[name])}
 
 
 def _match_source(family: Family, source: Source, config: ViTConfig) -> FamilyMatch:

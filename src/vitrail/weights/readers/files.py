@@ -9,9 +9,9 @@ import codecs
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -50,7 +50,7 @@ _MAGIC = {  # the first bytes of other files, and what they are
 StrPath = str | os.PathLike[str]
 
 
-class WeightFile:
+class WeightFile(AbstractContextManager["WeightFile"]):
     """An open weight file: its headers, and its tensors on request.
 
     Attributes:
@@ -136,9 +136,6 @@ class WeightFile:
     def close(self) -> None:
         self._loaded = None
         self.handle.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

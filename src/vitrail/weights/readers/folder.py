@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import FileError, InputError, printable
 from vitrail.base.safe_files import parse_json, read_limited
@@ -23,16 +24,18 @@ TEXT_PREFIX = "text/"  # of the files of a text tower in a vitrail file
 TEXT_FILES = ("config.json", "open_clip_config.json", *TOKENIZER_FILES)
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # if both exist, the one without code
 CARD = "README.md"
+HEADER_KEY = "vitrail"  # in the metadata of a vitrail file: the JSON that describes its model
 INDEX_KEY = "vitrail.index"  # in the metadata of an index of vitrail embed, which is no model
 BEST = "best.safetensors"  # of a training run
 _SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin")
 _MAX_JSON = 10_000_000  # bytes
 
 
-class ModelFiles:
+class ModelFiles(AbstractContextManager["ModelFiles"]):
     """The weight files of one model as if they were one, and its settings by file name.
 
     Attributes:
+        entries: dtype and shape of each tensor, by name.
         card: the license in a folder's README.md; of a model on the hub, also where it comes from.
     """
 
@@ -41,18 +44,22 @@ class ModelFiles:
     ) -> None:
         self.path, self.files, self.settings, self.alone = path, files, settings, alone
         self.card = dict[str, Any]()
-        self._file_of = {name: file for file in files for name in file.entries}
         self.metadata = files[0].metadata if len(files) == 1 else {}
-        self.wrapper = files[0].wrapper
-        self.kind = files[0].kind
-        self.notes = [_checkpoint_key_note(files[0])] if files[0].others else []
-        if len(self._file_of) != sum(len(file.entries) for file in files):
-            self.close()
-            raise FileError(f"{printable(path)} holds a tensor in two of its files; save it again.")
-
-    @property
-    def entries(self) -> dict[str, Entry]:
-        return {name: file.entries[name] for name, file in self._file_of.items()}
+        self.own = HEADER_KEY in self.metadata  # a vitrail file
+        self.wrapper, self.kind, self.notes = files[0].wrapper, files[0].kind, list[str]()
+        if files[0].others:
+            held = ", ".join([self.wrapper, *files[0].others])
+            self.notes.append(
+                f"The file holds weights under {held}; {self.wrapper} was read. Give checkpoint_key for "
+                "another."
+            )
+        self.entries, self._file_of = dict[str, Entry](), dict[str, WeightFile]()
+        for file in files:
+            if not self.entries.keys().isdisjoint(file.entries):
+                self.close()
+                raise FileError(f"{printable(path)} holds a tensor in two of its files; save it again.")
+            self.entries |= file.entries
+            self._file_of |= dict.fromkeys(file.entries, file)
 
     @cached_property
     def text_files(self) -> dict[str, bytes]:
@@ -69,7 +76,11 @@ class ModelFiles:
         They are those of a file with a usual name, or of the only one in the folder. Settings that cannot be
         read are skipped, with a note: the file alone was asked for.
         """
-        if self.alone or (self.path.name not in WEIGHTS and not _is_only_one(self.path)):
+        name = self.path.name
+        try:
+            if self.alone or (name not in WEIGHTS and _list_weights(self.path.parent) != [name]):
+                return {}
+        except OSError:  # a folder that may not be listed
             return {}
         found = {}
         for path in (self.path.parent / name for name in SETTINGS):
@@ -90,28 +101,13 @@ class ModelFiles:
         for file in self.files:
             file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _checkpoint_key_note(file: WeightFile) -> str:
-    """Which of several state dicts is read: teacher or student, model or its average."""
-    return (
-        f"The file holds weights under {', '.join([file.wrapper, *file.others])}; {file.wrapper} was read. "
-        "Give checkpoint_key for another."
-    )
-
-
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
     """Whether this is the name of a model on the hub, "hf:owner/name", and not a path."""
-    return _as_text(path).startswith("hf:")
-
-
-def _as_text(path: str | os.PathLike[str]) -> str:
-    return path.as_posix() if isinstance(path, PurePath) else os.fspath(path)
+    return os.fspath(path).startswith("hf:")
 
 
 def open_model(
@@ -126,11 +122,12 @@ def open_model(
     """
     if not is_hub_name(path):
         files = _open_path(Path(path), checkpoint_key)
-        files.card = license_of(Path(path) / CARD)
+        if Path(path).is_dir():
+            files.card = license_of(Path(path) / CARD)
         return files
     from vitrail.weights.readers.hub import fetch_model
 
-    local, card = fetch_model(_as_text(path), offline=offline)
+    local, card = fetch_model(Path(path).as_posix(), offline=offline)
     files = _open_path(local, checkpoint_key, alone=True)
     files.card = card
     return files
@@ -191,14 +188,6 @@ def _list_weights(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
 
 
-def _is_only_one(file: Path) -> bool:
-    """Whether a folder holds no other weight file, so that its settings are those of this one."""
-    try:
-        return _list_weights(file.parent) == [file.name]
-    except OSError:  # a folder that may not be listed
-        return False
-
-
 def _check_index(index: Path, files: list[WeightFile]) -> None:
     """Check that an index and its shards agree on the tensors and their files."""
     listed: dict[str, str] = _read_object(index)["weight_map"]
@@ -247,11 +236,3 @@ def read_json(path: Path) -> Any:
         raise FileError(f"{printable(path)} cannot be read: {error.strerror or error}.") from error
     except InputError as error:
         raise FileError(str(error)) from error
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json's object_pairs_hook: an object without duplicate keys."""
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return dict(pairs)

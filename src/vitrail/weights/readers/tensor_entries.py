@@ -49,12 +49,8 @@ class Entry:
     shape: tuple[int, ...]
 
     @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def bytes(self) -> int:
-        return self.count * SIZES[self.dtype]
+        return math.prod(self.shape) * SIZES[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ import html
 import io
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,10 +36,7 @@ if TYPE_CHECKING:
 
 Style = Literal["openai", "transformers"]
 END_OF_WORD = "</w>"
-SPECIAL = (
-    ("<|startoftext|>", "<|endoftext|>"),
-    ("<start_of_text>", "<end_of_text>"),
-)  # OpenCLIP's are the second
+SPECIAL = ("<|startoftext|>", "<|endoftext|>"), ("<start_of_text>", "<end_of_text>")  # the second: OpenCLIP's
 _MERGES = 49_152 - 256 - 2  # of the published vocabulary; its file holds more
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
 
@@ -151,13 +147,7 @@ CLIP_VOCABULARY = 49_408
 Clean = Literal["lower", "letters", "openclip"]
 
 
-class Tokenizer(Protocol):
-    """Texts to token ids (B, length)."""
-
-    def __call__(self, texts: Sequence[str], length: int) -> NDArray[np.int64]: ...
-
-
-def open_tokenizer(files: Mapping[str, bytes], style: Style | Clean) -> Tokenizer:
+def open_tokenizer(files: Mapping[str, bytes], style: Style | Clean) -> ClipTokenizer | JsonTokenizer:
     """The tokenizer in these files.
 
     Args:
@@ -170,7 +160,7 @@ def open_tokenizer(files: Mapping[str, bytes], style: Style | Clean) -> Tokenize
         model = _json(files, "tokenizer.json").get("model")
         if isinstance(model, dict) and model.get("end_of_word_suffix") == END_OF_WORD:
             return _clip_tokenizer(model.get("vocab"), model.get("merges"), clip_style)
-        return JsonTokenizer.open(files, style)
+        return JsonTokenizer(files, style)
     if "vocab.json" in files and "merges.txt" in files:
         lines = _text(files["merges.txt"], "merges.txt").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
@@ -237,17 +227,10 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 # ---- the package tokenizers -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class JsonTokenizer:
     """A tokenizer.json, run by the package `tokenizers`: always padded to the full length, as SigLIP's."""
 
-    tokenizer: Any
-    pad: int
-    side: Literal["left", "right"]
-    style: str
-
-    @classmethod
-    def open(cls, files: Mapping[str, bytes], style: str) -> JsonTokenizer:
+    def __init__(self, files: Mapping[str, bytes], style: str) -> None:
         with require_extra("text"):
             from tokenizers import Tokenizer as Backend
             from tokenizers import normalizers
@@ -266,8 +249,8 @@ class JsonTokenizer:
         name = name.get("content") if isinstance(name, dict) else name
         known = backend.padding["pad_id"] if backend.padding else 0
         number = backend.token_to_id(name) if isinstance(name, str) else known
-        side: Any = settings.get("padding_side", "right")
-        return cls(backend, known if number is None else number, "left" if side == "left" else "right", style)
+        self.tokenizer, self.style, self.pad = backend, style, known if number is None else number
+        self.side = "left" if settings.get("padding_side") == "left" else "right"
 
     def __call__(self, texts: Sequence[str], length: int) -> NDArray[np.int64]:
         self.tokenizer.enable_truncation(length)

@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitrail.base.errors import ConfigError, FileError, InputError, VitrailError, printable
+from vitrail.base.errors import FileError, InputError, VitrailError, printable
 from vitrail.base.fields import short_repr
 from vitrail.base.safe_files import parse_json
 from vitrail.model.config import ViTConfig
 from vitrail.weights.families.key_rows import Sizes
-from vitrail.weights.families.match import FamilyMatch, describe_mismatch, match_family, read_state
+from vitrail.weights.families.match import FamilyMatch, match_family, read_state
 from vitrail.weights.families.text_towers import TEXT_FAMILIES, TextFamily
 from vitrail.weights.readers.folder import open_model
 from vitrail.weights.readers.tensor_entries import Entry
@@ -28,7 +28,8 @@ from vitrail.weights.text.tokenizer import (
     CLIP_FILE,
     CLIP_VOCABULARY,
     TOKENIZER_FILES,
-    Tokenizer,
+    ClipTokenizer,
+    JsonTokenizer,
     installed_clip_file,
     open_tokenizer,
 )
@@ -59,7 +60,7 @@ class TextEncoder:
     """CLIP compares texts with each other (softmax); SigLIP judges each by itself (sigmoid)."""
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> ClipTokenizer | JsonTokenizer:
         return open_tokenizer(self.files, self.style)  # type: ignore[arg-type]
 
     def tokens(self, texts: Sequence[str]) -> Tensor:
@@ -67,7 +68,9 @@ class TextEncoder:
         import torch
 
         for text in texts:
-            if not isinstance(text, str) or not text.strip() or len(text) > _MAX_TEXT or _is_broken(text):
+            # Half of a character comes from a file name or an argument that is not UTF-8.
+            valid = isinstance(text, str) and text.strip() and len(text) <= _MAX_TEXT
+            if not valid or any("\ud800" <= character <= "\udfff" for character in text):
                 raise InputError(
                     f"A text must be a string of 1 to {_MAX_TEXT:,} characters, not {short_repr(text)}; "
                     "check labels and prompts."
@@ -101,11 +104,6 @@ class TextEncoder:
     def width(self) -> int:
         """E, the length of a vector."""
         return self.tower.config.projection or self.tower.config.width
-
-
-def _is_broken(text: str) -> bool:
-    """Whether a string holds half of a character: of a file name or an argument that is not UTF-8."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
@@ -148,6 +146,7 @@ def build_text(
     import torch
 
     from vitrail.model.text_tower import TextTower
+    from vitrail.weights.load import describe_mismatch
 
     found = _match(entries_of(extras))
     if found is None:
@@ -250,11 +249,9 @@ def _config(
         if isinstance(end, int) and end >= vocabulary:
             fields["end"] = None
         return TextConfig(**fields)
-    except ConfigError:
+    except VitrailError:
         raise
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, VitrailError):
-            raise
         raise FileError(
             f"The text tower ({text.family.name}) is incomplete: {printable(error)} is missing or has an "
             "unexpected shape. Download the file again."

@@ -1,25 +1,27 @@
-"""What the kernels of `vitrail.fast.kernels` compute, by torch: where there is no Triton, and for tests."""
+"""What the kernels of `vitrail.fast.kernels` compute, by torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from vitrail.fast.blocks import Norm
-    from vitrail.fast.chain import ChainTiles, FoldedNorm
-    from vitrail.fast.products import Product
-
-FP8_MAX = 448.0
-"""The largest number of fp8 e4m3."""
+from vitrail.fast.blocks import Norm
+from vitrail.fast.chain import ChainTiles, FoldedNorm
+from vitrail.fast.products import Product
+from vitrail.fast.quantize import to_fp8
 
 
-def to_fp8(x: Tensor, factor: float | Tensor) -> Tensor:
-    """x factor in fp8 e4m3; what is too large becomes the largest number."""
-    return (x.float() * factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+def use_plain_kernels(monkeypatch) -> None:
+    """Compute the fused forward pass by torch, without a GPU."""
+    monkeypatch.setattr(
+        Norm, "__call__", lambda self, z, parts=None, *, dependent=False: norm(self, z, parts)
+    )
+    monkeypatch.setattr(Product, "ways", lambda self, rows: {"plain": partial(product, self)})
+    monkeypatch.setattr("vitrail.fast.chain.load_operations", lambda: sys.modules[__name__])
 
 
 def norm(norm: Norm, z: Tensor, parts: Tensor | None = None) -> Tensor:

@@ -91,7 +91,7 @@ def test_wrong_files(tmp_path, file):
 
 
 def test_lab_saves_its_model(tmp_path, monkeypatch):
-    short = characters._CharacterSettings(16, 1, 8, 3, 6e-3, 0, seeds=2, sample=5)
+    short = characters._CharacterSettings(16, 1, 8, 3, 6e-3, 0, sample=5)
     monkeypatch.setitem(characters.SETTINGS, "small", short)
     saved = tmp_path / "new.safetensors"
     lab.run_lab("characters", tmp_path / "out", "small", save=saved)

@@ -68,8 +68,8 @@ def test_pixels_look_as_before_mean_and_std():
     shown = torch.tensor([0, 51, 255], dtype=torch.uint8).reshape(1, 1, 3)
     preprocess = vt.load(SAMPLE_FILE).preprocess
     normalized = (shown / 255 - preprocess.mean[0]) / preprocess.std[0]
-    assert list(page.pixels_image(normalized, preprocess).getdata()) == [0, 51, 255]
-    assert list(page.pixels_image(torch.tensor([[[-1.0, 0.0, 1.0]]]), None).getdata()) == [0, 128, 255]
+    assert list(page.pixels_image(normalized, preprocess).tobytes()) == [0, 51, 255]
+    assert list(page.pixels_image(torch.tensor([[[-1.0, 0.0, 1.0]]]), None).tobytes()) == [0, 128, 255]
 
 
 def test_maps_with_negative_values_are_white_at_zero():

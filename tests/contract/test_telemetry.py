@@ -320,6 +320,7 @@ def test_imports_of_libraries_with_telemetry():
     assert not set(importers("course", reporting))
     peers = {
         "bench/command_peers.py",
+        "bench/folder_peers.py",
         "bench/peers.py",
         "bench/train_peers.py",
         "bench/transfer.py",

@@ -249,15 +249,15 @@ def read_data(
 
 
 def check_dataset(data: Dataset, name: str) -> None:
-    """Refuse a data set without training images or without two classes."""
-    if not len(data.train):
-        others = " and ".join(data.splits)
-        has = f"images of {others} but none of train; add some" if others else "no training images; check it"
-        raise InputError(f"{name} has {has}, or run vitrail doctor {name}.")
+    """Refuse a data set without two classes or without training images."""
     if len(data.classes) < 2 and not data.multilabel:
         raise InputError(
             f"{name} has {len(data.classes)} class; training needs at least two classes with images of each."
         )
+    if not len(data.train):
+        others = " and ".join(data.splits)
+        has = f"images of {others} but none of train; add some" if others else "no training images; check it"
+        raise InputError(f"{name} has {has}, or run vitrail doctor {name}.")
 
 
 def _skip_notes(data: Dataset) -> list[str]:

@@ -180,3 +180,15 @@ def test_output_that_cannot_be_written_is_one_message(tmp_path, buffered):
     assert done.returncode == 2
     assert done.stderr.startswith("vitrail: No space left on device.")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_course_of_another_version_does_not_stop_the_other_commands(tmp_path):
+    """One whose command imports what this version does not have."""
+    info = tmp_path / "other_course-9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-course\nVersion: 9\n")
+    (info / "entry_points.txt").write_text("[vitrail.commands]\nother = vitrail.no_such_module:other\n")
+    done = run_command("--help", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predict" in done.stdout
+    assert "other" not in done.stdout.replace("another", "")

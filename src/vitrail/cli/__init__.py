@@ -39,13 +39,16 @@ _PANELS = {  # a command is the function of its name in the module of its name
     "Files": ("convert", "export", "pack"),
     "Learn": ("demo",),
 }
-_COURSE = {point.name: point for point in entry_points(group="vitrail.commands")}
+_COURSE = {}
+for _point in entry_points(group="vitrail.commands"):
+    with suppress(ImportError):  # a course of another version must not take the other commands with it
+        _COURSE[_point.name] = _point.load()
 for _panel, _names in _PANELS.items():
     for _name in _names:
         _command = getattr(import_module(f"vitrail.cli.{_name}"), _name)
         app.command(_name, rich_help_panel=_panel)(flatten(_command))
-for _name, _point in _COURSE.items():
-    app.command(_name, rich_help_panel="Learn")(flatten(_point.load()))
+for _name, _command in _COURSE.items():
+    app.command(_name, rich_help_panel="Learn")(flatten(_command))
 
 
 def _print_version(requested: bool) -> None:
@@ -95,7 +98,10 @@ def _check_arguments(arguments: list[str]) -> None:
     if arguments[:1] == ["train"]:
         check_options(arguments[1:])
     if arguments and arguments[0] in {"lab", "notes", "generate", "check"} - set(_COURSE):
-        raise InputError(f"vitrail {arguments[0]} is a command of the course; pip install vitrail-course.")
+        raise InputError(
+            f"vitrail {arguments[0]} is a command of the course; install the one of this version with "
+            f"pip install vitrail-course=={__version__}."
+        )
     for number, argument in enumerate(arguments, start=1):
         if not argument:
             before = f" (after {printable(arguments[number - 2])})" if number > 1 else ""

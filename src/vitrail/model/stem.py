@@ -180,7 +180,21 @@ class ResNetStem(nn.Module):
     Post-activation order (convolution, norm, ReLU), with standardized kernels and group norms. The root has
     stride 4; every stage after the first halves the sides once more and doubles the width.
 
-    `weights/families/google.py` has the names in Google's npz.
+    | module here              | name in Google's npz           |
+    |--------------------------|--------------------------------|
+    | root.conv                | conv_root                      |
+    | root.norm                | gn_root                        |
+    | stages.{i}.{j}.conv1     | block{i+1}/unit{j+1}/conv1     |
+    | stages.{i}.{j}.norm1     | block{i+1}/unit{j+1}/gn1       |
+    | stages.{i}.{j}.conv2     | block{i+1}/unit{j+1}/conv2     |
+    | stages.{i}.{j}.norm2     | block{i+1}/unit{j+1}/gn2       |
+    | stages.{i}.{j}.conv3     | block{i+1}/unit{j+1}/conv3     |
+    | stages.{i}.{j}.norm3     | block{i+1}/unit{j+1}/gn3       |
+    | stages.{i}.{j}.proj      | block{i+1}/unit{j+1}/conv_proj |
+    | stages.{i}.{j}.proj_norm | block{i+1}/unit{j+1}/gn_proj   |
+
+    Only the first unit of a stage has a proj. `weight` is their `kernel` (k, k, in, out), permuted to
+    (out, in, k, k), or their `scale`; `bias` is `bias`. Scales and biases may have the shape (1, 1, 1, C).
 
     Args:
         layers: the number of units in each stage; (2, 2, 2, 2) is the R26 of stride 32, () only the root.

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from vitrail.base.errors import require_extra
-from vitrail.evaluation.forward import run_model
 from vitrail.images.formats.sources import Split
 from vitrail.views import rollout
 from vitrail.views.figure_images import from_pixels
@@ -55,7 +55,8 @@ def predict_digits(bundle: Bundle, digits: Split) -> DemoPredictions:
     assert bundle.preprocess is not None
     assert digits.images is not None
     images = from_pixels(digits.images, bundle.preprocess, digits.names)
-    logits, _ = run_model(bundle.model, digits, bundle.preprocess)
+    with torch.inference_mode():
+        logits = bundle.model(images.images)
     confidence, predicted = logits.double().softmax(dim=1).max(dim=1)
     maps = rollout.compute(bundle.model, images.images).maps[0]
     pixels = digits.images[..., 0] / 255

@@ -1,1 +1,1 @@
-"""Acceleration of a model's inference, applied from outside, with a check that the answers are the same."""
+"""How a model is executed: `prepare` returns a checked executable beside it, for training or inference."""

@@ -8,10 +8,14 @@ logits = model(images)                                   # (B, 3, 224, 224) -> (
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.moved import MovedModules
 from vitrail.base.version import __version__ as __version__
+
+sys.meta_path.append(MovedModules())
 
 # The public names and their modules, which are imported on first use: `import vitrail` is fast, and torch
 # is imported only when it is needed.

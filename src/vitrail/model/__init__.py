@@ -7,6 +7,8 @@ on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vitrail.base.moved import moved_name
+
 if TYPE_CHECKING:
     from vitrail.model import surgery as surgery
     from vitrail.model.attention import attend as attend
@@ -29,7 +31,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'vitrail.model' has no attribute {name!r}")
+        return moved_name(__name__, name)
     module = import_module(f"vitrail.model.{_MODULES[name]}")
     value = module if name == _MODULES[name] else getattr(module, name)
     globals()[name] = value  # so that __getattr__ is not called again

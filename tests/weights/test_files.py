@@ -1,6 +1,7 @@
 """Weight files: three kinds come back as they were written, and nothing hostile gets further than a message."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -74,10 +75,7 @@ def test_every_dtype_and_shape_round_trips(tmp_path, kind, dtype):
         assert file.entries == {name: Entry(dtype, tuple(t.shape)) for name, t in tensors.items()}
         for name, expected in tensors.items():
             entry = file.entries[name]
-            assert (entry.count, entry.bytes) == (
-                expected.numel(),
-                expected.numel() * expected.element_size(),
-            )
+            assert entry.bytes == expected.numel() * expected.element_size()
             assert bits(file.tensor(name)) == bits(expected)
             if dtype in FLOAT8:
                 if expected.numel():
@@ -568,7 +566,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory, kind, changes, cut,
     try:
         with open_weights(folder / "damaged") as file:
             for name, entry in file.entries.items():
-                assert sum(chunk.size for chunk in file.chunks(name)) >= entry.count
+                assert sum(chunk.size for chunk in file.chunks(name)) >= math.prod(entry.shape)
                 assert tuple(file.tensor(name).shape) == entry.shape
     except FileError:
         pass

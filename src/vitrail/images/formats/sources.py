@@ -249,15 +249,18 @@ def read_data(
 
 
 def check_dataset(data: Dataset, name: str) -> None:
-    """Refuse a data set without two classes or without training images."""
+    """Refuse a data set without training images or without two classes."""
+    if data.splits and not len(data.train):
+        others = " and ".join(data.splits)
+        raise InputError(
+            f"{name} has images of {others} but none of train; add some, or run vitrail doctor {name}."
+        )
     if len(data.classes) < 2 and not data.multilabel:
         raise InputError(
             f"{name} has {len(data.classes)} class; training needs at least two classes with images of each."
         )
     if not len(data.train):
-        others = " and ".join(data.splits)
-        has = f"images of {others} but none of train; add some" if others else "no training images; check it"
-        raise InputError(f"{name} has {has}, or run vitrail doctor {name}.")
+        raise InputError(f"{name} has no training images; check it, or run vitrail doctor {name}.")
 
 
 def _skip_notes(data: Dataset) -> list[str]:

@@ -223,7 +223,7 @@ def test_hostile_files_are_refused_by_every_command(command, tmp_path):
         assert code == 2, (file, output)
         assert "Traceback" not in output, file
         assert "\x1b" not in output, file
-        assert seconds < 1, file
+        assert seconds < 3, file  # some 0.3 s on an idle machine
     assert not loaded_torch
     assert not [path for path in tmp_path.rglob("*") if "canary" in path.name or ".out." in path.name]
 

@@ -63,7 +63,8 @@ def share_parameters(model: M) -> M:
 def hold_parameters(model: nn.Module, twin: nn.Module) -> None:
     """Let a model hold the parameters of its twin, after these have been replaced by shards."""
     for name, module in twin.named_modules():
-        model.get_submodule(name)._parameters.update(module._parameters)
+        if module._parameters:  # a module without any, such as shared dropout, may be the twin's alone
+            model.get_submodule(name)._parameters.update(module._parameters)
 
 
 def variant(kind: type[M], module: nn.Module, **attributes: Any) -> M:

@@ -199,7 +199,9 @@ def initial_scores(data: Dataset, settings: TrainConfig) -> Scores:
     return Scores(activation="sigmoid", thresholds=thresholds)
 
 
-def complete_bundle(bundle: Bundle, plan: RunPlan, on_batch: Callable[[int], None]) -> Bundle:
+def complete_bundle(
+    bundle: Bundle, plan: RunPlan, workers: Workers, on_batch: Callable[[int], None]
+) -> Bundle:
     """The bundle of a finished run with thresholds of multi-label scores, and statistics of its features.
 
     Both need a validation set: the test set must not choose anything.
@@ -207,23 +209,38 @@ def complete_bundle(bundle: Bundle, plan: RunPlan, on_batch: Callable[[int], Non
     Args:
         on_batch: called with the number of images done; it may raise to stop.
     """
-    data, scores = plan.data, bundle.scores
+    data = plan.data
     if data.val is None:
         return bundle
     train = data.train  # at most MAX_IMAGES, evenly spaced, so that sorted classes keep their fractions
     if len(train) > MAX_IMAGES:
         train = train.take(np.linspace(0, len(train) - 1, MAX_IMAGES).astype(np.int64))
-    features, _, labels = _outputs(bundle, train, plan, on_batch)
-    val_features, val_logits, val_labels = _outputs(bundle, data.val, plan, on_batch)
-    if scores.thresholds is not None:
-        scores = replace(scores, thresholds=choose_thresholds(val_logits, val_labels))
+    features, _, labels = _outputs(bundle, train, plan, workers, on_batch)
+    val_features, val_logits, val_labels = _outputs(bundle, data.val, plan, workers, on_batch)
     size = sum(tensor.nbytes for tensor in bundle.model.state_dict().values())
     statistics = fit_statistics(features, labels, val_features, int(MAX_FRACTION * size))
+    scores = _choose_scores(bundle.scores, val_logits, val_labels)
     return replace(bundle, scores=scores, statistics=statistics)
 
 
+def with_thresholds(
+    bundle: Bundle, plan: RunPlan, workers: Workers, on_batch: Callable[[int], None]
+) -> Bundle:
+    """The bundle of the last weights, with thresholds of multi-label scores of its own."""
+    if plan.data.val is None:
+        return bundle
+    _, logits, labels = _outputs(bundle, plan.data.val, plan, workers, on_batch)
+    return replace(bundle, scores=_choose_scores(bundle.scores, logits, labels))
+
+
+def _choose_scores(scores: Scores, logits: NDArray[np.float32], labels: NDArray[np.int64]) -> Scores:
+    return (
+        scores if scores.thresholds is None else replace(scores, thresholds=choose_thresholds(logits, labels))
+    )
+
+
 def _outputs(
-    bundle: Bundle, split: Split, plan: RunPlan, on_batch: Callable[[int], None]
+    bundle: Bundle, split: Split, plan: RunPlan, workers: Workers, on_batch: Callable[[int], None]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
     """Pooled vectors (N, D), logits (N, K) and labels of the images that can be read.
 
@@ -245,7 +262,7 @@ def _outputs(
         compute=compute,
         rank=ranks.rank,
         ranks=ranks.count,
-        workers=plan.recipe.train.workers,
+        workers=workers,
         corrupt=CorruptFiles("skip"),
         progress=on_batch,
     )

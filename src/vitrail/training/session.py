@@ -21,7 +21,13 @@ from vitrail.model import ViT
 from vitrail.model.config import format_sides
 from vitrail.training.callbacks import Callback, Progress
 from vitrail.training.checkpoint import Checkpoint, CheckpointManager
-from vitrail.training.epoch import complete_bundle, early_stop, evaluate_epoch, initial_scores
+from vitrail.training.epoch import (
+    complete_bundle,
+    early_stop,
+    evaluate_epoch,
+    initial_scores,
+    with_thresholds,
+)
 from vitrail.training.loggers import Loggers
 from vitrail.training.parallel import LostProcess, is_lost_process
 from vitrail.training.plan.batch_size import fitting_batch
@@ -260,10 +266,11 @@ class TrainingSession:
         best, last = load(out / "best.safetensors"), self.bundle(t.plain(t.trained))
         weights = last.model.state_dict()
         same = all(torch.equal(one, weights[name].cpu()) for name, one in best.model.state_dict().items())
-        best = complete_bundle(best, t.plan, self.check_stop)
-        # After a run without EMA that improved to the end, both are the same.
-        known = replace(last, scores=best.scores, statistics=best.statistics)
-        last = known if same else complete_bundle(last, t.plan, self.check_stop)
+        best = complete_bundle(best, t.plan, t.workers, self.check_stop)
+        if same:  # after a run without EMA that improved to the end
+            last = replace(last, scores=best.scores, statistics=best.statistics)
+        elif last.scores.thresholds is not None:
+            last = with_thresholds(last, t.plan, t.workers, self.check_stop)
         self.checkpoints.wait()
         if t.ranks.is_main:
             self.checkpoints.save_best(best)

@@ -41,7 +41,7 @@ _SHORT_RUN = 30.0  # seconds; a shorter run is not rehearsed
 _COST, _MOST_SECONDS = 0.02, 10.0  # of the run, and at most
 _BUDGET_COST = 0.03  # the same of a time budget
 _RESERVE = 0.1  # of a time budget, for what a short rehearsal does not show
-_TIMED_STEPS, _MOST_STEPS = 3, 0.1  # at least so many, but at most this fraction of a run's steps
+_TIMED_STEPS, _MOST_STEPS = 3, 0.04  # at least so many, but at most this fraction of a run's steps
 _BATCHES = 4  # that are evaluated, at most
 _MEMORY = 0.2  # of a GPU's free memory, at most, for a copy of weights and optimizer
 _MIN_READS = 2_000  # images that the run has yet to read: fewer take about as long as measuring
@@ -96,10 +96,10 @@ def untimed_steps(trainer: Trainer) -> int:
 
 
 def closing_images(trainer: Trainer) -> int:
-    """The images of the forward passes after the last epoch: of the best and last weights, and the report."""
+    """The images of the forward passes after the last epoch: statistics of features, and the report."""
     data = trainer.data
     sampled = min(MAX_IMAGES, len(data.train)) + len(data.eval_split) if data.val else 0
-    return 2 * sampled + len(data.eval_split)
+    return sampled + len(data.eval_split)
 
 
 def _time_forward(trainer: Trainer) -> float:

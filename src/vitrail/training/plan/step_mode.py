@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Estimates for an H200 with 16 cores, from the steps in docs/benchmarks.md. A wrong one only costs time.
 _LAUNCH_BOUND = 0.7  # of the time of a step passes until its last kernel is launched
 _MEMORY = 0.45  # of the device's: more is not kept for a graph
+_FEW, _SLOW = 8, 0.2  # where so many images take so many seconds, larger batches are not timed
 
 
 @dataclass(frozen=True)
@@ -157,17 +158,25 @@ def estimate_seconds(trainer: Trainer) -> float:
     if t.mode is not None and t.mode.seconds is not None and t.teacher is None:
         return t.mode.seconds * passes  # on a GPU: the model itself would run neither compiled nor captured
     images = _random_images(t)
-    seconds = 0.0
-    for _ in range(2):  # the first pass also allocates memory
-        start = time.perf_counter()
-        rehearse_pass(t, images)
-        if t.teacher is not None:
-            t.teacher(images)
-        if t.compute.device.type != "cpu":
-            torch.accelerator.synchronize(t.compute.device)
-        seconds = time.perf_counter() - start
+    few = images[:_FEW]
+    if _time_pass(t, few) > _SLOW:  # with what happens once, such as allocating memory
+        seconds = _time_pass(t, few) * len(images) / len(few)
+    else:
+        _time_pass(t, images)
+        seconds = _time_pass(t, images)
     t.optimizer.zero_grad(set_to_none=True)
     return seconds * passes
+
+
+def _time_pass(trainer: Trainer, images: Tensor) -> float:
+    """The seconds of a forward and backward pass, the teacher's forward pass included."""
+    start = time.perf_counter()
+    rehearse_pass(trainer, images)
+    if trainer.teacher is not None:
+        trainer.teacher(images)
+    if trainer.compute.device.type != "cpu":
+        torch.accelerator.synchronize(trainer.compute.device)
+    return time.perf_counter() - start
 
 
 def _random_images(trainer: Trainer) -> Tensor:

@@ -143,10 +143,10 @@ def test_folder_names_with_markup_and_ascii_terminals(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_empty_folder_is_reused(tmp_path):
+def test_a_folder_that_exists_may_be_another_runs(tmp_path):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
     assert run_command("demo", "--epochs", "1", cwd=tmp_path).returncode == 0
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["demo", "demo-2"]
 
 
 def test_a_missing_extra_is_named(tmp_path):

@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -309,3 +310,55 @@ def cache_folder() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "vitrail"
     return Path("~/.cache/vitrail").expanduser()
+
+
+# ---- folders of runs ------------------------------------------------------------------------
+
+
+@contextmanager
+def run_folder(out: str | Path | None, name: object) -> Iterator[Path]:
+    """The given folder; by default runs/NAME, or runs/NAME-2 and so on: a new one.
+
+    It is created at once, so that two runs never take the same one, and removed if it is empty in the end.
+    Processes of torchrun only agree on it: the main one creates it when all have checked their settings.
+
+    Args:
+        name: the data of the run, whose name the folder gets if it is a path.
+    """
+    if out is not None:
+        yield Path(out)
+        return
+    parent = Path("runs")
+    is_new = not parent.exists()
+    folder = _create_numbered(parent, _folder_name(name))
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # they are not empty
+            folder.rmdir()
+            if is_new:
+                parent.rmdir()
+
+
+def _folder_name(data: object) -> str:
+    """photos for photos/ and photos.csv; run for what has no name."""
+    if not isinstance(data, (str, Path)):
+        return "run"
+    path = Path(data).absolute()
+    return re.sub(r"\W+", "-", path.name if path.is_dir() else path.stem).strip("-") or "run"
+
+
+def _create_numbered(parent: Path, name: str) -> Path:
+    folders = (parent / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return next(folder for folder in folders if not os.path.lexists(folder))
+    parent.mkdir(parents=True, exist_ok=True)
+    return next(folder for folder in folders if _is_created(folder))
+
+
+def _is_created(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from typer import Option
 
-from vitrail.cli.outputs import check_empty_folder, is_empty
+from vitrail.base.safe_files import run_folder
+from vitrail.cli.outputs import check_empty_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,18 @@ def demo(
 
     The 1,797 digits are part of scikit-learn: nothing is downloaded.
     """
+    from vitrail.experiment import digits_demo as steps
+
+    steps.check_extras()
+    if out is not None:
+        check_empty_folder("--out", out, "name another folder, or omit --out")
+        out.mkdir(parents=True, exist_ok=True)  # before training: a path that cannot be used fails at once
+    with run_folder(out, "demo") as folder:
+        _run_demo(folder, epochs, seed)
+
+
+def _run_demo(folder: Path, epochs: int, seed: int) -> None:
+    """Train, and show and save the result."""
     import torch
     from rich.console import Console
 
@@ -38,9 +50,6 @@ def demo(
     from vitrail.training.console_lines import ConsoleCallback, print_rows
     from vitrail.training.signals import Interrupted
     from vitrail.training.start import train
-
-    steps.check_extras()
-    folder = _create_folder(out)
 
     torch.set_num_threads(1)  # no slower at this size, and the same result on any number of cores
     console = Console(highlight=False)
@@ -79,16 +88,6 @@ def demo(
     steps.save_figure(predictions, folder / "demo.png")
     for name in ("best.safetensors", "report.html", "demo.png"):
         console.print(f"Saved {folder / name}", markup=False, soft_wrap=True)
-
-
-def _create_folder(out: Path | None) -> Path:
-    """Create the run directory before training, so that a path that cannot be used fails at once."""
-    if out is None:
-        names = (Path("runs") / (f"demo-{n}" if n > 1 else "demo") for n in count(1))
-        out = next(folder for folder in names if not folder.exists() or is_empty(folder))
-    check_empty_folder("--out", out, "name another folder, or omit --out")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def _show_digits(predictions: DemoPredictions, console: Console) -> None:

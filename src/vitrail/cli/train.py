@@ -14,6 +14,7 @@ import typer
 from typer import Argument, Option
 
 from vitrail.base.errors import InputError, printable
+from vitrail.base.safe_files import run_folder
 from vitrail.cli.option_groups import flatten, options
 from vitrail.cli.option_values import apply_setting, parse_batch, parse_sides, parse_value
 from vitrail.cli.options import OFFLINE, QUIET
@@ -178,7 +179,9 @@ def train(
         metavar="[DATA]",
         show_default=False,
     ),
-    out: Path = Option(Path("runs/new"), help="The run directory, new or empty."),
+    out: Path | None = Option(
+        None, help="The run directory, new or empty.", show_default="runs/NAME, or runs/NAME-2 and so on"
+    ),
     classes: Path | None = Option(
         None,
         metavar="FILE",
@@ -227,16 +230,20 @@ def train(
             raise InputError(f"--dry-run is for a new run; remove {other}.")
         _print_dry_run(data, out, changes, options.quiet)
         return
+    if resume and out is None:
+        raise InputError("--resume needs --out, the run directory, such as --out runs/photos.")
     changes["resume"] = resume
-    if folds is not None:
-        with outlasting(printable(out / "fold-*" / "log.txt")):
-            _run_folds(data, out, folds, changes, options.quiet)
-        return
-    with outlasting(printable(out / "log.txt")):
-        _run_training(data, out, changes, options.quiet)
+    with run_folder(out, data) as folder:
+        note = f"The run directory is {printable(folder)}." if out is None else ""
+        if folds is not None:
+            with outlasting(printable(folder / "fold-*" / "log.txt")):
+                _run_folds(data, folder, folds, changes, options.quiet, note)
+        else:
+            with outlasting(printable(folder / "log.txt")):
+                _run_training(data, folder, changes, options.quiet, note)
 
 
-def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
+def _print_dry_run(data: str | None, out: Path | None, changes: dict[str, Any], quiet: bool) -> None:
     """Print what a run would do: its plan, and its settings by the names that --set takes."""
     from vitrail.training.console_lines import print_rows
     from vitrail.training.start import dry_run
@@ -247,11 +254,13 @@ def _print_dry_run(data: str | None, out: Path, changes: dict[str, Any], quiet: 
         print_rows(settings)
 
 
-def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: bool) -> None:
+def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: bool, note: str) -> None:
     """Train; only the main process prints."""
     from vitrail.training.start import train as run_training
 
     with _training_process(quiet) as (callback, is_main):
+        if note:
+            callback.on_message(note)
         run = run_training(data, out=out, callback=callback, verbose=False, **changes)
     if is_main:
         best, epochs = run.best, run.metrics[-1]["epoch"]
@@ -263,13 +272,17 @@ def _run_training(data: str | None, out: Path, changes: dict[str, Any], quiet: b
         _print_saved(run.out, "best.safetensors", "last.safetensors", "report.html")
 
 
-def _run_folds(data: str | None, out: Path, folds: int, changes: dict[str, Any], quiet: bool) -> None:
+def _run_folds(
+    data: str | None, out: Path, folds: int, changes: dict[str, Any], quiet: bool, note: str
+) -> None:
     """Train a model for each fold; only the main process prints."""
     from vitrail.experiment.folds import cross_validate
 
     if data is None:
         raise InputError("--folds needs DATA, also with --resume: vitrail train DATA --folds 5 --out DIR.")
     with _training_process(quiet) as (callback, is_main):
+        if note:
+            callback.on_message(note)
         result = cross_validate(data, out=out, folds=folds, callback=callback, verbose=False, **changes)
     if is_main:
         low, high = result.interval

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail.base.errors import FileError, InputError, MissingExtra, VitrailError, option, printable
-from vitrail.base.safe_files import DISK_FULL
+from vitrail.base.safe_files import DISK_FULL, run_folder
 from vitrail.base.summary import Summary
 from vitrail.evaluation.evaluate_model import evaluate
 from vitrail.images.classes import ClassNames
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def train(
     data: Data | None = None,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     classes: ClassNames | None = None,
     recipe: str | None = None,
     from_: str | Path | None = None,
@@ -69,7 +69,8 @@ def train(
         data: a folder of images, a table, an array file, "digits", or an open Dataset; a torch Dataset of
             (image, label), a pair of arrays (images, labels), or {"train": ..., "val": ...} of them, is read
             into memory. Not needed with `resume`.
-        out: the run directory; it must be new or empty, unless `resume` is set.
+        out: the run directory; it must be new or empty, unless `resume` is set. By default runs/NAME for data
+            of that name, or runs/NAME-2 and so on.
         classes: names for numbered classes: a list, a mapping from class to name, or a file with one name
             per line or such JSON.
         recipe: the name of the recipe that all other settings come from; `vitrail train --recipes` lists
@@ -105,22 +106,24 @@ def train(
         minutes=minutes,
         changes=changes,
     )
-    out = Path(out)
-    saved = read_saved_run(out) if resume else None
-    with stop_early(lambda: _how_to_go_on(out)), show_run(callback, verbose) as log:
-        if saved is not None:
-            plan = saved.plan(asked, log)
-        elif data is not None:
-            plan = new_plan(asked, log)
-        else:
-            raise InputError(_no_data(out, resume))
-        if plan.recipe.train.cache:
-            cached = cached_dataset(plan.data, plan.recipe.preprocess, log.on_message)
-            plan = replace(plan, data=cached)
-        run = execute(plan, out, resume=resume, callback=log)
-        if report:
-            write_report(run.out, run.bundle, plan, log)
-        return run
+    if resume and out is None:
+        raise InputError("resume needs out, the run directory.")
+    with run_folder(out, data) as folder:
+        saved = read_saved_run(folder) if resume else None
+        with stop_early(lambda: _how_to_go_on(folder)), show_run(callback, verbose) as log:
+            if saved is not None:
+                plan = saved.plan(asked, log)
+            elif data is not None:
+                plan = new_plan(asked, log)
+            else:
+                raise InputError(_no_data(folder, resume))
+            if plan.recipe.train.cache:
+                cached = cached_dataset(plan.data, plan.recipe.preprocess, log.on_message)
+                plan = replace(plan, data=cached)
+            run = execute(plan, folder, resume=resume, callback=log)
+            if report:
+                write_report(run.out, run.bundle, plan, log)
+            return run
 
 
 def new_plan(asked: RunCall, callback: Callback) -> RunPlan:
@@ -147,7 +150,7 @@ def new_plan(asked: RunCall, callback: Callback) -> RunPlan:
     return replace(plan, minutes=asked.minutes, since=asked.since)
 
 
-def dry_run(data: str | None, *, out: Path, callback: Callback, **options: Any) -> dict[str, Any]:
+def dry_run(data: str | None, *, out: Path | None, callback: Callback, **options: Any) -> dict[str, Any]:
     """Report the plan of a new run, with all checks and messages of `train`, and write no file of it.
 
     Returns the settings by the names that --set takes, such as "lr" and "model.width".
@@ -156,15 +159,16 @@ def dry_run(data: str | None, *, out: Path, callback: Callback, **options: Any) 
         options: the other arguments of `train`.
     """
     if data is None:
-        raise InputError(_no_data(out, resume=False))
+        raise InputError(_no_data(out or Path("runs"), resume=False))
     names = RunCall.__dataclass_fields__
     given = {name: options.pop(name) for name in list(options) if name in names}
     asked = RunCall(data=data, changes=options, **given)
     plan = new_plan(asked, callback)
     plan.check()
-    check_empty(out, resume=False)
+    if out is not None:
+        check_empty(out, resume=False)
     plan = fit_minutes(plan, callback)
-    session = open_session(plan, out, callback)
+    session = open_session(plan, out or Path("runs"), callback)
     with use_threads(session.threads.count), session.closing():
         session.show_plan()
     settings: dict[str, Any] = {}

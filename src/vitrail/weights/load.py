@@ -70,17 +70,18 @@ def load(
 
     Assumptions and changes are listed in `.notes`, a sentence each.
     """
-    from vitrail.model.device import find_device, place
     from vitrail.weights.model_settings import check_fields, override_preprocess
 
     device = "cpu" if device is None else device
-    if device != "auto":
-        find_device(device)  # an error before any tensor is read
     requested: dict[str, Any] = {"size": size, "channels": channels, "patch": patch}
     if preprocess is not None:
         check_fields(preprocess)
     with open_model(path, checkpoint_key, offline=offline) as files:
         description = describe(files, family=family, keys=keys, **requested, **overrides)
+        from vitrail.model.device import find_device, place  # with torch: not for a file that is refused
+
+        if device != "auto":
+            find_device(device)  # an error before any tensor is read
         bundle = build_bundle(files, description, dtype)
     _adapt(bundle, classes, size, channels, patch)
     if preprocess is not None:  # only now: a given resize_to is for the size that the model has in the end

@@ -553,7 +553,7 @@ def test_refused_files(opened):
     assert not page.is_visible("#inside")
     assert not page.is_visible("#again")
     hand_over(page, "drop", "wide.png", png(np.zeros((80, 80, 3), np.uint8)))
-    wait_until(page, "document.getElementById('trouble-words').textContent.includes('5,000')")
+    wait_until(page, "document.getElementById('trouble-words').textContent.includes('0.005 megapixels')")
 
 
 def test_retry_when_the_server_is_busy(opened):

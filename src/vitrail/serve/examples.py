@@ -16,6 +16,8 @@ from vitrail.images.formats.folders import list_images
 MAX_EXAMPLES = 12
 KINDS = {"PNG": "image/png", "JPEG": "image/jpeg"}  # formats that every browser shows
 BUILT_IN = Path(__file__).parent / "example_images"
+DIGITS = [f"digits/digit-{number}.png" for number in range(10)]
+WINDOWS = [f"windows/{name}.jpg" for name in ("rose-window", "sunset", "flower", "fish", "night")]
 DIGIT, MARGIN = 20, 4  # pixels of a digit, and around it in MNIST
 
 
@@ -64,8 +66,7 @@ def built_in(channels: int, side: int = DIGIT + 2 * MARGIN) -> list[Example]:
     Args:
         side: the shorter side of the model's input. A small one has no room for the margin of MNIST digits.
     """
-    folder = {1: "digits", 3: "windows", 4: "windows"}.get(channels)
-    paths = sorted((BUILT_IN / folder).iterdir()) if folder else []
+    paths = [BUILT_IN / name for name in {1: DIGITS, 3: WINDOWS, 4: WINDOWS}.get(channels, [])]
     found = [_read_example(path)._replace(name=path.stem.replace("-", " ")) for path in paths]
     if channels != 1 or side < DIGIT:
         return found

@@ -22,7 +22,7 @@ def check_extra() -> None:
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Of the 95 % confidence interval of the mean, by Student's t."""
+    """Half the width of the 95 % confidence interval of the mean, by Student's t."""
     from scipy.special import stdtrit
 
     n = len(values)

@@ -256,7 +256,7 @@ class Preprocess(Config):
 
 
 def fit_preprocess(preprocess: Preprocess, config: ViTConfig) -> Preprocess:
-    """The same preprocessing for the image size and the channels of a model.
+    """Fit a preprocessing to the image size and the channels of a model.
 
     The crop keeps its fraction of the resized image. For another number of channels, every channel gets the
     average of mean and std.

@@ -207,7 +207,7 @@ def fit_minutes(plan: RunPlan, log: Callback) -> RunPlan:
 def choose_epochs(
     settings: TrainConfig, pace: Pace, steps_per_epoch: int, seconds: float, minutes: float
 ) -> tuple[int, str]:
-    """As many epochs as end within so many seconds, at least one, and a sentence that says why."""
+    """Choose the most epochs that end within so many seconds, at least one; and say why in a sentence."""
 
     def total(epochs: int) -> float:
         return pace.total(epochs, steps_per_epoch, settings.evaluate_every)

@@ -53,8 +53,9 @@ class StepMode:
     reason: str = ""
     kernels: bool = False
     seconds: float | None = None
-    """Of a micro-batch, estimated, and until the first step; None if it was not measured."""
+    """Estimated time of a micro-batch; None if it was not measured."""
     ready: float = 0.0
+    """Estimated time before the first step."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _time_pass(trainer: Trainer, images: Tensor) -> float:
 
 
 def _random_images(trainer: Trainer) -> Tensor:
-    """As many as in a micro-batch."""
+    """Random images, as many as in a micro-batch."""
     count = trainer.batch // trainer.ranks.count // trainer.settings.accumulate
     return torch.rand(count, *trainer.model.config.input_shape, device=trainer.compute.device)
 

@@ -214,6 +214,6 @@ def _randaugment(crop: float, *, operations: int, magnitude: int) -> Augment:
 
 
 def _short_side_256(model: ViTConfig) -> Preprocess:
-    """As in big_vision: short side 256, center crop, pixel values from -1 to 1."""
+    """Preprocess as big_vision does: short side 256, center crop, pixel values from -1 to 1."""
     half = (0.5,) * model.channels
     return Preprocess(size=224, resize="shortest", resize_to=256, mean=half, std=half)

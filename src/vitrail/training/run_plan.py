@@ -100,7 +100,7 @@ class RunPlan:
     request: Mapping[str, Any] | None = None
     """What the user asked for, as in config.json; None for a recipe and an open data set."""
     resolved: Mapping[str, Any] = field(default_factory=dict)
-    """Of a run that is resumed, what automatic settings were resolved to when it started."""
+    """What automatic settings were resolved to when a resumed run started."""
     minutes: float | None = None
     """For a new run: the time that its epochs are reduced to fit, since a moment of `time.monotonic`."""
     since: float = 0.0

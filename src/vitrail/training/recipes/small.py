@@ -74,7 +74,7 @@ def small(data: Dataset) -> Recipe:
 
 
 def _epochs(data: Dataset, seen: int, most: int) -> int:
-    """As many epochs as make about so many images, but at least ten."""
+    """Choose the epochs that make about so many images, at least ten."""
     return min(most, max(10, round(seen / len(data.train))))
 
 

@@ -107,7 +107,7 @@ def read_settings(settings: Mapping[str, Any], defaults: Mapping[str, Mapping[st
 
 
 def towers(kind: str, **defaults: Any) -> dict[str, dict[str, Any]]:
-    """The same defaults for a vision tower alone and for the model with both towers."""
+    """Share the defaults of a vision tower between the tower alone and the model with both towers."""
     return {kind: defaults, f"{kind}_vision_model": defaults}
 
 
